@@ -2,52 +2,41 @@
 
 What a rank computes does not depend on its messages, so it keeps its place on an axis of *work*: ns computed since the
 step began. The messages of the recorded config are taken off this axis, and those of the other config put on it, where
-enough gradients have arrived. When gradients arrive is known at the recorded messages; in between, the backward pass takes
-as long for each element of a weight matrix (its FLOPs grow with them), and nothing for embeddings and vectors. The same
-holds for the forward pass, in which modules of stage 3 gather their parameters.
+enough gradients have arrived (:mod:`.event_places`).
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
-from itertools import pairwise
 from types import MappingProxyType
-from typing import Final, Literal, NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 
 from commprof.errors import UsageError
+from commprof.prediction.event_places import (
+    AFTER,
+    WITHIN,
+    Assumed,
+    Inserted,
+    Place,
+    arrived_at,
+    end_events,
+    gather_events,
+    gather_messages,
+    gradient_events,
+    inserted_events,
+    passes_of,
+    place_at_end,
+)
 from commprof.prediction.program import Event, Floats, Groups, Message, Program, Step
 from commprof.prediction.sent import AT_END, GRADIENTS, Sent, groups_of
-from commprof.requested.parameters import Parameter
-from commprof.requested.zero.module_calls import ModuleCalls
 from commprof.schema import Phase, Purpose
 
 # What a gradient message costs beside its own time and its call: filling and emptying a bucket, waking up after the wait. In
 # calls of it, since both are mostly Python; measured on the development runs: docs/predict.md.
 _BESIDE_CALL: Final = 2.0
-FORWARD: Final = 1 / 3  # of the compute of both passes: the backward pass has twice the FLOPs
-_LEAST_FORWARD: Final = 0.15  # where recorded messages say otherwise
-MOST_FORWARD: Final = 0.5
-_BOTH: Final[tuple[Literal["issue", "wait"], ...]] = ("issue", "wait")
-# Turns of events at the same work: recorded ones and forward passes, backward passes, and what follows the last of these. At
-# stage 3 the number of the module call follows in the passes, and then a 1 for gradients, which come after its gathers.
-_WITHIN, _BACKWARD, _AFTER = (0,), (1,), (2,)
-
-
-class Assumed(NamedTuple):
-    """What a run does not show of gathering parameters within the passes, and of adding up gradients.
-
-    Attributes:
-        copy_ns: for each byte that is gathered, beside its message: allocating and filling the parameters. Also for each
-            byte of gradients that is added up without being sent.
-        evenly: modules with matrices all compute equally long, rather than in proportion to the elements of these.
-    """
-
-    copy_ns: float = 0.0
-    evenly: bool = False
 
 
 class Changed(NamedTuple):
@@ -60,64 +49,6 @@ class Changed(NamedTuple):
     program: Program
     steps: list[Step]
     assumed: tuple[str, ...] = ()
-
-
-class Inserted(NamedTuple):
-    """A message of a pass that the run does not have, and that a rank waits for.
-
-    Attributes:
-        message: what is sent.
-        forward: in the forward pass; else in the backward pass.
-        share: of the pass that is done when it is sent.
-        longer: what is computed more after it, as a part of the pass: (steps, ranks).
-    """
-
-    message: Message
-    forward: bool
-    share: float
-    longer: Floats | float = 0.0
-
-
-class _Place(NamedTuple):
-    """An event on the axis of work: (steps, ranks) ns.
-
-    Of events at the same work those of an earlier micro-batch come first, then those of a lower ``turn``. ``cost`` is
-    computed after it, and is not on the axis.
-    """
-
-    work: Floats
-    event: Event
-    micro: int
-    turn: tuple[int, ...]
-    cost: Floats | float = 0.0
-
-
-class _Passes(NamedTuple):
-    """Where a micro-batch is on the axis of work: (steps, ranks) ns.
-
-    Attributes:
-        start: of the forward pass.
-        points: of the backward pass: the part of it that is done, and the work until then, in rising order.
-    """
-
-    start: Floats
-    points: list[tuple[float, Floats]]
-
-    @property
-    def end(self) -> Floats:
-        """Of the backward pass."""
-        return self.points[-1][1]
-
-    def forward(self, share: float) -> Floats:
-        """The work until ``share`` of the forward pass is done."""
-        return self.start + share * (self.points[0][1] - self.start)
-
-    def backward(self, share: float) -> Floats:
-        """The work until ``share`` of the backward pass is done."""
-        for (low, first), (high, second) in pairwise(self.points):
-            if share <= high:
-                return first + (second - first) * ((share - low) / (high - low) if high > low else 1.0)
-        return self.end
 
 
 def change(
@@ -165,11 +96,11 @@ def change(
     if regathers:
         kept -= gathered_in_passes(program)
     places = [
-        _Place(
+        Place(
             work[:, number],
             event,
             program.messages[event.message].micro_step,
-            _WITHIN if number < ends[-1] else _AFTER,
+            WITHIN if number < ends[-1] else AFTER,
         )
         for number, event in enumerate(program.events)
         if event.message in kept
@@ -177,19 +108,19 @@ def change(
     messages = list(program.messages)
     added: list[Message] = []
     for micro, of_micro in enumerate(after.gradients):
-        passes = _passes(program, work, before, after, micro, ends, assumed.evenly)
+        passes = passes_of(program, work, before, after, micro, ends, assumed.evenly)
         if regathers and after.calls is not None:
-            places += _gather_events(after, passes, assumed, micro, len(messages) + len(added))
-            added += _gather_messages(after.calls, micro, groups_of(work.shape[2]))
-        arrival = partial(_arrived_at, after.arriving, passes, assumed.evenly)
+            places += gather_events(after, passes, assumed, micro, len(messages) + len(added))
+            added += gather_messages(after.calls, micro, groups_of(work.shape[2]))
+        arrival = partial(arrived_at, after.arriving, passes, assumed.evenly)
         cost = _BESIDE_CALL * calls
-        places += _gradient_events(of_micro, arrival, after, len(messages) + len(added), cost)
+        places += gradient_events(of_micro, arrival, after, len(messages) + len(added), cost)
         added += [message for message, _ in of_micro]
-        places += _inserted_events(inserted.get(micro, ()), passes, len(messages) + len(added))
+        places += inserted_events(inserted.get(micro, ()), passes, len(messages) + len(added))
         added += [each.message for each in inserted.get(micro, ())]
     for purpose in moved:
-        place = _place_at_end(program, work, purpose, ends[-1])
-        places += _end_events(after.at_end.get(purpose, []), place, len(messages) + len(added))
+        place = place_at_end(program, work, purpose, ends[-1])
+        places += end_events(after.at_end.get(purpose, []), place, len(messages) + len(added))
         added += after.at_end.get(purpose, [])
     for message in [messages[number] for number in kept]:
         if sum(map(len, message.groups)) != ranks:
@@ -367,246 +298,11 @@ def _typical_calls(program: Program, steps: Sequence[Step]) -> Floats:
     return np.array([mean for _ in steps])
 
 
-def _share(parameters: Sequence[Parameter], count: int, evenly: bool = False) -> float:
-    """The part of the backward pass that is done when the first ``count`` gradients have arrived."""
-    weights = [min(1, weight(each)) if evenly else weight(each) for each in parameters]
-    total = sum(weights)
-    return sum(weights[:count]) / total if total else count / max(1, len(parameters))
-
-
-def weight(parameter: Parameter) -> int:
-    """Elements of a weight matrix, to which the time of its module is assumed to be in proportion; 0 of others."""
-    if "Embedding" in (parameter.owner_types or "") or len(parameter.extents) < 2:
-        return 0
-    return parameter.numel
-
-
-def _passes(
-    program: Program,
-    work: Floats,
-    before: Sent,
-    after: Sent,
-    micro: int,
-    ends: Sequence[int],
-    evenly: bool = False,
-) -> _Passes:
-    """Where the passes of micro-batch ``micro`` of the other config are on the axis of work."""
-    count = len(after.gradients)
-    recorded = _recorded_flushes(program, before)
-    end = work[:, ends[min(micro, len(ends) - 1)]]
-    if len(ends) == count:
-        start = work[:, ends[micro - 1]] if micro else np.zeros_like(end)
-    else:  # reduced only in the last micro-batch: all take as long
-        start, end = work[:, ends[-1]] * (micro / count), work[:, ends[-1]] * ((micro + 1) / count)
-    known = [
-        (_share(before.arriving, arrived, evenly), work[:, number])
-        for number, arrived in recorded.get(micro if len(ends) == count else -1, [])
-        if arrived < len(before.arriving)
-    ]
-    begin = _begin_of_backward(start, end, known)
-    return _Passes(start, [(0.0, begin), *known, (1.0, end)])
-
-
-def _arrived_at(arriving: Sequence[Parameter], passes: _Passes, evenly: bool, gradients: int) -> Floats:
-    """The work at which the first ``gradients`` gradients have arrived."""
-    if gradients >= len(arriving):
-        return passes.end
-    return passes.backward(_share(arriving, gradients, evenly))
-
-
-def _gather_messages(calls: ModuleCalls, micro: int, groups: Groups) -> list[Message]:
-    phases = {
-        number: str(Phase.FORWARD if call.forward else Phase.BACKWARD)
-        for call in calls.calls
-        for number in (*call.own, *call.ahead)
-    }
-    return [
-        Message(
-            each.op,
-            each.payload_bytes,
-            str(Purpose.PARAMETER_GATHER),
-            groups,
-            False,
-            None,
-            micro,
-            phases[number],
-        )
-        for number, each in enumerate(calls.messages)
-    ]
-
-
-def _gather_events(after: Sent, passes: _Passes, assumed: Assumed, micro: int, first: int) -> list[_Place]:
-    """The events of the gathers of micro-batch ``micro``; ``first`` is the number of their first message.
-
-    A module issues what it lacks, waits for what it needs, and issues what later modules need. In the backward pass it
-    begins when those after it have ended.
-    """
-    assert after.calls is not None
-    sizes = [each.payload_bytes for each in after.calls.messages]
-    calls = after.calls.calls
-    totals = [
-        sum(_weight_of(call.parameters, assumed.evenly) for call in calls if call.forward == forward) or 1
-        for forward in (True, False)
-    ]
-    done = [0, 0]
-    places: list[_Place] = []
-    for number_of_call, call in enumerate(calls):
-        turn = (*(_WITHIN if call.forward else _BACKWARD), number_of_call, 0)
-        which = 0 if call.forward else 1
-        share = done[which] / totals[which]
-        at = passes.forward(share) if call.forward else passes.backward(share)
-        places += [_Place(at, Event("issue", first + number), micro, turn) for number in call.own]
-        places += [
-            _Place(at, Event("wait", first + number), micro, turn, assumed.copy_ns * sizes[number])
-            for number in call.waits
-        ]
-        places += [_Place(at, Event("issue", first + number), micro, turn) for number in call.ahead]
-        done[which] += _weight_of(call.parameters, assumed.evenly)
-    waited = {place.event.message for place in places if place.event.kind == "wait"}
-    rest = [number for number in range(first, first + len(sizes)) if number not in waited]
-    return [*places, *(_Place(passes.end, Event("wait", number), micro, _end_turn(after)) for number in rest)]
-
-
-def _inserted_events(inserted: Sequence[Inserted], passes: _Passes, first: int) -> list[_Place]:
-    """The events of messages ``inserted``; ``first`` is the number of the first."""
-    places = []
-    for number, each in enumerate(inserted, first):
-        begin = passes.points[0][1]  # of the backward pass
-        at = passes.forward(each.share) if each.forward else passes.backward(each.share)
-        cost = each.longer * (begin - passes.start if each.forward else passes.end - begin)
-        turn, micro = _WITHIN if each.forward else _BACKWARD, each.message.micro_step
-        places += [
-            _Place(at, Event("issue", number), micro, turn),
-            _Place(at, Event("wait", number), micro, turn, cost),
-        ]
-    return places
-
-
-def _gradient_turn(after: Sent, gradients: int) -> tuple[int, ...]:
-    """The turn of what the arrival of gradient number ``gradients``, from 1, causes."""
-    if after.calls is None or gradients >= len(after.arriving):
-        return _end_turn(after)
-    last = after.arriving[gradients - 1].name
-    calls = enumerate(after.calls.calls)
-    owners = [
-        number
-        for number, call in calls
-        if not call.forward and any(each.name == last for each in call.parameters)
-    ]
-    return (*_BACKWARD, owners[0], 1) if owners else _end_turn(after)
-
-
-def _end_turn(after: Sent) -> tuple[int, ...]:
-    """The turn of what the end of a backward pass causes."""
-    return _BACKWARD if after.calls is None else (*_BACKWARD, len(after.calls.calls), 1)
-
-
-def _weight_of(parameters: Sequence[Parameter], evenly: bool) -> int:
-    return sum(min(1, weight(each)) if evenly else weight(each) for each in parameters)
-
-
-def _end_events(messages: Sequence[Message], place: Floats, first: int) -> list[_Place]:
-    """The events of messages at the end of a step: one after the other, or those that do not block all at once."""
-    numbers = range(first, first + len(messages))
-    if all(each.blocks for each in messages):
-        return [
-            _Place(place, Event(kind, number), messages[0].micro_step, _AFTER)
-            for number in numbers
-            for kind in _BOTH
-        ]
-    return [
-        _Place(place, Event(kind, number), messages[0].micro_step, _AFTER)
-        for kind in _BOTH
-        for number in numbers
-    ]
-
-
-def _recorded_flushes(program: Program, before: Sent) -> dict[int, list[tuple[int, int]]]:
-    """Micro-batch -> position of the event and number of gradients of each recorded gradient message."""
-    issues: dict[int, list[int]] = defaultdict(list)
-    for number, event in enumerate(program.events):
-        message = program.messages[event.message]
-        if event.kind == "issue" and message.purpose == GRADIENTS:
-            issues[message.micro_step].append(number)
-    return {
-        micro: [(number, count) for number, (_, count) in zip(numbers, before.gradients[micro], strict=True)]
-        for micro, numbers in issues.items()
-        if micro < len(before.gradients) and len(numbers) == len(before.gradients[micro])
-    }
-
-
-def _begin_of_backward(start: Floats, end: Floats, known: Sequence[tuple[float, Floats]]) -> Floats:
-    """Where the backward pass began: from its recorded pace, else two thirds of the compute are its own."""
-    total = end - start
-    begin = start + FORWARD * total
-    if known and known[0][0] < 1.0:
-        share, work = known[0]
-        pace = np.median(end - work) / (1.0 - share)
-        begin = np.median(work - start) - share * pace + start
-    begin = np.clip(begin, start + _LEAST_FORWARD * total, start + MOST_FORWARD * total)
-    return np.minimum(begin, known[0][1]) if known else begin
-
-
-def _gradient_events(
-    messages: Sequence[tuple[Message, int]],
-    arrival: Callable[[int], Floats],
-    after: Sent,
-    first: int,
-    cost: Floats,
-) -> list[_Place]:
-    """The events of the gradient messages of a micro-batch.
-
-    Args:
-        messages: each with how many gradients have arrived when it is sent.
-        arrival: the work at which so many gradients have arrived.
-        after: what the config sends.
-        first: the number of the first message.
-        cost: of each message, after it.
-    """
-    places: list[_Place] = []
-    micro = messages[0][0].micro_step if messages else 0
-    flushes: dict[int | None, list[int]] = defaultdict(list)
-    counts: dict[int | None, int] = {}
-    for number, (message, count) in enumerate(messages, first):
-        flushes[message.bucket].append(number)
-        counts[message.bucket] = count
-    flying: list[list[int]] = []
-    end = arrival(len(after.arriving))
-    for bucket, numbers in flushes.items():
-        at, turn = arrival(counts[bucket]), _gradient_turn(after, counts[bucket])
-        if not after.overlaps:
-            for number in numbers:
-                places.append(_Place(at, Event("issue", number), micro, turn))
-                places.append(_Place(at, Event("wait", number), micro, turn, cost))
-            continue
-        while after.depth and after.waits_before and len(flying) >= after.depth:
-            places += [_Place(at, Event("wait", number), micro, turn, cost) for number in flying.pop(0)]
-        places += [_Place(at, Event("issue", number), micro, turn) for number in numbers]
-        flying.append(numbers)
-        while after.depth and not after.waits_before and len(flying) >= after.depth:
-            places += [_Place(at, Event("wait", number), micro, turn, cost) for number in flying.pop(0)]
-    places += [
-        _Place(end, Event("wait", number), micro, _end_turn(after), cost)
-        for numbers in flying
-        for number in numbers
-    ]
-    return places
-
-
-def _place_at_end(program: Program, work: Floats, purpose: str, end: int) -> Floats:
-    """Where messages of ``purpose`` go: where the recorded ones of it were; else before or after the optimizer."""
-    for number, event in enumerate(program.events):
-        message = program.messages[event.message]
-        if number > end and event.kind == "issue" and message.purpose == purpose:
-            return work[:, number]
-    return work[:, -1] if purpose == Purpose.PARAMETER_GATHER else work[:, end]
-
-
 def _assembled(
     program: Program,
     steps: Sequence[Step],
     work: Floats,
-    places: Sequence[_Place],
+    places: Sequence[Place],
     messages: Sequence[Message],
     calls: Floats,
 ) -> Changed:

@@ -12,8 +12,9 @@ from commprof.calibration.results import Calibration
 from commprof.errors import CommprofError, UsageError
 from commprof.ledger.requests.request import Request, request_of
 from commprof.prediction.assumptions import AS_RECORDED, Assumptions
-from commprof.prediction.changes import Assumed, Changed, change
+from commprof.prediction.changes import Changed, change
 from commprof.prediction.durations import UNCHANGED, Durations, message_times
+from commprof.prediction.event_places import Assumed
 from commprof.prediction.experts.exchanges import Exchanged, with_tokens
 from commprof.prediction.experts.settings import KEYS as EXPERT_KEYS
 from commprof.prediction.experts.settings import updated, with_settings

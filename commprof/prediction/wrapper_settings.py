@@ -13,7 +13,8 @@ import numpy as np
 
 from commprof.errors import CommprofError, UsageError
 from commprof.ledger.requests.wrapped_models import WrappedModels
-from commprof.prediction.changes import FORWARD, MOST_FORWARD, Assumed, Changed
+from commprof.prediction.changes import Changed
+from commprof.prediction.event_places import FORWARD, MOST_FORWARD, Assumed
 from commprof.prediction.program import Event, Message, Program, Step
 from commprof.requested.wrappers.fully_shard import FullyShard
 from commprof.schema import Phase, Purpose

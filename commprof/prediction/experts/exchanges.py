@@ -16,7 +16,7 @@ import numpy as np
 
 from commprof.errors import UsageError
 from commprof.ledger.requests.expert_tokens import ExpertTokens, ForwardPass
-from commprof.prediction.changes import Inserted, weight
+from commprof.prediction.event_places import Inserted, weight
 from commprof.prediction.experts.parameters import place_of
 from commprof.prediction.program import Event, Floats, Groups, Message, Program, Step
 from commprof.prediction.recorded import Recorded

@@ -7,7 +7,8 @@ import pytest
 
 from commprof.errors import UsageError
 from commprof.ledger.requests.request import Request
-from commprof.prediction.changes import Assumed, change
+from commprof.prediction.changes import change
+from commprof.prediction.event_places import Assumed
 from commprof.prediction.sent import sent_by
 from commprof.requested.parameters import Parameter
 from unit.commprof.prediction.made_runs import (

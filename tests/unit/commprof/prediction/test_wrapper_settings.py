@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from commprof.errors import UsageError
-from commprof.prediction.changes import Assumed
+from commprof.prediction.event_places import Assumed
 from commprof.prediction.program import Event, Message, Program, Step
 from commprof.prediction.wrapper_settings import (
     KEY,

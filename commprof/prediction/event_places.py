@@ -1,0 +1,336 @@
+"""Where the events of messages go on the axis of work of a step with another config.
+
+When gradients arrive is known at the recorded messages. Between these, the backward pass takes time in proportion to the
+elements of weight matrices (its FLOPs grow with them), and none for embeddings and vectors. The same holds for the forward
+pass, in which modules of stage 3 gather their parameters.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import Final, Literal, NamedTuple
+
+import numpy as np
+
+from commprof.prediction.program import Event, Floats, Groups, Message, Program
+from commprof.prediction.sent import GRADIENTS, Sent
+from commprof.requested.parameters import Parameter
+from commprof.requested.zero.module_calls import ModuleCalls
+from commprof.schema import Phase, Purpose
+
+FORWARD: Final = 1 / 3  # of the compute of both passes: the backward pass has twice the FLOPs
+_LEAST_FORWARD: Final = 0.15  # where recorded messages say otherwise
+MOST_FORWARD: Final = 0.5
+_BOTH: Final[tuple[Literal["issue", "wait"], ...]] = ("issue", "wait")
+# Turns of events at the same work: recorded ones and forward passes, backward passes, and what follows the last of these. At
+# stage 3 the number of the module call follows in the passes, and then a 1 for gradients, which come after its gathers.
+WITHIN, _BACKWARD, AFTER = (0,), (1,), (2,)
+
+
+class Assumed(NamedTuple):
+    """What a run does not show of gathering parameters within the passes, and of adding up gradients.
+
+    Attributes:
+        copy_ns: for each byte that is gathered, beside its message: allocating and filling the parameters. Also for each
+            byte of gradients that is added up without being sent.
+        evenly: modules with matrices all compute equally long, rather than in proportion to the elements of these.
+    """
+
+    copy_ns: float = 0.0
+    evenly: bool = False
+
+
+class Inserted(NamedTuple):
+    """A message of a pass that the run does not have, and that a rank waits for.
+
+    Attributes:
+        message: what is sent.
+        forward: in the forward pass; else in the backward pass.
+        share: of the pass that is done when it is sent.
+        longer: what is computed more after it, as a part of the pass: (steps, ranks).
+    """
+
+    message: Message
+    forward: bool
+    share: float
+    longer: Floats | float = 0.0
+
+
+class Place(NamedTuple):
+    """An event on the axis of work: (steps, ranks) ns.
+
+    Of events at the same work those of an earlier micro-batch come first, then those of a lower ``turn``. ``cost`` is
+    computed after it, and is not on the axis.
+    """
+
+    work: Floats
+    event: Event
+    micro: int
+    turn: tuple[int, ...]
+    cost: Floats | float = 0.0
+
+
+class Passes(NamedTuple):
+    """Where a micro-batch is on the axis of work: (steps, ranks) ns.
+
+    Attributes:
+        start: of the forward pass.
+        points: of the backward pass: the part of it that is done, and the work until then, in rising order.
+    """
+
+    start: Floats
+    points: list[tuple[float, Floats]]
+
+    @property
+    def end(self) -> Floats:
+        """Of the backward pass."""
+        return self.points[-1][1]
+
+    def forward(self, share: float) -> Floats:
+        """The work until ``share`` of the forward pass is done."""
+        return self.start + share * (self.points[0][1] - self.start)
+
+    def backward(self, share: float) -> Floats:
+        """The work until ``share`` of the backward pass is done."""
+        for (low, first), (high, second) in pairwise(self.points):
+            if share <= high:
+                return first + (second - first) * ((share - low) / (high - low) if high > low else 1.0)
+        return self.end
+
+
+def _share(parameters: Sequence[Parameter], count: int, evenly: bool = False) -> float:
+    """The part of the backward pass that is done when the first ``count`` gradients have arrived."""
+    weights = [min(1, weight(each)) if evenly else weight(each) for each in parameters]
+    total = sum(weights)
+    return sum(weights[:count]) / total if total else count / max(1, len(parameters))
+
+
+def weight(parameter: Parameter) -> int:
+    """Elements of a weight matrix, to which the time of its module is assumed to be in proportion; 0 of others."""
+    if "Embedding" in (parameter.owner_types or "") or len(parameter.extents) < 2:
+        return 0
+    return parameter.numel
+
+
+def passes_of(
+    program: Program,
+    work: Floats,
+    before: Sent,
+    after: Sent,
+    micro: int,
+    ends: Sequence[int],
+    evenly: bool = False,
+) -> Passes:
+    """Where the passes of micro-batch ``micro`` of the other config are on the axis of work."""
+    count = len(after.gradients)
+    recorded = _recorded_flushes(program, before)
+    end = work[:, ends[min(micro, len(ends) - 1)]]
+    if len(ends) == count:
+        start = work[:, ends[micro - 1]] if micro else np.zeros_like(end)
+    else:  # reduced only in the last micro-batch: all take as long
+        start, end = work[:, ends[-1]] * (micro / count), work[:, ends[-1]] * ((micro + 1) / count)
+    known = [
+        (_share(before.arriving, arrived, evenly), work[:, number])
+        for number, arrived in recorded.get(micro if len(ends) == count else -1, [])
+        if arrived < len(before.arriving)
+    ]
+    begin = _begin_of_backward(start, end, known)
+    return Passes(start, [(0.0, begin), *known, (1.0, end)])
+
+
+def arrived_at(arriving: Sequence[Parameter], passes: Passes, evenly: bool, gradients: int) -> Floats:
+    """The work at which the first ``gradients`` gradients have arrived."""
+    if gradients >= len(arriving):
+        return passes.end
+    return passes.backward(_share(arriving, gradients, evenly))
+
+
+def gather_messages(calls: ModuleCalls, micro: int, groups: Groups) -> list[Message]:
+    """The messages that gather the parameters of micro-batch ``micro``, in the order of the module calls."""
+    phases = {
+        number: str(Phase.FORWARD if call.forward else Phase.BACKWARD)
+        for call in calls.calls
+        for number in (*call.own, *call.ahead)
+    }
+    return [
+        Message(
+            each.op,
+            each.payload_bytes,
+            str(Purpose.PARAMETER_GATHER),
+            groups,
+            False,
+            None,
+            micro,
+            phases[number],
+        )
+        for number, each in enumerate(calls.messages)
+    ]
+
+
+def gather_events(after: Sent, passes: Passes, assumed: Assumed, micro: int, first: int) -> list[Place]:
+    """The events of the gathers of micro-batch ``micro``; ``first`` is the number of their first message.
+
+    A module issues what it lacks, waits for what it needs, and issues what later modules need. In the backward pass it
+    begins when those after it have ended.
+    """
+    assert after.calls is not None
+    sizes = [each.payload_bytes for each in after.calls.messages]
+    calls = after.calls.calls
+    totals = [
+        sum(_weight_of(call.parameters, assumed.evenly) for call in calls if call.forward == forward) or 1
+        for forward in (True, False)
+    ]
+    done = [0, 0]
+    places: list[Place] = []
+    for number_of_call, call in enumerate(calls):
+        turn = (*(WITHIN if call.forward else _BACKWARD), number_of_call, 0)
+        which = 0 if call.forward else 1
+        share = done[which] / totals[which]
+        at = passes.forward(share) if call.forward else passes.backward(share)
+        places += [Place(at, Event("issue", first + number), micro, turn) for number in call.own]
+        places += [
+            Place(at, Event("wait", first + number), micro, turn, assumed.copy_ns * sizes[number])
+            for number in call.waits
+        ]
+        places += [Place(at, Event("issue", first + number), micro, turn) for number in call.ahead]
+        done[which] += _weight_of(call.parameters, assumed.evenly)
+    waited = {place.event.message for place in places if place.event.kind == "wait"}
+    rest = [number for number in range(first, first + len(sizes)) if number not in waited]
+    return [*places, *(Place(passes.end, Event("wait", number), micro, _end_turn(after)) for number in rest)]
+
+
+def inserted_events(inserted: Sequence[Inserted], passes: Passes, first: int) -> list[Place]:
+    """The events of messages ``inserted``; ``first`` is the number of the first."""
+    places = []
+    for number, each in enumerate(inserted, first):
+        begin = passes.points[0][1]  # of the backward pass
+        at = passes.forward(each.share) if each.forward else passes.backward(each.share)
+        cost = each.longer * (begin - passes.start if each.forward else passes.end - begin)
+        turn, micro = WITHIN if each.forward else _BACKWARD, each.message.micro_step
+        places += [
+            Place(at, Event("issue", number), micro, turn),
+            Place(at, Event("wait", number), micro, turn, cost),
+        ]
+    return places
+
+
+def _gradient_turn(after: Sent, gradients: int) -> tuple[int, ...]:
+    """The turn of what the arrival of gradient number ``gradients``, from 1, causes."""
+    if after.calls is None or gradients >= len(after.arriving):
+        return _end_turn(after)
+    last = after.arriving[gradients - 1].name
+    calls = enumerate(after.calls.calls)
+    owners = [
+        number
+        for number, call in calls
+        if not call.forward and any(each.name == last for each in call.parameters)
+    ]
+    return (*_BACKWARD, owners[0], 1) if owners else _end_turn(after)
+
+
+def _end_turn(after: Sent) -> tuple[int, ...]:
+    """The turn of what the end of a backward pass causes."""
+    return _BACKWARD if after.calls is None else (*_BACKWARD, len(after.calls.calls), 1)
+
+
+def _weight_of(parameters: Sequence[Parameter], evenly: bool) -> int:
+    return sum(min(1, weight(each)) if evenly else weight(each) for each in parameters)
+
+
+def end_events(messages: Sequence[Message], place: Floats, first: int) -> list[Place]:
+    """The events of messages at the end of a step: one after the other, or those that do not block all at once."""
+    numbers = range(first, first + len(messages))
+    if all(each.blocks for each in messages):
+        return [
+            Place(place, Event(kind, number), messages[0].micro_step, AFTER)
+            for number in numbers
+            for kind in _BOTH
+        ]
+    return [
+        Place(place, Event(kind, number), messages[0].micro_step, AFTER)
+        for kind in _BOTH
+        for number in numbers
+    ]
+
+
+def _recorded_flushes(program: Program, before: Sent) -> dict[int, list[tuple[int, int]]]:
+    """Micro-batch -> position of the event and number of gradients of each recorded gradient message."""
+    issues: dict[int, list[int]] = defaultdict(list)
+    for number, event in enumerate(program.events):
+        message = program.messages[event.message]
+        if event.kind == "issue" and message.purpose == GRADIENTS:
+            issues[message.micro_step].append(number)
+    return {
+        micro: [(number, count) for number, (_, count) in zip(numbers, before.gradients[micro], strict=True)]
+        for micro, numbers in issues.items()
+        if micro < len(before.gradients) and len(numbers) == len(before.gradients[micro])
+    }
+
+
+def _begin_of_backward(start: Floats, end: Floats, known: Sequence[tuple[float, Floats]]) -> Floats:
+    """Where the backward pass began: from its recorded pace, else two thirds of the compute are its own."""
+    total = end - start
+    begin = start + FORWARD * total
+    if known and known[0][0] < 1.0:
+        share, work = known[0]
+        pace = np.median(end - work) / (1.0 - share)
+        begin = np.median(work - start) - share * pace + start
+    begin = np.clip(begin, start + _LEAST_FORWARD * total, start + MOST_FORWARD * total)
+    return np.minimum(begin, known[0][1]) if known else begin
+
+
+def gradient_events(
+    messages: Sequence[tuple[Message, int]],
+    arrival: Callable[[int], Floats],
+    after: Sent,
+    first: int,
+    cost: Floats,
+) -> list[Place]:
+    """The events of the gradient messages of a micro-batch.
+
+    Args:
+        messages: each with how many gradients have arrived when it is sent.
+        arrival: the work at which so many gradients have arrived.
+        after: what the config sends.
+        first: the number of the first message.
+        cost: of each message, after it.
+    """
+    places: list[Place] = []
+    micro = messages[0][0].micro_step if messages else 0
+    flushes: dict[int | None, list[int]] = defaultdict(list)
+    counts: dict[int | None, int] = {}
+    for number, (message, count) in enumerate(messages, first):
+        flushes[message.bucket].append(number)
+        counts[message.bucket] = count
+    flying: list[list[int]] = []
+    end = arrival(len(after.arriving))
+    for bucket, numbers in flushes.items():
+        at, turn = arrival(counts[bucket]), _gradient_turn(after, counts[bucket])
+        if not after.overlaps:
+            for number in numbers:
+                places.append(Place(at, Event("issue", number), micro, turn))
+                places.append(Place(at, Event("wait", number), micro, turn, cost))
+            continue
+        while after.depth and after.waits_before and len(flying) >= after.depth:
+            places += [Place(at, Event("wait", number), micro, turn, cost) for number in flying.pop(0)]
+        places += [Place(at, Event("issue", number), micro, turn) for number in numbers]
+        flying.append(numbers)
+        while after.depth and not after.waits_before and len(flying) >= after.depth:
+            places += [Place(at, Event("wait", number), micro, turn, cost) for number in flying.pop(0)]
+    places += [
+        Place(end, Event("wait", number), micro, _end_turn(after), cost)
+        for numbers in flying
+        for number in numbers
+    ]
+    return places
+
+
+def place_at_end(program: Program, work: Floats, purpose: str, end: int) -> Floats:
+    """Where messages of ``purpose`` go: where the recorded ones of it were; else before or after the optimizer."""
+    for number, event in enumerate(program.events):
+        message = program.messages[event.message]
+        if number > end and event.kind == "issue" and message.purpose == purpose:
+            return work[:, number]
+    return work[:, -1] if purpose == Purpose.PARAMETER_GATHER else work[:, end]
