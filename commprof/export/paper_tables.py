@@ -133,7 +133,7 @@ def comparison(rows: Sequence[Row], job: Job) -> str:
         _numbers("Payload", [_amount(row["payload_bytes_per_step"]) for row in rows]),
         *(_numbers(_BYTES[name][0], [_amount(row.get(name, "")) for row in rows]) for name in beside),
         _numbers("Time (ms)", [_interval(row) for row in rows]),
-        *_known("Exposed (ms)", [_digits(row.get("exposed_ns", ""), 1e6) for row in rows]),
+        *_known("Exposed (ms)", [_exposed(row) for row in rows]),
         *_known("Memory", [_amount(row.get("rss_peak_bytes", "")) for row in rows]),
         *_known("Device", [_amount(row.get("device_peak_bytes", "")) for row in rows]),
         *_known("Loss", [_fixed(row["final_loss"]) for row in rows]),
@@ -149,6 +149,8 @@ def comparison(rows: Sequence[Row], job: Job) -> str:
     heads = {column.head for column in columns}
     if "Exposed (ms)" in heads:
         meanings.append("Exposed: the program is blocked on communication, median of the steps.")
+        if any(_is_bounded(row) for row in rows):
+            meanings.append("Two values of it are bounds.")
     if "Memory" in heads:
         meanings.append("Memory: peak resident memory of the largest rank.")
     return _table([names[row["label"]] for row in rows], columns, meanings, "tab:commprof-comparison")
@@ -300,6 +302,21 @@ def _amount(text: str) -> str:
         if value >= scale:
             return f"{_digits(str(value / scale))} {unit}"
     return f"{_digits(str(value))} B"
+
+
+def _exposed(row: Row) -> str:
+    """Exposed time, or its bounds where no single value is known: ``29.5``, ``3.10--4.00``."""
+    exact, low, high = (
+        _digits(row.get(name, ""), 1e6) for name in ("exposed_ns", "exposed_low_ns", "exposed_high_ns")
+    )
+    if exact != "--" or low in ("--", high):
+        return exact if exact != "--" else low
+    return f"$\\geq$ {low}" if high == "--" else f"{low}--{high}"
+
+
+def _is_bounded(row: Row) -> bool:
+    text = _exposed(row)
+    return text != "--" and ("--" in text or "geq" in text)
 
 
 def _interval(row: Row) -> str:

@@ -208,7 +208,7 @@ window.dash_clientside = Object.assign({}, window.dash_clientside, {
         replace_search(search_with(["tick"], ticked.map((name) => ["tick", name])));
       }
       return ["/compare" + (ticked.length ? "?" + ticked.map((name) => pair(["run", name])).join("&") : ""),
-        ticked.length ? ticked.length + " ticked" : "none ticked: compares the newest runs"];
+        ticked.length ? ticked.length + " ticked" : "none ticked: compares the newest sweep or program"];
     },
     ready(grid) {
       window.dash_ag_grid.getApiAsync(grid).then(window.commprof.runs_ready);

@@ -298,7 +298,7 @@ def compare_link(ticked: list[str]) -> str:
 
 def compare_count(ticked: list[str]) -> str:
     """How many runs are ticked."""
-    return f"{len(ticked)} ticked" if ticked else "none ticked: compares the newest runs"
+    return f"{len(ticked)} ticked" if ticked else "none ticked: compares the newest sweep or program"
 
 
 def register(app: dash.Dash, runs: Runs) -> None:

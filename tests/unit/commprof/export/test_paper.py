@@ -17,7 +17,7 @@ from commprof.export import paper_figures
 from commprof.export.csv import export_csv
 from commprof.export.paper_export import read_export, write_paper
 from commprof.export.paper_figures import Style, coinciding, wrapped
-from commprof.export.paper_tables import escaped
+from commprof.export.paper_tables import comparison, escaped, job_of
 from support.runs import SyntheticRun
 
 
@@ -124,6 +124,24 @@ def test_the_tables_hold_the_numbers_of_the_comparison(made):
     assert r"\texttt{all\_to\_all} \\ for \texttt{reduce\_scatter}" in joined["C"]
     for line in rows:
         assert not re.search(r"(?<!\\)[%$#_]", " ".join(line))
+
+
+@pytest.mark.parametrize(
+    ("exact", "low", "high", "shown"),
+    [
+        ("29500000", "29500000", "29500000", "29.5"),
+        ("", "29498656", "29530237", "29.5"),
+        ("", "3100000", "4000000", "3.10--4"),
+        ("", "3100000", "", r"$\geq$ 3.10"),
+    ],
+)
+def test_exposed_time_that_has_bounds_is_in_the_table(exported, exact, low, high, shown):
+    export = read_export(exported)
+    told = {"exposed_ns": exact, "exposed_low_ns": low, "exposed_high_ns": high}
+    rows = [{**row, **told} for row in export.comparison]
+    text = comparison(rows, job_of(export.runs, export.parameters, export.provenance))
+    assert text.count(f"& {shown} ") == len(rows)
+    assert ("Two values of it are bounds" in text) == ("3.10" in shown)
 
 
 def test_captions_name_interval_ranks_model_and_repeats(made):
