@@ -265,6 +265,15 @@ def test_a_run_that_is_still_going_and_lost_records_says_so(tmp_path):
     assert "3 dropped, 2 unseen" in page
 
 
+def test_a_run_before_its_first_collective_lacks_nothing_yet(tmp_path, monkeypatch):
+    SyntheticRun(2, recorded_ranks=()).write(tmp_path / "begun")
+    of_an_ended_run = Runs.overview
+    monkeypatch.setattr(Runs, "overview", lambda *of: of_an_ended_run(*of) | {"state": "running"})
+    text = text_of(draw(tmp_path, "/overview?run=begun"))
+    assert "No records yet" in text and "the first collective appears here" in text
+    assert "What is missing" not in text and "was killed before that" not in text
+
+
 def test_changes_are_predicted_once_a_run_has_ended(tmp_path, monkeypatch):
     write_run(tmp_path / "run")
     assert "Changes worth trying" in text_of(draw(tmp_path, "/overview"))

@@ -224,6 +224,10 @@ def _health(facts: Mapping[str, Any]) -> Component:
             "torch.distributed, or never reached a step to record.",
             "warning",
         )
+    if not facts["records"] and not facts["summed"]:
+        return messages.line(
+            "No records yet", "Running; the first collective appears here as soon as it is issued."
+        )
     ranks = "its one rank" if _ranks(facts) == "1" else f"{_ranks(facts)} ranks"
     told = f"{facts['state'].capitalize()}, {_ended(facts)}; {format_count(facts['steps'])} steps"
     if facts["notes"]:
