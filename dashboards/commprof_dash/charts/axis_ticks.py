@@ -76,7 +76,10 @@ def axis(highest: float, unit: str, title: str, room: float = 1.0, count: int = 
 
 def log_axis(low: float, high: float, title: str, suffix: str = "", count: int = 7) -> dict[str, Any]:
     """A logarithmic plotly axis for bytes, or with the suffix ``/s`` for rates of them, with ticks at powers of two."""
-    low, high = max(low, 1e-3), max(high, low * 2, 2e-3)
+    low = max(low, 1e-3)
+    high = max(high, low)
+    if high < 2 * low:  # values that are nearly one stand in the middle
+        low, high = low / 2, high * 2
     first, last = math.floor(math.log2(low)), math.ceil(math.log2(high))
     least = -(-(last - first) // count)
     step = next((step for step in (1, 2, 5, 10, 20, 40, 80) if step >= least), least)

@@ -280,6 +280,22 @@ def test_stragglers_are_shown_without_the_first_step_unless_asked(tmp_path):
     assert list(figures_of(parts)["lateness-steps"].data[-1].x) == list(range(12))
 
 
+def test_alignment_offers_its_commands_only_where_they_help(directory, tmp_path):
+    on_gloo = text_of(draw(directory, "/alignment?run=on-gloo"))
+    assert "gloo, which writes no log" in on_gloo and "commprof align" not in on_gloo
+    SyntheticRun(2, state="failed").write(tmp_path / "empty")
+    empty = text_of(draw(tmp_path, "/alignment?run=empty"))
+    assert "This run has no records" in empty and "commprof align" not in empty
+
+
+def test_records_speaks_of_the_first_step_only_where_it_is_left_out(tmp_path):
+    late_run(tmp_path / "run")
+    said = "The first step is left out until you clear the filter"
+    assert said in text_of(draw(tmp_path, "/records?run=run"))
+    for query in ("&filter=", "&filter=rank:=:1", "&step=3"):
+        assert said not in text_of(draw(tmp_path, f"/records?run=run{query}")), query
+
+
 def rows_of_card(parts, name):
     """The rows of the table in a card, by heading, as a browser shows them."""
     cards = [part for root in parts for part in (root, *root._traverse()) if getattr(part, "id", "") == name]

@@ -19,7 +19,7 @@ from commprof_dash.components import cards, controls, messages
 from commprof_dash.components.tables import Cell, Field
 from commprof_dash.data import Runs
 from commprof_dash.measures import format_count
-from commprof_dash.pages.one_run import draw_run
+from commprof_dash.pages.one_run import draw_run, no_records
 from commprof_dash.pages.page import Drawing, Page
 from commprof_dash.pages.timeline.data import RECORD, record_of
 from commprof_dash.theme import Scheme
@@ -45,8 +45,7 @@ def render(runs: Runs, query: Query, scheme: Scheme) -> Drawing:
         summary: api.AlignmentSummary = runs.of_run("alignment", name, api.alignment_summary)
         edges: pd.DataFrame = runs.of_run("topology", name, api.topology)
         if summary.counts.empty:
-            path = shlex.quote(str(runs.directory / name)[:1000])
-            return _unaligned(path, edges, query, scheme)
+            return _unaligned(runs, name, edges, query, scheme)
         placed = _with_place_of_record(query, runs, name)
         ranks = [_word(rank) for rank in summary.counts["rank"].drop_duplicates()]
         first = summary.divergences.iloc[0] if len(summary.divergences) else None
@@ -115,16 +114,30 @@ def _position(query: Query, divergences: pd.DataFrame, state: str, rank: str, gr
 
 
 def _unaligned(
-    path: str, edges: pd.DataFrame, query: Query, scheme: Scheme
+    runs: Runs, name: str, edges: pd.DataFrame, query: Query, scheme: Scheme
 ) -> tuple[Sequence[Component], Sequence[Component]]:
     controls_shown, shown = _topology(edges, query, scheme)
-    note = messages.message(
-        "Not aligned with an NCCL log",
-        "This run has no alignment. If it ran with NCCL and collected its logs (--nccl-log on), the first command "
-        "aligns it; the second uses other logs. gloo writes no such log.",
-        [f"commprof align {path}", f"commprof align {path} LOG..."],
+    note = no_records(runs, name) or _how_to_align(
+        str(runs.overview(name)["backends"] or ""), shlex.quote(str(runs.directory / name)[:1000])
     )
     return controls_shown, [note, *(shown if len(edges) else [])]
+
+
+def _how_to_align(backends: str, path: str) -> Component:
+    title = "Not aligned with an NCCL log"
+    if backends == "gloo":
+        return messages.message(
+            title,
+            "This run used gloo, which writes no log of its operations: there is nothing to align its records with. The "
+            "page answers for runs with NCCL. To check a run with gloo, compare requested and issued:",
+            [f"commprof verify {path}"],
+        )
+    return messages.message(
+        title,
+        "This run has no alignment. If it ran with NCCL and collected its logs (--nccl-log on), the first command "
+        "aligns it; the second uses other logs.",
+        [f"commprof align {path}", f"commprof align {path} LOG..."],
+    )
 
 
 def _word(value: Any) -> str:
@@ -140,10 +153,9 @@ def _generated(communicators: pd.DataFrame) -> list[Component]:
     if not communicators["generated"].fillna(False).astype(bool).any():
         return []
     return [
-        messages.message(
+        messages.line(
             "A generated log",
             "The log of this alignment states that it was generated: it is not output of NCCL.",
-            [],
         )
     ]
 
@@ -169,12 +181,12 @@ def _verdict(summary: api.AlignmentSummary) -> Component:
     if apart:
         first = "; the first divergence of each rank is below" if len(summary.divergences) else ""
         text = f"{matched}: {' and '.join(apart)}{first}."
-        return messages.message("Records and log differ", text, severity="warning")
+        return messages.line("Records and log differ", text, severity="warning")
     unsure = counts["ambiguous"] + counts["torn"]
     if unsure:
         text = f"{matched}. {unsure:,} cannot be told apart: several candidates are equal, or a line is truncated."
-        return messages.message("No difference is known", text)
-    return messages.message("NCCL ran what was issued", f"{matched}.", severity="good")
+        return messages.line("No difference is known", text)
+    return messages.line("NCCL ran what was issued", f"{matched}.", severity="good")
 
 
 def _tiles(summary: api.AlignmentSummary, communicators: pd.DataFrame) -> Component:
