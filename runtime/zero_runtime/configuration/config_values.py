@@ -218,6 +218,7 @@ class ConfigValues:
             },
             "tp_size": parallel["tp_size"],
             "sequence_parallel_size": parallel["sequence_parallel_size"],
+            "use_data_before_expert_parallelism": parallel["data_before_experts"],
             "tensor_parallel": {
                 name: parallel[name] for name in ("plan", "partition_config", "sequence_parallel")
             },

@@ -127,8 +127,10 @@ def test_without_dropping_a_run_is_replayed_and_predicted():
 
 @pytest.mark.long
 @pytest.mark.parametrize(("ep_size", "other"), [(1, 2), (2, 1), (2, 4)])
-@pytest.mark.parametrize("case", ["gpt_s2_ep2_w4_recomputed", "gpt_s1_ep2_w4_twice", "gpt_s0_ep2_w4"])
-def test_repeated_passes_and_several_micro_batches(case, ep_size, other):
+@pytest.mark.parametrize(
+    "case", ["gpt_s2_ep2_w4_recomputed", "gpt_s1_ep2_w4_twice", "gpt_s0_ep2_w4", "gpt_s2_ep2_w4_data_first"]
+)
+def test_repeated_passes_several_micro_batches_and_other_groups(case, ep_size, other):
     run, same = (
         recorded_with(each, stage=int(case[5]), case=case, drop_tokens=False) for each in (ep_size, other)
     )
@@ -149,6 +151,11 @@ def test_a_recorded_run_of_zero_runtime_closes():
     assert verdict.state == "closed" and verdict.explained_bytes == verdict.issued_bytes, verdict.sentences
     factors = "1.50 instead of 0.75 of the gradient bytes on the wire per rank at n = 4, 1.00 instead of 0.50 in groups of 2"
     assert any(factors in each for each in verdict.sentences), verdict.sentences
+
+
+@pytest.mark.long
+def test_a_run_whose_neighbors_have_the_same_experts_closes():
+    assert verify(recorded_with(2, case="gpt_s2_ep2_w4_data_first")).state == "closed"
 
 
 @pytest.mark.parametrize(

@@ -230,6 +230,7 @@ def test_switches_may_be_written_as_numbers():
         {},
         {"zero_optimization": {"stage": 2, "overlap_comm": True}, "bf16": {"enabled": True}},
         {"zero_optimization": {"stage": 1, "gradient_reduction": "reduce_scatter"}, "gradient_clipping": 0},
+        {"use_data_before_expert_parallelism": True},
         {
             "torch_autocast": {"enabled": True, "dtype": "bf16"},
             "scheduler": {"type": "WarmupLR", "params": {}},
