@@ -42,6 +42,7 @@ PARTS: Final[Mapping[str, tuple[str, ...]]] = {
     "schedules": ("runtime/test_lr_schedulers.py",),
     "pipeline": ("runtime/pipe", "pipe"),
     "comm": ("comm",),
+    "experts": ("v1/moe/test_moe.py",),
     "precision": ("runtime/half_precision", "v1/half_precision", "runtime/test_autocast.py"),
     "engine": (
         "runtime/test_data.py",
