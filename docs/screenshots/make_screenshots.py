@@ -70,6 +70,8 @@ def take(browser: Any, base: str, picture: Picture, out: Path) -> Path:
     )
     view = Watched(context.new_page())
     view.open(base + picture.path)
+    is_read = "() => !document.body.innerText.includes('Reading the records of')"  # of all runs, on Runs
+    view.page.wait_for_function(is_read, timeout=120_000)
     if picture.card:
         place = "(id) => window.scrollTo(0, document.getElementById(id).getBoundingClientRect().top - 72)"
         view.page.evaluate(place, f"card-{picture.card}")
