@@ -403,8 +403,9 @@ window.dash_clientside = Object.assign({}, window.dash_clientside, {
       if (drawn && drawn.page === window.location.pathname) {
         stop_reading();
         document.title = drawn.title;
-        if (drawn.run && !new URLSearchParams(window.location.search).has("run")) {
-          replace_search(search_with(["run"], [["run", drawn.run]]));
+        const [key, value] = drawn.kept || [];
+        if (key === "run" && !new URLSearchParams(window.location.search).has("run")) {
+          replace_search(search_with(["run"], [["run", value]]));
         }
         keep_links();
       }
