@@ -22,23 +22,26 @@ def keep_from_compiler(eval_frame: ModuleType) -> None:
 
 
 def _own_codes() -> Iterator[CodeType]:
+    seen: set[int] = set()
     for name, module in list(sys.modules.items()):
         if name == _PACKAGE or name.startswith(f"{_PACKAGE}."):
             for value in list(vars(module).values()):
                 if getattr(value, "__module__", None) == name:
-                    yield from _codes_in(value)
+                    yield from _codes_in(value, seen)
 
 
-def _codes_in(value: Any) -> Iterator[CodeType]:
+def _codes_in(value: Any, seen: set[int]) -> Iterator[CodeType]:
+    """The code of a function, or of all methods of a class. ``seen``: classes that are done; one may hold itself."""
     if isinstance(value, FunctionType):
         yield from _with_inner(value.__code__)
     elif isinstance(value, (staticmethod, classmethod)):
-        yield from _codes_in(value.__func__)
+        yield from _codes_in(value.__func__, seen)
     elif isinstance(value, property):
-        yield from _codes_in(value.fget)
-    elif isinstance(value, type):
+        yield from _codes_in(value.fget, seen)
+    elif isinstance(value, type) and id(value) not in seen:
+        seen.add(id(value))
         for member in list(vars(value).values()):
-            yield from _codes_in(member)
+            yield from _codes_in(member, seen)
 
 
 def _with_inner(code: CodeType) -> Iterator[CodeType]:
