@@ -183,7 +183,7 @@ def test_a_page_follows_a_run_although_a_drawing_takes_longer_than_a_tick(
     with served(directory) as url:
         view = watched(browser, viewport={"width": 1280, "height": 900})
         view.page.goto(f"{url}{path}?run=live")
-        says = "(text) => document.querySelector('#body').innerText.includes(text)"
+        says = "(text) => document.querySelector('#body')?.innerText.includes(text)"
         view.page.wait_for_function(says, arg=before, timeout=30_000)
         for records in (25, 50):
             write_live(directory / "live", records)
