@@ -90,7 +90,9 @@ def commprof(
             check=False,
         )
     _import_all()
-    forks_programs = words[:1] in (["run"], ["sweep"]) and not new_interpreters
+    # --engine has to be there before accelerate and its like are imported, which the test process may have done.
+    starts = words[:1] in (["run"], ["sweep"]) and "--engine" not in words
+    forks_programs = starts and not new_interpreters
     if forks_programs:
         warm_programs.import_all()
     ends = [os.pipe(), os.pipe()]

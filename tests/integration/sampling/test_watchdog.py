@@ -117,7 +117,7 @@ def test_commprof_run_samples_watches_and_hands_on_the_exit_code(tmp_path):
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "runtime")])
 
     def commprof(*words):
-        return command.commprof(*words, cwd=tmp_path, env=environment, timeout=120)
+        return command.commprof(*words, cwd=tmp_path, env=environment, timeout=120, new_interpreters=True)
 
     samplers = ("--sample", "proc,stacks", "--sample-every", "0.2")
     done = commprof("run", "--nproc", "2", "--out", "run", "--watchdog", "4", *samplers, "train.py")

@@ -76,7 +76,7 @@ from deepspeed.runtime.zero.stage3 import nothing_of_the_kind
 def of_two_ranks(tmp_path, text, **variables):
     (tmp_path / "train.py").write_text(text)
     words = ("run", "--engine", "zero_runtime", "--nproc", "2", "train.py")
-    return commprof(*words, cwd=tmp_path, env=environment(**variables))
+    return commprof(*words, cwd=tmp_path, env=environment(**variables), new_interpreters=True)
 
 
 @pytest.mark.sampled
