@@ -63,17 +63,19 @@ def _of_zero(request: Request) -> Iterator[Candidate]:
         setting = {f"{_ZERO}.{name}": value}
         yield Candidate(setting, {f"{_ZERO}.{name}": recorded}, _with(request.config, setting))
     # Buckets at stage 0 need three keys at once.
-    if configuration.stage == 0 and request.runtime != "deepspeed" and not configuration.overlap_comm:
+    is_own = request.runtime != "deepspeed"
+    if configuration.stage == 0 and is_own and not configuration.reduces_whole_in_buckets:
         numel = sum(each.numel for group in trained_groups(request.parameters) for each in group)
         setting = {
             f"{_ZERO}.gradient_reduction": "all_reduce",
             f"{_ZERO}.overlap_comm": True,
             f"{_ZERO}.reduce_bucket_size": max(1, _rounded(numel / 10)),
         }
-        recorded_values = (configuration.gradient_reduction, False, configuration.reduce_bucket_size)
-        yield Candidate(
-            setting, dict(zip(setting, recorded_values, strict=True)), _with(request.config, setting)
-        )
+        recorded = {
+            key: getattr(configuration, key.removeprefix(f"{_ZERO}."))
+            for key in setting  # the attributes have the names of the keys
+        }
+        yield Candidate(setting, recorded, _with(request.config, setting))
 
 
 def _values(request: Request, configuration: Configuration) -> Iterator[tuple[str, Any, Any]]:

@@ -8,7 +8,7 @@ from typing import Any
 from commprof.requested.communication.sign_optimizers import NAMES as COMPRESSING_OPTIMIZERS
 from commprof.requested.communication.sign_optimizers import refuse_unknown
 from commprof.requested.config_keys import plain, plain_block
-from commprof.requested.configuration import Configuration
+from commprof.requested.configuration import Configuration, read_configuration
 from commprof.requested.errors import UnsupportedError
 
 
@@ -61,7 +61,29 @@ def refuse_unsupported(
         raise UnsupportedError("communication.bounded_delay", delay, "it works at stage 0 only")
     if stage == 3:
         _refuse_with_stage_3(config, zero, world_size, is_own)
+    if is_own and stage == 0:
+        _refuse_with_whole_buckets(config)
     _refuse_parallel(config)
+
+
+def _refuse_with_whole_buckets(config: Mapping[str, Any]) -> None:
+    configuration = read_configuration(config)
+    if not configuration.reduces_whole_in_buckets:
+        return
+    kind = optimizer_type(config)
+    delay = plain_block(config.get("communication")).get("bounded_delay")
+    for key, value in (
+        ("gradient_compression", configuration.compression and plain(config["gradient_compression"])),
+        ("communication.bounded_delay", delay),
+        ("optimizer.type", kind if kind in COMPRESSING_OPTIMIZERS else None),
+        ("managed_gradient_accumulation", None if configuration.managed_accumulation else "false"),
+    ):
+        if value:
+            raise UnsupportedError(
+                key,
+                value,
+                "zero_runtime refuses it beside gradient_reduction all_reduce and overlap_comm true at stage 0",
+            )
 
 
 def _refuse_with_stage_3(

@@ -46,23 +46,29 @@ _INDEX: Final = """<!DOCTYPE html>
 class _Application(dash.Dash):
     """Dash, with the code of the grid requested as early as that of Dash itself on the pages that begin with a grid.
 
-    Dash asks for it when the first grid is drawn, after the answer of the server: the browser then stands still to load
-    and compile it. A chunk of webpack that is there already is not asked for again.
+    Dash requests it when the first grid is drawn, after the server's answer, and the grid waits until it is compiled. A
+    chunk of webpack that is there already is not requested again.
     """
 
     def interpolate_index(self, **parts: Any) -> str:
         page = find_page(flask.request.path)
-        if page is not None and page.has_grid:
-            chunk = self.get_relative_path(f"/_dash-component-suites/{_grid_code()}")
+        code = _grid_code() if page is not None and page.has_grid else None
+        if code is not None:
+            chunk = self.get_relative_path(f"/_dash-component-suites/{code}")
             parts["metas"] = f'{parts["metas"]}\n<script async src="{chunk}"></script>'
         html: str = super().interpolate_index(**parts)
         return html
 
 
 @cache
-def _grid_code() -> str:
-    """The file of the grid's code, with its version and time of change, so that the browser keeps it."""
+def _grid_code() -> str | None:
+    """The file of the grid's code, with its version and time of change, so that the browser keeps it.
+
+    None with a version of the grid that names it otherwise: Dash then requests it later.
+    """
     file = Path(dag.__file__).with_name("async-community.js")
+    if not file.exists():
+        return None
     name = f"{dag.__name__}/{file.name}"
     return build_fingerprint(name, dag.__version__, int(file.stat().st_mtime))
 

@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 import zero_runtime
 from commprof.ledger.verification import verify
 from commprof.requested import Parameter, expected_in_step
+from commprof.requested.errors import UnsupportedError
 from support.process_group_log import logged
 from support.ranks import run_ranks
 from support.recorded_models import make_batch, make_model
@@ -78,7 +79,7 @@ def test_buckets_train_as_one_message_does(name):
 
 
 class Choosing(nn.Module):
-    """Layers of which each rank uses other ones, in another order."""
+    """Layers of which each rank uses different ones, in a different order."""
 
     def __init__(self, order):
         super().__init__()
@@ -189,6 +190,11 @@ def test_a_second_engine_of_a_model_sends_each_bucket_once():
 def test_what_buckets_do_not_go_together_with(top, named):
     with pytest.raises(ConfigError, match=named):
         RuntimeConfig.from_mapping(config(BUCKETS, top), 2)
+    # So plan and predict offer none of it.
+    with pytest.raises(
+        UnsupportedError, match="zero_runtime refuses it beside gradient_reduction all_reduce"
+    ):
+        expected_in_step(config(BUCKETS, top), [Parameter("a", 10, "float32", 0, True, 0)], 2, 1)
 
 
 @pytest.mark.parametrize("zero", [{"overlap_comm": True}, {"gradient_reduction": "all_reduce"}], ids=str)

@@ -138,9 +138,7 @@ def read_zero(values: Mapping[str, Any], disable_allgather: bool) -> ZeroConfig:
         quantized_gradients=flat and values["zero_quantized_gradients"],
         quantized_weights=flat and values["zero_quantized_weights"],
         open_sizes=tuple(
-            name
-            for name in unset
-            if (in_buckets if name == REDUCE_SIZE else _acts(name, row, values["allgather_partitions"]))
+            name for name in unset if _acts(name, row, values["allgather_partitions"], in_buckets)
         ),
     )
 
@@ -154,11 +152,13 @@ def _without_auto(values: Mapping[str, Any]) -> tuple[Mapping[str, Any], list[st
     return {**values, **defaults}, list(dict.fromkeys(names[name] for name in unset))
 
 
-def _acts(size: str, row: Stage, gathers: bool) -> bool:
-    """Whether the size of messages that gather parameters has an effect."""
+def _acts(size: str, row: Stage, gathers: bool, in_buckets: bool) -> bool:
+    """Whether the key ``size`` has an effect."""
     if size == PREFETCH_SIZE:
         return row.shards_parameters
-    return row.shards_optimizer and not row.shards_parameters and gathers
+    if size == GATHER_SIZE:
+        return row.shards_optimizer and not row.shards_parameters and gathers
+    return in_buckets
 
 
 def automatic_reduction(row: Stage, values: Mapping[str, Any]) -> str:

@@ -86,6 +86,9 @@ def test_stage_0_may_send_buckets_by_three_keys_at_once():
     }
     settings = [each.setting for each in candidates(request(config(stage=0)))]
     assert {f"{ZERO}{key}": value for key, value in keys.items()} in settings
+    # overlap_comm alone has no effect at this stage.
+    settings = [each.setting for each in candidates(request(config(stage=0, overlap_comm=True)))]
+    assert {f"{ZERO}{key}": value for key, value in keys.items()} in settings
     assert not any(len(each.setting) == 3 for each in candidates(request(config(stage=0, **keys))))
     assert not any(len(each.setting) == 3 for each in candidates(request(config(stage=0), "deepspeed")))
 
