@@ -5,6 +5,7 @@ import inspect
 import os
 import signal
 import sys
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -52,6 +53,18 @@ def _no_answers_of_other_tests(
     if replaces or request.node.get_closest_marker("shared_answers") is None:
         _forget_answers()
     monkeypatch.setattr("commprof.analysis.storage.answer_files.cache_directory", lambda: None)
+
+
+@pytest.fixture(autouse=True)
+def _no_names_for_other_tests() -> Iterator[None]:
+    """A test that lets ``import deepspeed`` import zero_runtime, in its own process, undoes that."""
+    yield
+    finder = sys.modules.get("zero_runtime.deepspeed_names.finder")
+    if finder is not None and any(isinstance(each, finder.NamesFinder) for each in sys.meta_path):
+        finder.uninstall()
+        pytest.fail(
+            "this test leaves zero_runtime installed as deepspeed: call zero_runtime.deepspeed_names.finder.uninstall"
+        )
 
 
 def _forget_answers() -> None:

@@ -82,16 +82,19 @@ def planned_peak(config, kind, framework="zero_runtime", world=WORLD):
 
     import zero_runtime
     from support.peaks import make_model
-
-    zero_runtime.as_deepspeed()
+    from zero_runtime.deepspeed_names.finder import uninstall
 
     def build(micro_batch, sequence):
         with torch.device("meta"):
             return make_model(kind)
 
-    module = build(0, None)[0]
-    model = Model(parameters_of(module), None, "", build, tuple(expert_layers(module)))
-    planned = predict(config, Job(model, world, world, "gloo", framework=framework))
+    zero_runtime.as_deepspeed()
+    try:
+        module = build(0, None)[0]
+        model = Model(parameters_of(module), None, "", build, tuple(expert_layers(module)))
+        planned = predict(config, Job(model, world, world, "gloo", framework=framework))
+    finally:
+        uninstall()  # or the tests that follow in this process cannot import a deepspeed of their own
     # On a CPU, the host's memory is the device's.
     return planned.peak.device + sum(each.host for each in planned.memory)
 
