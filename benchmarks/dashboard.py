@@ -137,7 +137,7 @@ def paint_times(directory: Path, name: str, rounds: int) -> dict[str, Spread]:
     """Seconds from the request of each page until it is drawn."""
     found: dict[str, list[float]] = {f"{page.title}, first paint": [] for page in PAGES}
     with served(directory) as url, open_browser() as browser:
-        view = watched(browser, viewport={"width": 1280, "height": 900})
+        view = watched(browser, viewport={"width": 1280, "height": 900}, accept_downloads=True)
         for number in range(rounds + 1):
             for page, times in zip(PAGES, found.values(), strict=True):
                 seconds = timed(lambda page=page: view.open(f"{url}{page.path}?run={name}", ready=_DRAWN))  # type: ignore[misc]
@@ -162,7 +162,7 @@ def browser_times(directory: Path, name: str, rounds: int) -> dict[str, Spread]:
         "records, first paint": [],
     }
     with served(directory) as url, open_browser() as browser:
-        view = watched(browser, viewport={"width": 1280, "height": 900})
+        view = watched(browser, viewport={"width": 1280, "height": 900}, accept_downloads=True)
         page = view.page
         for number in range(rounds + 1):
             paint = timed(lambda: view.open(f"{url}/timeline?run={name}", ready=f"{_GRAPH} .main-svg"))

@@ -2,26 +2,18 @@
 
 import pytest
 
-from support.browser import Watched, browser
+from support.browser import browser, watched
 
 __all__ = ["browser"]
 
 DESKTOP = {"width": 1280, "height": 900}
 
 
-@pytest.fixture(scope="module")
-def desktop(browser):
-    """One browser context for a file, so that plotly.js is loaded once."""
-    context = browser.new_context(viewport=DESKTOP, color_scheme="light", accept_downloads=True)
-    yield context
-    context.close()
-
-
 @pytest.fixture
-def page(desktop, base_url):
+def page(browser, base_url):
     """A desktop page; afterwards nothing may have left the dashboard, nor gone wrong in the console."""
-    view = Watched(desktop.new_page())
+    view = watched(browser, viewport=DESKTOP)
     yield view
-    view.page.close()
+    view.close()
     assert view.foreign_requests(base_url) == []
     assert view.errors == []

@@ -52,7 +52,7 @@ def view(browser):
     """One page that the tests take in turn, so that the scripts are loaded once."""
     view = watched(browser, viewport={"width": 1280, "height": 900}, color_scheme="light")
     yield view
-    view.page.context.close()
+    view.close()
 
 
 # Mantine hangs an open list at the end of the body, so that no card cuts it off; its box refers to it by aria-controls.
@@ -188,4 +188,4 @@ def test_at_200_percent_nothing_is_beside_the_window_and_axe_has_no_objection(ax
         assert objections(axe, zoomed) == []
         assert zoomed.errors == []
     finally:
-        zoomed.page.context.close()
+        zoomed.close()

@@ -12,7 +12,7 @@ import pytest
 
 from commprof.calibration.file import write_calibration
 from commprof.calibration.results import Calibration, Timing
-from support.browser import Watched, served
+from support.browser import served, watched
 from support.ranks import run_ranks
 
 pytestmark = [pytest.mark.browser, pytest.mark.ranks, pytest.mark.shared_answers]
@@ -74,12 +74,11 @@ def base_url(runs):
 
 @pytest.fixture(scope="module", params=["light", pytest.param("dark", marks=pytest.mark.long)])
 def view(browser, base_url, request):
-    context = browser.new_context(viewport=DESKTOP, color_scheme=request.param, accept_downloads=True)
-    watched = Watched(context.new_page())
-    yield watched
-    context.close()
-    assert watched.foreign_requests(base_url) == []
-    assert watched.errors == []
+    view = watched(browser, viewport=DESKTOP, color_scheme=request.param)
+    yield view
+    view.close()
+    assert view.foreign_requests(base_url) == []
+    assert view.errors == []
 
 
 def answers(runs, calibrated=True):
@@ -156,11 +155,10 @@ def test_every_choice_is_in_the_address_and_back_undoes_it(view, base_url, runs)
 
 
 def test_a_telephone_shows_it_without_scrolling_sideways(browser, base_url):
-    context = browser.new_context(viewport={"width": 400, "height": 900})
+    view = watched(browser, viewport={"width": 400, "height": 900})
     try:
-        view = Watched(context.new_page())
         view.open(f"{base_url}/bandwidth?run=trained")
         assert view.page.evaluate("document.documentElement.scrollWidth") <= 400
         assert view.errors == []
     finally:
-        context.close()
+        view.close()

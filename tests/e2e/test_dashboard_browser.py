@@ -232,7 +232,7 @@ def test_the_grid_of_the_two_keys_shares_its_axis_and_covers_nothing(browser, gr
     assert view.page.locator("#card-levels .legend").count() == 1
     assert view.page.locator("#card-levels g.legend").count() == 0, "the legend of a figure would lie over it"
     assert_nothing_is_cut_or_covered(view)
-    view.page.context.close()
+    view.close()
     assert view.errors == []
 
 
@@ -339,7 +339,7 @@ def test_nothing_is_cut_or_covered_and_the_scheme_is_the_systems(browser, base_u
         view.open(base_url + path)
         assert_nothing_is_cut_or_covered(view)
     background = view.page.evaluate("getComputedStyle(document.body).backgroundColor")
-    view.page.context.close()
+    view.close()
     assert (max(int(part) for part in background.strip("rgb()").split(",")) < 80) == (scheme == "dark")
 
 
@@ -462,7 +462,7 @@ def test_empty_directory_says_what_to_type(browser, tmp_path):
         for path in ("/overview", "/compare"):
             view.open(url + path, ready=".message")
             assert "commprof run" in view.page.inner_text("#page")
-        view.page.context.close()
+        view.close()
         assert view.errors == []
 
 
@@ -480,5 +480,5 @@ def test_a_broken_run_leaves_the_others_standing(browser, runs, tmp_path):
         assert "999" in view.page.inner_text("#page")
         view.open(f"{url}/compare", ready=".message")
         assert "broken cannot be read" in view.page.inner_text("#page")
-        view.page.context.close()
+        view.close()
         assert view.errors == []

@@ -62,7 +62,7 @@ def base_url(base):
 def view(browser, base_url):
     view = watched(browser, viewport=SCREEN)
     yield view
-    view.page.context.close()
+    view.close()
     assert view.errors == []
     assert view.foreign_requests(base_url) == []
 
@@ -100,7 +100,7 @@ def test_on_a_telephone_every_setting_is_seen_and_no_title_is_squeezed(browser, 
     )
     assert widths[0] == widths[1]
     assert view.page.evaluate("document.documentElement.scrollWidth") <= 400
-    view.page.context.close()
+    view.close()
     assert view.errors == []
 
 
@@ -228,7 +228,7 @@ def test_compare_on_a_telephone_is_no_wider_than_it(browser, base_url, scheme):
     view.page.get_by_text("Choose runs").click()
     assert view.page.locator(".control-wide").is_visible()
     assert view.page.evaluate("document.documentElement.scrollWidth") <= 400
-    view.page.context.close()
+    view.close()
     assert view.errors == []
 
 

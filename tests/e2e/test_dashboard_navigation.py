@@ -145,7 +145,7 @@ def test_a_wide_screen_is_used(browser, base_url):
     widths = view.page.evaluate(
         "[document.querySelector('.page').clientWidth, document.querySelector('.mantine-AppShell-main').clientWidth]"
     )
-    view.page.context.close()
+    view.close()
     assert widths[0] >= 1700
 
 
@@ -194,7 +194,7 @@ def test_a_page_follows_a_run_although_a_drawing_takes_longer_than_a_tick(
         view.page.wait_for_function(
             "!document.querySelector('#body').innerText.includes('still being recorded')", timeout=30_000
         )
-        view.page.context.close()
+        view.close()
     assert view.errors == []
 
 

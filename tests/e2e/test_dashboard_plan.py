@@ -179,4 +179,4 @@ def test_a_telephone_shows_it_without_scrolling_sideways(browser, base_url, sche
         assert view.page.evaluate("document.documentElement.scrollWidth") <= 390
         assert view.errors == [] and view.foreign_requests(base_url) == []
     finally:
-        view.page.context.close()
+        view.close()

@@ -205,4 +205,4 @@ def test_a_telephone_shows_the_changes_without_scrolling_sideways(browser, base_
         assert view.page.evaluate("document.documentElement.scrollWidth") <= 400
         assert view.errors == [] and view.foreign_requests(base_url) == []
     finally:
-        view.page.context.close()
+        view.close()

@@ -203,7 +203,7 @@ def test_the_main_columns_fit_a_window_of_1440_pixels_and_all_are_a_click_away(b
         assert shown_columns(view.page) == MAIN
         assert view.errors == []
     finally:
-        view.page.context.close()
+        view.close()
 
 
 def test_a_wide_window_shows_all_columns_and_dropped_records_have_theirs_in_every_window(browser, tmp_path):
@@ -220,7 +220,7 @@ def test_a_wide_window_shows_all_columns_and_dropped_records_have_theirs_in_ever
             )
             assert expected <= set(shown_columns(view.page))
             assert ("ranks" in shown_columns(view.page)) is (width > 2000)
-            view.page.context.close()
+            view.close()
 
 
 def test_the_words_of_the_verdict_are_explained_below_the_table(page, base_url):

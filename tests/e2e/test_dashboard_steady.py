@@ -125,5 +125,5 @@ def test_nothing_is_wider_than_the_window(browser, base_url, width, scheme):
     for path in ("/overview", "/matrix", "/buckets", "/compare"):
         view.open(f"{base_url}{path}?run=run")
         assert view.page.evaluate("document.documentElement.scrollWidth - window.innerWidth") <= 0, path
-    view.page.context.close()
+    view.close()
     assert view.errors == []

@@ -146,7 +146,7 @@ def visit(browser, request):
         return Visitor(views[0], servers[0].__enter__())
 
     yield begin
-    views[0].page.context.close()
+    views[0].close()
     servers[0].__exit__(None, None, None)
     assert views[0].errors == []
 

@@ -11,7 +11,7 @@ from urllib.parse import parse_qs, urlsplit
 import pytest
 
 from commprof.analysis import api
-from support.browser import Watched, served
+from support.browser import served, watched
 from support.runs import SyntheticRun
 
 pytestmark = [pytest.mark.browser, pytest.mark.shared_answers]
@@ -449,8 +449,7 @@ def test_the_grid_filters_sorts_and_scrolls_on_the_server(page, runs, base_url):
 
 @pytest.mark.long
 def test_both_pages_are_drawn_in_the_dark(browser, runs, base_url):
-    context = browser.new_context(viewport={"width": 420, "height": 900}, color_scheme="dark")
-    view = Watched(context.new_page())
+    view = watched(browser, viewport={"width": 420, "height": 900}, color_scheme="dark")
     view.open(f"{base_url}/timeline?run=few{WHOLE}")
     assert drawn_records(view.page) == wanted_records(api.timeline(runs / "few"))
     view.open(f"{base_url}/records?run=few&filter=")
@@ -463,7 +462,7 @@ def test_both_pages_are_drawn_in_the_dark(browser, runs, base_url):
     assert max(int(part) for part in colour.removeprefix("rgb(").rstrip(")").split(",")[:3]) < 80
     assert view.page.evaluate("document.documentElement.scrollWidth - window.innerWidth") <= 0
     assert view.errors == []
-    context.close()
+    view.close()
 
 
 @pytest.mark.long

@@ -197,7 +197,7 @@ def test_a_telephone_has_no_sideways_scrolling(browser, base_url, scheme):
     ):  # notices with commands longer than the window
         view.open(base_url + path)
         assert view.page.evaluate(CUT_WORDS) == [], path
-    view.page.context.close()
+    view.close()
     assert view.errors == []
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -59,15 +60,33 @@ def _close_sockets(server: Any) -> None:
         item.handle_close()
 
 
+_last_port: list[int] = [0]
+
+
+def _free_port() -> int:
+    """That of the dashboard before, if it is free again; 0, any other, if not."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", _last_port[0]))
+        except OSError:
+            return 0
+    return _last_port[0]
+
+
 @contextmanager
 def served(directory: Path) -> Iterator[str]:
-    """The dashboard of the runs below ``directory``, on a free port; the address without a trailing slash."""
+    """The dashboard of the runs below ``directory``; the address without a trailing slash.
+
+    Its port is that of the dashboard before it, if that is free: the browser has its scripts then.
+    """
     from waitress.server import create_server
 
     from commprof_dash.app import create_app
 
     logging.getLogger("waitress.queue").setLevel(logging.ERROR)
-    server = create_server(create_app(directory).server, host="127.0.0.1", port=0, threads=8)
+    server = create_server(create_app(directory).server, host="127.0.0.1", port=_free_port(), threads=8)
+    _last_port[0] = int(server.effective_port)
     thread = threading.Thread(target=server.run, name="dashboard", daemon=True)
     thread.start()
     try:
@@ -91,19 +110,42 @@ def browser() -> Iterator[Any]:
 
 
 class Watched:
-    """A page whose requests, console errors and uncaught exceptions are kept."""
+    """A page whose requests, console errors and uncaught exceptions are kept, until it is closed.
 
-    def __init__(self, page: Any) -> None:
+    With ``free`` it is added to that list when it is closed, without anything that the next test could see.
+    """
+
+    def __init__(self, page: Any, free: list[Any] | None = None) -> None:
         self.page = page
         self.requests: list[str] = []
         self.errors: list[str] = []
-        page.on("request", lambda request: self.requests.append(request.url))
-        page.on("pageerror", lambda error: self.errors.append(f"exception: {error}"))
-        page.on("console", lambda line: line.type == "error" and self.errors.append(f"console: {line.text}"))
-        page.on(
-            "response",
-            lambda answer: answer.status >= 400 and self.errors.append(f"{answer.status}: {answer.url}"),
-        )
+        self._free = free
+        self._listeners: dict[str, Any] = {
+            "request": lambda request: self.requests.append(request.url),
+            "pageerror": lambda error: self.errors.append(f"exception: {error}"),
+            "console": lambda line: line.type == "error" and self.errors.append(f"console: {line.text}"),
+            "response": lambda answer: (
+                answer.status >= 400 and self.errors.append(f"{answer.status}: {answer.url}")
+            ),
+        }
+        for event, listener in self._listeners.items():
+            page.on(event, listener)
+
+    def close(self) -> None:
+        """Close the page, or clean it and leave it to the next test."""
+        if self._free is None:
+            self.page.context.close()
+            return
+        for event, listener in self._listeners.items():
+            self.page.remove_listener(event, listener)
+        for other in self.page.context.pages:
+            if other != self.page:
+                other.close()
+        if self.page.url.startswith("http"):
+            self.page.evaluate("localStorage.clear(); sessionStorage.clear();")
+            self.page.goto("about:blank")
+        self._free.append(self.page)
+        self._free = None
 
     def foreign_requests(self, base: str) -> list[str]:
         """Requests that left the dashboard."""
@@ -128,9 +170,23 @@ class Watched:
         )
 
 
-def watched(browser: Any, **context: Any) -> Watched:
-    """A new page in a context of its own (``viewport``, ``color_scheme``, ...)."""
-    return Watched(browser.new_context(**context).new_page())
+_free_pages: dict[Any, list[Any]] = {}  # by browser
+
+
+def watched(browser: Any, viewport: dict[str, int], color_scheme: str = "light", **context: Any) -> Watched:
+    """A page so wide and in this scheme, which a test before may have used: it has loaded and compiled the scripts then.
+
+    With anything else for the ``context`` it is a new page in a context of its own. Close it in the end.
+    """
+    if context:
+        return Watched(
+            browser.new_context(viewport=viewport, color_scheme=color_scheme, **context).new_page()
+        )
+    free = _free_pages.setdefault(browser, [])
+    page = free.pop() if free else browser.new_context(accept_downloads=True).new_page()
+    page.set_viewport_size(viewport)
+    page.emulate_media(color_scheme=color_scheme)
+    return Watched(page, free)
 
 
 DRAWN_BARS = """(name) => {
