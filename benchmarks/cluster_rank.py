@@ -33,7 +33,7 @@ class Training:
     """An engine, and the batches that it has not seen yet: the same for every case."""
 
     def __init__(self, framework: str, config: dict[str, Any], job: dict[str, Any]) -> None:
-        example = _load(EXAMPLE)
+        example = load(EXAMPLE)
         model = example.GPT(**job["model"])
         model.load_state_dict(torch.load(job["weights"], weights_only=True))
         if framework == TORCH:
@@ -61,7 +61,7 @@ class Training:
         return loss.item(), ends
 
 
-def _load(path: Path) -> Any:
+def load(path: Path) -> Any:
     spec = importlib.util.spec_from_file_location(path.stem, path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

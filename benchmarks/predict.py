@@ -1,11 +1,19 @@
-"""Predicted step times against measured ones, for settings, a model and links that were not used to develop ``predict``.
+"""Predicted step times against measured ones, for settings, models, links and numbers of ranks that were drawn from a seed.
 
-Two hosts (network namespaces of this machine, a rank each, tbf on both ends of every link) train the example's GPT with
-zero_runtime. The seed, by default the current commit, draws the model, the recorded setting and the settings to predict.
-The recorded setting is run a few times; all predictions are written with their hash and the time; then each setting is
-measured in rounds that take turns, and the recorded one with them: its error is what runs of one setting differ by. Needs
-root. A measured value is the median over rounds of the run's median step (mean over ranks); its noise is the median absolute
-deviation of the rounds, relative.
+Hosts (network namespaces of this machine, a rank each, tbf on both ends of every link) train the example's GPT with
+zero_runtime, DeepSpeed 0.19.8 (with ``--deepspeed-python``) and torch's DistributedDataParallel. The seed, by default the
+current commit, draws everything. There are two kinds of scenes, each of one engine and one rate of the links:
+
+* ``settings``: two ranks. Other settings are predicted, and other bandwidths of the links.
+* ``world``: 2 or 4 ranks. The other numbers of ranks from 2 to 4 are predicted, on as many hosts. Blocks of the model sleep
+  instead of computing, since all ranks share the processors of this machine. The same with real compute is shown beside.
+
+A scene records its setting a few times, each time in new processes. All its predictions are written with their hash and the
+time. Then every setting is measured in rounds: new processes in each round, all settings in another order, the recorded one
+among them: its error is what runs of one setting differ by. Needs root.
+
+A measured value is the median over rounds of the median step (mean over ranks). Its noise is the median absolute deviation
+of the rounds, as a standard deviation, relative.
 """
 
 from __future__ import annotations
@@ -17,311 +25,396 @@ import random
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
-from itertools import combinations
 from pathlib import Path
-from statistics import median
-from typing import Any, NamedTuple
+from statistics import fmean, median
+from typing import Any, TextIO
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import numpy as np
+from predict_scenes import (
+    BATCH,
+    CALIBRATION_S,
+    DDP,
+    DEEPSPEED,
+    ENGINES,
+    RATES,
+    SCENES,
+    SLEEP,
+    SLEEPING_BATCH,
+    WARM,
+    Case,
+    Scene,
+    drawn_scenes,
+    kind_of_change,
+    links,
+)
+from predict_score import HEADER, bars, is_scored, table
+from rank_processes import PIPES, RankProcesses
 from results import arguments, publish
 
+from commprof.calibration.file import read_calibration
+from commprof.errors import UsageError
+from commprof.prediction.assumptions import Assumptions
+from commprof.prediction.durations import Link
+from commprof.prediction.prediction_json import prediction_json
+from commprof.prediction.predictions import replayed_run
 from commprof.prediction.recorded import recorded_steps
-from commprof.quantities import bytes_per_second
+from commprof.prediction.repeats import predict_repeats
+from commprof.trace.finaliser import finalise
 from commprof.trace.reader import open_run
 from support import hosts as network
 
 ROOT = Path(__file__).resolve().parent.parent
-PYTHON = sys.executable
 CANNOT = 3  # exit code where there can be no such hosts
-BUCKETS = (100_000, 300_000, 1_000_000, 3_000_000, 10_000_000, 500_000_000)
-WAYS: Sequence[Mapping[str, Any]] = (
-    {"reduce_scatter": False},
-    {"use_multi_rank_bucket_allreduce": True},
-    {"use_multi_rank_bucket_allreduce": False},
-    {"gradient_reduction": "reduce_scatter"},
-)
-RATES: Mapping[str, Any] = {
-    "1gbit": "1gbit",
-    "200mbit": "200mbit",
-    "asymmetric": [("1gbit", "500mbit"), ("500mbit", "1gbit")],
-}
-# Other links, on which the recorded setting is measured. The bursts that tbf lets through are too small above 1 Gbit/s.
-BANDWIDTHS: Mapping[str, Sequence[float]] = {"1gbit": (0.5,), "200mbit": (0.5, 4.0), "asymmetric": (0.5,)}
-MODELS = ((192, 8), (256, 4), (320, 6), (384, 4))  # width and layers
+FIRST_PORT = 29_700
+RECORDINGS = 3  # of one run that cannot be replayed, at most
 
 
-UNCHANGED = "none: another run of the recorded setting"
+class Progress:
+    """What has been done of all that is to be done, in expected seconds, and when the rest will be."""
+
+    def __init__(self, total: float) -> None:
+        self.total, self.done, self.began = total, 0.0, time.monotonic()
+
+    def did(self, seconds: float) -> None:
+        """Something that was expected to take ``seconds`` is done."""
+        self.done += seconds
+
+    def say(self, text: str) -> None:
+        """Print ``text`` with the time that has passed and the time that is left."""
+        passed = time.monotonic() - self.began
+        left = passed * (self.total - self.done) / self.done if self.done else self.total
+        print(f"[{passed / 60:.1f} min, about {left / 60:.0f} min left] {text}", flush=True)
 
 
-class Case(NamedTuple):
-    """One setting of ``zero_optimization``, and how many times as fast as the recorded ones the links are."""
+class Trainer:
+    """The ranks of a scene on its hosts. Those of a case start when it is first trained, and end with the block."""
 
-    zero: Mapping[str, Any]
-    bandwidth: float = 1.0
+    def __init__(
+        self, scene: Scene, machines: Sequence[network.Host], python: str, log: TextIO, progress: Progress
+    ):
+        self.scene, self.machines, self.python = scene, machines, python
+        self.log, self.progress = log, progress
+        self.ranks: dict[tuple[int, bool], RankProcesses] = {}
+        self.port = FIRST_PORT
+        self.factor: float | None = None  # not known yet
 
-    def text(self) -> str:
-        """As words."""
-        words = [f"{key}={json.dumps(value)}" for key, value in self.zero.items()]
-        return " ".join([*words, f"bandwidth x{self.bandwidth:g}"] if self.bandwidth != 1.0 else words)
+    def __enter__(self) -> Trainer:
+        return self
 
-    def config(self) -> dict[str, Any]:
-        """The whole config."""
-        return {
-            "train_micro_batch_size_per_gpu": 4,
-            "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
-            "gradient_clipping": 1.0,
-            "zero_optimization": dict(self.zero),
+    def __exit__(self, *_: object) -> None:
+        for ranks in self.ranks.values():
+            ranks.end()
+        self.ranks.clear()
+
+    def train(self, case: Case, steps: int, record: Path | None = None) -> list[float]:
+        """The seconds of each step, mean over ranks. Raises RuntimeError where a rank cannot train ``case``."""
+        if case.bandwidth != self.factor:
+            network.limit_links(self.machines, links(self.scene.rate, len(self.machines), case.bandwidth))
+            self.factor = case.bandwidth
+        width, layers = self.scene.model
+        request = {
+            "config": case.config(),
+            "model": {"width": width, "layers": layers, "heads": 4, "context": BATCH[1]},
+            "batch": SLEEPING_BATCH if case.sleeps else BATCH,
+            "sleep": [SLEEP / 3 / layers, 2 * SLEEP / 3 / layers] if case.sleeps else None,
+            "warm": WARM,
+            "steps": steps,
+            "record": None if record is None else str(record),
         }
+        try:
+            answers = self._started(case).ask(request)
+        except (RuntimeError, OSError) as error:
+            self.ranks.pop(case.processes).end()
+            self.log.seek(0)
+            raise RuntimeError((self.log.read().strip().splitlines() or [str(error)])[-1]) from None
+        for answer in answers:
+            if "failed" in answer:
+                raise RuntimeError(answer["failed"])
+        return [fmean(of_step) for of_step in zip(*(answer["seconds"] for answer in answers), strict=True)]
 
-
-def drawn(chance: random.Random) -> Case:
-    """A setting."""
-    zero: dict[str, Any] = {
-        "stage": chance.choice((1, 2, 2)),
-        "reduce_bucket_size": chance.choice(BUCKETS),
-        "overlap_comm": chance.random() < 0.5,
-    }
-    return Case({**zero, **chance.choice(WAYS)})
-
-
-def kind_of_change(before: Case, after: Case) -> str:
-    """The class of the largest change."""
-    a, b = before.zero, after.zero
-    if after.bandwidth != before.bandwidth:
-        return f"bandwidth x{after.bandwidth:g}"
-    if a == b:
-        return UNCHANGED
-    if a["stage"] != b["stage"]:
-        return "stage"
-    if a["overlap_comm"] != b["overlap_comm"]:
-        return "overlap"
-    if {k: v for k, v in a.items() if k != "reduce_bucket_size"} != {
-        k: v for k, v in b.items() if k != "reduce_bucket_size"
-    }:
-        return "reduction"
-    return "bucket size"
-
-
-def train(
-    case: Case, name: str, folder: Path, machines: Sequence[network.Host], model: Sequence[int], steps: int
-) -> Path:
-    """Record one run of ``case``."""
-    config = folder / f"{name}.json"
-    config.write_text(json.dumps(case.config()))
-    run = folder / name
-    words = [
-        *(PYTHON, "-m", "commprof", "run", "--out", str(run), str(ROOT / "examples" / "train_gpt.py")),
-        *(
-            "--config",
-            str(config),
-            "--steps",
-            str(steps),
-            "--width",
-            str(model[0]),
-            "--layers",
-            str(model[1]),
-        ),
-        *("--context", "32", "--validation-batches", "1"),
-    ]
-    network.run_on_each(machines, words, folder)
-    return run
-
-
-def step_ns(run: Path) -> float:
-    """The median step, mean over ranks."""
-    return float(np.median(recorded_steps(open_run(run)).step_ns))
-
-
-def predicted(runs: Sequence[Path], cases: Sequence[Case], calibration: Path) -> list[dict[str, Any]]:
-    """What the command says of each case; the settings are given as configs that differ in their keys."""
-    from commprof.calibration.file import read_calibration
-    from commprof.prediction.assumptions import Assumptions
-    from commprof.prediction.durations import Link
-    from commprof.prediction.prediction_json import prediction_json
-    from commprof.prediction.repeats import predict_repeats
-
-    answers: dict[int, dict[str, Any]] = {}
-    for bandwidth in dict.fromkeys(each.bandwidth for each in cases):
-        numbers = [number for number, each in enumerate(cases) if each.bandwidth == bandwidth]
-        settings = [
-            (
-                {f"zero_optimization.{key}": value for key, value in cases[number].zero.items()},
-                cases[number].config(),
+    def _started(self, case: Case) -> RankProcesses:
+        if case.processes not in self.ranks:
+            words = [self.python, str(ROOT / "benchmarks" / "predict_rank.py"), self.scene.engine]
+            used = self.machines[: case.world]
+            self.port += 1
+            ranks = self.ranks[case.processes] = RankProcesses(
+                machine.start(
+                    words,
+                    network.environment(used, rank, port=self.port)
+                    | {"DS_ACCELERATOR": "cpu", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"},
+                    stderr=self.log,
+                    **PIPES,
+                )
+                for rank, machine in enumerate(used)
             )
-            for number in numbers
-        ]
-        answer = predict_repeats(
-            [open_run(run) for run in runs],
-            settings,
-            Assumptions(Link(factor=bandwidth)),
-            read_calibration(calibration),
+            ranks.answers()
+            self.progress.did(self.scene.starting(case.world))
+        return self.ranks[case.processes]
+
+
+def calibrate(rate: str, world: int, folder: Path) -> None:
+    """Time collectives of ``world`` ranks on links of ``rate``."""
+    with network.hosts(world, links(rate, world)) as machines:
+        words = ["-m", "commprof", "calibrate", "--out", str(calibration_file(rate, world, folder))]
+        words += ["--sizes", "1KiB:16MiB:4", "--iterations", "5"]
+        words += ["--ops", "all_reduce,reduce,broadcast,all_gather,reduce_scatter,all_to_all"]
+        network.run_on_each(machines, [sys.executable, *words], folder)
+
+
+def calibration_file(rate: str, world: int, folder: Path) -> Path:
+    """Where the calibration is."""
+    return folder / f"calibration-{rate}-{world}.json"
+
+
+def predicted(
+    runs: Sequence[Path], base: Case, cases: Sequence[Case], rate: str, folder: Path
+) -> list[dict[str, Any]]:
+    """What the command says of each case; one that it refuses has ``refused``."""
+    sources = [open_run(run) for run in runs]
+    answers: list[dict[str, Any]] = []
+    for case in cases:
+        is_same = case.keys == base.keys
+        setting = {} if is_same else dict(case.keys)
+        config = None if is_same or any(key.startswith(DDP) for key in case.keys) else case.config()
+        assumptions = Assumptions(
+            Link(factor=case.bandwidth), None if case.world == base.world else case.world
         )
-        answers |= dict(zip(numbers, prediction_json(answer)["settings"], strict=True))
-    return [answers[number] for number in range(len(cases))]
+        calibration = read_calibration(calibration_file(rate, case.world, folder))
+        try:
+            answer = predict_repeats(sources, [(setting, config)], assumptions, calibration)
+            answers += prediction_json(answer)["settings"]
+        except UsageError as problem:
+            answers.append({"set": setting, "refused": str(problem)})
+    return answers
 
 
-def links(rate: str, factor: float) -> Any:
-    """The links of both hosts, ``factor`` times as fast as those of ``rate``."""
-
-    def faster(words: str) -> str:
-        bits = 8 * (bytes_per_second(words) or 0.0)
-        return f"{round(bits * factor / 1e6)}mbit"
-
-    given = RATES[rate]
-    if isinstance(given, str):
-        return faster(given)
-    return [tuple(faster(each) for each in both) for both in given]
-
-
-def calibrate(out: Path, machines: Sequence[network.Host], folder: Path) -> None:
-    """Time collectives on these hosts."""
-    words = ["-m", "commprof", "calibrate", "--out", str(out), "--sizes", "1KiB:32MiB:4", "--iterations", "7"]
-    network.run_on_each(machines, [PYTHON, *words], folder)
+def write_predictions(scene: Scene, answers: Sequence[Mapping[str, Any]], folder: Path) -> dict[str, str]:
+    """Write what is predicted, before anything is measured: its hash and the time."""
+    text = json.dumps(answers, sort_keys=True)
+    stamp = {
+        "sha256": hashlib.sha256(text.encode()).hexdigest(),
+        "written": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+    }
+    path = folder / f"predictions-{scene.name}.json"
+    path.write_text(json.dumps(stamp | {"settings": answers}, sort_keys=True))
+    return stamp
 
 
-def measure(rate: str, chance: random.Random, folder: Path, options: Any) -> dict[str, Any]:
-    """One recorded run, its predictions, and what was then measured."""
-    model = chance.choice(MODELS)
-    base = drawn(chance)
-    cases: list[Case] = []
-    while len(cases) < options.settings:
-        case = drawn(chance)
-        if case not in cases and case != base:
-            cases.append(case)
-    with network.hosts(2, links(rate, 1.0)) as machines:
-        calibrate(folder / "calibration.json", machines, folder)
-        recorded = [
-            train(base, f"base-{number}", folder, machines, model, options.steps)
-            for number in range(options.bases)
-        ]
-        cases += [base._replace(bandwidth=each) for each in BANDWIDTHS[rate]]
-        cases.append(base)
-        answers = predicted(recorded, cases, folder / "calibration.json")
-        text = json.dumps(answers, sort_keys=True)
-        stamp = {
-            "hash": hashlib.sha256(text.encode()).hexdigest(),
-            "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        }
-        (folder / "predictions.json").write_text(json.dumps({**stamp, "settings": answers}, indent=1))
-        print(
-            f"{rate}: model {model}, recorded {base.text()}: predictions {stamp['hash'][:16]} at {stamp['time']}",
-            flush=True,
-        )
-    rounds: list[list[float]] = [[] for _ in cases]
+def record_bases(
+    scene: Scene,
+    machines: Sequence[network.Host],
+    options: Any,
+    folder: Path,
+    progress: Progress,
+    log: TextIO,
+) -> list[list[Path]]:
+    """The runs of each recorded setting. One that ``predict`` refuses is recorded again, as it tells its user to do."""
+    recorded: list[list[Path]] = [[] for _ in scene.bases]
+    for number in range(options.bases):
+        for place, (base, _) in enumerate(scene.bases):
+            for attempt in range(RECORDINGS):
+                run = folder / f"{scene.name}-{place}-{number}-{attempt}"
+                with Trainer(scene, machines, options.python[scene.engine], log, progress) as trainer:
+                    trainer.train(base, options.recorded_steps, run)
+                finalise(run)
+                if (why := why_not_replayed(run)) is None:
+                    break
+                print(f"  recorded again, if at most {RECORDINGS} times: {why}", flush=True)
+            recorded[place].append(run)
+            progress.did(scene.seconds(base, options.recorded_steps))
+    return recorded
+
+
+def why_not_replayed(run: Path) -> str | None:
+    """Why nothing can be predicted from ``run``; None where something can."""
+    try:
+        replayed_run(open_run(run))
+    except UsageError as problem:
+        return str(problem)
+    return None
+
+
+def measured(
+    scene: Scene,
+    machines: Sequence[network.Host],
+    answers: Sequence[Mapping[str, Any]],
+    options: Any,
+    chance: random.Random,
+    progress: Progress,
+    log: TextIO,
+) -> list[list[float] | str]:
+    """The median step of each case in each round, in ns; or why it cannot be measured. What was refused has none."""
+    cases = [case for _, case in scene.cases]
+    rounds: list[list[float] | str] = [[] for _ in cases]
     for number in range(options.rounds):
         order = list(range(len(cases)))
         chance.shuffle(order)
-        for bandwidth in dict.fromkeys(cases[index].bandwidth for index in order):
-            with network.hosts(2, links(rate, bandwidth)) as machines:
-                for index in order:
-                    if cases[index].bandwidth == bandwidth:
-                        run = train(
-                            cases[index], f"case{index}-{number}", folder, machines, model, options.steps
-                        )
-                        rounds[index].append(step_ns(run))
+        with Trainer(scene, machines, options.python[scene.engine], log, progress) as trainer:
+            for index in order:
+                times = rounds[index]
+                if isinstance(times, list) and "refused" not in answers[index]:
+                    try:
+                        times.append(1e9 * median(trainer.train(cases[index], options.steps)))
+                    except RuntimeError as error:
+                        rounds[index] = str(error)
+                progress.did(scene.seconds(cases[index], options.steps))
+        progress.say(f"{scene.name}: round {number + 1} of {options.rounds}")
+    return rounds
+
+
+def scored_rows(
+    scene: Scene, answers: Sequence[Mapping[str, Any]], rounds: Sequence[list[float] | str]
+) -> list[dict[str, Any]]:
+    """What was predicted and measured of each case."""
     rows = []
-    for case, answer, times in zip(cases, answers, rounds, strict=True):
-        truth = median(times)
-        row = {
-            "rate": rate, "case": case.text(), "kind": kind_of_change(base, case), "measured_ns": truth,
-            "noise": median(abs(each - truth) for each in times) * 1.4826 / truth, "refused": answer.get("refused"),
+    for (base, case), answer, times in zip(scene.cases, answers, rounds, strict=True):
+        row: dict[str, Any] = {
+            "engine": scene.engine, "rate": scene.rate, "case": case.text, "kind": kind_of_change(base, case),
+            "base": f"{scene.name} {base.text}",
         }  # fmt: skip
-        if "step_ns" in answer:
+        if isinstance(times, str) or not times:
+            row |= {"failed": times} if isinstance(times, str) else {"refused": answer["refused"]}
+            print(f"  {case.text}: {row.get('failed') or row.get('refused')}", flush=True)
+        else:
+            truth, step = median(times), answer["step_ns"]
             row |= {
-                "predicted_ns": answer["step_ns"]["median"],
-                "error": answer["step_ns"]["median"] / truth - 1,
-                "inside": answer["step_ns"]["low"] <= truth <= answer["step_ns"]["high"],
-            }
+                "measured_ns": truth, "rounds_ns": times, "predicted_ns": step["median"],
+                "low_ns": step["low"], "high_ns": step["high"], "error": step["median"] / truth - 1,
+                "noise": median(abs(each - truth) for each in times) * 1.4826 / truth,
+                "inside": step["low"] <= truth <= step["high"],
+            }  # fmt: skip
+            print(f"  {case.text}: measured {truth / 1e6:.1f} ms, {row['error']:+.1%}", flush=True)
         rows.append(row)
-        print(
-            f"  {case.text()}: measured {truth / 1e6:.1f} ms, {row.get('error', float('nan')):+.1%}",
-            flush=True,
+    return rows
+
+
+def score(scene: Scene, options: Any, folder: Path, progress: Progress) -> dict[str, Any]:
+    """Record, predict, measure."""
+    chance = random.Random(f"{options.seed} {scene.name} order")
+    for world in scene.worlds:
+        if not calibration_file(scene.rate, world, folder).exists():
+            calibrate(scene.rate, world, folder)
+            progress.did(CALIBRATION_S[scene.rate])
+    count = max(scene.worlds)
+    with network.hosts(count, links(scene.rate, count)) as machines, (folder / "ranks.log").open("w+") as log:
+        recorded = record_bases(scene, machines, options, folder, progress, log)
+        answers = [
+            answer
+            for (base, cases), runs in zip(scene.bases, recorded, strict=True)
+            for answer in predicted(runs, base, cases, scene.rate, folder)
+        ]
+        stamp = write_predictions(scene, answers, folder)
+        recorded_as = "; ".join(base.text for base, _ in scene.bases)
+        progress.say(f"{scene.name}: model {scene.model}, recorded {recorded_as}")
+        print(f"  predictions {stamp['sha256']} at {stamp['written']}", flush=True)
+        rounds = measured(scene, machines, answers, options, chance, progress, log)
+    base_ns = [[float(np.median(recorded_steps(open_run(run)).step_ns)) for run in runs] for runs in recorded]
+    facts = {"scene": scene.name, "model": scene.model, "recorded": recorded_as, "recorded_ns": base_ns}
+    return facts | stamp | {"rows": scored_rows(scene, answers, rounds)}
+
+
+def expected_seconds(scenes: Sequence[Scene], options: Any) -> float:
+    """How long all of it takes on a quiet machine of two cores."""
+    calibrations = {(scene.rate, world) for scene in scenes for world in scene.worlds}
+    total = sum(CALIBRATION_S[rate] for rate, _ in calibrations)
+    for scene in scenes:
+        for base, _ in scene.bases:
+            total += options.bases * (
+                scene.starting(base.world) + scene.seconds(base, options.recorded_steps)
+            )
+        started = sum(scene.starting(world) for world, _ in {case.processes for _, case in scene.cases})
+        measuring = sum(scene.seconds(case, options.steps) for _, case in scene.cases)
+        total += options.rounds * (started + measuring)
+    return total
+
+
+def parsed() -> Any:
+    """The command line; ``python`` has that of each engine."""
+    parser = arguments(__doc__.splitlines()[0])
+    parser.add_argument("--seed", help="default: the current commit")
+    parser.add_argument("--engines", nargs="+", choices=ENGINES, help="default: all that there are")
+    parser.add_argument("--deepspeed-python", help="the Python of an environment that has DeepSpeed")
+    parser.add_argument("--rates", nargs="+", choices=list(RATES), default=list(RATES))
+    parser.add_argument("--scenes", nargs="+", choices=SCENES, default=list(SCENES))
+    parser.add_argument("--settings", type=int, default=4, help="predicted in each scene of settings")
+    parser.add_argument("--bases", type=int, default=3, help="recorded runs to predict from")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=6, help="timed in each round")
+    parser.add_argument("--recorded-steps", type=int, default=16)
+    parser.add_argument("--keep", type=Path, help="a folder for recorded runs, calibrations and predictions")
+    options = parser.parse_args()
+    if options.engines is None:
+        options.engines = [each for each in ENGINES if each != DEEPSPEED or options.deepspeed_python]
+    if DEEPSPEED in options.engines and not options.deepspeed_python:
+        parser.error(
+            "the engine deepspeed needs --deepspeed-python, the Python of an environment that has it"
         )
-    return {
-        "rate": rate,
-        "model": model,
-        "base": base.text(),
-        "base_ns": [step_ns(each) for each in recorded],
-        **stamp,
-        "rows": rows,
-    }
-
-
-def order_is_right(rows: Sequence[Mapping[str, Any]]) -> tuple[int, int]:
-    """Pairs of settings of one recorded run that differ measurably, and of how many the predicted order is right."""
-    right = pairs = 0
-    for a, b in combinations([row for row in rows if "error" in row], 2):
-        apart = abs(a["measured_ns"] / b["measured_ns"] - 1)
-        if apart > 2 * max(a["noise"], b["noise"], 0.01):
-            pairs += 1
-            right += (a["measured_ns"] < b["measured_ns"]) == (a["predicted_ns"] < b["predicted_ns"])
-    return right, pairs
+    if options.keep is not None and options.keep.exists():
+        parser.error(f"--keep is {options.keep}, which exists; name a new folder")
+    options.python = dict.fromkeys(ENGINES, sys.executable) | {DEEPSPEED: options.deepspeed_python}
+    if options.seed is None:
+        words = ["git", "rev-parse", "HEAD"]
+        options.seed = subprocess.run(
+            words, cwd=ROOT, capture_output=True, text=True, check=True
+        ).stdout.strip()
+    return options
 
 
 def main() -> None:
     """Measure, print, write."""
-    parser = arguments(__doc__.splitlines()[0])
-    parser.add_argument("--seed", help="default: the current commit")
-    parser.add_argument("--rates", nargs="+", choices=list(RATES), default=list(RATES))
-    parser.add_argument("--settings", type=int, default=6, help="predicted from each recorded run")
-    parser.add_argument("--bases", type=int, default=3, help="recorded runs to predict from")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=30)
-    options = parser.parse_args()
+    options = parsed()
     if (why := network.why_impossible()) is not None:
         print(f"predict: no hosts can be made here: {why}", file=sys.stderr)
         raise SystemExit(CANNOT)
-    head = subprocess.run(
-        ["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True
-    ).stdout
-    seed = options.seed or head.strip()
+    scenes = list(drawn_scenes(options))
+    progress = Progress(expected_seconds(scenes, options))
+    progress.say(f"{len(scenes)} scenes, {sum(len(scene.cases) for scene in scenes)} settings")
     answers = []
-    for rate in options.rates:
-        with tempfile.TemporaryDirectory() as folder:
-            answers.append(measure(rate, random.Random(f"{seed} {rate}"), Path(folder), options))
-    unchanged = [row for each in answers for row in each["rows"] if row["kind"] == UNCHANGED]
-    changed = [row for each in answers for row in each["rows"] if row["kind"] != UNCHANGED]
-    rows = [row for row in changed if "error" in row]
-    refused = len(changed) - len(rows)
-    errors = np.array([abs(row["error"]) for row in rows])
-    counts = [order_is_right(each["rows"]) for each in answers]
-    table = [
-        [
-            kind,
-            str(len(chosen)),
-            f"{100 * median(abs(row['error']) for row in chosen):.1f} %",
-            f"{100 * max(abs(row['error']) for row in chosen):.1f} %",
-            f"{sum(row['inside'] for row in chosen)} of {len(chosen)}",
-        ]
-        for kind in [*dict.fromkeys(row["kind"] for row in rows), "all", UNCHANGED]
-        if (
-            chosen := unchanged
-            if kind == UNCHANGED
-            else [row for row in rows if kind in (row["kind"], "all")]
-        )
-    ]
-    figures = {
-        "seed": seed, "median_error": float(np.median(errors)), "p90_error": float(np.percentile(errors, 90)),
-        "noise": median(row["noise"] for row in rows), "refused": refused,
-        "order": [sum(right for right, _ in counts), sum(pairs for _, pairs in counts)], "runs": answers,
-    }  # fmt: skip
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = options.keep or Path(temporary)
+        folder.mkdir(parents=True, exist_ok=True)
+        for scene in scenes:
+            try:
+                answers.append(score(scene, options, folder, progress))
+            except RuntimeError as error:
+                answers.append({"scene": scene.name, "failed": str(error), "rows": []})
+                progress.say(f"{scene.name} cannot be recorded: {error}")
+    publish_score(options, answers)
+
+
+def publish_score(options: Any, answers: Sequence[Mapping[str, Any]]) -> None:
+    """Print and write the table and the bars."""
+    listed = [row for each in answers for row in each["rows"]]
+    rows = [row for row in listed if "error" in row]
+    reached = {"all": bars(rows)} | {
+        engine: bars([row for row in rows if row["engine"] == engine]) for engine in options.engines
+    }
+    refused, failed = (sum(name in row for row in listed) for name in ("refused", "failed"))
+    failed_scenes = sum("failed" in each for each in answers)
+    for engine, of_engine in reached.items():
+        for name, bar in of_engine.items():
+            print(f"{engine}, {name}: {bar['text']}")
+    missing = "" if DEEPSPEED in options.engines else "; without DeepSpeed"
     title = (
-        f"Predicted against measured step times, zero_runtime on two hosts ({', '.join(options.rates)}), seed {seed[:12]}, "
-        f"{options.bases} recorded runs, {options.rounds} rounds: median error {100 * figures['median_error']:.1f} %, 90th "
-        f"percentile {100 * figures['p90_error']:.1f} %, noise of a measured step {100 * figures['noise']:.1f} %, order "
-        f"right in {figures['order'][0]} of {figures['order'][1]} pairs, {refused} refused"
+        f"Predicted against measured step times ({', '.join(options.engines)}; {', '.join(options.rates)}{missing}), seed "
+        f"{options.seed[:12]}, {options.bases} recorded runs, {options.rounds} rounds: "
+        + "; ".join(f"{name} {bar['text']}" for name, bar in reached["all"].items())
+        + f"; {sum(map(is_scored, rows))} scored, {refused} refused, {failed} failed"
+        + (f", {failed_scenes} scenes not recorded" if failed_scenes else "")
     )
-    publish(
-        options,
-        title,
-        ["change", "settings", "median error", "largest", "in the 80 % interval"],
-        table,
-        figures,
-    )
+    figures = {
+        "seed": options.seed,
+        "bars": reached,
+        "refused": refused,
+        "failed": failed,
+        "scenes": list(answers),
+    }
+    publish(options, title, HEADER, table(rows), figures)
 
 
 if __name__ == "__main__":

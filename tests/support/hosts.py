@@ -95,7 +95,7 @@ def hosts(
     """
     rates = [rate] * count if rate is None or isinstance(rate, str) else list(rate)
     prefix = f"commprof-{os.getpid()}"
-    switch = f"{prefix}-switch"
+    switch = _switch()
     made = [
         Host(f"{prefix}-{number}", f"10.77.0.{number + 1}", ahead[number] if ahead else 0)
         for number in range(count)
@@ -125,16 +125,24 @@ def hosts(
             _ip("-n", host.name, "address", "add", f"{host.address}/24", "dev", INTERFACE)
             _ip("-n", host.name, "link", "set", INTERFACE, "up")
             _ip("-n", host.name, "link", "set", "lo", "up")
-            for namespace, device, limit in zip(
-                (host.name, switch), (INTERFACE, port), _both_ways(rates[number]), strict=True
-            ):
-                if limit is not None:
-                    _limit(namespace, device, limit)
+        limit_links(made, rates)
         yield made
     finally:
         for name in (*(host.name for host in made), switch):
             if Path("/run/netns", name).exists():
                 subprocess.run(["ip", "netns", "delete", name], check=False)
+
+
+def limit_links(machines: Sequence[Host], rates: Sequence[Rate]) -> None:
+    """Limit the links of all ``machines`` of :func:`hosts` to ``rates``, also while programs run on them.
+
+    A link without a rate keeps the limit that it has.
+    """
+    for number, (host, rate) in enumerate(zip(machines, rates, strict=True)):
+        places = (host.name, INTERFACE), (_switch(), f"port{number}")
+        for (namespace, device), limit in zip(places, _both_ways(rate), strict=True):
+            if limit is not None:
+                _limit(namespace, device, limit)
 
 
 def environment(machines: Sequence[Host], rank: int, each: int = 1, port: int = PORT) -> dict[str, str]:
@@ -190,6 +198,11 @@ def resent_bytes(host: Host) -> int:
     return int(counts[names.index("RetransSegs")]) * _FRAME
 
 
+def _switch() -> str:
+    """The namespace of the bridge: a process has one network at a time."""
+    return f"commprof-{os.getpid()}-switch"
+
+
 def _both_ways(rate: Rate) -> tuple[str | None, str | None]:
     """What a host may send and what it may receive."""
     return (rate, rate) if rate is None or isinstance(rate, str) else rate
@@ -198,7 +211,7 @@ def _both_ways(rate: Rate) -> tuple[str | None, str | None]:
 def _limit(namespace: str, device: str, rate: str) -> None:
     """Let ``device`` send at ``rate`` at most."""
     bucket = ["tbf", "rate", rate, "burst", _BURST, "latency", _LATENCY]
-    words = ["ip", "netns", "exec", namespace, "tc", "qdisc", "add", "dev", device, "root", *bucket]
+    words = ["ip", "netns", "exec", namespace, "tc", "qdisc", "replace", "dev", device, "root", *bucket]
     subprocess.run(words, check=True, timeout=20)
 
 

@@ -1,0 +1,119 @@
+"""One rank of benchmarks/predict.py: trains the setting that a request names, and answers with the time of each step.
+
+Runs under DeepSpeed's Python as well as under this project's. Each line on standard input is a request. It has ``config``,
+``model`` (arguments of the example's GPT), ``batch`` (samples and tokens), ``warm``, ``steps``, ``sleep`` (seconds that each
+block sleeps in its forward and backward pass, or null) and ``record`` (a folder that commprof records in, or null). The
+answer is one line of JSON on standard output: ``seconds`` of each step after the first ``warm`` ones, or ``failed``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import gc
+import importlib
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from cluster_rank import EXAMPLE, load, recorded
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch_peers import Peer
+
+TIMEOUT = datetime.timedelta(seconds=180)  # for a rank whose peer has failed
+VOCABULARY = 256
+DDP = "ddp"
+
+
+class Sleep(torch.autograd.Function):
+    """The identity, which sleeps in both passes: compute that takes no processor from other ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, forward: float, backward: float) -> torch.Tensor:
+        """``x``, after ``forward`` seconds."""
+        ctx.seconds = backward
+        time.sleep(forward)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        """``gradient``, after ``backward`` seconds."""
+        time.sleep(ctx.seconds)
+        return gradient, None, None
+
+
+def engine_of(framework: str, config: dict[str, Any], model: nn.Module) -> Any:
+    """What trains ``model``; for DDP, torch's with the arguments of ``config``'s block ``ddp``."""
+    if framework != DDP:
+        runtime = importlib.import_module(framework)
+        return runtime.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
+    module = nn.parallel.DistributedDataParallel(model, bucket_cap_mb=config["ddp"]["bucket_cap_mb"])
+    if hook := config["ddp"]["comm_hook"]:
+        module.register_comm_hook(None, getattr(default_hooks, hook))
+    return Peer(module, torch.optim.AdamW(module.parameters(), lr=config["optimizer"]["params"]["lr"]))
+
+
+def step_ends(framework: str, request: dict[str, Any]) -> Iterator[float]:
+    """Train without end; the clock in seconds at the end of each step."""
+    torch.manual_seed(0)
+    model = load(EXAMPLE).GPT(**request["model"], vocabulary=VOCABULARY)
+    if request["sleep"]:
+        for block in model.blocks:
+            block.register_forward_hook(lambda _, __, output: Sleep.apply(output, *request["sleep"]))
+    engine = engine_of(framework, request["config"], model)
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    while True:
+        batch = torch.randint(0, VOCABULARY, (2, *request["batch"]), generator=generator)
+        engine.backward(engine(*batch))
+        engine.step()
+        yield time.perf_counter()
+
+
+def train(framework: str, request: dict[str, Any]) -> list[float]:
+    """The seconds of each step after the first ``warm`` ones."""
+    with recorded(request["record"]):
+        dist.barrier()
+        clock = step_ends(framework, request)
+        ends = [next(clock) for _ in range(request["warm"] + request["steps"])]
+        dist.barrier()
+        clock.close()
+    return [after - before for before, after in pairwise(ends[request["warm"] - 1 :])]
+
+
+def answer(framework: str, request: dict[str, Any]) -> dict[str, Any]:
+    """What to answer; a setting that the engine refuses fails on all ranks, and the next one can be trained."""
+    try:
+        return {"seconds": train(framework, request)}
+    except Exception as error:
+        return {"failed": f"{type(error).__name__}: {error}"}
+
+
+def main() -> None:
+    """Join the process group, and answer requests until standard input ends."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("framework", choices=("deepspeed", "zero_runtime", DDP))
+    args = parser.parse_args()
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what the frameworks print is no answer
+    torch.set_num_threads(1)
+    if args.framework == DDP:
+        dist.init_process_group("gloo", timeout=TIMEOUT)
+    else:
+        importlib.import_module(args.framework).init_distributed("gloo", timeout=TIMEOUT)
+    print(json.dumps({"ready": os.getpid()}), file=answers, flush=True)
+    for line in sys.stdin:
+        print(json.dumps(answer(args.framework, json.loads(line))), file=answers, flush=True)
+        gc.collect()  # engines are in cycles with their hooks
+    # Not destroy_process_group: a rank that ends while another still waits would look like a failure.
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

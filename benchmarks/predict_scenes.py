@@ -1,0 +1,215 @@
+"""What benchmarks/predict.py predicts and measures: settings, models, links and numbers of ranks, drawn from a seed."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from predict_score import BESIDE, UNCHANGED
+
+from commprof.quantities import bytes_per_second
+
+ZERO_RUNTIME, DEEPSPEED, DDP = ENGINES = ("zero_runtime", "deepspeed", "ddp")
+SCENES = ("settings", "world")
+WORLDS = (2, 3, 4)
+RATES: Mapping[str, Any] = {
+    "1gbit": ("1gbit", "1gbit"),
+    "200mbit": ("200mbit", "200mbit"),
+    "asymmetric": (("1gbit", "500mbit"), ("500mbit", "1gbit")),  # what the hosts in turn send and receive
+}
+# Other links, on which the recorded setting is measured. The bursts that tbf lets through are too small above 1 Gbit/s.
+BANDWIDTHS: Mapping[str, Sequence[float]] = {"1gbit": (0.5,), "200mbit": (0.5, 4.0), "asymmetric": (0.5,)}
+MODELS = ((128, 8), (192, 4), (192, 6), (256, 2))  # width and layers: 1.6 to 2.7 M parameters
+BATCH, SLEEPING_BATCH = (4, 32), (1, 8)  # samples and tokens of a rank
+SLEEP = 0.12  # seconds of a step in all blocks; two thirds in the backward pass
+WARM = 2
+STAGES = (0, 1, 2, 2, 3)
+BUCKETS = (100_000, 300_000, 1_000_000, 3_000_000, 10_000_000, 500_000_000)  # elements
+BUCKET_MIB = (0.4, 1.2, 4, 12, 40, 2000)  # of DDP: about the same
+OF_SHARDS: Sequence[Mapping[str, Any]] = (  # reductions of stages 1 and 2 that both engines have
+    {"reduce_scatter": False},
+    {"use_multi_rank_bucket_allreduce": True},
+    {"use_multi_rank_bucket_allreduce": False},
+)
+CLASSES: Mapping[str, set[str]] = {
+    "stage": {"stage"},
+    "message dtype": {"communication_data_type", "comm_hook"},
+    "overlap": {"overlap_comm"},
+    "reduction": {"reduce_scatter", "use_multi_rank_bucket_allreduce", "gradient_reduction"},
+    "bucket size": {"reduce_bucket_size", "bucket_cap_mb"},
+}
+# Seconds on a quiet machine of two cores, only for the expected time: to start two ranks, and a step.
+START_S: Mapping[str, float] = {ZERO_RUNTIME: 5.0, DEEPSPEED: 6.0, DDP: 4.0}
+STEP_S: Mapping[str, float] = {"1gbit": 0.2, "200mbit": 0.6, "asymmetric": 0.3}
+CALIBRATION_S: Mapping[str, float] = {"1gbit": 20, "200mbit": 50, "asymmetric": 25}
+
+
+class Case(NamedTuple):
+    """A setting by dotted keys; how many times as fast the links are; ranks; whether blocks sleep instead of computing."""
+
+    keys: Mapping[str, Any]
+    bandwidth: float = 1.0
+    world: int = 2
+    sleeps: bool = False
+
+    @property
+    def text(self) -> str:
+        """As words."""
+        words = [f"{key.rpartition('.')[2]}={json.dumps(value)}" for key, value in self.keys.items()]
+        words += [f"bandwidth x{self.bandwidth:g}"] * (self.bandwidth != 1.0)
+        return " ".join([*words, f"{self.world} ranks", *["sleeping"] * self.sleeps])
+
+    @property
+    def processes(self) -> tuple[int, bool]:
+        """What cases of the same processes have in common: stage 3 of DeepSpeed changes torch for all models."""
+        return self.world, self.keys.get("zero_optimization.stage") == 3
+
+    def config(self) -> dict[str, Any]:
+        """The whole config."""
+        config: dict[str, Any] = {
+            "train_micro_batch_size_per_gpu": BATCH[0],
+            "optimizer": {"type": "Adam", "params": {"lr": 1e-3, "torch_adam": True}},
+            "gradient_clipping": 1.0,
+            "steps_per_print": 1_000_000,
+        }
+        for key, value in self.keys.items():
+            block, _, name = key.rpartition(".")
+            (config.setdefault(block, {}) if block else config)[name] = value
+        return config
+
+
+class Scene(NamedTuple):
+    """What is predicted for one engine on links of one rate: settings that were recorded, each with others."""
+
+    kind: str
+    engine: str
+    rate: str
+    model: tuple[int, int]
+    bases: list[tuple[Case, list[Case]]]
+
+    @property
+    def name(self) -> str:
+        """As the name of a file."""
+        return f"{self.kind}-{self.engine}-{self.rate}"
+
+    @property
+    def cases(self) -> list[tuple[Case, Case]]:
+        """All that are measured, each with its recorded one."""
+        return [(base, case) for base, cases in self.bases for case in cases]
+
+    @property
+    def worlds(self) -> list[int]:
+        """Numbers of ranks."""
+        return sorted({case.world for _, case in self.cases})
+
+    def seconds(self, case: Case, steps: int) -> float:
+        """Expected of ``steps`` steps of ``case``."""
+        return (WARM + steps) * STEP_S[self.rate] / case.bandwidth
+
+    def starting(self, world: int) -> float:
+        """Expected seconds until ``world`` ranks have started."""
+        return START_S[self.engine] * world / 2
+
+
+def drawn_keys(engine: str, chance: random.Random) -> dict[str, Any]:
+    """A setting that ``engine`` accepts."""
+    if engine == DDP:
+        hook = "fp16_compress_hook" if chance.random() < 0.25 else None
+        return {"ddp.bucket_cap_mb": chance.choice(BUCKET_MIB), "ddp.comm_hook": hook}
+    stage = chance.choice(STAGES)
+    zero: dict[str, Any] = {
+        "stage": stage,
+        "reduce_bucket_size": chance.choice(BUCKETS),
+        "overlap_comm": chance.random() < 0.5,
+    }
+    keys = {
+        f"zero_optimization.{name}": value
+        for name, value in (zero | _reduction(engine, stage, chance)).items()
+    }
+    return keys | ({"communication_data_type": "bf16"} if chance.random() < 0.2 else {})
+
+
+def _reduction(engine: str, stage: int, chance: random.Random) -> Mapping[str, Any]:
+    """Keys that choose one of the reductions that the engine has at ``stage``."""
+    ways = [{}] if stage in (0, 3) else list(OF_SHARDS)
+    if engine == ZERO_RUNTIME:
+        ways.append({"gradient_reduction": "all_reduce" if stage in (0, 3) else "reduce_scatter"})
+    elif stage == 3:
+        ways.append({"reduce_scatter": False})
+    return chance.choice(ways)
+
+
+def drawn_scene(kind: str, engine: str, rate: str, settings: int, seed: str) -> Scene:
+    """A scene of ``kind``."""
+    chance = random.Random(f"{seed} {kind} {engine} {rate}")
+    model, keys = chance.choice(MODELS), drawn_keys(engine, chance)
+    if kind == "world":
+        world = chance.choice((2, 4))
+        bases = [Case(keys, world=world, sleeps=sleeps) for sleeps in (True, False)]
+        return Scene(
+            kind,
+            engine,
+            rate,
+            model,
+            [(base, [base._replace(world=each) for each in WORLDS]) for base in bases],
+        )
+    base = Case(keys)
+    cases: list[Case] = []
+    while len(cases) < settings:
+        is_near = len(cases) % 2 == 0
+        case = Case(nearly(engine, keys, chance) if is_near else drawn_keys(engine, chance))
+        if case not in [*cases, base]:
+            cases.append(case)
+    cases += [base._replace(bandwidth=each) for each in BANDWIDTHS[rate]]
+    return Scene(kind, engine, rate, model, [(base, [*cases, base])])
+
+
+def nearly(engine: str, keys: Mapping[str, Any], chance: random.Random) -> dict[str, Any]:
+    """A setting that differs from ``keys`` in one class of change, each class with the same chance."""
+    by_class = {}
+    for _ in range(1000):
+        other = drawn_keys(engine, chance)
+        if len(classes := classes_of_change(keys, other)) == 1:
+            by_class[classes[0]] = other
+    return by_class[chance.choice(sorted(by_class))]
+
+
+def classes_of_change(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
+    """How two settings differ, the largest change first."""
+    changed = {key.rpartition(".")[2] for key in {*before, *after} if before.get(key) != after.get(key)}
+    return [kind for kind, names in CLASSES.items() if changed & names]
+
+
+def kind_of_change(base: Case, case: Case) -> str:
+    """The class of the largest change."""
+    if case.world != base.world:
+        return f"world {base.world} to {case.world}" + ("" if case.sleeps else f", {BESIDE}")
+    if case.bandwidth != base.bandwidth:
+        return f"bandwidth x{case.bandwidth:g}"
+    return next(iter(classes_of_change(base.keys, case.keys)), UNCHANGED)
+
+
+def links(rate: str, count: int, factor: float = 1.0) -> list[Any]:
+    """The links of ``count`` hosts, ``factor`` times as fast as those of ``rate``."""
+
+    def faster(words: Any) -> Any:
+        if not isinstance(words, str):
+            return tuple(map(faster, words))
+        return f"{round(8 * (bytes_per_second(words) or 0.0) * factor / 1e6)}mbit"
+
+    return [faster(RATES[rate][number % 2]) for number in range(count)]
+
+
+def drawn_scenes(options: Any) -> Iterator[Scene]:
+    """All scenes of the command line: those of settings, then those of the world, which are on links of one rate."""
+    if "settings" in options.scenes:
+        for rate in options.rates:
+            for engine in options.engines:
+                yield drawn_scene("settings", engine, rate, options.settings, options.seed)
+    if "world" in options.scenes:
+        fast = [rate for rate in options.rates if rate != "200mbit"]  # all that 4 ranks send takes long there
+        rate = random.Random(f"{options.seed} world").choice(fast or options.rates)
+        for engine in options.engines:
+            yield drawn_scene("world", engine, rate, options.settings, options.seed)
