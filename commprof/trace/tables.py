@@ -7,6 +7,7 @@ import errno
 import os
 import stat
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
@@ -36,6 +37,7 @@ _BUFFER_BYTES: Final = 1 << 16
 VERSION_KEY: Final = b"commprof.schema_version"
 
 
+@cache
 def arrow_schema(table: str) -> pa.Schema:
     """The Arrow schema of ``table``.
 
@@ -82,16 +84,17 @@ def conform(table: str, arrow: pa.Table) -> pa.Table:
         one too many.
     """
     schema = arrow_schema(table)
-    extra = [name for name in arrow.column_names if name not in schema.names]
+    names = arrow.column_names  # pyarrow makes a new list at each reading
+    extra = [name for name in names if name not in schema.names]
     if extra:
         raise SchemaError(
             f"table {table} does not have column(s) {', '.join(extra)}; it has: {', '.join(schema.names)}"
         )
-    if len(set(arrow.column_names)) < len(arrow.column_names):
+    if len(set(names)) < len(names):
         raise SchemaError(f"table {table} has a column twice: {', '.join(arrow.column_names)}")
     columns = []
     for item in schema:
-        if item.name not in arrow.column_names:
+        if item.name not in names:
             if not item.nullable:
                 raise SchemaError(f"table {table} lacks column {item.name}, which every row must have")
             columns.append(pa.nulls(len(arrow), item.type))

@@ -124,7 +124,8 @@ def _as_one(by: Sequence[str], tables: Sequence[pa.Table]) -> pa.Table:
     fields = [schema.field(name) for name in (*by, *PROCESS)]
     fields += [pa.field(name, kind) for name, kind in _MEASURES]
     answer = pa.schema([field.with_nullable(True).remove_metadata() for field in fields])
-    return pa.concat_tables([answer.empty_table(), *(table.cast(answer) for table in tables)])
+    table = pa.concat_tables([answer.empty_table(), *(table.cast(answer) for table in tables)])
+    return _added_up(table, [*by, *PROCESS, "step"]).select(answer.names).cast(answer)
 
 
 def _parts(collectives: pa.Table | Scan, columns: list[str]) -> Iterator[pa.Table]:
@@ -149,10 +150,12 @@ def by_process(rows: pa.Table) -> Iterator[tuple[pa.Table, tuple[int, ...]]]:
         yield rows, tuple(int(key[0]) for key in keys)
         return
     order = np.lexsort(keys[::-1])
+    # One take for all processes: each costs as much as there are chunks, and every rank's file is a chunk.
+    ordered = rows.take(pa.array(order)) if np.any(np.diff(order) != 1) else rows
     changes = np.any([np.diff(key[order]) != 0 for key in keys], axis=0)
     bounds = [0, *(np.flatnonzero(changes) + 1).tolist(), len(order)]
     for begin, end in pairwise(bounds):
-        yield rows.take(pa.array(order[begin:end])), tuple(int(key[order[begin]]) for key in keys)
+        yield ordered.slice(begin, end - begin), tuple(int(key[order[begin]]) for key in keys)
 
 
 def _known(rows: pa.Table, name: str) -> Known:
@@ -217,12 +220,12 @@ def _by(
     # what is certainly exposed does not overlap
     values[:, -1] = np.maximum(0, values[:, -1] - values[:, 0] - values[:, 1])
     columns |= {name: pa.array(values[:, place]) for place, name in enumerate(_SUMS)}
-    return _added_up(pa.table(columns), [*by, *PROCESS, "step"])
+    return pa.table(columns)
 
 
 def _added_up(table: pa.Table, keys: list[str]) -> pa.Table:
     """One row per combination: the step null occurs between any two steps."""
-    sums = table.group_by(keys).aggregate([(name, "sum") for name in _SUMS])
+    sums = table.group_by(keys, use_threads=False).aggregate([(name, "sum") for name in _SUMS])
     return sums.rename_columns([*keys, *_SUMS]) if len(sums) else table
 
 
