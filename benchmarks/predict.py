@@ -26,6 +26,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean, median
@@ -87,7 +88,7 @@ class Progress:
     def say(self, text: str) -> None:
         """Print ``text`` with the time that has passed and the time that is left."""
         passed = time.monotonic() - self.began
-        left = passed * (self.total - self.done) / self.done if self.done else self.total
+        left = passed * max(0.0, self.total - self.done) / self.done if self.done else self.total
         print(f"[{passed / 60:.1f} min, about {left / 60:.0f} min left] {text}", flush=True)
 
 
@@ -224,7 +225,7 @@ def record_bases(
                 finalise(run)
                 if (why := why_not_replayed(run)) is None:
                     break
-                print(f"  recorded again, if at most {RECORDINGS} times: {why}", flush=True)
+                print(f"  recording {attempt + 1} of at most {RECORDINGS}: {why}", flush=True)
             recorded[place].append(run)
             progress.did(scene.seconds(base, options.recorded_steps))
     return recorded
@@ -300,6 +301,7 @@ def score(scene: Scene, options: Any, folder: Path, progress: Progress) -> dict[
         if not calibration_file(scene.rate, world, folder).exists():
             calibrate(scene.rate, world, folder)
             progress.did(CALIBRATION_S[scene.rate])
+            progress.say(f"calibrated: {world} ranks, {scene.rate}")
     count = max(scene.worlds)
     with network.hosts(count, links(scene.rate, count)) as machines, (folder / "ranks.log").open("w+") as log:
         recorded = record_bases(scene, machines, options, folder, progress, log)
@@ -314,8 +316,11 @@ def score(scene: Scene, options: Any, folder: Path, progress: Progress) -> dict[
         print(f"  predictions {stamp['sha256']} at {stamp['written']}", flush=True)
         rounds = measured(scene, machines, answers, options, chance, progress, log)
     base_ns = [[float(np.median(recorded_steps(open_run(run)).step_ns)) for run in runs] for runs in recorded]
+    again = sum(int(run.name.rpartition("-")[2]) for runs in recorded for run in runs)
     facts = {"scene": scene.name, "model": scene.model, "recorded": recorded_as, "recorded_ns": base_ns}
-    return facts | stamp | {"rows": scored_rows(scene, answers, rounds)}
+    facts |= {"recorded_again": again} | stamp | {"rows": scored_rows(scene, answers, rounds)}
+    (folder / f"score-{scene.name}.json").write_text(json.dumps(facts))
+    return facts
 
 
 def expected_seconds(scenes: Sequence[Scene], options: Any) -> float:
@@ -346,7 +351,9 @@ def parsed() -> Any:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=6, help="timed in each round")
     parser.add_argument("--recorded-steps", type=int, default=16)
-    parser.add_argument("--keep", type=Path, help="a folder for recorded runs, calibrations and predictions")
+    parser.add_argument(
+        "--keep", type=Path, help="a new folder for recorded runs, calibrations, predictions and scores"
+    )
     options = parser.parse_args()
     if options.engines is None:
         options.engines = [each for each in ENGINES if each != DEEPSPEED or options.deepspeed_python]
@@ -381,9 +388,12 @@ def main() -> None:
         for scene in scenes:
             try:
                 answers.append(score(scene, options, folder, progress))
-            except RuntimeError as error:
-                answers.append({"scene": scene.name, "failed": str(error), "rows": []})
-                progress.say(f"{scene.name} cannot be recorded: {error}")
+            except Exception as error:  # the other scenes are not lost by it
+                traceback.print_exc()
+                answers.append(
+                    {"scene": scene.name, "failed": f"{type(error).__name__}: {error}", "rows": []}
+                )
+                progress.say(f"{scene.name} failed: {type(error).__name__}")
     publish_score(options, answers)
 
 
@@ -405,7 +415,7 @@ def publish_score(options: Any, answers: Sequence[Mapping[str, Any]]) -> None:
         f"{options.seed[:12]}, {options.bases} recorded runs, {options.rounds} rounds: "
         + "; ".join(f"{name} {bar['text']}" for name, bar in reached["all"].items())
         + f"; {sum(map(is_scored, rows))} scored, {refused} refused, {failed} failed"
-        + (f", {failed_scenes} scenes not recorded" if failed_scenes else "")
+        + (f", {failed_scenes} scenes failed" if failed_scenes else "")
     )
     figures = {
         "seed": options.seed,

@@ -169,7 +169,7 @@ def drawn_scene(kind: str, engine: str, rate: str, settings: int, seed: str) -> 
 def nearly(engine: str, keys: Mapping[str, Any], chance: random.Random) -> dict[str, Any]:
     """A setting that differs from ``keys`` in one class of change, each class with the same chance."""
     by_class = {}
-    for _ in range(1000):
+    for _ in range(300):
         other = drawn_keys(engine, chance)
         if len(classes := classes_of_change(keys, other)) == 1:
             by_class[classes[0]] = other
