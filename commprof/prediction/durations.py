@@ -343,8 +343,9 @@ def points_of(medians: Mapping[int, float]) -> list[tuple[float, float]]:
 def interpolated(medians: Mapping[int, float], size: float) -> float:
     """The time of ``size`` bytes: on a straight line between its neighbors, or through the nearest two beyond the ends.
 
-    A message takes at least what its bytes take at the rate of the smallest known one. If one size alone is known, the time
-    is in proportion to the bytes.
+    Below the smallest known size it takes at least a share of that one's time: of the bytes, with those whose transfer takes
+    as long as the latency added to both. The line may be below 0 there, as times of small messages are noise. If one size
+    alone is known, the time is in proportion to the bytes.
 
     >>> interpolated({10: 5.0, 20: 7.0}, 15), interpolated({10: 5.0}, 5)
     (6.0, 2.5)
@@ -356,4 +357,4 @@ def interpolated(medians: Mapping[int, float], size: float) -> float:
     place = int(np.clip(np.searchsorted(sizes, size), 1, len(sizes) - 1))
     slope = (times[place] - times[place - 1]) / (sizes[place] - sizes[place - 1])
     line = times[place - 1] + slope * (size - sizes[place - 1])
-    return max(line, times[0] * min(1.0, size / sizes[0]))
+    return max(line, times[0] * min(1.0, (size + _LATENCY_BYTES) / (sizes[0] + _LATENCY_BYTES)))

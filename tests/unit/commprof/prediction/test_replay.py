@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -118,6 +120,20 @@ def test_a_calibration_is_scaled_by_how_much_slower_the_run_is():
     assert typical(durations.of(message(8_000_000, "reduce")).times) == pytest.approx(9 * MS, rel=0.01)
     with pytest.raises(UsageError, match="and the calibration none of that size"):
         durations.of(message(200_000_000))
+
+
+def test_times_of_small_messages_are_not_extended_along_the_noise_of_a_calibration():
+    """Stage 3 was predicted 37 times too long: a line through 0.9 ms for 1 KiB and 4.1 ms for 4 KiB is below 0 at 4 bytes.
+
+    So the run's message of 4 bytes seemed thousands of times slower than a calibrated one, and each small gather with it.
+    """
+    small = recorded([gradient(4, 0), gradient(8_000_000, 1)], [[5, 5], *[[0, 0]] * 4], by_size, steps=10)
+    sizes = {1024: 0.9, 4096: 4.1, 16_384: 0.8, 65_536: 1.0, 1_048_576: 2.0, 16_777_216: 17.0}
+    timings = tuple(Timing(size, round(each * MS), 0, 0, 5) for size, each in sizes.items())
+    measured = replace(calibration(1.0), timings={"all_reduce": timings, "all_gather": timings})
+    durations = Durations(message_times(small), measured)
+    latency = typical(durations.of(message(4)).times)
+    assert typical(durations.of(message(768, "all_gather")).times) <= 1.5 * latency
 
 
 def test_links_change_the_transfer_and_not_the_latency():
