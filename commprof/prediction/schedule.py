@@ -90,7 +90,8 @@ def play(
             ready = np.maximum(now, finishes[index])
             exposed[index] += ready - (issued[index] if program.messages[index].blocks else now)
             now = ready
-            flying = [each for each in flying if each != index and bool((finishes[each] > now).any())]
+            goes_on = (finishes[flying] > now).any(axis=1)
+            flying = [each for each, on in zip(flying, goes_on, strict=True) if on and each != index]
     now, overlapped[-1] = advance(now, step.spans[-1], starts[flying], finishes[flying], slowdown)
     return Timeline(begins, now, issued, starts, finishes, exposed, arrived, overlapped)
 
@@ -128,14 +129,17 @@ def advance(
     >>> float(ends[0]), float(beside[0])
     (13.0, 6.0)
     """
-    left, beside = work.copy(), np.zeros_like(now)
-    for place in np.argsort(starts.min(axis=1), kind="stable") if len(starts) else ():
-        alone = np.minimum(left, np.maximum(starts[place] - now, 0.0))
-        now, left = now + alone, left - alone
-        window = np.where(left > 0, np.maximum(finishes[place] - np.maximum(now, starts[place]), 0.0), 0.0)
-        done = np.minimum(left, window / slowdown)
-        now, left, beside = now + done * slowdown, left - done, beside + done * slowdown
-    return now + left, beside
+    if not len(starts):
+        return now + work, np.zeros_like(now)
+    # All at once: a bucketed backward pass has a hundred messages in flight.
+    order = np.argsort(starts, axis=0, kind="stable")
+    until = np.maximum(np.maximum.accumulate(np.take_along_axis(finishes, order, 0), axis=0), now)
+    before = np.vstack([now[np.newaxis], until[:-1]])  # end of all that began earlier
+    begin = np.maximum(np.take_along_axis(starts, order, 0), before)
+    slowed = (until - begin) / slowdown  # work that fits beside it and beside none of those before
+    done = np.cumsum(begin - before + slowed, axis=0) - slowed  # work until it begins
+    beside = slowdown * np.minimum(np.maximum(work - done, 0.0), slowed).sum(axis=0)
+    return now + work + beside * (1.0 - 1.0 / slowdown), beside
 
 
 def critical_path(program: Program, step: Step, timeline: Timeline) -> Counter[tuple[str, int]]:
