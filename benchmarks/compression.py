@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from compression_losses import METHODS, OPTIMIZERS
+from compression_losses import cases as cases_of_losses
 from results import arguments, publish
 
 from support import hosts as network
@@ -96,9 +96,10 @@ def cases(steps: int) -> list[Case]:
 def method_cases() -> list[Case]:
     """The rows of the table of losses."""
     return [
-        Case(f"{optimizer}, {method}", keys, 0, {"optimizer": OPTIMIZERS[optimizer]})
-        for optimizer, methods in METHODS.items()
-        for method, keys in methods.items()
+        Case(
+            f"{each.optimizer}, {each.method}", each.compression, 0, {"optimizer": each.config()["optimizer"]}
+        )
+        for each in cases_of_losses([])
     ]
 
 

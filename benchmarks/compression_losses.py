@@ -72,6 +72,10 @@ METHODS: dict[str, dict[str, dict[str, Any]]] = {
     },
     "AdamW": {
         "dense": {"algorithm": "none"},
+        "dense, betas 0.9 and 0.99": {"algorithm": "none"},
+        "dense, betas 0.9 and 0.999": {"algorithm": "none"},
+        "topk 2.5 %, clipped, betas 0 and 0.99": {**TOPK, "clip_before_residual": True},
+        "topk 2.5 %, clipped, betas 0 and 0.999": {**TOPK, "clip_before_residual": True},
         "topk 2.5 %, clipped and decaying": {**TOPK, **DECAYING},
         "topk 2.5 %": TOPK,
         "2bit, clipped and decaying": {"algorithm": "2bit", **DECAYING},
@@ -80,6 +84,13 @@ METHODS: dict[str, dict[str, dict[str, Any]]] = {
         "2bit": {"algorithm": "2bit"},
         "1bit": {"algorithm": "1bit"},
     },
+}
+# By method: what it changes in the parameters of the optimizer.
+CHANGED: dict[str, dict[str, Any]] = {
+    "dense, betas 0.9 and 0.99": {"betas": [0.9, 0.99]},
+    "dense, betas 0.9 and 0.999": {"betas": [0.9, 0.999]},
+    "topk 2.5 %, clipped, betas 0 and 0.99": {"betas": [0.0, 0.99]},
+    "topk 2.5 %, clipped, betas 0 and 0.999": {"betas": [0.0, 0.999]},
 }
 
 
@@ -94,13 +105,17 @@ class Case(NamedTuple):
         """The keys of ``gradient_compression``."""
         return METHODS[self.optimizer][self.method]
 
+    @property
+    def params(self) -> dict[str, Any]:
+        """The parameters of the optimizer, with the learning rate in the middle of the search."""
+        return {**OPTIMIZERS[self.optimizer]["params"], **CHANGED.get(self.method, {})}
+
     def config(self, lr: float | None = None) -> dict[str, Any]:
         """The configuration of a real run."""
-        optimizer = OPTIMIZERS[self.optimizer]
-        params = optimizer["params"] if lr is None else {**optimizer["params"], "lr": lr}
+        params = self.params if lr is None else {**self.params, "lr": lr}
         return {
             "train_micro_batch_size_per_gpu": BATCH,
-            "optimizer": {**optimizer, "params": params},
+            "optimizer": {**OPTIMIZERS[self.optimizer], "params": params},
             "gradient_clipping": 1.0,
             "zero_optimization": {"stage": 0},
             "gradient_compression": self.compression,
@@ -150,13 +165,15 @@ class Trainings:
     def _train(self, case: Case, lr: float, steps: int, seed: int) -> float:
         torch.manual_seed(seed)
         model = small_model()
-        optimizer = OPTIMIZERS[case.optimizer]
-        params = {**optimizer["params"], "lr": lr}
+        params = {**case.params, "lr": lr}
         rules = Rules(momentum=params.get("momentum", 0.0), gradient_clipping=1.0, **case.compression)
         if rules.momentum_correction:
             params["momentum"] = 0.0
         workers = Workers(
-            model, getattr(torch.optim, optimizer["type"])(model.parameters(), **params), rules, RANKS
+            model,
+            getattr(torch.optim, OPTIMIZERS[case.optimizer]["type"])(model.parameters(), **params),
+            rules,
+            RANKS,
         )
         training, validation = self._texts
         pieces = [batches(training, BATCH, CONTEXT, seed=1000 * seed + rank) for rank in range(RANKS)]
@@ -172,7 +189,7 @@ class Trainings:
 
     def best_rate(self, case: Case) -> float:
         """The learning rate of the lowest loss after the steps of the search: no factor of 2 around it is better."""
-        middle = OPTIMIZERS[case.optimizer]["params"]["lr"]
+        middle = case.params["lr"]
 
         def loss(power: int) -> float:
             return self.loss(case, middle * 2.0**power, SEARCHED_STEPS, SEEDS[0])

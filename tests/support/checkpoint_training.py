@@ -65,7 +65,7 @@ def make_engine(stage, precision="fp32", optimizer="AdamW", schedule=True, dropo
         {"params": [each for each in trainable if each.dim() > 1], "weight_decay": 0.1},
         {"params": [each for each in trainable if each.dim() <= 1], "weight_decay": 0.0, "lr": 0.03},
     ]
-    rate = {"lr": 0.01, **({"momentum": 0.9} if optimizer == "SGD" else {})}
+    rate = {"lr": 0.01, **({"momentum": 0.9} if optimizer == "SGD" else {}), **more.pop("params", {})}
     config = {
         "train_micro_batch_size_per_gpu": 4,
         "steps_per_print": None,

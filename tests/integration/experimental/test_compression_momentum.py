@@ -75,12 +75,12 @@ def test_the_momentum_goes_on_from_a_checkpoint_bit_by_bit(tmp_path):
         torch.testing.assert_close(tensor, parts[0][name] + parts[1][name])
 
 
-def said(rank, world, optimizer, keys):
+def said(rank, world, optimizer, keys, params=None):
     """What is written to stderr when an engine is made; the error where none is."""
     stream = io.StringIO()
     with contextlib.redirect_stderr(stream):
         try:
-            make_engine(0, optimizer=optimizer, gradient_compression=keys)
+            make_engine(0, optimizer=optimizer, params=params or {}, gradient_compression=keys)
         except zero_runtime.errors.ConfigError as error:
             return f"refused: {error}"
     return stream.getvalue()
@@ -88,14 +88,16 @@ def said(rank, world, optimizer, keys):
 
 def said_of_all(rank, world):
     return {
-        name: said(rank, world, optimizer, keys)
-        for name, (optimizer, keys) in {
+        name: said(rank, world, *case)
+        for name, case in {
             "momentum": ("SGD", {"topk_ratio": 0.1}),
             "corrected": ("SGD", CORRECTED),
             "without error feedback": ("SGD", {"error_feedback": False}),
             "AdamW": ("AdamW", {"algorithm": "1bit"}),
             "signs": ("SGD", {"algorithm": "1bit", "momentum_correction": True}),
             "AdamW, corrected": ("AdamW", CORRECTED),
+            "first moment": ("AdamW", {"topk_ratio": 0.1}),
+            "no first moment": ("AdamW", {"topk_ratio": 0.1}, {"betas": [0.0, 0.99]}),
         }.items()
     }
 
@@ -105,10 +107,11 @@ def test_momentum_after_decompression_is_warned_of_by_one_rank():
     for name, words in (
         ("momentum", "SGD applies its momentum after decompression"),
         ("signs", "algorithm 1bit with the momentum of SGD"),
+        ("first moment", "AdamW adds its first moment"),
     ):
         assert first[name].count("gradient_compression") == 1 and words in first[name], first[name]
         assert "gradient_compression" not in second[name]
-    for name in ("corrected", "without error feedback", "AdamW"):
+    for name in ("corrected", "without error feedback", "AdamW", "no first moment"):
         assert "gradient_compression" not in first[name] + second[name]
     for each in (first, second):
         assert each["AdamW, corrected"].startswith("refused: gradient_compression.momentum_correction")

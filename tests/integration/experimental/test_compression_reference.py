@@ -55,6 +55,11 @@ CASES = {
         {**TOPK, "clip_before_residual": True, "residual_decay": 0.75},
         {"gradient_clipping": 0.5},
     ),
+    "clipped before, no first moment": (
+        {**ADAMW, "params": {**ADAMW["params"], "betas": [0.0, 0.99]}},
+        {**TOPK, "clip_before_residual": True},
+        {"gradient_clipping": 0.5},
+    ),
     "clipped before, no error feedback": (
         ADAMW,
         {**TOPK, "clip_before_residual": True, "error_feedback": False},
