@@ -101,6 +101,8 @@ def _from_config(config: OptimizerConfig) -> _Made:
         raise ConfigError(
             "optimizer.params.max_grad_norm is not an optimizer's parameter; use gradient_clipping at the top instead"
         )
+    if isinstance(betas := arguments.get("betas"), list | tuple):  # torch refuses the 0 of JSON beside 0.99
+        arguments["betas"] = [float(each) if type(each) is int else each for each in betas]
     lower = name.lower()
     if lower in _MUP:
         raise UnsupportedError(

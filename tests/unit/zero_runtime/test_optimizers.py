@@ -98,6 +98,11 @@ def test_torchs_fused_implementation_unless_another_is_chosen(params, fused):
     assert make("AdamW", torch_adam=True, **params).param_groups[0]["fused"] is fused
 
 
+@pytest.mark.parametrize("kind", ["Adam", "AdamW", "NAdam", "OneBitAdam"])
+def test_betas_may_be_integers_as_in_json(kind):
+    assert tuple(make(kind, betas=[0, 0.99]).defaults["betas"]) == (0.0, 0.99)
+
+
 def test_not_fused_where_memory_is_not_in_order():
     turned = [torch.nn.Parameter(torch.zeros(3, 4).T)]
     assert make("SGD", turned, lr=0.1).param_groups[0]["fused"] is None
