@@ -73,6 +73,7 @@ ROOT = Path(__file__).resolve().parent.parent
 CANNOT = 3  # exit code where there can be no such hosts
 FIRST_PORT = 29_700
 RECORDINGS = 3  # of one run that cannot be replayed, at most
+_FIRST_STEPS = 10  # of a process, neither recorded nor measured
 
 
 class Progress:
@@ -117,16 +118,7 @@ class Trainer:
         if case.bandwidth != self.factor:
             network.limit_links(self.machines, links(self.scene.rate, len(self.machines), case.bandwidth))
             self.factor = case.bandwidth
-        width, layers = self.scene.model
-        request = {
-            "config": case.config(),
-            "model": {"width": width, "layers": layers, "heads": 4, "context": BATCH[1]},
-            "batch": SLEEPING_BATCH if case.sleeps else BATCH,
-            "sleep": [SLEEP / 3 / layers, 2 * SLEEP / 3 / layers] if case.sleeps else None,
-            "warm": WARM,
-            "steps": steps,
-            "record": None if record is None else str(record),
-        }
+        request = self._request(case, steps, record)
         try:
             answers = self._started(case).ask(request)
         except (RuntimeError, OSError) as error:
@@ -137,6 +129,18 @@ class Trainer:
             if "failed" in answer:
                 raise RuntimeError(answer["failed"])
         return [fmean(of_step) for of_step in zip(*(answer["seconds"] for answer in answers), strict=True)]
+
+    def _request(self, case: Case, steps: int, record: Path | None = None) -> dict[str, Any]:
+        width, layers = self.scene.model
+        return {
+            "config": case.config(),
+            "model": {"width": width, "layers": layers, "heads": 4, "context": BATCH[1]},
+            "batch": SLEEPING_BATCH if case.sleeps else BATCH,
+            "sleep": [SLEEP / 3 / layers, 2 * SLEEP / 3 / layers] if case.sleeps else None,
+            "warm": WARM,
+            "steps": steps,
+            "record": None if record is None else str(record),
+        }
 
     def _started(self, case: Case) -> RankProcesses:
         if case.processes not in self.ranks:
@@ -154,6 +158,8 @@ class Trainer:
                 for rank, machine in enumerate(used)
             )
             ranks.answers()
+            # The first training of a process has up to 10 % longer steps. What is recorded or measured comes after one.
+            ranks.ask(self._request(case, _FIRST_STEPS))
             self.progress.did(self.scene.starting(case.world))
         return self.ranks[case.processes]
 
