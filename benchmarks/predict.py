@@ -42,6 +42,7 @@ from predict_scenes import (
     DDP,
     DEEPSPEED,
     ENGINES,
+    FIRST_STEPS,
     RATES,
     SCENES,
     SLEEP,
@@ -73,7 +74,6 @@ ROOT = Path(__file__).resolve().parent.parent
 CANNOT = 3  # exit code where there can be no such hosts
 FIRST_PORT = 29_700
 RECORDINGS = 3  # of one run that cannot be replayed, at most
-_FIRST_STEPS = 10  # of a process, neither recorded nor measured
 
 
 class Progress:
@@ -159,7 +159,7 @@ class Trainer:
             )
             ranks.answers()
             # The first training of a process has up to 10 % longer steps. What is recorded or measured comes after one.
-            ranks.ask(self._request(case, _FIRST_STEPS))
+            ranks.ask(self._request(case, FIRST_STEPS))
             self.progress.did(self.scene.starting(case.world))
         return self.ranks[case.processes]
 

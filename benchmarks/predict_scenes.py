@@ -25,6 +25,7 @@ MODELS = ((128, 8), (192, 4), (192, 6), (256, 2))  # width and layers: 1.6 to 2.
 BATCH, SLEEPING_BATCH = (4, 32), (1, 8)  # samples and tokens of a rank
 SLEEP = 0.12  # seconds of a step in all blocks; two thirds in the backward pass
 WARM = 2
+FIRST_STEPS = 10  # of a process, neither recorded nor measured
 STAGES = (0, 1, 2, 2, 3)
 BUCKETS = (100_000, 300_000, 1_000_000, 3_000_000, 10_000_000, 500_000_000)  # elements
 BUCKET_MIB = (0.4, 1.2, 4, 12, 40, 2000)  # of DDP: about the same
@@ -109,8 +110,8 @@ class Scene(NamedTuple):
         return (WARM + steps) * STEP_S[self.rate] / case.bandwidth
 
     def starting(self, world: int) -> float:
-        """Expected seconds until ``world`` ranks have started."""
-        return START_S[self.engine] * world / 2
+        """Expected seconds until ``world`` ranks have started and trained their first steps."""
+        return START_S[self.engine] * world / 2 + (WARM + FIRST_STEPS) * STEP_S[self.rate]
 
 
 def drawn_keys(engine: str, chance: random.Random) -> dict[str, Any]:
@@ -168,11 +169,13 @@ def drawn_scene(kind: str, engine: str, rate: str, settings: int, seed: str) -> 
 
 def nearly(engine: str, keys: Mapping[str, Any], chance: random.Random) -> dict[str, Any]:
     """A setting that differs from ``keys`` in one class of change, each class with the same chance."""
-    by_class = {}
-    for _ in range(300):
+    by_class: dict[str, dict[str, Any]] = {}
+    draws = 0
+    while draws < 300 or not by_class:  # few settings are near one with rare values
         other = drawn_keys(engine, chance)
         if len(classes := classes_of_change(keys, other)) == 1:
             by_class[classes[0]] = other
+        draws += 1
     return by_class[chance.choice(sorted(by_class))]
 
 

@@ -343,9 +343,9 @@ def points_of(medians: Mapping[int, float]) -> list[tuple[float, float]]:
 def interpolated(medians: Mapping[int, float], size: float) -> float:
     """The time of ``size`` bytes: on a straight line between its neighbors, or through the nearest two beyond the ends.
 
-    Below the smallest known size it takes at least a share of that one's time: of the bytes, with those whose transfer takes
-    as long as the latency added to both. The line may be below 0 there, as times of small messages are noise. If one size
-    alone is known, the time is in proportion to the bytes.
+    Below the smallest known size s it takes at least (size + L) / (s + L) of the time of s, where the transfer of L bytes
+    takes about as long as the latency. The line may be far below that, even negative: times of small messages are noisy.
+    If one size alone is known, the time is in proportion to the bytes.
 
     >>> interpolated({10: 5.0, 20: 7.0}, 15), interpolated({10: 5.0}, 5)
     (6.0, 2.5)

@@ -136,7 +136,7 @@ def advance(
     until = np.maximum(np.maximum.accumulate(np.take_along_axis(finishes, order, 0), axis=0), now)
     before = np.vstack([now[np.newaxis], until[:-1]])  # end of all that began earlier
     begin = np.maximum(np.take_along_axis(starts, order, 0), before)
-    slowed = (until - begin) / slowdown  # work that fits beside it and beside none of those before
+    slowed = (until - begin) / slowdown  # work done while this one is in flight, and none that began before
     done = np.cumsum(begin - before + slowed, axis=0) - slowed  # work until it begins
     beside = slowdown * np.minimum(np.maximum(work - done, 0.0), slowed).sum(axis=0)
     return now + work + beside * (1.0 - 1.0 / slowdown), beside

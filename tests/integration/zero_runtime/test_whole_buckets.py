@@ -79,7 +79,7 @@ def test_buckets_train_as_one_message_does(name):
 
 
 class Choosing(nn.Module):
-    """Layers of which each rank uses different ones, in a different order."""
+    """A model in which each rank uses other layers than the others, in another order."""
 
     def __init__(self, order):
         super().__init__()
