@@ -32,7 +32,26 @@ _FILLING: Final = (
 )  # gloo's others leave a link idle meanwhile
 _GOODPUT: Final = 0.95  # of a link's rate: 1448 bytes of payload in a frame of 1514 (TCP over Ethernet)
 _FEW: Final = 5  # times, below which those of other sizes say more about the spread
-Key = tuple[str, int]  # operation, ranks of the group
+# Between sizes: the logarithm of their ratio, and 3 for another kind. Further apart, latency decides one and transfer the
+# other.
+_COMPARABLE: Final = 9.0
+
+
+class Kind(NamedTuple):
+    """Messages whose times depend on their size alone.
+
+    Attributes:
+        op: a value of schema.Op.
+        ranks: of the group.
+        dtype: of the elements that the backend sums; empty for other operations.
+    """
+
+    op: str
+    ranks: int
+    dtype: str = ""
+
+
+Times = Mapping[tuple[Kind, int], Floats]  # of messages of a kind and size: ns, (times, ranks)
 
 
 class Sample(NamedTuple):
@@ -66,16 +85,14 @@ class Link(NamedTuple):
 UNCHANGED: Final = Link()
 
 
-def message_times(
-    recorded: Recorded, steps: Sequence[int] | None = None
-) -> dict[tuple[str, int, int], Floats]:
-    """Return the observed times of messages by operation, ranks of the group and payload bytes: ns, (times, ranks).
+def message_times(recorded: Recorded, steps: Sequence[int] | None = None) -> dict[tuple[Kind, int], Floats]:
+    """Return the observed times of messages by kind and payload bytes: ns, (times, ranks).
 
     Args:
         recorded: the run.
         steps: positions in ``recorded.steps`` that are used; all by default.
     """
-    times: dict[tuple[str, int, int], list[Floats]] = defaultdict(list)
+    times: dict[tuple[Kind, int], list[Floats]] = defaultdict(list)
     queues: dict[Groups, list[int]] = defaultdict(list)
     for index, message in enumerate(recorded.program.messages):
         queues[message.groups].append(index)
@@ -91,7 +108,7 @@ def _times_of_queue(
     place: int,
     queue: Sequence[int],
     number: int,
-    times: dict[tuple[str, int, int], list[Floats]],
+    times: dict[tuple[Kind, int], list[Floats]],
 ) -> None:
     """Add the times of the messages of group ``number`` in one step.
 
@@ -132,7 +149,7 @@ class _Issued(NamedTuple):
 
 
 def _share_time(
-    together: Sequence[_Issued], ends: Floats, times: dict[tuple[str, int, int], list[Floats]]
+    together: Sequence[_Issued], ends: Floats, times: dict[tuple[Kind, int], list[Floats]]
 ) -> None:
     """Share the time until ``ends`` among the last of ``together``; nothing of none.
 
@@ -153,8 +170,11 @@ def _share_time(
     taken = np.maximum(ends - shared[0].arrived, 0.0)
     total = sum(each.weight for each in shared)
     for each in shared:
-        key = each.message.op, each.message.group_size, each.message.payload_bytes
-        times[key].append(taken * (each.weight / total))
+        times[_kind_of(each.message), each.message.payload_bytes].append(taken * (each.weight / total))
+
+
+def _kind_of(message: Message) -> Kind:
+    return Kind(message.op, message.group_size, message.dtype)
 
 
 class Durations:
@@ -166,46 +186,54 @@ class Durations:
         link: how the links differ from the run's.
     """
 
-    def __init__(
-        self,
-        times: Mapping[tuple[str, int, int], Floats],
-        calibration: Calibration | None = None,
-        link: Link = UNCHANGED,
-    ) -> None:
-        self._sizes: dict[Key, dict[int, Floats]] = defaultdict(dict)
-        for (op, ranks, size), each in times.items():
-            self._sizes[op, ranks][size] = each
+    def __init__(self, times: Times, calibration: Calibration | None = None, link: Link = UNCHANGED) -> None:
+        self._sizes: dict[Kind, dict[int, Floats]] = defaultdict(dict)
+        for (kind, size), each in times.items():
+            self._sizes[kind][size] = each
         self._calibration = calibration
         self._link = link
         self.bound_by_cpu = False  # links were made so fast that processors limit a message
-        self._known: dict[tuple[str, int, int], Sample] = {}
+        self._known: dict[tuple[Kind, int], Sample] = {}
 
     def of(self, message: Message) -> Sample:
         """Return the times that ``message`` may take.
 
+        Those of the same element type are preferred. Without any, a message of another element type stands for it.
+
         Raises:
             UsageError: neither the run nor the calibration has such messages; it says what to calibrate.
         """
-        key = message.op, message.group_size, message.payload_bytes
-        if key not in self._known:
-            sample = (
-                self._measured(*key)
-                or self._from_run(*key, least_points=2)
-                or self._from_calibration(*key)
-                or self._from_run(*key, least_points=1)
-            )
+        kind, size = _kind_of(message), message.payload_bytes
+        if (kind, size) not in self._known:
+            sample = self._of_kind(kind, size)
+            for other in self._of_other_dtypes(kind):
+                sample = sample or self._of_kind(other, size)
             if sample is None:
-                raise UsageError(self._refusal(*key))
-            self._known[key] = sample._replace(times=self._on_links(sample.times, *key))
-        return self._known[key]
+                raise UsageError(self._refusal(kind, size))
+            self._known[kind, size] = sample._replace(times=self._on_links(sample.times, kind, size))
+        return self._known[kind, size]
 
-    def _measured(self, op: str, ranks: int, size: int) -> Sample | None:
-        times = self._sizes.get((op, ranks), {}).get(size)
+    def _of_kind(self, kind: Kind, size: int) -> Sample | None:
+        return (
+            self._measured(kind, size)
+            or self._from_run(kind, size, least_points=2)
+            or self._from_calibration(kind, size)
+            or self._from_run(kind, size, least_points=1)
+        )
+
+    def _of_other_dtypes(self, kind: Kind) -> list[Kind]:
+        others = [each for each in self._sizes if each[:2] == kind[:2] and each != kind]
+        if self._calibration is not None and kind.dtype:
+            others.append(kind._replace(dtype=self._calibration.dtype))
+        return others
+
+    def _measured(self, kind: Kind, size: int) -> Sample | None:
+        times = self._sizes.get(kind, {}).get(size)
         return Sample(times, "run") if times is not None and len(times) >= _FEW else None
 
-    def _from_run(self, op: str, ranks: int, size: int, least_points: int) -> Sample | None:
+    def _from_run(self, kind: Kind, size: int, least_points: int) -> Sample | None:
         """Between sizes of the run, or a little beyond; the spread is that of the size that is nearest."""
-        sizes = {each: times for each, times in self._sizes.get((op, ranks), {}).items() if each > 0}
+        sizes = {each: times for each, times in self._sizes.get(kind, {}).items() if each > 0}
         if not sizes or not size or not min(sizes) / REACH <= size <= max(sizes) * REACH:
             return None
         medians = {each: typical(times) for each, times in sizes.items()}
@@ -215,21 +243,25 @@ class Durations:
         time = interpolated(medians, size)
         return Sample(sizes[nearest] * (time / medians[nearest]), "run")
 
-    def _from_calibration(self, op: str, ranks: int, size: int) -> Sample | None:
-        """The calibrated time of that bus bandwidth, times how much slower the run's messages are than calibrated ones."""
+    def _from_calibration(self, kind: Kind, size: int) -> Sample | None:
+        """The calibrated time of that bus bandwidth, times how much slower the run's messages are than calibrated ones.
+
+        None for an element type that neither the calibration nor the run has.
+        """
         if self._calibration is None:
             return None
-        time = self._calibrated(op, ranks, size)
-        if time is None:
+        if kind.dtype not in ("", self._calibration.dtype, *(other.dtype for other in self._sizes)):
             return None
-        ratios = self._slower_than_calibrated(op, ranks, size)
-        return Sample(time * ratios, "calibration")
+        time = self._calibrated(kind, size)
+        return (
+            None if time is None else Sample(time * self._slower_than_calibrated(kind, size), "calibration")
+        )
 
-    def _calibrated(self, op: str, ranks: int, size: int) -> float | None:
+    def _calibrated(self, kind: Kind, size: int) -> float | None:
         assert self._calibration is not None
-        name = calibrated_op(op)
+        name = calibrated_op(kind.op)
         timings = self._calibration.timings.get(name, ())
-        known, wanted = bus_factor(name, self._calibration.world_size), bus_factor(name, ranks)
+        known, wanted = bus_factor(name, self._calibration.world_size), bus_factor(name, kind.ranks)
         if not timings or known is None or wanted is None or not size:
             return None
         of_size = size * wanted / known
@@ -238,25 +270,30 @@ class Durations:
             return None
         return interpolated(medians, of_size)
 
-    def _slower_than_calibrated(self, op: str, ranks: int, size: int) -> Floats:
-        """Measured by calibrated time of the run's messages of that operation, else of all; of sizes that are near first."""
-        ratios: list[tuple[float, Floats]] = []
-        for (other, group), sizes in self._sizes.items():
-            for each, times in sizes.items():
-                calibrated = self._calibrated(other, group, each)
-                if calibrated:
-                    distance = abs(np.log(each / size)) + (0.0 if other == op and group == ranks else 3.0)
-                    ratios.append((distance, times / calibrated))
-        if not ratios:
-            return np.ones((1, ranks))
-        return min(ratios, key=lambda each: each[0])[1]
+    def _slower_than_calibrated(self, kind: Kind, size: int) -> Floats:
+        """Measured by calibrated time of the run's messages of that kind, else of all; of sizes that are near first.
 
-    def _on_links(self, times: Floats, op: str, ranks: int, size: int) -> Floats:
+        1 where no message of the run has a size that is near enough. Elements of 16 bits are summed more slowly, so the
+        ratio of such messages says nothing about others.
+        """
+        assert self._calibration is not None
+        comparable = (kind.dtype, self._calibration.dtype, "")
+        ratios: list[tuple[float, Floats]] = []
+        for other, sizes in self._sizes.items():
+            for each, times in sizes.items():
+                calibrated = self._calibrated(other, each) if other.dtype in comparable else None
+                if calibrated:
+                    apart = abs(np.log(each / size)) + (0.0 if other == kind else 3.0)
+                    ratios.append((apart, times / calibrated))
+        nearest = min(ratios, key=lambda each: each[0], default=(np.inf, np.ones((1, kind.ranks))))
+        return nearest[1] if nearest[0] <= _COMPARABLE else np.ones((1, kind.ranks))
+
+    def _on_links(self, times: Floats, kind: Kind, size: int) -> Floats:
         """``times`` on the changed links: latency is what the smallest messages take, the rest is transfer."""
         link = self._link
         if link == UNCHANGED:
             return times
-        latency = min(self._latency(op, ranks), typical(times))
+        latency = min(self._latency(kind), typical(times))
         transfer = typical(times) - latency
         changed = transfer / self._link_factor()
         floor = min(transfer, link.cpu_per_byte * size)
@@ -273,10 +310,10 @@ class Durations:
         if self._link.rate is None:
             return self._link.factor
         rates = [
-            size * (bus_factor(calibrated_op(op), ranks) or 0.0) / (typical(times) / 1e9)
-            for (op, ranks), sizes in self._sizes.items()
+            size * (bus_factor(calibrated_op(kind.op), kind.ranks) or 0.0) / (typical(times) / 1e9)
+            for kind, sizes in self._sizes.items()
             for size, times in sizes.items()
-            if size >= _FILLS_LINK and op in _FILLING
+            if size >= _FILLS_LINK and kind.op in _FILLING
         ]
         if not rates:
             raise UsageError(
@@ -285,20 +322,22 @@ class Durations:
             )
         return self._link.rate * _GOODPUT / max(rates)
 
-    def _latency(self, op: str, ranks: int) -> float:
+    def _latency(self, kind: Kind) -> float:
         """The median time of the smallest messages of the group, in ns."""
-        sizes = self._sizes.get((op, ranks)) or {}
         others = [
             (size, times)
-            for (_, group), each in self._sizes.items()
-            if group == ranks
+            for other, each in self._sizes.items()
+            if other.ranks == kind.ranks
             for size, times in each.items()
         ]
-        small = [typical(times) for size, times in [*sizes.items(), *others] if size <= 4096]
+        small = [typical(times) for size, times in others if size <= 4096]
         return min(small, default=0.0)
 
-    def _refusal(self, op: str, ranks: int, size: int) -> str:
-        sizes = sorted(each for each in self._sizes.get((op, ranks), {}) if each)
+    def _refusal(self, kind: Kind, size: int) -> str:
+        op, ranks = kind.op, kind.ranks
+        sizes = sorted(
+            {each for other, sizes in self._sizes.items() if other[:2] == kind[:2] for each in sizes if each}
+        )
         run = (
             f"the run has messages of {sizes[0]:,} to {sizes[-1]:,} bytes of it"
             if sizes

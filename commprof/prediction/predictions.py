@@ -13,7 +13,7 @@ from commprof.errors import CommprofError, UsageError
 from commprof.ledger.requests.request import Request, request_of
 from commprof.prediction.assumptions import AS_RECORDED, Assumptions
 from commprof.prediction.changes import Changed, change
-from commprof.prediction.durations import UNCHANGED, Durations, message_times
+from commprof.prediction.durations import UNCHANGED, Durations, Times, message_times
 from commprof.prediction.event_places import Assumed
 from commprof.prediction.experts.exchanges import Exchanged, with_tokens
 from commprof.prediction.experts.settings import KEYS as EXPERT_KEYS
@@ -156,7 +156,7 @@ class Base(NamedTuple):
 
     recorded: Recorded
     request: Request
-    times: Mapping[tuple[str, int, int], Floats]
+    times: Times
     calibration: Calibration | None
     quiet: list[Step]  # compute as if nothing had been in flight
     replay: Simulated

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from typing import Final, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from commprof.schema import Op
+
 Floats = npt.NDArray[np.float64]
 Groups = tuple[tuple[int, ...], ...]
+# Operations in which a backend adds up elements; gloo needs longer for those of 16 bits.
+SUMMING: Final = frozenset({str(Op.ALL_REDUCE), str(Op.REDUCE), str(Op.REDUCE_SCATTER)})
 
 
 class Message(NamedTuple):
@@ -26,6 +30,7 @@ class Message(NamedTuple):
         phase: a value of schema.Phase.
         module: of experts that it is sent for; None for other messages.
         sizes: payload bytes by step and group, where they differ (tokens of experts); ``payload_bytes`` is their median.
+        dtype: of the elements that the backend sums; empty for other operations, or where it is not known.
     """
 
     op: str
@@ -38,6 +43,7 @@ class Message(NamedTuple):
     phase: str = ""
     module: str | None = None
     sizes: tuple[tuple[int, ...], ...] = ()
+    dtype: str = ""
 
     @property
     def group_size(self) -> int:

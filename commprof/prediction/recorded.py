@@ -16,7 +16,7 @@ from commprof.analysis import api
 from commprof.errors import UsageError
 from commprof.ledger.records.issued import StepKey
 from commprof.ledger.requests.expert_tokens import ForwardPass, forward_passes
-from commprof.prediction.program import Event, Floats, Groups, Message, Program, Step
+from commprof.prediction.program import SUMMING, Event, Floats, Groups, Message, Program, Step
 from commprof.prediction.streams import HOST, device_of, on_stream, stream_steps
 from commprof.schema import Status, parse_ranks
 from commprof.trace.reader import Run
@@ -26,7 +26,19 @@ MOST_STEPS: Final = 200  # the last ones: more do not make a median more certain
 _MOST_MESSAGES: Final = 12_000  # of a rank, in all these steps: a replay of them takes about a second
 _ENOUGH_STEPS: Final = 20  # whatever they send
 _COLUMNS: Final = (
-    *("rank", "attempt", "step", "seq", "micro_step", "phase", "op", "purpose", "bucket", "payload_bytes"),
+    *(
+        "rank",
+        "attempt",
+        "step",
+        "seq",
+        "micro_step",
+        "phase",
+        "op",
+        "purpose",
+        "bucket",
+        "payload_bytes",
+        "dtype",
+    ),
     *("group_ranks", "is_async", "is_p2p", "captured", "device", "status", "module"),
     *(
         "issue_ns",
@@ -370,11 +382,12 @@ def _program(ranks: Sequence[_Rank], world: int, experts: frozenset[str]) -> Pro
                 "micro_step",
                 "phase",
                 "module",
+                "dtype",
             )
         ),
         strict=True,
     )
-    for number, (op, payload, purpose, is_async, bucket, micro, phase, module) in enumerate(columns):
+    for number, (op, payload, purpose, is_async, bucket, micro, phase, module, dtype) in enumerate(columns):
         texts = tuple(each[number] for each in listed)
         if texts not in groups:
             groups[texts] = tuple(sorted({parse_ranks(text) for text in texts}))
@@ -389,6 +402,7 @@ def _program(ranks: Sequence[_Rank], world: int, experts: frozenset[str]) -> Pro
                 int(micro),
                 str(phase),
                 str(module) if module in experts else None,
+                dtype=str(dtype) if op in SUMMING and pd.notna(dtype) else "",
             )
         )
     kinds = ranks[0].kinds

@@ -9,7 +9,7 @@ from typing import Any, Final, NamedTuple
 
 from commprof.errors import CommprofError, UsageError
 from commprof.ledger.requests.request import Request
-from commprof.prediction.program import Groups, Message
+from commprof.prediction.program import SUMMING, Groups, Message
 from commprof.requested.auto_values import whole_gradient_bytes
 from commprof.requested.configuration import Configuration, read_configuration, zero_section
 from commprof.requested.expectation import Expectation
@@ -97,9 +97,12 @@ def sent_by(request: Request, config: Mapping[str, Any], world: int) -> Sent:
         payloads = [sum(each) for each in row.payloads]
         if row.purpose == GRADIENTS:
             for micro in range(micro_steps) if row.when == "micro_step" else [micro_steps - 1]:
-                gradients[micro] += _gradient_messages(
-                    row, payloads, groups, micro, len(arriving), not overlaps
+                like = Message(
+                    row.issued_op, 0, GRADIENTS, groups, not overlaps, None, micro, str(Phase.BACKWARD)
                 )
+                if row.issued_op in SUMMING:
+                    like = like._replace(dtype=configuration.communication_dtype)
+                gradients[micro] += _gradient_messages(row, payloads, like, len(arriving))
         elif row.when == "step" and row.purpose in AT_END:
             at_end[row.purpose] += [
                 Message(
@@ -171,10 +174,11 @@ def sent_by_ddp(rules: Ddp, changes: Mapping[str, Any], world: int) -> Sent:
                 number,
                 0,
                 str(Phase.BACKWARD),
+                dtype=dtype,
             ),
             count,
         )
-        for number, (size, count) in enumerate(replace(rules, wrapper=wrapper).steady_messages())
+        for number, (size, count, dtype) in enumerate(replace(rules, wrapper=wrapper).steady_messages())
     ]
     return Sent([gradients], {}, arriving, overlaps=True, depth=None)
 
@@ -245,13 +249,10 @@ def groups_of(world: int, size: int | None = None) -> Groups:
 
 
 def _gradient_messages(
-    row: Expectation, payloads: Sequence[int], groups: Groups, micro: int, gradients: int, blocks: bool
+    row: Expectation, payloads: Sequence[int], like: Message, gradients: int
 ) -> list[tuple[Message, int]]:
     arrived = row.arrived or (gradients,) * len(payloads)
-    return [
-        (Message(row.issued_op, size, GRADIENTS, groups, blocks, None, micro, str(Phase.BACKWARD)), count)
-        for size, count in zip(payloads, arrived, strict=True)
-    ]
+    return [(like._replace(payload_bytes=size), count) for size, count in zip(payloads, arrived, strict=True)]
 
 
 def _numbered(messages: Sequence[tuple[Message, int]]) -> list[tuple[Message, int]]:

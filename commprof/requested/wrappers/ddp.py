@@ -135,20 +135,21 @@ class Ddp:
                 raise RequestedError("which passes a model of DistributedDataParallel ran is not known")
         return rows, state
 
-    def steady_messages(self) -> list[tuple[int, int]]:
+    def steady_messages(self) -> list[tuple[int, int, str]]:
         """The all_reduces of a backward pass once buckets follow the order of the gradients.
 
         Returns:
-            Of each: its bytes, and how many gradients have arrived when it is sent.
+            Of each: its bytes, how many gradients have arrived when it is sent, and their element type.
         """
         dtype = _HOOK_DTYPES[self.argument("comm_hook")] if self.argument("comm_hook") else None
         place = {name: number for number, name in enumerate(self.order or (), 1)}
-        sent: list[tuple[int, int]] = []
+        sent: list[tuple[int, int, str]] = []
         for bucket in self._buckets(rebuilt=True):
             num_bytes = sum(each.numel * item_bytes(dtype or each.dtype) for each in bucket)
             arrived = max(place.get(each.name, len(place)) for each in bucket)
             # Buckets are sent in order, even if a later one is full first.
-            sent.append((num_bytes, max(arrived, sent[-1][1] if sent else 0)))
+            arrived = max(arrived, sent[-1][1] if sent else 0)
+            sent.append((num_bytes, arrived, dtype or bucket[0].dtype))
         return sent
 
     @property

@@ -9,7 +9,7 @@ import pytest
 
 from commprof.calibration.results import Calibration, Timing
 from commprof.errors import UsageError
-from commprof.prediction.durations import Durations, Link, interpolated, message_times, typical
+from commprof.prediction.durations import Durations, Kind, Link, interpolated, message_times, typical
 from commprof.prediction.program import Message
 from commprof.prediction.simulation import quiet_steps, replayed
 from support.calibrations import made_calibration
@@ -70,7 +70,7 @@ def test_the_replay_does_not_use_message_times_of_the_step_it_replays():
 
 def test_waiting_for_a_late_rank_is_not_time_of_the_message():
     made = recorded([gradient(8_000_000, 0)], [[5, 90], [0, 0], [1, 1]], by_size)
-    assert typical(message_times(made)["all_reduce", 2, 8_000_000]) == pytest.approx(9 * MS)
+    assert typical(message_times(made)[Kind("all_reduce", 2), 8_000_000]) == pytest.approx(9 * MS)
 
 
 def test_messages_in_flight_at_once_share_their_time_by_bytes():
@@ -81,12 +81,12 @@ def test_messages_in_flight_at_once_share_their_time_by_bytes():
     )
     times = message_times(made)
     total = (9 + 5) * MS
-    assert typical(times["all_reduce", 2, 8_000_000]) == pytest.approx(total * 2 / 3, rel=0.01)
-    assert typical(times["all_reduce", 2, 4_000_000]) == pytest.approx(total / 3, rel=0.02)
+    assert typical(times[Kind("all_reduce", 2), 8_000_000]) == pytest.approx(total * 2 / 3, rel=0.01)
+    assert typical(times[Kind("all_reduce", 2), 4_000_000]) == pytest.approx(total / 3, rel=0.02)
 
 
-def message(size, op="all_reduce"):
-    return Message(op, size, "gradient_reduce", ((0, 1),), True)
+def message(size, op="all_reduce", dtype=""):
+    return Message(op, size, "gradient_reduce", ((0, 1),), True, dtype=dtype)
 
 
 def test_sizes_between_recorded_ones_are_interpolated_and_far_ones_refused():
@@ -120,6 +120,43 @@ def test_a_calibration_is_scaled_by_how_much_slower_the_run_is():
     assert typical(durations.of(message(8_000_000, "reduce")).times) == pytest.approx(9 * MS, rel=0.01)
     with pytest.raises(UsageError, match="and the calibration none of that size"):
         durations.of(message(200_000_000))
+
+
+def halves(size, *, twice_as_slow):
+    """A run with one message of ``size`` bytes of float16, summed at 1 or 2 ns/byte."""
+    return recorded(
+        [gradient(size, 0)._replace(dtype="float16")],
+        [[5, 5], [0, 0], [1, 1]],
+        lambda each: (2 if twice_as_slow else 1) * each.payload_bytes / 1e6,
+        steps=10,
+    )
+
+
+def test_times_of_float16_do_not_stand_for_float32():
+    """gloo sums float16 more slowly: a step with float32 was predicted up to 15 % too long from a run with float16."""
+    times = message_times(halves(8_000_000, twice_as_slow=True))
+    durations = Durations(times, calibration(1.0))  # 1 ms and 1 ns/byte of float32
+    assert typical(durations.of(message(16_000_000, dtype="float32")).times) == pytest.approx(
+        17 * MS, rel=0.01
+    )
+    # Another bucket of float16 is as slow, by calibrated time, as the recorded one.
+    assert typical(durations.of(message(40_000_000, dtype="float16")).times) == pytest.approx(
+        41 * 16 / 9 * MS, rel=0.01
+    )
+    # Without a calibration the recorded element type stands for the other one.
+    alone = Durations(times)
+    assert typical(alone.of(message(8_000_000, dtype="float32")).times) == pytest.approx(16 * MS, rel=0.01)
+
+
+def test_an_element_type_that_nobody_measured_takes_the_times_of_another():
+    made = recorded(
+        [gradient(8_000_000, 0)._replace(dtype="float32")], [[5, 5], [0, 0], [1, 1]], by_size, steps=10
+    )
+    durations = Durations(message_times(made), calibration(1.0))
+    for size, ms in ((8_000_000, 9), (4_000_000, 4.5), (64_000_000, 65)):
+        assert typical(durations.of(message(size, dtype="bfloat16")).times) == pytest.approx(
+            ms * MS, rel=0.12
+        )
 
 
 def test_times_of_small_messages_are_not_extended_along_the_noise_of_a_calibration():
