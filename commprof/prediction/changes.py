@@ -85,7 +85,8 @@ def change(
     if shrinks_optimizer != 1.0:
         steps = [_with_optimizer(program, each, ends[-1], shrinks_optimizer) for each in steps]
     added_ns = (after.added_bytes - before.added_bytes) * assumed.copy_ns
-    steps = [_longer(each, ends[-1], added_ns) for each in steps]
+    hooks_ns = (after.hooked_calls - before.hooked_calls) * assumed.hook_ns
+    steps = [_longer(each, ends[-1], added_ns + hooks_ns) for each in steps]
     calls = _typical_calls(program, steps)
     steps = [
         _without_costs(program, each, _BESIDE_CALL * of_step, assumed.copy_ns if regathers else 0.0)
@@ -132,6 +133,7 @@ def change(
         assumed=(
             *(_assumptions(after, assumed) if regathers else ()),
             *(_about_adding(before, after, assumed) if added_ns else ()),
+            *(_about_hooks(before, after, assumed) if hooks_ns else ()),
         )
     )
 
@@ -232,6 +234,15 @@ def _about_adding(before: Sent, after: Sent, assumed: Assumed) -> tuple[str, ...
         f"assumed: adding up gradients of micro-batches that are not reduced costs {assumed.copy_ns:g} ns per byte, "
         f"{abs(more) * assumed.copy_ns / 1e6:.1f} ms {'more' if more > 0 else 'less'} per step; the interval contains 0 to "
         f"{2 * assumed.copy_ns:g} ns",
+    )
+
+
+def _about_hooks(before: Sent, after: Sent, assumed: Assumed) -> tuple[str, ...]:
+    more = after.hooked_calls - before.hooked_calls
+    return (
+        f"assumed: DeepSpeed's hooks at stage 3 take {assumed.hook_ns / 1e6:g} ms for each of {abs(more)} calls of modules, "
+        f"{abs(more) * assumed.hook_ns / 1e6:.1f} ms {'more' if more > 0 else 'less'} per step; the interval contains 0 to "
+        f"{2 * assumed.hook_ns / 1e6:g} ms",
     )
 
 

@@ -35,10 +35,12 @@ class Assumed(NamedTuple):
     Attributes:
         copy_ns: for each byte that is gathered, beside its message: allocating and filling the parameters. Also for each
             byte of gradients that is added up without being sent.
+        hook_ns: for each call of a module at DeepSpeed's stage 3: its hooks, in Python.
         evenly: modules with matrices all compute equally long, rather than in proportion to the elements of these.
     """
 
     copy_ns: float = 0.0
+    hook_ns: float = 0.0
     evenly: bool = False
 
 

@@ -85,18 +85,25 @@ class Machine(NamedTuple):
         slowdowns: between which it is uncertain.
         message_ns: standard deviation of what one message more or less costs beside its own time.
         copy_ns: for each byte of parameters that is gathered, beside its message, and of gradients that are added up.
+        hook_ns: for each call of a module at DeepSpeed's stage 3.
     """
 
     slowdown: float
     slowdowns: tuple[float, float]
     message_ns: float
     copy_ns: float
+    hook_ns: float
+
+    @property
+    def assumed(self) -> Assumed:
+        """What a run does not show, on this machine."""
+        return Assumed(self.copy_ns, self.hook_ns)
 
 
-CPUS: Final = Machine(
-    1.3, (1.0, 1.6), 5e5, 1.0
-)  # gloo takes processors from compute; measured: docs/predict.md
-GPUS: Final = Machine(1.1, (1.0, 1.3), 1e5, 0.002)  # assumed: NCCL takes a few multiprocessors
+# gloo takes processors from compute; measured: docs/predict.md
+CPUS: Final = Machine(1.3, (1.0, 1.6), 5e5, 1.0, 5e5)
+# assumed: NCCL takes a few multiprocessors, and Python runs ahead of the stream
+GPUS: Final = Machine(1.1, (1.0, 1.3), 1e5, 0.002, 0.0)
 
 
 class Predicted(NamedTuple):
@@ -275,11 +282,11 @@ def _predicted(
 ) -> Predicted:
     recorded, request = base.recorded, base.request
     world = assumptions.world or recorded.world_size
-    best = Assumed(base.machine.copy_ns)
+    best = base.machine.assumed
     changed = _changed(base, setting, config, world, best)
     others = [
         best._replace(evenly=True),
-        *(best._replace(copy_ns=each * best.copy_ns) for each in (0.0, 2.0)),
+        *(best._replace(copy_ns=each * best.copy_ns, hook_ns=each * best.hook_ns) for each in (0.0, 2.0)),
     ]
     link = assumptions.link
     if link != UNCHANGED:
@@ -363,7 +370,7 @@ def median_step(base: Base, setting: Setting, config: Mapping[str, Any] | None) 
     Raises:
         UsageError: the setting cannot be predicted.
     """
-    changed = _changed(base, setting, config, base.recorded.world_size, Assumed(base.machine.copy_ns))
+    changed = _changed(base, setting, config, base.recorded.world_size, base.machine.assumed)
     durations = Durations(base.times, base.calibration)
     return _simulated(changed, durations, AS_RECORDED, base.machine.slowdown).median_ns * base.scale
 

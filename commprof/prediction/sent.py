@@ -38,6 +38,7 @@ class Sent(NamedTuple):
         depth: buckets in flight at once; None for all of a backward pass.
         calls: of the modules in each micro-batch at stage 3, where they gather parameters; else None.
         others: purposes of messages whose place in a step is not known.
+        hooked_calls: of modules in a step, each with hooks of DeepSpeed's stage 3.
         added_bytes: of whole gradients that a step adds up without sending them: those of micro-batches before the last.
     """
 
@@ -50,6 +51,7 @@ class Sent(NamedTuple):
     calls: ModuleCalls | None = None
     others: frozenset[str] = frozenset()
     added_bytes: int = 0
+    hooked_calls: int = 0
 
 
 def sent_by(request: Request, config: Mapping[str, Any], world: int) -> Sent:
@@ -124,6 +126,8 @@ def sent_by(request: Request, config: Mapping[str, Any], world: int) -> Sent:
     # Chunks are filled, and sent, from the last one to the first.
     if configuration.reduces_chunks:
         gradients = [each[::-1] for each in gradients]
+    calls = _calls_of_modules(request, config, world, order, micro_steps) if sharded else None
+    hooked = len(calls.calls) * micro_steps if calls is not None and request.runtime == "deepspeed" else 0
     gradients = [_numbered(sorted(each, key=lambda pair: pair[1])) for each in gradients]
     return Sent(
         gradients,
@@ -132,9 +136,10 @@ def sent_by(request: Request, config: Mapping[str, Any], world: int) -> Sent:
         overlaps,
         configuration.reduces_chunks,
         None if configuration.reduces_whole_in_buckets else DEPTH,
-        calls=_calls_of_modules(request, config, world, order, micro_steps) if sharded else None,
+        calls=calls,
         others=frozenset(others),
         added_bytes=whole_gradient_bytes(config, request.parameters) * sum(not each for each in gradients),
+        hooked_calls=hooked,
     )
 
 
