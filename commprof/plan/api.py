@@ -24,7 +24,7 @@ from commprof.plan.durations import StepTime, Timing, parse_duration, timing_by
 from commprof.plan.experts import KEY, Load, parse_values
 from commprof.plan.experts import OPTIONS as EXPERT_OPTIONS
 from commprof.plan.hosts import Hosts, Links, groups_of, parse_hosts, parse_links
-from commprof.plan.keys import check_keys
+from commprof.plan.keys import check_keys, misspelled
 from commprof.plan.latency import by_calibration, by_model
 from commprof.plan.memory.peak import Peak
 from commprof.plan.models import Model, parse_number, read_model
@@ -245,11 +245,13 @@ def make_plan(question: Question) -> Plan:
         settings,
         configs,
         predict_each(configs, job),
-        [],
+        misspelled(question.config),
     )
     if compute_ns is None or len({samples_of(each) for _, each in plan.usable}) <= 1:
         return plan
-    return plan._replace(timing=timing._replace(compute_ns=None, recorded=None), remarks=[UNUSED_COMPUTE])
+    return plan._replace(
+        timing=timing._replace(compute_ns=None, recorded=None), remarks=[*plan.remarks, UNUSED_COMPUTE]
+    )
 
 
 def _expert_settings(question: Question) -> tuple[Mapping[str, Any], list[str]]:
@@ -468,7 +470,10 @@ def _setting_json(setting: Mapping[str, Any], found: Prediction | Refusal, plan:
         },
         "experts": [_load_json(each) for each in found.loads],
         "expert_memory_bytes_per_rank": {each.what: each.device for each in found.expert_memory},
-        "per_rank": {name: each._asdict() for name, each in spreads(classes).items()},
+        "per_rank": {
+            name: each._replace(mean=each.mean if name == "messages" else round(each.mean))._asdict()
+            for name, each in spreads(classes).items()
+        },
         "rank_classes": [
             {"first_rank": each.first_rank, "ranks": each.ranks, **each.sums._asdict()} for each in classes
         ],

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
-from typing import Final
+from typing import Any, Final
 
 from commprof.errors import UsageError
 from commprof.plan.experts import KEY as EXPERTS
@@ -136,6 +136,26 @@ KNOWN: Final = frozenset(
 _OF_EXPERTS: Final = frozenset(
     f"{EXPERTS}.{name}" for name in Settings._fields
 )  # what options of their own set
+
+
+def misspelled(config: Mapping[str, Any]) -> list[str]:
+    """A sentence for each key of ``config`` at the top or in ``zero_optimization`` that is nearly one that rules read."""
+    tops = {name.partition(".")[0] for name in KNOWN}
+    zero = {name.split(".")[1] for name in KNOWN if name.startswith("zero_optimization.")}
+    found = []
+    for prefix, block, names in (
+        ("", config, tops),
+        ("zero_optimization.", config.get("zero_optimization"), zero),
+    ):
+        if not isinstance(block, Mapping):
+            continue
+        for name in block:
+            near = [] if name in names else get_close_matches(name, names, 1, 0.9)
+            if near and near[0] not in block:
+                found.append(
+                    f"{prefix}{name} in the config is not used: no rule reads it. Did you mean {near[0]}?"
+                )
+    return found
 
 
 def check_keys(keys: Iterable[str]) -> None:

@@ -115,7 +115,8 @@ def gradient_bound(sent: Iterable[Expectation], hosts: Hosts, links: Links) -> B
     shapes = [
         Place(each, max(1, each // hosts.ranks), min(each, hosts.ranks), place.sharing) for each in ranks
     ]
-    bandwidth_bound = list(takewhile(lambda shape: not is_latency_bound(size, shape), shapes))
+    timed = [each for each in shapes if fastest(row.issued_op, size, each, links) is not None]
+    bandwidth_bound = list(takewhile(lambda shape: not is_latency_bound(size, shape), timed))
     return Bound(
         row.issued_op,
         size,
@@ -156,4 +157,6 @@ def by_model(sent: Iterable[Expectation], hosts: Hosts, links: Links) -> str | N
     if bound.by_latency:
         ranks = f"up to {bound.most_ranks:,} ranks, or " if bound.most_ranks else ""
         return f"{message}: latency bound. It is bandwidth bound {ranks}from {format_bytes(bound.least_bytes)} on."
-    return f"{message}: bandwidth bound up to {bound.most_ranks:,} ranks, and from {format_bytes(bound.least_bytes)} on."
+    # The rates of one kind of link may be missing, or a smaller group be latency bound.
+    ranks = f" up to {bound.most_ranks:,} ranks, and" if bound.most_ranks >= bound.ranks else ""
+    return f"{message}: bandwidth bound{ranks} from {format_bytes(bound.least_bytes)} on."

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from commprof.errors import UsageError
 from commprof.plan.experts import NO_TOKENS, Load, Settings, placed, settings_of, without_settings
+from commprof.plan.keys import KNOWN
 from commprof.plan.memory.activations import activations_of, micro_batch_of
 from commprof.plan.memory.peak import Peak, peak_of
 from commprof.plan.memory.spans import Activations
 from commprof.plan.models import Model
 from commprof.requested.auto_values import decide
 from commprof.requested.communication.measured_costs import Cost
+from commprof.requested.config_keys import flag, section
 from commprof.requested.configuration import read_configuration
 from commprof.requested.errors import RequestedError
 from commprof.requested.expectation import Expectation
@@ -34,10 +37,22 @@ from commprof.schema import Op
 NO_ACTIVATIONS: Final = (
     "activations that ranks send each other are left out: give --sequence to predict their size"
 )
-_OF_ALL: Final = ("parameters", "gathered parameters", "buffers of files")  # of frozen parameters too
+_OF_ALL: Final = (
+    "parameters",
+    "secondary shards",
+    "gathered parameters",
+    "buffers of files",
+)  # of frozen too
 _DEEPSPEED_ON_AXES: Final = (
     "how DeepSpeed sends along the axes of a pipeline, tensors or sequences is not in the rules; use --framework "
     "zero_runtime, or a config with data parallelism alone"
+)
+_AUTO_IS_A_VALUE: Final = frozenset(
+    (
+        "communication.topology",
+        "zero_optimization.gradient_reduction",
+        "zero_optimization.reduce_scatter_impl",
+    )
 )
 UNNAMED: Final = "{} (the config names no type)"
 
@@ -148,6 +163,7 @@ def predict(config: Mapping[str, Any], job: Job) -> Prediction:
     settings = settings_of(config)
     config = without_settings(config)
     axes = axes_of_config(config, job.world)
+    _check_startable(config, axes)
     held, loads = _with_experts(config, settings, axes, job)
     model = held.parameters
     replicas, of_rank, plain = job.world, model, config
@@ -165,6 +181,7 @@ def predict(config: Mapping[str, Any], job: Job) -> Prediction:
     if job.framework == "zero_runtime":
         plain, decisions = decide(plain, of_rank, replicas, job.backend, job.costs)
         config = decide(config, of_rank, replicas, job.backend, job.costs).config
+    decisions += _left_open(config, decisions)
     types = {each.dtype.removeprefix("torch.") for each in of_rank}
     memory = _held(plain, of_rank, replicas, job)
     sent, note = _sent(config, model, axes, job, loads)
@@ -187,6 +204,53 @@ def predict(config: Mapping[str, Any], job: Job) -> Prediction:
         decisions,
         tuple(loads),
         tuple(_of_experts(memory, plain, of_rank, replicas, job)) if loads else (),
+    )
+
+
+def _check_startable(config: Mapping[str, Any], axes: Axes) -> None:
+    """Raise UsageError for values that no engine starts with: batch sizes, two types of the model, an optimizer."""
+    configuration = read_configuration(config)
+    if configuration.model_dtype == "float16" and any(
+        flag(section(config, name), f"{name}.enabled", False) for name in ("bf16", "bfloat16")
+    ):
+        raise UsageError("both fp16 and bf16 are enabled, and a model has one type; disable one of them")
+    optimizer = config.get("optimizer")
+    if not isinstance(optimizer, Mapping | None) and optimizer != "auto":
+        raise UsageError(f"optimizer is {optimizer!r} in the config; expected an object with type and params")
+    total, replicas = configuration.train_batch_size, axes.size(DATA)
+    if total is None or not configuration.managed_accumulation:
+        return
+    steps = axis_rules.micro_batches(config, axes)
+    micro = configuration.micro_batch_size or max(total // (steps * replicas), 1)
+    samples = micro * steps * replicas
+    if total not in (
+        samples,
+        samples * axes.size(MODEL),
+    ):  # DeepSpeed counts a sample once for each tensor rank
+        raise UsageError(
+            f"batch sizes do not multiply: train_batch_size {total} != micro-batch {micro} x gradient accumulation steps "
+            f"{steps} x {replicas} data-parallel ranks; change one of them, or leave one out"
+        )
+
+
+def _left_open(config: Mapping[str, Any], decided: Sequence[str]) -> tuple[str, ...]:
+    """A sentence about the keys that are ``auto`` and that neither a sentence of ``decided`` nor a rule decides."""
+
+    def of(block: Mapping[str, Any], prefix: str) -> Iterator[str]:
+        for name, value in block.items():
+            if isinstance(value, Mapping):
+                yield from of(value, f"{prefix}{name}.")
+            elif value == "auto" and f"{prefix}{name}" in KNOWN - _AUTO_IS_A_VALUE:
+                yield f"{prefix}{name}"
+
+    names = sorted(
+        name for name in of(config, "") if not any(each.startswith(f"{name} ") for each in decided)
+    )
+    if not names:
+        return ()
+    return (
+        f"auto in the config: {', '.join(names)}. Launchers such as Hugging Face's Trainer fill them in; the plan takes "
+        "them as not set. Give them with --set.",
     )
 
 
@@ -254,10 +318,17 @@ def read_config(path: Path) -> Mapping[str, Any]:
     """Return the config in the file ``path``.
 
     Raises:
-        UsageError: it cannot be read, or is no JSON object.
+        UsageError: it cannot be read, is no JSON object, or has a key twice in one object.
     """
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        twice = [key for key, times in Counter(key for key, _ in pairs).items() if times > 1]
+        if twice:
+            raise UsageError(f"{path}: the key {twice[0]} occurs twice in one object; keep one of them")
+        return dict(pairs)
+
     try:
-        config = json.loads(path.read_text("utf-8"))
+        config = json.loads(path.read_text("utf-8"), object_pairs_hook=unique)
     except (OSError, UnicodeDecodeError) as problem:
         reason = getattr(problem, "strerror", None) or problem
         raise UsageError(f"{path} cannot be read: {reason}; name a config file") from None

@@ -86,6 +86,10 @@ def peak_of(
     whole = held.get("gradients", 0) if configuration.stage < 2 or waits else 0
     buckets, gathered = held.get("gradient buckets", 0), held.get("gathered parameters", 0)
     lasting = sum(held.values()) - whole - buckets - gathered
+    # A gathered parameter gets its secondary shard as it is released.
+    secondary = held.get("secondary shards", 0)
+    whole_bytes = sum(each.numel * item_bytes(configuration.model_dtype or each.dtype) for each in parameters)
+    secondary_share = secondary / whole_bytes if whole_bytes else 0.0
     numels = {each.name: each.numel for each in parameters if each.requires_grad}
     in_passes = configuration.reduces_in_backward_order
     own_buffers = configuration.partitions and not configuration.reduces_flat_groups
@@ -98,6 +102,7 @@ def peak_of(
         if configuration.stage < 3 and micro_batches == 1:
             late = concatenated + (buckets if in_passes else 0)
             lasting -= concatenated
+    before_release = lasting - round(min(gathered, whole_bytes) * secondary_share)
     types = [configuration.model_dtype or each.dtype for each in parameters]
     # What is prefetched arrives in a buffer, from which the parameters are copied.
     gathering = read_gather_configuration(zero_section(config))
@@ -125,10 +130,10 @@ def peak_of(
     left = 0 if waits else whole
     kept = left if not configuration.partitions or configuration.reduces_chunks else 0
     phases = {
-        GATHER: lasting + stays + gathered + arriving,
-        PASSES: lasting
+        GATHER: before_release + stays + gathered + arriving,
+        PASSES: before_release
         + (buckets if in_passes and not late else stays)
-        + max(_alive(activations, numels, gradients, gathered, trained)),
+        + max(_alive(activations, numels, gradients, gathered, trained, secondary_share)),
         REDUCTION: lasting
         + late
         + (0 if late and in_passes else buckets)
@@ -140,7 +145,12 @@ def peak_of(
 
 
 def _alive(
-    activations: Activations, numels: Mapping[str, int], gradients: _Gradients, gathered: int, trained: int
+    activations: Activations,
+    numels: Mapping[str, int],
+    gradients: _Gradients,
+    gathered: int,
+    trained: int,
+    secondary_share: float,
 ) -> Iterator[int]:
     """What only a pass keeps, in each span and at the end of those that send a bucket.
 
@@ -150,6 +160,7 @@ def _alive(
         gradients: how they leave the pass.
         gathered: most bytes of gathered parameters.
         trained: bytes of all trained parameters.
+        secondary_share: of a released parameter's bytes that its secondary shard has.
     """
     total = sum(numels.values()) or 1
     arrived = filled = sent = 0
@@ -157,7 +168,8 @@ def _alive(
         done = arrived / total
         rest = gradients.whole if gradients.accumulate else round(gradients.whole * done)
         # A gathered parameter is released when its gradient is complete: this step does not use it again.
-        rest += min(gathered, round(trained * (1 - done)))
+        still = min(gathered, round(trained * (1 - done)))
+        rest += still + round((gathered - still) * secondary_share)
         rest += gradients.late if arrived else 0
         yield span.most + rest + (sent if gradients.overlap else 0)
         numel = numels.get(span.parameter, 0)

@@ -43,8 +43,9 @@ class Holding(NamedTuple):
     """What one rank holds of one kind, in bytes.
 
     Attributes:
-        what: ``parameters``, ``gathered parameters``, ``updated shards``, ``gradients``, ``reduced gradients``,
-            ``left-over gradients``, ``gradient buckets``, ``masters``, ``optimizer states`` or ``buffers of files``.
+        what: ``parameters``, ``secondary shards``, ``gathered parameters``, ``updated shards``, ``gradients``,
+            ``reduced gradients``, ``left-over gradients``, ``gradient buckets``, ``masters``, ``optimizer states`` or
+            ``buffers of files``.
         device: on the accelerator; on a machine without one this is host memory too.
         host: in host memory.
         disk: in files.
@@ -135,7 +136,7 @@ def _of_one_type(
     config: Mapping[str, Any], parameters: Sequence[Parameter], world_size: int, backend: str
 ) -> list[Holding]:
     configuration, offload, sizes = _read(config, parameters, world_size, backend)
-    listed = _parameters(config, configuration, offload, sizes, parameters)
+    listed = _parameters(config, configuration, offload, sizes, parameters, world_size)
     if sizes.chunk or configuration.quantises_weights:
         listed.append(Holding("updated shards", sizes.share * sizes.item, note="before they are shared"))
     listed += _gradients(config, configuration, sizes, backend, micro_steps(config, world_size) > 1)
@@ -279,6 +280,7 @@ def _parameters(
     offload: Offload,
     sizes: _Sizes,
     parameters: Sequence[Parameter],
+    world_size: int,
 ) -> list[Holding]:
     if configuration.stage != 3:
         return [Holding("parameters", sizes.numel * sizes.item, note="whole on every rank")]
@@ -289,13 +291,19 @@ def _parameters(
         "parameters", shard_bytes if on_device else 0, 0 if on_device else shard_bytes, in_files * sizes.item
     )
     gathering = read_gather_configuration(zero_section(config))
+    held = [shards]
+    if 1 < gathering.secondary_size <= world_size:
+        secondary = sizes.share * world_size // gathering.secondary_size * sizes.item
+        places = (secondary, 0) if on_device else (0, secondary)
+        note = "of what this step has gathered and released: at most, until the optimizer step has ended"
+        held.append(Holding("secondary shards", *places, note=note))
     listed = in_model_order(parameters)
     note = "at most, while modules use them"
     if sizes.block:
         blocks = gathered_blocks(listed, gathering)
         numel = most_gathered(listed, blocks, gathering)
         note += f": {len(blocks)} blocks, each gathered by one message, {sizes.block * sizes.item:,} bytes at most"
-        return [shards, Holding("gathered parameters", numel * sizes.item, note=note)]
+        return [*held, Holding("gathered parameters", numel * sizes.item, note=note)]
     persistent = sum(each.numel for each in persistent_parameters(listed, gathering))
     largest = max((each.numel for each in listed), default=0)
     # Parameters that are used again soon stay gathered, and prefetching stops at max_live_parameters.
@@ -305,7 +313,7 @@ def _parameters(
         note += (
             ": all of the model, since stage3_max_reuse_distance and stage3_max_live_parameters allow as much"
         )
-    return [shards, Holding("gathered parameters", gathered_numel * sizes.item, note=note)]
+    return [*held, Holding("gathered parameters", gathered_numel * sizes.item, note=note)]
 
 
 def _gradients(

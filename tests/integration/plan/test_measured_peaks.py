@@ -113,6 +113,25 @@ def test_peaks_are_within_five_percent():
     assert large(errors(measured, "zero_runtime", cases())) == {}
 
 
+def secondary_cases():
+    """Stage 3 with secondary shards; without checkpoints and limits, all stays gathered until the backward pass."""
+    from support.peaks import make_config as config
+
+    return {
+        f"secondary shards, {kind}": (
+            config(3, zero_hpz_partition_size=2, stage3_param_persistence_threshold=0, **limits),
+            kind,
+        )
+        for kind, limits in (("plain", {}), ("checkpoints", ONE_AT_A_TIME))
+    }
+
+
+def test_peaks_with_secondary_shards_are_within_five_percent():
+    given = secondary_cases()
+    measured = run_ranks(4, measured_peaks, given)[0]
+    assert large(errors(measured, "zero_runtime", given, 4)) == {}
+
+
 @pytest.mark.sampled
 @pytest.mark.parametrize("world", [WORLD, 4])
 def test_peaks_with_experts_are_within_five_percent(world):

@@ -191,3 +191,81 @@ def test_a_built_model_is_not_divided_among_stages(plan, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     words = ("--model", "py:planned_linear:model", "--world", "8", "--set", "tp_size=2")
     assert "use --model params:N" in plan(*words, code=2).err
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"train_batch_size": 100}, "batch sizes do not multiply: train_batch_size 100 != micro-batch 2 x"),
+        (
+            {
+                "train_batch_size": 96,
+                "train_micro_batch_size_per_gpu": None,
+                "gradient_accumulation_steps": 5,
+            },
+            "batch sizes do not multiply: train_batch_size 96 != micro-batch 1 x gradient accumulation steps 5 x 16",
+        ),
+        ({"fp16": {"enabled": True}}, "both fp16 and bf16 are enabled"),
+        ({"optimizer": "Adam"}, "optimizer is 'Adam' in the config; expected an object with type and params"),
+    ],
+)
+def test_a_config_that_no_engine_starts_with_is_refused(tmp_path, capsys, changes, message):
+    path = tmp_path / "ds.json"
+    batches = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 4}
+    path.write_text(json.dumps({**BASE, **batches, **changes}))
+    assert execute(["plan", str(path), "--model", "params:1e6", "--world", "16"]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_key_that_occurs_twice_is_refused(tmp_path, capsys):
+    path = tmp_path / "ds.json"
+    path.write_text('{"zero_optimization": {"stage": 2, "stage": 3}}')
+    assert execute(["plan", str(path), "--model", "params:1e6"]) == 2
+    assert "the key stage occurs twice in one object" in capsys.readouterr().err
+
+
+def test_open_and_misspelled_keys_are_named(tmp_path, capsys):
+    path = tmp_path / "ds.json"
+    zero = {"stage": 3, "overlap_com": True, "reduce_bucket_size": "auto", "gradient_reduction": "auto"}
+    optimizer = {"type": "AdamW", "params": {"lr": "auto"}}
+    config = {"bf16": {"enabled": "auto"}, "gradient_accumulation_steps": "auto", "optimizer": optimizer}
+    path.write_text(json.dumps({**config, "zero_optimization": zero}))
+    words = ["plan", str(path), "--model", "params:1e6", "--world", "2"]
+    assert execute(words) == 0
+    found = capsys.readouterr()
+    text = " ".join(found.out.split())
+    assert "auto in the config: bf16.enabled, gradient_accumulation_steps. Launchers" in text
+    assert "zero_optimization.reduce_bucket_size is auto: the start of the run" in text
+    assert "zero_optimization.overlap_com in the config is not used" in found.err
+    assert "Did you mean overlap_comm?" in found.err
+    assert execute([*words, "--framework", "deepspeed", "--json"]) == 0
+    expected = "gradient_accumulation_steps, zero_optimization.reduce_bucket_size. Launchers"
+    assert expected in capsys.readouterr().err
+
+
+def test_bytes_of_ranks_are_integers(plan):
+    stages = ["--set", "pipeline.stages=3", "--set", "gradient_accumulation_steps=7"]
+    words = ["--model", "params:1e6", "--layers", "6", "--world", "6", "--hosts", "1x6", "--sequence", "31"]
+    (setting,) = json.loads(plan(*words, *stages, "--json").out)["settings"]
+    spread = setting["per_rank"]["wire_bytes"]
+    assert spread["least"] < spread["mean"] < spread["most"]
+    assert all(
+        type(value) is int
+        for name in ("payload_bytes", "wire_bytes")
+        for value in setting["per_rank"][name].values()
+    )
+
+
+def test_secondary_shards_are_in_the_memory(plan):
+    stage = ["--set", "zero_optimization.stage=3", "--set", "zero_optimization.zero_hpz_partition_size=1,4"]
+    words = ["--model", "params:1.2e6", "--layers", "1", "--world", "16", *stage, "--json"]
+    without, found = json.loads(plan(*words).out)["settings"]
+    parts = found["memory_bytes_per_rank"]["parts"]
+    assert parts.pop("secondary shards") == {"device": 1_200_000 * 2 // 4, "host": 0, "disk": 0}
+    assert parts == without["memory_bytes_per_rank"]["parts"]
+
+
+def test_without_a_rate_nothing_is_said_about_such_numbers_of_ranks(plan):
+    words = ["--model", "params:1e9", "--world", "16", "--links", "inter=50GB/s"]
+    text = " ".join(plan(*words).out.split())
+    assert "bandwidth bound up to 0 ranks" not in text and "of it latency: bandwidth bound" in text
