@@ -13,7 +13,7 @@ from commprof import hooks
 from commprof.recorder.adapters.checkpoints import Checkpoints
 from commprof.recorder.adapters.parts import Part, default_purpose, purpose
 from commprof.recorder.adapters.patching import tagged_by_default
-from commprof.schema import Purpose
+from commprof.schema import Phase, Purpose
 
 _OPERATIONS: Final = "accelerate.utils.operations"
 _ACCELERATOR: Final = "accelerate.accelerator"
@@ -108,6 +108,7 @@ class Trainers:
         return [
             *_ACCELERATE,
             *_TRANSFORMERS,
+            Part(_TRAINER, "Trainer.evaluation_loop", _wrap_evaluation, True),
             *_TORCHMETRICS,
             *(self._checkpoints.part(module, name) for module, name in _CHECKPOINTS),
             *(part for packages in _LIGHTNING for part in self._lightning(*packages)),
@@ -136,6 +137,21 @@ class Trainers:
             yield self._checkpoints.part(f"{trainer}.{module}", name)
         for name in ("save", "load", "load_raw"):
             yield self._checkpoints.part(f"{fabric}.fabric", f"Fabric.{name}")
+
+
+def _wrap_evaluation(original: Callable[..., Any]) -> Callable[..., Any]:
+    """With DeepSpeed the Trainer evaluates the model beside the engine, whose adapter then sees no pass."""
+
+    def evaluation_loop(trainer: Any, *args: Any, **kwargs: Any) -> Any:
+        if not getattr(trainer, "is_deepspeed_enabled", False) or not hooks.has_stepped():
+            return original(trainer, *args, **kwargs)
+        hooks.phase(Phase.EVALUATION.value)
+        try:
+            return original(trainer, *args, **kwargs)
+        finally:
+            hooks.phase(Phase.OTHER.value)
+
+    return evaluation_loop
 
 
 def _wrap_gather(original: Callable[..., Any]) -> Callable[..., Any]:
