@@ -68,7 +68,10 @@ class RequestedReduction(NamedTuple):
 
 
 class Unexplained(NamedTuple):
-    """Records without an expectation, or an expectation without records: ``kind`` is unexplained or missing."""
+    """Records without an expectation, or an expectation without records: ``kind`` is unexplained or missing.
+
+    ``outside``: issued after one of the ``steps`` had ended, in none.
+    """
 
     kind: str
     steps: str  # "init", "4" or "0-3,7"
@@ -79,6 +82,7 @@ class Unexplained(NamedTuple):
     payload_bytes: int
     call_site: str | None
     reason: str
+    outside: bool = False
 
 
 class Moved(NamedTuple):

@@ -191,6 +191,7 @@ def _listing(unexplained: Sequence[Unexplained]) -> list[str]:
 def _described(item: Unexplained) -> Sequence[tuple[str, str]]:
     before = "init" in item.steps
     steps = item.steps if before else f"step{'' if item.steps.isdigit() else 's'} {item.steps}"
+    steps = f"after {steps}" if item.outside else steps
     what = f"{item.count:,} {item.op}, {item.payload_bytes:,} bytes, {item.purpose or 'no purpose given'}"
     where = "missing" if item.kind == "missing" else f"at {item.call_site or 'an unknown place'}"
     group = f", ranks {item.group_ranks}" if item.group_ranks else ""

@@ -250,12 +250,15 @@ def unexplained(findings: Findings) -> Iterable[Unexplained]:
         for kind, finding in step.items():
             for message, count in finding.surplus.items():
                 reason = attribution.RAISED if message.status == "raised" else finding.reason
-                group = ("unexplained", *kind, message.payload_bytes, message.call_site, reason)
+                place = (message.call_site, reason, message.outside and key.step >= 0)
+                group = ("unexplained", *kind, message.payload_bytes, *place)
                 groups[group].append((key, count, count * message.payload_bytes))
             if finding.lacking_bytes or finding.lacking_count:
-                group = ("missing", *kind, finding.lacking_bytes, None, finding.reason)
+                group = ("missing", *kind, finding.lacking_bytes, None, finding.reason, False)
                 groups[group].append((key, finding.lacking_count, finding.lacking_bytes))
-    for (kind_name, purpose, op, ranks, _, site, reason), occurrences in sorted(groups.items(), key=str):
+    for (kind_name, purpose, op, ranks, _, site, reason, outside), occurrences in sorted(
+        groups.items(), key=str
+    ):
         yield Unexplained(
             kind=kind_name,
             steps=step_text([key for key, _, _ in occurrences]),
@@ -266,4 +269,5 @@ def unexplained(findings: Findings) -> Iterable[Unexplained]:
             payload_bytes=sum(size for _, _, size in occurrences),
             call_site=site,
             reason=reason,
+            outside=outside,
         )

@@ -218,6 +218,21 @@ def test_a_planted_record_without_purpose_is_listed_with_its_call_site():
     assert verdict.issued_bytes - verdict.explained_bytes == 88
 
 
+def test_a_record_after_the_last_step_is_not_listed_as_one_of_that_step(tmp_path, capsys):
+    run = zero2()
+    run.add_collective("all_reduce", payload_bytes=40, step=-1, after_step=2, call_site="train.py:9 main")
+    run.add_collective("all_reduce", payload_bytes=40, step=2, call_site="train.py:9 main")
+    within, after = sorted(api.verify(run.open()).unexplained, key=lambda item: item.outside)
+    assert [(item.steps, item.count, item.outside) for item in (within, after)] == [
+        ("2", 1, False),
+        ("2", 1, True),
+    ]
+    assert execute(["verify", str(run.write(tmp_path / "run"))]) == 1
+    said = capsys.readouterr().out
+    assert "  step 2        1 all_reduce, 40 bytes" in said
+    assert "  after step 2  1 all_reduce, 40 bytes" in said
+
+
 def test_a_planted_record_with_a_purpose_is_singled_out():
     run = zero2()
     run.add_collective(
