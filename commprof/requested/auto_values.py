@@ -175,6 +175,11 @@ def _size(
             None,
             f"{key}: the default, {default}, is assumed here; the calibration has no fitted times of {op}",
         )
+    if costs[op].alpha_ns <= 0.0:
+        return None, (
+            f"{key}: the default, {default}, since the calibration has a latency of 0 for {op}, with which every size "
+            "reaches 90 % of its bandwidth; calibrate again on a machine that does nothing else"
+        )
     numel = _elements(smallest_payload(costs[op], op, world_size), item)
     return numel, f"{key}: {numel:,} elements ({numel * item:,} bytes), {rule}, by the calibration"
 

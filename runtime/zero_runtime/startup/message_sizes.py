@@ -46,7 +46,7 @@ def measured_cost(group: DataParallelGroup, operation: str, dtype: torch.dtype) 
 
 
 def fitted(times: list[tuple[int, float]]) -> tuple[float, float]:
-    """Latency in ns and ns per byte, by least squares of the relative residuals; neither is negative.
+    """Latency in ns and ns per byte, by least squares of the relative residuals; both are above 0.
 
     Args:
         times: (payload in bytes, ns), of two payloads or more.
@@ -66,4 +66,5 @@ def fitted(times: list[tuple[int, float]]) -> tuple[float, float]:
     if per_byte <= 0.0:
         # Times do not grow: the largest message is latency, with the bandwidth that it reached.
         return its_time / 2, its_time / 2 / largest
-    return (alpha, per_byte) if alpha > 0.0 else (0.0, its_time / largest)
+    # A latency of 0 would make every size large enough. It is at most the time of the fastest message.
+    return (alpha, per_byte) if alpha > 0.0 else (min(ns for _, ns in times), its_time / largest)

@@ -52,13 +52,14 @@ def with_sizes(config: RuntimeConfig, group: DataParallelGroup) -> RuntimeConfig
         return dataclasses.replace(config, zero=dataclasses.replace(zero, open_sizes=()))
     messages = {name: _message(name, config, group) for name in names}
     path = config.communication.world_calibration
-    measured: dict[_Message, Cost] = {}
+    costs: dict[_Message, Cost] = {}  # on rank 0
     if path is None and 0 in group.global_ranks and group.world_size > 1:
-        measured = {each: measured_cost(group, *each) for each in dict.fromkeys(messages.values())}
+        costs = {each: measured_cost(group, *each) for each in dict.fromkeys(messages.values())}
 
     def decide(_: Any) -> str:
         try:
-            costs = _calibrated(path, messages) if path is not None else measured
+            if path is not None:
+                costs.update(_calibrated(path, messages))
         except ConfigError as error:
             return json.dumps({_ERROR: str(error)})
         return json.dumps(
@@ -74,7 +75,7 @@ def with_sizes(config: RuntimeConfig, group: DataParallelGroup) -> RuntimeConfig
     if comm.get_rank() == 0:
         source = f"the calibration {path}" if path is not None else "a measurement at the start"
         for name, numel in decided.items():
-            log.info(_sentence(name, numel, messages[name], group, source))
+            log.info(_sentence(name, numel, messages[name], costs.get(messages[name]), group, source))
     return dataclasses.replace(config, zero=_set(zero, decided))
 
 
@@ -97,8 +98,8 @@ def _calibrated(path: str, messages: Mapping[str, _Message]) -> dict[_Message, C
 
 
 def _numel(cost: Cost | None, message: _Message, group: DataParallelGroup) -> int | None:
-    """Elements of the smallest message at 90 % of the bandwidth, an even number; None without a cost."""
-    if cost is None:
+    """Elements of the smallest message at 90 % of the bandwidth, an even number; None without a cost or a latency."""
+    if cost is None or cost.alpha_ns <= 0.0:
         return None
     payload = smallest_payload(cost, message.operation, group.world_size)
     # Rounded first, so that the same numbers give the same size whatever the order of the arithmetic.
@@ -106,8 +107,15 @@ def _numel(cost: Cost | None, message: _Message, group: DataParallelGroup) -> in
     return max(1, -(-elements // _EVEN)) * _EVEN
 
 
-def _sentence(name: str, numel: int | None, message: _Message, group: DataParallelGroup, source: str) -> str:
+def _sentence(
+    name: str, numel: int | None, message: _Message, cost: Cost | None, group: DataParallelGroup, source: str
+) -> str:
     key = f"zero_optimization.{name} is auto"
+    if cost is not None and cost.alpha_ns <= 0.0:
+        return (
+            f"{key}: the default, since {source} has a latency of 0 for {message.operation}, with which every size reaches "
+            f"{SHARE:.0%} of its bandwidth; calibrate again on a machine that does nothing else"
+        )
     if numel is None or group.world_size == 1:
         return f"{key}: the default, since no other rank has the parameters of rank 0"
     return (

@@ -28,10 +28,10 @@ BETA = {"all_reduce": 1e9, "reduce": 2e9, "all_gather": 1.5e9, "all_to_all": 1.2
 KNEE = {op: 9 * ALPHA_NS * 1e-9 * beta for op, beta in BETA.items()}
 
 
-def calibration(path, world=2, without=()):
+def calibration(path, world=2, without=(), alpha_ns=ALPHA_NS):
     timings = {
         op: tuple(
-            Timing(size, round(ALPHA_NS + size / beta * 1e9), 1, 10**12, 5)
+            Timing(size, round(alpha_ns + size / beta * 1e9), 1, 10**12, 5)
             for size in (1000 * 2**power for power in range(0, 16, 3))
         )
         for op, beta in BETA.items()
@@ -117,6 +117,23 @@ def test_sizes_are_elements_of_the_dtype_that_is_sent(tmp_path):
     assert used["allgather_bucket_size"] * 2 == pytest.approx(KNEE["all_gather"], rel=0.002)
 
 
+def test_a_calibration_without_latency_leaves_the_default_and_not_the_smallest_size(tmp_path, capfd):
+    path = calibration(tmp_path / "c.json", alpha_ns=0)
+    assert json.loads((tmp_path / "c.json").read_text())["ops"]["all_reduce"]["fit"]["alpha_ns"] == 0
+    settings = config({"stage": 2, "reduce_bucket_size": "auto"}, path)
+    found = run_ranks(2, train, settings)
+    assert [rank[0]["reduce_bucket_size"] for rank in found] == [500_000_000] * 2
+    assert "reduce_bucket_size is auto: the default, since the calibration" in capfd.readouterr().err
+    (tmp_path / "ds.json").write_text(json.dumps(settings))
+    arguments = ["plan", str(tmp_path / "ds.json"), "--model", "params:1e6", "--world", "2"]
+    assert invoke([*arguments, "--backend", "gloo"]) == 0
+    shown = " ".join(capfd.readouterr().out.split())
+    assert (
+        "reduce_bucket_size is auto: the default, 500,000,000 elements, since the calibration has a latency of 0"
+        in shown
+    )
+
+
 def fails(rank, world, settings):
     with pytest.raises(zero_runtime.ConfigError) as error:
         zero_runtime.initialize(model=make_model("mlp"), config=settings)
@@ -169,6 +186,8 @@ def test_the_fit_recovers_latency_and_bandwidth():
     times = [(2**power, 30_000 + 2**power * 0.5) for power in (12, 15, 18, 21)]
     assert message_sizes.fitted(times) == pytest.approx((30_000, 0.5))
     assert message_sizes.fitted([(2**10, 100.0), (2**20, 90.0)])[1] > 0  # times that do not grow
+    alpha, _ = message_sizes.fitted([(2**12, 60_000.0), (2**15, 500_000.0), (2**21, 40_000_000.0)])
+    assert alpha == 60_000  # the line through these times has a negative latency
     cost = Cost(30_000, 0.5)
     payload = message_sizes.smallest_payload(cost, "all_reduce", 2)  # the factor of 2 ranks is 1
     assert payload / cost.time_ns("all_reduce", payload, 2) == pytest.approx(0.9 / 0.5)
