@@ -23,16 +23,19 @@ from typing import Final
 
 import torch
 
+from commprof import hooks
 from zero_runtime import log
 from zero_runtime.errors import TrafficContractError, ZeroRuntimeError
 
 EXIT_CODE: Final = 2
 PAUSE_S: Final = 2.0  # time in which other ranks with the same error stay silent
-# Folders without scripts of the user: this package, torch, Python's own modules and installed packages.
+# Folders without scripts of the user: this package, commprof (whose wrappers are around the calls of a recorded program),
+# torch, Python's own modules and installed packages.
 _INNER: Final = tuple(
     f"{folder}{os.sep}"
     for folder in (
         Path(__file__).parents[1],
+        Path(hooks.__file__).parent,
         Path(torch.__file__).parent,
         *map(sysconfig.get_path, ("stdlib", "purelib")),
     )

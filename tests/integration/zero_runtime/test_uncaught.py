@@ -9,7 +9,12 @@ import sys
 
 import pytest
 
+import zero_runtime
+from commprof import hooks
+from commprof.recorder.adapters.patching import tagged
 from support.command import commprof, environment
+from zero_runtime.configuration.reading.checks import integer
+from zero_runtime.startup.uncaught import sentence_of
 
 SCRIPT = """
 import sys, torch, zero_runtime
@@ -54,6 +59,13 @@ def test_a_bad_config_is_one_line_and_exit_code_2(tmp_path, text, said):
     assert len(lines) == 1
     assert all(part in lines[0] for part in said)
     assert f"{tmp_path / 'train.py'}, line 4: zero_runtime.initialize(" in done.stderr
+
+
+def test_the_place_is_in_the_script_where_the_recorder_wraps_the_call():
+    check = tagged(integer(1), hooks.tag("other"))
+    with pytest.raises(zero_runtime.ConfigError) as error:
+        check("reduce_bucket_size", 0)
+    assert sentence_of(error.value, error.tb).splitlines()[1].startswith(f"  {__file__}, line ")
 
 
 NOT_CAST = """

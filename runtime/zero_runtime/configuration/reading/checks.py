@@ -89,11 +89,16 @@ def choice_of_any_case(*values: str) -> Check:
 
 def either(keyword: str, check: Check) -> Check:
     """``check``, which also accepts the string ``keyword``."""
-    return Check(
-        f"`{keyword}` or {check.expected}",
-        lambda name, value: keyword if value == keyword else check(name, value),
-        coerce=check.coerce,
-    )
+
+    def checked(name: str, value: Any) -> Any:
+        if value == keyword:
+            return keyword
+        try:
+            return check(name, value)
+        except ConfigError as error:
+            raise ConfigError(f"{error}, or {keyword!r}") from None
+
+    return Check(f"`{keyword}` or {check.expected}", checked, coerce=check.coerce)
 
 
 def not_boolean(check: Check) -> Check:
@@ -176,7 +181,7 @@ def _positive(name: str, value: Any) -> float:
 def _fraction(name: str, value: Any) -> float:
     number_value = float(number()(name, value))
     if not 0.0 < number_value <= 1.0:
-        raise ConfigError(f"{name} is {value!r}; expected a number above 0 and up to 1, such as 0.01 for 1 %")
+        raise ConfigError(f"{name} is {value!r}; expected a number above 0 and up to 1")
     return number_value
 
 

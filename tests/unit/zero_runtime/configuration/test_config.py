@@ -121,6 +121,10 @@ def test_when_gradients_are_divided(top, zero, scaling):
         ({"train_micro_batch_size_per_gpu": "auto"}, "'auto' is filled in by some launchers"),
         ({"zero_optimization": {"stage": "two"}}, "stage is 'two'"),
         ({"zero_optimization": {"stage": 2, "reduce_bucket_size": "5e7"}}, "is '5e7'; expected a whole number"),
+        (
+            {"zero_optimization": {"stage": 2, "reduce_bucket_size": "AUTO"}},
+            "is 'AUTO'; expected a whole number of at least 1, or 'auto'",
+        ),
         ({"zero_optimization": {"stage": 2, "overlap_comm": 2}}, "is 2; expected true or false"),
         ({"zero_optimization": {"stage": 7}}, "stage is 7; expected 0, 1, 2 or 3"),
         ({"gradient_clipping": "all"}, "gradient_clipping is 'all'; expected a number"),
