@@ -38,6 +38,7 @@ def answers(path, tmp_path_factory):
         "bucket_parameters": content.parameters,
         "bucket_operations": content.operations,
         "lateness": straggling.lateness,
+        "lateness_of_steps": straggling.steps,
         "waiting_causes": straggling.causes,
         "late_collectives": straggling.collectives,
         "aligned": aligned.rows,
