@@ -232,6 +232,8 @@ def test_the_grid_of_the_two_keys_shares_its_axis_and_covers_nothing(browser, gr
     assert view.page.locator("#card-levels .legend").count() == 1
     assert view.page.locator("#card-levels g.legend").count() == 0, "the legend of a figure would lie over it"
     assert_nothing_is_cut_or_covered(view)
+    open_folds(view)
+    assert_nothing_is_cut_or_covered(view)
     view.close()
     assert view.errors == []
 
@@ -338,15 +340,24 @@ def test_nothing_is_cut_or_covered_and_the_scheme_is_the_systems(browser, base_u
     for path in ("/overview", "/compare"):
         view.open(base_url + path)
         assert_nothing_is_cut_or_covered(view)
+        open_folds(view)
+        assert_nothing_is_cut_or_covered(view)
     background = view.page.evaluate("getComputedStyle(document.body).backgroundColor")
     view.close()
     assert (max(int(part) for part in background.strip("rgb()").split(",")) < 80) == (scheme == "dark")
 
 
+SEEN_PLOTS = (
+    "() => [...document.querySelectorAll('.js-plotly-plot')].filter((plot) => plot.checkVisibility())"
+)
+
+
 def assert_nothing_is_cut_or_covered(view) -> None:
+    """No text of a figure that is seen leaves it or lies over a bar. Those of closed folds get their width when opened."""
     assert view.page.evaluate("document.documentElement.scrollWidth - window.innerWidth") <= 0
     outside = view.page.evaluate(
-        """() => [...document.querySelectorAll('.js-plotly-plot')].flatMap((plot) => {
+        SEEN_PLOTS
+        + """.flatMap((plot) => {
             const frame = plot.getBoundingClientRect();
             return [...plot.querySelectorAll('.annotation-text, .xtitle, .ytitle, .xtick text, .ytick text')]
                 .filter((text) => {
@@ -357,7 +368,8 @@ def assert_nothing_is_cut_or_covered(view) -> None:
         })"""
     )
     covered = view.page.evaluate(
-        """() => [...document.querySelectorAll('.js-plotly-plot')].flatMap((plot) => {
+        SEEN_PLOTS
+        + """.flatMap((plot) => {
             const bars = [...plot.querySelectorAll('.barlayer path')].map((bar) => bar.getBoundingClientRect());
             return [...plot.querySelectorAll('.annotation-text')].filter((text) => {
                 const box = text.getBoundingClientRect();
