@@ -171,7 +171,10 @@ def test_the_exposed_time_is_that_of_the_report_on_both_pages(view, base, base_u
 
 # Where the answer of a page stands, and what it says; the text of a chart is that of its card.
 ANSWERS = {
-    "/": (".ag-row:has-text('late'):has-text('9.00 ms')", "late complete stage=2"),
+    "/": (  # the fourth row; settings take three lines of the rows above it
+        ".ag-row:has-text('false-false-1'):has-text('10.0 ms')",
+        "false-false-1 complete stage=2, reduce_scatter=false, use_multi_rank_bucket_allreduce=false 10.0 ms",
+    ),
     "/plan": ("#body .message", "Use stage="),
     "/matrix": ("#card-matrix .card-subtitle", "Most: 58.6 KiB from rank 0 to 1"),
     "/buckets": (".told", "embedding.weight (1 parameter, 6,000 elements)"),
