@@ -341,7 +341,7 @@ class Durations:
         run = (
             f"the run has messages of {sizes[0]:,} to {sizes[-1]:,} bytes of it"
             if sizes
-            else "the run has no such message"
+            else "the run has no such message whose result a rank waited for"
         )
         command = command_line(
             *("calibrate", "--nproc", ranks, "--ops", calibrated_op(op), "--sizes", _sizes_around(size)),

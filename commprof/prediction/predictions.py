@@ -416,8 +416,10 @@ def sent_messages(
         raise UsageError(
             "the ranks of this run share the model (tensor, sequence or pipeline parallelism), which is not predicted yet"
         )
-    if any(key in DDP_KEYS for key in setting):
-        raise UsageError(f"{', '.join(DDP_KEYS)} is of DistributedDataParallel, which this run does not use")
+    if of_ddp := [key for key in setting if key in DDP_KEYS]:
+        raise UsageError(
+            f"--set {', '.join(of_ddp)} is of DistributedDataParallel, which this run does not use"
+        )
     used = config if config is not None else request.config
     return sent_by(request, request.config, recorded_world), sent_by(
         with_settings(request, setting), used, world

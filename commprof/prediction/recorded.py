@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -14,6 +14,7 @@ import pyarrow as pa
 from commprof.align.ranks.rank_arrivals import REAL_WAIT_NS
 from commprof.analysis import api
 from commprof.errors import UsageError
+from commprof.ledger.limits import UNTAGGED
 from commprof.ledger.records.issued import StepKey
 from commprof.ledger.requests.expert_tokens import ForwardPass, forward_passes
 from commprof.prediction.program import SUMMING, Event, Floats, Groups, Message, Program, Step
@@ -123,6 +124,8 @@ def recorded_steps(run: Run) -> Recorded:
     usable = usable[-max(_ENOUGH_STEPS, min(MOST_STEPS, _MOST_MESSAGES // max(1, per_step))) :]
     attempt = int(steps["attempt"].iloc[0])
     records = _records(run, attempt, usable)
+    if len(records):
+        _refuse_missing(records["rank"].unique().tolist(), world, str(run.path))  # a file may be gone
     _refuse_records(records, str(run.path))
     times = steps.set_index(["step", "rank"])[["begin_ns", "end_ns", "cpu_ns"]]
     device = device_of(records, str(run.path))
@@ -160,15 +163,20 @@ def _refuse_unpredictable(run: Run, world: int) -> None:
             f"{run.path} was recorded as sums (--aggregate), which have no single times; record it without --aggregate"
         )
     recorded = {entry["rank"] for entry in run.manifest.ranks if entry["records"]}
-    missing = sorted(set(range(world)) - recorded)
-    if missing:
-        few = ", ".join(map(str, missing[:5])) + (", ..." if len(missing) > 5 else "")
-        raise UsageError(
-            f"{run.path} has no records of {len(missing)} of {world} ranks ({few}); record all ranks of the job"
-        )
+    _refuse_missing(recorded, world, str(run.path))
     if world < 2:
         raise UsageError(
             f"{run.path} is of {world} rank, which sends nothing; record a training of several ranks"
+        )
+
+
+def _refuse_missing(ranks: Iterable[int], world: int, path: str) -> None:
+    """Raise UsageError unless ``ranks`` are all of the job."""
+    missing = sorted(set(range(world)) - set(ranks))
+    if missing:
+        few = ", ".join(map(str, missing[:5])) + (", ..." if len(missing) > 5 else "")
+        raise UsageError(
+            f"{path} has no records of {len(missing)} of {world} ranks ({few}); record all ranks of the job"
         )
 
 
@@ -194,6 +202,7 @@ def _usable_steps(steps: pd.DataFrame, world: int, path: str) -> list[int]:
 def _records(run: Run, attempt: int, usable: Sequence[int]) -> pd.DataFrame:
     parts = [_of_steps(part, attempt, usable[0]) for part in run.parts("collectives", list(_COLUMNS))]
     frame = pa.concat_tables(parts).to_pandas() if parts else pd.DataFrame(columns=list(_COLUMNS))
+    frame["purpose"] = frame["purpose"].fillna(UNTAGGED)
     frame = frame[frame["step"].isin(set(usable)) & (frame["status"] == str(Status.OK))]
     # Only ranks of one clock, or of clocks that were compared, have arrivals that can be compared.
     arrived = api.arrivals(run)
@@ -360,7 +369,7 @@ def _signature(rank: _Rank, experts: frozenset[str]) -> tuple[Any, ...]:
         tuple(rank.messages.tolist()),
         tuple(rows["op"]),
         tuple(rows["payload_bytes"].where(~rows["module"].isin(experts), -1)),
-        tuple(rows["purpose"].fillna("")),
+        tuple(rows["purpose"]),
     )
 
 

@@ -41,8 +41,11 @@ def predict_repeats(
     Raises:
         UsageError: a run cannot be replayed, the runs send different messages, or no setting can be predicted.
     """
+    once = {run.path.resolve(): run for run in reversed(runs)}  # a run given twice says nothing new
     return predict_from_several(
-        {str(run.path): replayed_run(run, calibration) for run in runs}, settings, assumptions
+        {str(run.path): replayed_run(run, calibration) for run in reversed(once.values())},
+        settings,
+        assumptions,
     )
 
 

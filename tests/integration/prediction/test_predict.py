@@ -6,8 +6,11 @@ import json
 import shutil
 import sys
 import textwrap
+from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from commprof.calibration.file import write_calibration
@@ -237,13 +240,41 @@ def test_what_cannot_be_predicted_is_said_in_a_line(zero):
     for setting, said in (
         ("train_micro_batch_size_per_gpu=4", "it changes what is computed"),
         ("zero_optimization.stage=3", "commprof calibrate --nproc 2 --ops all_to_all"),
-        ("ddp.bucket_cap_mb=1", "which this run does not use"),
+        (
+            "ddp.bucket_cap_mb=1",
+            "error: --set ddp.bucket_cap_mb is of DistributedDataParallel, which this run does not",
+        ),
         ("zero_optimization.reduce_bucket_size=-1", "reduce_bucket_size"),
         ("zero_optimization.gradient_reduction=reduce_to_owner", "commprof calibrate --nproc 2 --ops reduce"),
     ):
         done = commprof("predict", str(zero), "--set", setting, cwd=zero.parent)
         assert done.returncode != 0
         assert said in done.stderr and "Traceback" not in done.stderr, (setting, done.stderr)
+
+
+def test_a_run_without_the_file_of_a_rank_is_refused(zero, tmp_path):
+    copied = Path(shutil.copytree(zero, tmp_path / "run"))
+    next((copied / "collectives").glob("rank-00001-*")).unlink()
+    done = commprof("predict", str(copied), cwd=tmp_path)
+    assert done.returncode == 2 and "has no records of 1 of 2 ranks (1)" in done.stderr, done.stderr
+
+
+def test_messages_without_a_purpose_are_untagged(ddp, tmp_path):
+    copied = Path(shutil.copytree(ddp, tmp_path / "run"))
+    for file in (copied / "collectives").glob("*.parquet"):
+        table = pq.read_table(file)
+        column = table.column_names.index("purpose")
+        pq.write_table(
+            table.set_column(column, table.field(column), pa.nulls(len(table), table["purpose"].type)), file
+        )
+    told = answer(copied, "--comm", "free")
+    assert set(told["recorded"]["exposed_ns"]) == {"untagged"} == set(told["settings"][0]["exposed_ns"])
+    assert not any("nan" in each for each in told["settings"][0]["why"])
+
+
+def test_a_run_given_twice_counts_once(zero):
+    once, twice = answer(zero), json.loads(output("predict", "run", str(zero), "--json", cwd=zero.parent))
+    assert twice["settings"][0]["step_ns"] == once["settings"][0]["step_ns"]
 
 
 def test_buckets_of_ddp(ddp):
