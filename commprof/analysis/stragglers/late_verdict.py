@@ -136,6 +136,8 @@ def _transfers(findings: Findings, paths: Paths, by_rank: Mapping[int, pd.Series
     """Sentences on a slow path, and on the rank that is late because of it."""
     slow = paths.slow(_WORTH_SAYING * span_ns)
     by_cost = sorted(findings.inherited, key=lambda rank: (-findings.inherited[rank], rank))
+    # Waits for a rank that only some others wait for (of a reduce, a message) do not make it the last of all.
+    by_cost = [rank for rank in by_cost if by_rank[rank]["last"] > 0] or by_cost
     late = [rank for rank in by_cost if findings.inherited[rank] * 2 >= findings.inherited[by_cost[0]]]
     waited = sum(findings.inherited[rank] for rank in late)
     # Few ranks inherit most: their share of the waiting is above the midpoint between their share of the ranks and 1.

@@ -5,15 +5,18 @@ from __future__ import annotations
 import random
 import re
 import sys
+from types import SimpleNamespace
 
+import pandas as pd
 import pyarrow as pa
 import pyarrow.compute as pc
 import pytest
 
 from commprof.analysis import api
-from commprof.analysis.stragglers import slow_paths
+from commprof.analysis.stragglers import late_verdict, slow_paths
 from commprof.analysis.stragglers.arrivals import arrivals
 from commprof.analysis.stragglers.late_verdict import LATE_RANK, NOBODY, SLOW_TRANSFER, TRANSFERS, UNTOLD
+from commprof.analysis.stragglers.slow_paths import SlowPath
 from commprof.analysis.stragglers.straggling import straggling
 from commprof.analysis.time import partitions
 from commprof.trace import reader
@@ -436,6 +439,17 @@ def test_operations_that_disagree_leave_it_open_which_link_is_slow():
     assert slow_paths.agreed([one, other._replace(extra_ns=100)]) == one  # the other costs far less
     path = slow_paths.SlowPath(slow_paths.PATH, ("host a", "host c"), 4.0, 1200)
     assert slow_paths.agreed([path, one]).ends == ("host a",)  # this end of the path
+
+
+def test_a_rank_that_some_others_waited_for_and_that_never_came_last_is_not_said_to_have_come_last():
+    path = SimpleNamespace(slow=lambda worth_ns: SlowPath(slow_paths.GROUP, ("ranks 0, 1, 2",), 0.0, 0))
+    by_rank = {rank: pd.Series({"last": last, "collectives": 9}) for rank, last in enumerate((0, 0, 6))}
+    findings = SimpleNamespace(inherited={0: 5 * MS, 1: 0, 2: 10 * MS}, share=1.0, steps=0)
+    (said,) = late_verdict._transfers(findings, path, by_rank, 10 * MS)
+    assert (
+        "Rank 2 arrived last in 67 % of 9 collectives, and the others waited 10.0 ms in total for it" in said
+    )
+    assert "rank 0)" not in said and "Ranks" not in said
 
 
 def test_own_delay_and_inherited_add_up_to_the_lateness(tmp_path):
