@@ -45,7 +45,7 @@ _BYTES: Final = {  # head and meaning of the columns of bytes; those after the f
     "executed_wire_bytes_per_step": ("Executed", ""),
     "moved_bytes_per_step": (
         "Moved",
-        "Moved: sent by the network interfaces of all hosts per step, with all other traffic.",
+        "Moved: sent by the network interfaces of all hosts per step, with all other traffic, divided by the ranks.",
     ),
     "between_hosts_bytes_per_step": (
         "Between hosts",
@@ -125,6 +125,7 @@ def job_of(runs: Sequence[Row], parameters: Sequence[Row], provenance: Mapping[s
 def comparison(rows: Sequence[Row], job: Job) -> str:
     """The settings: requested and issued operation, bytes at each level, exposed time, time, memory and loss."""
     names = letters(rows)
+    rows = [_with_moved_of_rank(row) for row in rows]
     beside = [name for name in _BYTES if name in _ALWAYS or any(number(row.get(name, "")) for row in rows)]
     columns = [
         _texts("Requested", [[row["requested_op"]] for row in rows]),
@@ -154,6 +155,12 @@ def comparison(rows: Sequence[Row], job: Job) -> str:
     if "Memory" in heads:
         meanings.append("Memory: peak resident memory of the largest rank.")
     return _table([names[row["label"]] for row in rows], columns, meanings, "tab:commprof-comparison")
+
+
+def _with_moved_of_rank(row: Row) -> Row:
+    """``row`` with the moved bytes of a rank, like the columns beside them; the CSV file has those of all hosts."""
+    moved, ranks = (number(row.get(name, "")) for name in ("moved_bytes_per_step", "world_size"))
+    return {**row, "moved_bytes_per_step": "" if moved is None or not ranks else str(moved / ranks)}
 
 
 def traffic(settings: Sequence[Row], rows: Sequence[Row], level: str, column: str, job: Job) -> str:

@@ -144,6 +144,16 @@ def test_exposed_time_that_has_bounds_is_in_the_table(exported, exact, low, high
     assert ("Two values of it are bounds" in text) == ("3.10" in shown)
 
 
+def test_moved_bytes_are_those_of_a_rank_like_the_columns_beside_them(exported):
+    export = read_export(exported)
+    rows = [{**row, "world_size": "4", "moved_bytes_per_step": str(4 * 5120)} for row in export.comparison]
+    text = comparison(rows, job_of(export.runs, export.parameters, export.provenance))
+    assert "& 5 KiB " in text and "20 KiB" not in text
+    assert "divided by the ranks" in text
+    rows = [{**row, "world_size": ""} for row in rows]
+    assert "Moved" not in comparison(rows, job_of(export.runs, export.parameters, export.provenance))
+
+
 def test_captions_name_interval_ranks_model_and_repeats(made):
     plain = (made / "comparison.tex").read_text().replace(r"\allowbreak{}", "")
     for words in (
