@@ -430,6 +430,19 @@ def test_jitter_without_a_culprit_blames_nobody(seed):
     assert culprit == NOBODY and "by itself" not in said and "low transfers" not in said, said
 
 
+def test_paths_that_a_busy_machine_delays_do_not_hide_a_far_slower_link():
+    """Paces of three hosts, of which h1 sends at 20 Mbit/s (measured ns per byte): h0's messages took 4 times h2's."""
+    measured = {
+        ("h0", "h1"): (7, 15, 30), ("h0", "h2"): (8, 18, 43), ("h1", "h0"): (167, 313, 341),
+        ("h1", "h2"): (497, 742, 749), ("h2", "h0"): (1, 4, 19), ("h2", "h1"): (2, 4, 5),
+    }  # fmt: skip
+    paces = {ends: slow_paths.Pace(*pace, size=11 * MIB, number=11) for ends, pace in measured.items()}
+    found = slow_paths._of_pairs(paces)
+    assert (found.kind, found.ends) == (slow_paths.SENDS, ("h1",))
+    del paces["h1", "h0"], paces["h1", "h2"]
+    assert slow_paths._of_pairs(paces) is None
+
+
 def test_operations_that_disagree_leave_it_open_which_link_is_slow():
     one = slow_paths.SlowPath(slow_paths.SENDS, ("host a",), 4.0, 1000)
     other = slow_paths.SlowPath(slow_paths.RECEIVES, ("host b",), 4.0, 999)
