@@ -62,6 +62,7 @@ class DeepSpeedAdapter:
         self._watch.stop()
         self._patches.remove()
         self._waiting.clear()
+        self._engines.take_back()
 
     def _on_import(self, module: ModuleType) -> None:
         if self._refused:

@@ -15,6 +15,7 @@ from commprof import hooks
 from commprof.recorder.adapters.deepspeed_experts import Expert, ExpertLayers
 from commprof.recorder.adapters.patching import Patches, tagged
 from commprof.recorder.training.published_models import Parameter, parameter_rows, trains
+from commprof.schema import Phase
 
 ENGINE_MODULE: Final = "deepspeed.runtime.engine"
 _ENGINE: Final = "DeepSpeedEngine"
@@ -95,6 +96,12 @@ class Engines:
         patches.wrap(module, f"{_ENGINE}._backward_prologue", self._wrap_prologue)
         patches.wrap(module, f"{_ENGINE}._backward_epilogue", self._wrap_epilogue)
         return missing
+
+    def take_back(self) -> None:
+        """Take back the steps that an engine's were said to be: a later recording of this process names its own."""
+        if self._speaker is not None:
+            hooks.position.step, hooks.position.micro_step = -1, 0
+            hooks.position.phase = str(Phase.INIT)
 
     def _wrap_init(self, original: Call) -> Call:
         construct = tagged(original, hooks.tag("other"))

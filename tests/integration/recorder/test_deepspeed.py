@@ -206,6 +206,38 @@ def validate_between(rank, world, package, run):
     commprof.detach()
 
 
+def record_three_times(rank, world, package, runs):
+    """Two steps of an engine, two more of it, and a new engine beside it: each in a recording of its own."""
+    import commprof
+
+    sys.path.insert(0, package)
+    import deepspeed
+
+    engines = []  # all stay alive
+    for number, run in enumerate(runs):
+        commprof.attach(run, quiet=True)
+        if number != 1:
+            model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 1))
+            groups = [{"params": list(model[each].parameters())} for each in (1, 0)]
+            config = {"train_micro_batch_size_per_gpu": 3}
+            engines.append(deepspeed.initialize(model, torch.optim.SGD(groups, lr=0.1), config)[0])
+        for _ in range(4):
+            engines[-1].backward(engines[-1](torch.ones(3, 4)).mean())
+            engines[-1].step()
+        commprof.detach()
+
+
+def test_a_second_recording_of_a_process_has_steps_of_its_own(tmp_path):
+    """All of it was in the last step of the first recording, and verify could say nothing."""
+    from commprof.trace.reader import open_run
+
+    runs = [str(tmp_path / name) for name in ("first", "goes_on", "another")]
+    run_ranks(2, record_three_times, str(write_fake(tmp_path / "site", "0.19.8", "")), runs)
+    first, goes_on, another = (said(open_run(run)) for run in runs)
+    assert first == another == EXPECTED[:-1]
+    assert [row[:3] for row in goes_on] == [(row[0] + 2, *row[1:3]) for row in EXPECTED[5:-1]]
+
+
 @pytest.mark.long
 def test_a_step_is_told_where_only_the_model_is_set_to_train(tmp_path):
     from commprof.trace.reader import open_run
