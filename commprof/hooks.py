@@ -19,6 +19,7 @@ from typing import Any, Final, Protocol
 
 __all__ = [
     "Listener",
+    "StepNumbers",
     "attach",
     "bucket",
     "current_tag",
@@ -215,6 +216,31 @@ def step(n: int | None = None, micro_step: int = 0) -> None:
     if _listener is not None:
         _has_stepped = position.step >= 0
         _listener.on_step(position.step, micro_step)
+
+
+class StepNumbers:
+    """Numbers the steps of one engine.
+
+    Each engine counts from 0. If an engine is constructed after others have taken recorded steps, its steps could be
+    mistaken for theirs. So they continue the numbering, unless their own count is higher anyway, as after
+    ``load_checkpoint``. Engines that are constructed before the first step share the numbers, as they share the steps.
+
+    Steps that an engine repeats after it has loaded an earlier checkpoint get new numbers too.
+    """
+
+    def __init__(self) -> None:
+        self._after = position.step if has_stepped() else -1
+        self._offset: int | None = None
+        self._last = -1  # step of the engine's own count
+
+    def of(self, global_step: int) -> int:
+        """The number of step ``global_step`` of the engine."""
+        if self._offset is None:
+            self._offset = max(0, self._after + 1 - global_step)
+        elif global_step < self._last:
+            self._offset = position.step + 1 - global_step
+        self._last = global_step
+        return global_step + self._offset
 
 
 def end_step() -> None:

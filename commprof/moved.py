@@ -542,7 +542,6 @@ MOVED: Final = {
     "zero_runtime.sharding.trace": "zero_runtime.sharding.gather_schedule.module_order",
     "zero_runtime.sharding.units": "zero_runtime.sharding.gather_schedule.gather_units",
     "zero_runtime.stages": "zero_runtime.gradient_reduction.stages",
-    "zero_runtime.step_numbers": "zero_runtime.training.step_numbers",
     "zero_runtime.tensor_parallel.collectives": "zero_runtime.tensor_parallel.tensor_collectives",
     "zero_runtime.tensor_parallel.layers": "zero_runtime.tensor_parallel.parallel_layers",
     "zero_runtime.tensor_parallel.loss": "zero_runtime.tensor_parallel.parallel_loss",

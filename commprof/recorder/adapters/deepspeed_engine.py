@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import itertools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -44,6 +45,9 @@ Call = Callable[..., Any]
 class _Progress:
     """The progress of one engine."""
 
+    number: int  # of the engine, in the order in which they were seen
+    steps: hooks.StepNumbers = field(default_factory=hooks.StepNumbers)
+    is_later: bool = False  # constructed after steps of another engine
     micro_step: int = 0  # backward passes since the last step
     announced: tuple[int, int] | None = None
     inside_backward: bool = False
@@ -75,6 +79,7 @@ class Engines:
         self._explicit = explicit
         self._on_fault = on_fault
         self._progress: weakref.WeakKeyDictionary[Any, _Progress] = weakref.WeakKeyDictionary()
+        self._numbers = itertools.count()
         self._speaker: weakref.ref[Any] | None = None  # the engine whose steps are the training's
 
     def wrap(self, module: ModuleType, patches: Patches) -> list[str]:
@@ -108,7 +113,9 @@ class Engines:
 
         def construct_and_publish(engine: Any, *args: Any, **kwargs: Any) -> None:
             hooks.phase("init")
+            is_later = hooks.has_stepped()
             construct(engine, *args, **kwargs)
+            self._of(engine).is_later = is_later
             self._guarded(self._publish, engine)
             hooks.phase("other")
 
@@ -190,7 +197,7 @@ class Engines:
     def _of(self, engine: Any) -> _Progress:
         progress = self._progress.get(engine)
         if progress is None:
-            progress = self._progress[engine] = _Progress()
+            progress = self._progress[engine] = _Progress(next(self._numbers))
         return progress
 
     def _guarded(self, act: Callable[..., None], *args: Any) -> None:
@@ -201,18 +208,23 @@ class Engines:
             self._on_fault(error)
 
     def _announce(self, engine: Any) -> None:
-        """Report each step and micro-batch once, unless the program or another engine does."""
+        """Report each step and micro-batch once, unless the program or another engine does.
+
+        An engine that was constructed after steps of another one is another training, whose steps continue the numbers.
+        """
         if not trains(engine) or not torch.is_grad_enabled():
             return
+        progress = self._of(engine)
         speaker = None if self._speaker is None else self._speaker()
         if speaker is None:
             if self._speaker is None and self._explicit():
                 return
             self._speaker = weakref.ref(engine)
         elif speaker is not engine:
-            return
-        progress = self._of(engine)
-        now = (int(engine.global_steps), progress.micro_step)
+            if not progress.is_later or progress.number < self._of(speaker).number:
+                return
+            self._speaker = weakref.ref(engine)
+        now = (progress.steps.of(int(engine.global_steps)), progress.micro_step)
         if now != progress.announced:
             progress.announced = now
             hooks.step(*now)

@@ -37,7 +37,6 @@ from zero_runtime.training.input_dtypes import mismatch
 from zero_runtime.training.moved_states import BACKWARD, LP_PARAMS, STATES, Movable, MovedStates
 from zero_runtime.training.reporting import Progress, Report
 from zero_runtime.training.step_batches import Batches, evaluate_step, train_step
-from zero_runtime.training.step_numbers import StepNumbers
 from zero_runtime.training.throughput import ThroughputTimer
 
 _NEVER: Final = (-1, -1)
@@ -109,7 +108,7 @@ class Engine(Accessors):
         self._window = Window(config.managed_gradient_accumulation, assembly.optimizer is not None)
         self._announced = _NEVER
         self._in_batch = False  # in train_batch, which ends the step
-        self._numbers = StepNumbers()
+        self._numbers = hooks.StepNumbers()
         self._step_applied = False
         self._differentiating = False
         self._direct = ExitStack()  # contexts that end with a loss.backward()

@@ -238,6 +238,42 @@ def test_a_second_recording_of_a_process_has_steps_of_its_own(tmp_path):
     assert [row[:3] for row in goes_on] == [(row[0] + 2, *row[1:3]) for row in EXPECTED[5:-1]]
 
 
+def train_several(rank, world, package, run, order):
+    """Engines A and B, made when they are first named in ``order``, or both at the start; each letter is a step."""
+    import commprof
+
+    sys.path.insert(0, package)
+    commprof.attach(run, quiet=True)
+    import deepspeed
+
+    engines = {}
+    for name in order:
+        if name not in engines:
+            model = torch.nn.Linear(4, 1)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            engines[name] = deepspeed.initialize(model, optimizer, {"train_micro_batch_size_per_gpu": 3})[0]
+        for _ in range(2 * name.isupper()):
+            engines[name].backward(engines[name](torch.ones(3, 4)).mean())
+            engines[name].step()
+        engines.update({each.upper(): engines[each] for each in list(engines) if each.islower()})
+    commprof.detach()
+
+
+@pytest.mark.parametrize(
+    ("order", "steps"),
+    [("AABBB", {0: 1, 1: 1, 2: 1, 3: 1, 4: 1}), ("abABAB", {0: 2, 1: 2})],
+    ids=["one training after another", "two that take turns"],
+)
+def test_several_engines(tmp_path, order, steps):
+    """The steps of a second engine were all in the last step of the first, as long as that was not garbage."""
+    from commprof.trace.reader import open_run
+
+    package = str(write_fake(tmp_path / "site", "0.19.8", ""))
+    run_ranks(2, train_several, package, str(tmp_path / "run"), order)
+    rows = said(open_run(tmp_path / "run"))
+    assert Counter(row[0] for row in rows if row[4] == "gradient_norm") == steps
+
+
 @pytest.mark.long
 def test_a_step_is_told_where_only_the_model_is_set_to_train(tmp_path):
     from commprof.trace.reader import open_run
