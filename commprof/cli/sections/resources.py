@@ -21,12 +21,17 @@ _HEADINGS: Final = (
 
 
 def resource_parts(rows: Sequence[Mapping[str, Any]]) -> list[Rows | str]:
-    """Return the table of resources that the steps after the first used; empty if none is known.
+    """Return the table of resources of the steps that ended, the warm ones apart; empty if none is known.
 
     Args:
         rows: the answer of ``api.resource_use``.
     """
-    later = [row for row in rows if row["step"] > min(each["step"] for each in rows)] or rows
+    from commprof.analysis.traffic.steady_steps import warm_steps
+
+    # The steps of the means of traffic: the one in which a run failed is not among them.
+    rows = [row for row in rows if not rendering.is_missing(row["duration_ns"])]
+    warm = set(warm_steps([(row["attempt"], row["step"]) for row in rows]))
+    later = [row for row in rows if (row["attempt"], row["step"]) in warm]
     cells = [
         _cells(name, [row[column] for row in rows], [row[column] for row in later], shown)
         for name, column, shown in _LINES
@@ -34,8 +39,10 @@ def resource_parts(rows: Sequence[Mapping[str, Any]]) -> list[Rows | str]:
     ]
     if not cells:
         return []
-    plural = "step" if len(later) == 1 else "steps"
-    return [Rows(_HEADINGS, cells, f"Resources over the run, {len(later)} {plural} after the first")]
+    which = f"{len(later)} step{'' if len(later) == 1 else 's'}" + (
+        " after the first" if len(later) < len(rows) else ""
+    )
+    return [Rows(_HEADINGS, cells, f"Resources over the run, {which}")]
 
 
 def _cells(

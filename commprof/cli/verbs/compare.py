@@ -29,8 +29,8 @@ LEGEND: Final = (
     "requested: the operation that the config requests to reduce gradients. issued: the operation that was issued for it, "
     "and the intended operation if that differs. (no purposes): nothing tells which collectives reduce gradients, so all "
     "collectives of a step without a purpose are listed. Bytes and times are per training step. payload: S of nccl-tests, "
-    "all groups. wire: modelled bytes that a rank sends, mean over all ranks of the job, for the operations that the "
-    "backend ran (gloo's behavior is known, NCCL's from an aligned log). as issued: the same for the issued operations, "
+    "all groups. wire per rank: modelled bytes that a rank sends, mean over all ranks of the job, for the operations that "
+    "the backend ran (gloo's behavior is known, NCCL's from an aligned log). as issued: the same for the issued operations, "
     "if it differs or the executed operations are not known. time: median without the first step, with its 95 % interval. "
     "exposed: as in the report of a run."
 )
@@ -177,7 +177,7 @@ def comparison_table(
         Heading("requested"),
         Heading("issued"),
         Heading("payload", number=True),
-        Heading("wire", number=True),
+        Heading("wire per rank", number=True),
         *([Heading("as issued", number=True)] if both else []),
         Heading("time", number=True),
         Heading("exposed", number=True),

@@ -48,14 +48,14 @@ _COUNTS: Final = {
     "incomplete": "incomplete",
 }
 _OUTSIDE: Final = {"evaluation": "evaluation", "checkpoint": "checkpoint", "other": "after the last step"}
-_OUTSIDE_HEADINGS: Final = ("times", "time", "calls", "payload", "wire", "as issued")
+_OUTSIDE_HEADINGS: Final = ("times", "time", "calls", "payload", "wire per member")
 _EXECUTED: Final = "executed_wire_bytes"
 _FIRST_HEADINGS: Final = (
     Heading("purpose, operation"),
     Heading("group"),
     Heading("calls", number=True),
     Heading("payload", number=True),
-    Heading("wire", number=True),
+    Heading("wire per member", number=True),
 )
 _AS_ISSUED: Final = Heading("as issued", number=True)
 _WHERE_ANY: Final = (
@@ -66,12 +66,13 @@ _IN_CALLS: Final = Heading("in calls", number=True)
 _MOST_HOSTS: Final = 8  # named with stragglers
 _MOST_COMPARED: Final = 1_000_000  # records; comparing their arrivals takes a few seconds
 LEGEND: Final = (
-    "payload: S of nccl-tests. wire: modelled; the sum of the bytes that a rank of the group sends on average for each "
-    "collective, and of the bytes of each message (counted at its send), for the operations that the backend ran (gloo's "
-    "behavior is known, NCCL's from an aligned log). as issued: the same for the issued operations, if it differs or the "
-    "executed operations are not known. padding: the part of payload without data. between hosts: the part of the wire "
-    "bytes as issued whose ranks are on several hosts. Both are shown if there are any. in calls: time in the issuing "
-    "calls, mean over the ranks; it is not exposed time. A dash: not known."
+    "payload: S of nccl-tests. wire per member: modelled; the sum of the bytes that a rank of the group sends on average "
+    "for each collective, and of the bytes of each message (counted at its send), for the operations that the backend ran "
+    "(gloo's behavior is known, NCCL's from an aligned log). Compare and Overview show wire per rank: the mean over all "
+    "ranks of the job, which is less if a group has fewer ranks. as issued: per member, for the issued operations, if it "
+    "differs or the executed operations are not known. padding: the part of payload without data. between hosts: the part "
+    "of the wire bytes as issued whose ranks are on several hosts. Both are shown if there are any. in calls: time in the "
+    "issuing calls, mean over the ranks; it is not exposed time. A dash: not known."
 )
 
 
@@ -258,27 +259,39 @@ def _steady_parts(traffic: Sequence[Mapping[str, Any]], steps: Sequence[Mapping[
     for row in steady.one_offs:
         once.setdefault(tuple(row[name] for name in TRAFFIC_KEY), []).append(row)
     if once:
+        sums = [_sums(each) for each in once.values()]
+        both = any(_differ(each, 1) for each in sums)
         cells = [
             (
                 f"{each[0]['purpose'] or '(no purpose given)'}, {each[0]['op']}",
                 _group(each[0]),
-                rendering.count(sum(row["collectives"] for row in each)),
-                *_sent(each),
+                rendering.count(sent["collectives"]),
+                *_sent(sent, both),
                 when(each),
             )
-            for each in once.values()
+            for each, sent in zip(once.values(), sums, strict=True)
         ]
-        headings = (*_FIRST_HEADINGS, _AS_ISSUED, Heading("when"))
+        headings = (*_FIRST_HEADINGS, *([_AS_ISSUED] if both else []), Heading("when"))
         yield Rows(headings, cells, title="Not in every step, in total, in no mean")
 
 
-def _sent(rows: Sequence[Mapping[str, Any]]) -> tuple[str, str, str]:
-    """Return the sums over ``rows``: payload, wire bytes as executed, wire bytes as issued."""
+def _sums(rows: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:
+    """Return the sums over ``rows``; executed bytes are not known if they are not known for one row."""
+    sums: dict[str, float | None] = {
+        name: sum(row[name] for row in rows) for name in ("collectives", "payload_bytes", "wire_bytes")
+    }
     unknown = any(rendering.is_missing(row[_EXECUTED]) for row in rows)
-    return (
-        rendering.number_of_bytes(round(sum(row["payload_bytes"] for row in rows))),
-        rendering.number_of_bytes(None if unknown else round(sum(row[_EXECUTED] for row in rows))),
-        rendering.number_of_bytes(round(sum(row["wire_bytes"] for row in rows))),
+    return {**sums, _EXECUTED: None if unknown else sum(row[_EXECUTED] for row in rows)}
+
+
+def _sent(sums: Mapping[str, float | None], both: bool) -> tuple[str, ...]:
+    """Return the cells of payload and wire bytes; with ``both`` also those as issued, where they differ."""
+    issued = ["wire_bytes"] if both else []
+    return tuple(
+        ""
+        if name in issued and not _differ(sums, 1)
+        else rendering.number_of_bytes(None if sums[name] is None else round(sums[name] or 0.0))
+        for name in ("payload_bytes", _EXECUTED, *issued)
     )
 
 
@@ -294,7 +307,7 @@ def outside_parts(
 ) -> list[Rows | str]:
     """Return the table of evaluations, checkpoints and the time after the last step: time of the lowest rank, bytes."""
     blocks: list[Rows | str] = []
-    cells = []
+    phases = []
     for phase, name in _OUTSIDE.items():
         mine = [row for row in outside if row["phase"] == phase]
         sent = [
@@ -309,17 +322,17 @@ def outside_parts(
         lowest = min((row["rank"] for row in mine if row["passes"] or phase == "other"), default=0)
         times = [row for row in mine if row["rank"] == lowest]
         known = [row["end_ns"] - row["begin_ns"] for row in times if row["end_ns"] is not None]
-        cells.append(
-            (
-                name,
-                rendering.count(len(times)) if phase != "other" else "",
-                rendering.duration(sum(known)) if len(known) == len(times) and known else rendering.MISSING,
-                rendering.count(sum(row["collectives"] for row in sent)),
-                *_sent(sent),
-            )
+        texts = (
+            name,
+            rendering.count(len(times)) if phase != "other" else "",
+            rendering.duration(sum(known)) if len(known) == len(times) and known else rendering.MISSING,
         )
-    if cells:
-        headings = (Heading("what"), *(Heading(text, number=True) for text in _OUTSIDE_HEADINGS))
+        phases.append((texts, _sums(sent)))
+    if phases:
+        both = any(_differ(sums, 1) for _, sums in phases)
+        cells = [(*texts, rendering.count(sums["collectives"]), *_sent(sums, both)) for texts, sums in phases]
+        numbers = (Heading(text, number=True) for text in _OUTSIDE_HEADINGS)
+        headings = (Heading("what"), *numbers, *([_AS_ISSUED] if both else []))
         blocks.append(Rows(headings, cells, title="Outside of the steps, in total"))
     return blocks
 

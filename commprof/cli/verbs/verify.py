@@ -29,13 +29,14 @@ _HEADINGS: Final = (
     Heading("operation"),
     Heading("calls", number=True),
     Heading("payload", number=True),
-    Heading("wire", number=True),
+    Heading("wire per member", number=True),
     Heading(""),
 )
 LEGEND: Final = (
     "requested: what the config requests. issued: what the program handed to torch.distributed. executed: what the backend "
-    "ran. payload: S of nccl-tests. wire: modelled; the sum of the bytes that a rank of the group sends on average for each "
-    "collective, and of the bytes of each message."
+    "ran. payload: S of nccl-tests. wire per member: modelled; the sum of the bytes that a rank of the group sends on "
+    "average for each collective, and of the bytes of each message. Compare and Overview show wire per rank: the mean over "
+    "all ranks of the job, which is less if a group has fewer ranks."
 )
 _MOST_LISTED: Final = 20
 

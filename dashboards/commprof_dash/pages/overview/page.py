@@ -153,7 +153,7 @@ def _summary(
         cards.tile(
             "Wire bytes per step",
             api.format_bytes(sent["wire_bytes_per_step"].sum()) if len(sent) else "none",
-            "of a rank, modelled as the backend runs it",
+            "mean over all ranks of the job, as the backend runs it",
         ),
         cards.tile("Final loss", _or_none(facts["final_loss"], "{:.5g}".format), "last step that has one"),
         *_pipeline(facts),
@@ -243,7 +243,7 @@ def _what_ran(facts: Mapping[str, Any]) -> Component:
         "Ranks": f"{_ranks(facts)}, {facts['backends'] or 'no backend'}",
         "Steps": f"{format_count(facts['steps'])}, {facts['whole_steps']:,} whole",
         "Wire bytes of the whole run": (
-            f"{api.format_bytes(facts['executed_wire_bytes'] or facts['wire_bytes'])}, modelled, all groups"
+            f"{api.format_bytes(facts['executed_wire_bytes'] or facts['wire_bytes'])}, per member, all groups"
         ),
         "Setting": facts["setting"] or "none",
         "Requested to reduce gradients": facts["requested_op"] or f"not known: {facts['requested_reason']}",

@@ -99,3 +99,46 @@ def test_one_offs_and_the_values_of_a_step_are_all_that_was_sent(seed):
     per_step = api.traffic_by_setting([opened]).set_index("op")["payload_bytes_per_step"]
     for op, total in sent.items():
         assert once.get(op, 0) + steps * per_step.get(op, 0) == pytest.approx(total, rel=1e-12)
+
+
+def test_bytes_as_issued_stand_only_where_they_differ(tmp_path, capsys):
+    """gloo runs an all_reduce as issued; its reduce of 2 MiB on 2 ranks sends (4-1)/4 instead of 1/2."""
+
+    def printed(name, op):
+        run = SyntheticRun(world_size=2)
+        for step in range(STEPS):
+            run.add_step(step, duration_ns=1_000_000)
+        for step, after in ((2, None), (-1, STEPS - 1)):
+            run.add_collective(
+                op, payload_bytes=2**21, step=step, **({} if after is None else {"after_step": after})
+            )
+        run.add_collective("all_reduce", payload_bytes=800, step=3, purpose="usual")
+        assert execute(["report", str(run.write(tmp_path / name))]) == 0
+        return capsys.readouterr().out.partition("payload: S of")[0]
+
+    same, other = printed("same", "all_reduce"), printed("other", "reduce")
+    assert "Outside of the steps, in total" in same and "Not in every step, in total" in same
+    assert "as issued" not in same
+    assert other.count("as issued") == 2
+    lines = [line.split() for line in other.splitlines()]
+    (usual,) = [line for line in lines if line[:1] == ["usual,"]]
+    assert usual[3:] == ["1", "800", "B", "800", "B", "step", "3"]
+    assert " ".join(other.split()).count("1.50 MiB 1.00 MiB") == 2
+
+
+def test_the_labels_say_whose_wire_bytes_they_are(tmp_path, capsys):
+    """An all_reduce of 800 B on ranks 0 and 1 of 4: 800 B for a rank of the group, 400 B for one of the job."""
+    run = SyntheticRun(world_size=4)
+    for step in range(STEPS):
+        run.add_step(step, duration_ns=1_000_000)
+        run.add_collective("all_reduce", payload_bytes=800, step=step, group=(0, 1), pg="pair")
+    path = str(run.write(tmp_path / "run"))
+    for words, label, size in (
+        (["report"], "wire per member", "800 B"),
+        (["verify"], "wire per member", "800 B"),
+        (["compare"], "wire per rank", "400 B"),
+    ):
+        execute([*words, path])
+        table, _, legend = capsys.readouterr().out.partition("payload: S of")
+        assert label in table and size in table
+        assert f"{label}: modelled" in " ".join(legend.split())

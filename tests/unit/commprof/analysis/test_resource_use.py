@@ -76,6 +76,18 @@ def test_the_report_leaves_the_first_step_out_of_medians():
     assert cores == ("cores busy, mean rank", "1.00", "1.00", "1.00", "1.00")
 
 
+def test_the_report_counts_the_steps_after_the_first_that_ended():
+    """As its tables of traffic: the step in which a run failed is not one, and each attempt has a first one."""
+    sizes = [{"rss_bytes": size * MIB} for size in (10, 30, 20, 90)]
+    sizes[-1] |= {"duration_ns": None, "end_ns": None}
+    (table,) = resource_parts(plain(resource_use(times(*sizes), samples())))
+    assert table.title == "Resources over the run, 2 steps after the first"
+    assert table.rows[0][2:] == tuple(rendering.number_of_bytes(size * MIB) for size in (30, 10, 20))
+    attempts = times(*sizes[:3]).assign(attempt=[0, 1, 1])
+    (table,) = resource_parts(plain(resource_use(attempts, samples())))
+    assert table.title == "Resources over the run, 1 step after the first"
+
+
 def test_nothing_is_said_of_what_is_not_known():
     assert resource_parts(plain(resource_use(times({}, {}), samples()))) == []
 
