@@ -9,6 +9,7 @@ from typing import Any, Final
 from commprof.errors import UsageError
 from commprof.plan.experts import KEY as EXPERTS
 from commprof.plan.experts import Settings
+from commprof.requested.config_keys import nearest_key
 
 _ZERO: Final = (
     "stage",
@@ -41,13 +42,16 @@ _ZERO: Final = (
     "zero_quantized_nontrainable_weights",
     "zero_quantized_weights",
     "offload_optimizer.device",
+    "offload_optimizer.nvme_path",
     "offload_optimizer.ratio",
     "offload_optimizer.buffer_count",
     "offload_param.device",
+    "offload_param.nvme_path",
     "offload_param.buffer_size",
     "offload_param.buffer_count",
     "offload_param.max_in_cpu",
     "offload_params.device",
+    "offload_params.nvme_path",
     "offload_params.buffer_size",
     "offload_params.buffer_count",
     "offload_params.max_in_cpu",
@@ -163,10 +167,8 @@ def check_keys(keys: Iterable[str]) -> None:
     for key in keys:
         if key in KNOWN | _OF_EXPERTS or any(name.startswith(f"{key}.") for name in KNOWN):
             continue
-        near = get_close_matches(key, KNOWN, 1, 0.8)
-        by_end = sorted(name for name in KNOWN if name.endswith(f".{key}"))
-        meant = near or by_end[:1]
+        meant = nearest_key(key, KNOWN | _OF_EXPERTS)
         raise UsageError(
             f"--set {key}: no rule of plan reads this key, so its values could not be compared; "
-            + (f"did you mean {meant[0]}?" if meant else "expected a dotted key of docs/plan.md")
+            + (f"did you mean {meant}?" if meant else "expected a dotted key of docs/plan.md")
         )

@@ -42,6 +42,7 @@ class Model(NamedTuple):
         source: where the parameters come from, for the report.
         build: builds it again, with inputs; None where its size or its parameters alone are known.
         experts: the layers of experts of a model that was built, without the number of their tokens.
+        from_sequence: its inputs are built from a sequence length, and from nothing else.
     """
 
     parameters: list[Parameter]
@@ -49,6 +50,7 @@ class Model(NamedTuple):
     source: str
     build: Builder | None = None
     experts: tuple[ExpertLayer, ...] = ()
+    from_sequence: bool = False
 
     @property
     def numel(self) -> int:
@@ -78,7 +80,7 @@ def read_model(text: str, layers: int | None = None, sequence: int | None = None
     if kind == "run":
         return _of_run(text, Path(rest))
     build = _from_function(text, rest) if kind == "py" else _from_transformers(text, Path(rest))
-    return _built(text, build, sequence)
+    return _built(text, build, sequence)._replace(from_sequence=kind == "hf")
 
 
 def sized_model(numel: int, layers: int | None) -> Model:

@@ -18,11 +18,12 @@ from commprof.plan.models import Model
 from commprof.requested.auto_values import decide
 from commprof.requested.communication.measured_costs import Cost
 from commprof.requested.config_keys import flag, section
-from commprof.requested.configuration import read_configuration
+from commprof.requested.configuration import read_configuration, zero_section
 from commprof.requested.errors import RequestedError
 from commprof.requested.expectation import Expectation
 from commprof.requested.experts.rank_groups import RankGroups
 from commprof.requested.memory.deepspeed import deepspeed_holdings
+from commprof.requested.memory.offload import read_offload
 from commprof.requested.memory.sized_models import shared_transformer
 from commprof.requested.memory.states import Holding, Movement, holdings, movements
 from commprof.requested.parallel import axis_rules
@@ -214,6 +215,7 @@ def _check_startable(config: Mapping[str, Any], axes: Axes) -> None:
         flag(section(config, name), f"{name}.enabled", False) for name in ("bf16", "bfloat16")
     ):
         raise UsageError("both fp16 and bf16 are enabled, and a model has one type; disable one of them")
+    _check_files(zero_section(config), configuration.stage)
     optimizer = config.get("optimizer")
     if not isinstance(optimizer, Mapping | None) and optimizer != "auto":
         raise UsageError(f"optimizer is {optimizer!r} in the config; expected an object with type and params")
@@ -231,6 +233,20 @@ def _check_startable(config: Mapping[str, Any], axes: Axes) -> None:
             f"batch sizes do not multiply: train_batch_size {total} != micro-batch {micro} x gradient accumulation steps "
             f"{steps} x {replicas} data-parallel ranks; change one of them, or leave one out"
         )
+
+
+def _check_files(zero: Mapping[str, Any], stage: int) -> None:
+    """Raise UsageError for offload to files without their folder."""
+    offload = read_offload(zero, stage)
+    parameters = "offload_params" if zero.get("offload_params") is not None else "offload_param"
+    for device, key in ((offload.optimizer, "offload_optimizer"), (offload.parameters, parameters)):
+        path = section(zero, key).get("nvme_path")
+        if device == "nvme" and not path:
+            name = f"zero_optimization.{key}"
+            raise UsageError(
+                f"{name}.device is 'nvme' without nvme_path, and no engine starts so; set {name}.nvme_path to a folder on a "
+                "fast local disk"
+            )
 
 
 def _left_open(config: Mapping[str, Any], decided: Sequence[str]) -> tuple[str, ...]:

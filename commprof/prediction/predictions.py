@@ -34,6 +34,7 @@ from commprof.prediction.wrapper_settings import (
     without_effect,
 )
 from commprof.prediction.wrapper_settings import KEY as RESHARDING
+from commprof.requested.config_keys import nearest_key
 from commprof.requested.memory.states import holdings
 from commprof.requested.wrappers.ddp import Ddp
 from commprof.requested.wrappers.fully_shard import FullyShard
@@ -391,9 +392,10 @@ def sent_messages(
     known = (*KEYS, *EXPERT_KEYS, *DDP_KEYS, RESHARDING)
     unknown = [key for key in setting if key not in known]
     if unknown:
+        meant = nearest_key(unknown[0], known)
         raise UsageError(
-            f"{unknown[0]} cannot be predicted: it changes what is computed, or no rule reads it. These keys can: "
-            f"{', '.join(known)}"
+            f"{unknown[0]} cannot be predicted: it changes what is computed, or no rule reads it. "
+            + (f"Did you mean {meant}?" if meant else f"These keys can: {', '.join(known)}")
         )
     if request.wrapped is not None and request.reason is None:
         rules = request.wrapped.rules

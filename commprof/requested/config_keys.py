@@ -6,7 +6,8 @@ whose value is ``"auto"`` is not set.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from difflib import get_close_matches
 from math import isnan
 from typing import Any, Final
 
@@ -50,6 +51,15 @@ def plain_block(value: object) -> Mapping[str, Any]:
     if not isinstance(value, Mapping):
         return {}
     return {name: plain(each) for name, each in value.items() if each != _AUTO or name in _AUTO_IS_A_VALUE}
+
+
+def nearest_key(key: str, known: Iterable[str]) -> str | None:
+    """The dotted key of ``known`` that ``key`` may stand for: its last part is spelled nearly the same."""
+    ends: dict[str, list[str]] = {}
+    for name in sorted(known):
+        ends.setdefault(name.rpartition(".")[2], []).append(name)
+    near = get_close_matches(key.rpartition(".")[2], ends, 1, 0.8)
+    return get_close_matches(key, ends[near[0]], 1, 0.0)[0] if near else None
 
 
 def section(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:

@@ -84,12 +84,18 @@ def _parse_value(key: str, word: str) -> Any:
     if re.fullmatch(r"[+-]?\d+(_\d+)+(\.\d+)?", word):
         raise UsageError(f"--set {key}={word}: {word} is Python; JSON writes {word.replace('_', '')}")
     try:
-        return json.loads(word)
+        return json.loads(word, parse_float=_real)
     except json.JSONDecodeError as error:
         if word[0] in '[{"':
             slip = find_slip(word, error.pos)
             raise UsageError(f"--set {key}={word}: not JSON at column {slip.column}: {slip.what}") from None
         return word
+
+
+def _real(text: str) -> int | float:
+    """Return the value of a JSON number. Sizes are written as 1e5, so that is an integer; 1.0 is not."""
+    value = float(text)
+    return int(value) if "e" in text.lower() and value.is_integer() and abs(value) < 2**53 else value
 
 
 def points(settings: Sequence[str]) -> list[dict[str, Any]]:

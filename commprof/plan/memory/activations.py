@@ -49,6 +49,8 @@ def activations_of(
     if micro_batch is None:
         return None, NO_MICRO_BATCH
     computed = autocast_dtype(config)
+    if model.from_sequence and sequence is None:
+        return None, NO_SEQUENCE
     if model.build is not None:
         return _traced(model.build, micro_batch, sequence, configuration.model_dtype, computed, model.experts)
     if model.layers is None:

@@ -10,7 +10,9 @@ from commprof.launch.sweeps.points import derive, label, mismatches, parse_setti
     ("text", "key", "values"),
     [
         ("a.b=true,false", "a.b", [True, False]),
-        ("a=1,2.5,5e8,-3", "a", [1, 2.5, 5e8, -3]),
+        ("a=1,2.5,5e8,-3", "a", [1, 2.5, 500_000_000, -3]),
+        ("a=1.5e1,1e-3,1.0,1e300", "a", [15, 1e-3, 1.0, 1e300]),
+        ('a={"b":1E5}', "a", [{"b": 100_000}]),
         ("a=auto,all_reduce", "a", ["auto", "all_reduce"]),
         ("a=null", "a", [None]),
         ("a=[0.9,0.95],[0.9,0.999]", "a", [[0.9, 0.95], [0.9, 0.999]]),

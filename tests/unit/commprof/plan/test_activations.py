@@ -113,6 +113,11 @@ def test_token_ids_are_the_input_where_a_sequence_is_given(source):
     )
 
 
+def test_a_model_of_transformers_needs_a_sequence_and_no_function(source):
+    model = read_model("py:planned_passes:tokens")._replace(from_sequence=True)  # as of hf:
+    assert activations_of(ONE, model, axes_of_config(ONE, 1), None) == (None, "give --sequence")
+
+
 def test_what_cannot_be_counted_says_why(source):
     assert found("by_values")[1].startswith("Branch raised DataDependentOutputException: ")
     assert found("layers", {})[1] == "the config sets no train_micro_batch_size_per_gpu"

@@ -122,7 +122,11 @@ def test_without_transformers_it_says_what_to_install(tmp_path, monkeypatch):
                 "n_positions": 32,
             },
             # Two embeddings, two blocks of 12 tensors, the last norm; lm_head is tied to the embedding.
-            ("GPT2LMHeadModel, 108,544 parameters in 28 tensors", "parameter='transformer.wte.weight'"),
+            (
+                "GPT2LMHeadModel, 108,544 parameters in 28 tensors",
+                "parameter='transformer.wte.weight'",
+                "None give --sequence\n",
+            ),
         ),
         (
             {
@@ -149,6 +153,7 @@ def test_a_transformers_config_needs_no_weights(tmp_path, config, words):
         "print(model.source)\n"
         "config = {'train_micro_batch_size_per_gpu': 2}\n"
         "print(*activations_of(config, model, axes_of_config(config, 1), 16))\n"
+        "print(*activations_of(config, model, axes_of_config(config, 1), None))\n"
     )
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False

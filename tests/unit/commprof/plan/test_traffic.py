@@ -91,6 +91,8 @@ def test_sizes_and_totals():
     [
         ("zero_optimization.stagge", "did you mean zero_optimization.stage"),
         ("stage", "did you mean zero_optimization.stage"),
+        ("zero_optimisation.reduce_bucket_size", "did you mean zero_optimization.reduce_bucket_size"),
+        ("bf61.enabled", "did you mean bf16.enabled"),
         ("optimizer.params.lr", "no rule of plan reads this key"),
     ],
 )

@@ -207,6 +207,14 @@ def test_a_built_model_is_not_divided_among_stages(plan, tmp_path, monkeypatch):
         ),
         ({"fp16": {"enabled": True}}, "both fp16 and bf16 are enabled"),
         ({"optimizer": "Adam"}, "optimizer is 'Adam' in the config; expected an object with type and params"),
+        (
+            {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "nvme"}}},
+            "zero_optimization.offload_optimizer.device is 'nvme' without nvme_path",
+        ),
+        (
+            {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}},
+            "set zero_optimization.offload_param.nvme_path to a folder",
+        ),
     ],
 )
 def test_a_config_that_no_engine_starts_with_is_refused(tmp_path, capsys, changes, message):
@@ -269,3 +277,23 @@ def test_without_a_rate_nothing_is_said_about_such_numbers_of_ranks(plan):
     words = ["--model", "params:1e9", "--world", "16", "--links", "inter=50GB/s"]
     text = " ".join(plan(*words).out.split())
     assert "bandwidth bound up to 0 ranks" not in text and "of it latency: bandwidth bound" in text
+
+
+def test_offload_to_files_with_a_folder_is_planned(plan):
+    words = ("--model", "params:1e6", "--set", "zero_optimization.offload_optimizer.device=none,nvme")
+    words += ("--set", "zero_optimization.offload_optimizer.nvme_path=/nvme", "--json")
+    without, files = json.loads(plan(*words).out)["settings"]
+    assert "refused" not in files
+    assert files["memory_bytes_per_rank"]["disk"] > without["memory_bytes_per_rank"]["disk"] == 0
+
+
+def test_a_whole_number_with_an_exponent_is_an_integer(plan):
+    words = ("--model", "params:1e6", "--set", "zero_optimization.reduce_bucket_size=1e5,5E8")
+    found = [
+        each["set"]["zero_optimization.reduce_bucket_size"]
+        for each in json.loads(plan(*words, "--json").out)["settings"]
+    ]
+    assert found == [100_000, 500_000_000]
+    assert all(isinstance(each, int) for each in found)
+    text = plan(*words).out
+    assert "reduce_bucket_size=100000 " in text and "100000.0" not in text

@@ -9,6 +9,7 @@ from commprof.errors import UsageError
 from commprof.ledger.requests.request import Request
 from commprof.prediction.changes import change
 from commprof.prediction.event_places import Assumed
+from commprof.prediction.predictions import sent_messages
 from commprof.prediction.sent import sent_by
 from commprof.requested.parameters import Parameter
 from unit.commprof.prediction.made_runs import (
@@ -142,6 +143,15 @@ def test_gradient_messages_that_the_rules_do_not_explain_are_refused():
         UsageError, match="the run's gradient messages are not those of its config: 4 of 320,000 bytes"
     ):
         change(made.program, made.steps, other, before)
+
+
+def test_a_misspelled_key_is_answered_with_the_nearest():
+    request = Request()
+    for key in ("zero_optimization.reduce_bucket_sise", "reduce_bucket_size", "zero.reduce_bucket_size"):
+        with pytest.raises(UsageError, match=r"Did you mean zero_optimization\.reduce_bucket_size\?$"):
+            sent_messages(request, {key: 1}, None, 2, 2)
+    with pytest.raises(UsageError, match="These keys can: zero_optimization"):
+        sent_messages(request, {"optimizer.params.lr": 1}, None, 2, 2)
 
 
 def test_a_run_without_gradients_is_refused():
