@@ -4,13 +4,15 @@ A class of messages is a purpose, an operation and a group. Where count and byte
 messages are explained. Otherwise the messages that have no counterpart in a closed step are named. If no step is
 closed, the whole class is named, because its messages cannot be distinguished.
 
-At stage 3 two quantities can only be estimated, and the report flags both. Bytes that depend on the order in which modules
-run (the checks of that order; gathers under activation checkpointing or tight limits) are an estimate between bounds. And
-an evaluation gathers the parameters once more (:mod:`commprof.ledger.requests.evaluations`).
+At stage 3 three quantities can only be estimated, and the report flags them. Bytes that depend on the order in which modules
+run (the checks of that order; gathers under activation checkpointing or tight limits), and gathers of modules whose
+parameters are all frozen, which may never run, are an estimate between bounds. And an evaluation gathers the parameters
+once more (:mod:`commprof.ledger.requests.evaluations`).
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
@@ -211,9 +213,10 @@ def _judge(
         return Finding(want, messages, "config", total)
     finding = Finding(want, messages, "config", min(total, want.payload_bytes))
     finding.reason = _difference(count, total, want)
-    most = total if want.most_bytes is None else want.most_bytes
-    counted = count == want.count or not want.exact
-    if want.estimated and counted and want.least_bytes - left_bytes <= total <= most:
+    counted = (
+        count == want.count or not want.exact or (want.in_each_pass and count < want.count and want.estimate)
+    )
+    if want.estimated and counted and want.least_bytes - left_bytes <= total <= want.most_bytes:
         return _estimated(finding, want, total)
     if not partial and want.payload_bytes - left_bytes <= total < want.payload_bytes:
         finding.explained_bytes = total
@@ -245,7 +248,7 @@ def _estimated(finding: Finding, want: Want, total: int) -> Finding:
     finding.explained_bytes = total
     depends = want.estimate or "the order in which modules run"
     finding.remark = f"{finding.reason}: an estimate, which depends on {depends}"
-    if want.in_each_pass and want.most_bytes is None and total > MOST_TIMES * want.payload_bytes > 0:
+    if want.in_each_pass and want.most_bytes == math.inf and total > MOST_TIMES * want.payload_bytes > 0:
         finding.doubt = (
             f"{finding.reason}; modules may have run that often, or other code may have sent a part of "
             "these bytes"

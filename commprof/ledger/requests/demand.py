@@ -247,13 +247,12 @@ def _add(wants: dict[Class, Want], more: Mapping[Class, Want]) -> None:
             wants[kind] = replace(want)
             continue
         both = wants[kind]
-        most = (both.most_bytes, want.most_bytes)
         both.count += want.count
         both.payload_bytes += want.payload_bytes
         both.least_bytes += want.least_bytes
         both.exact &= want.exact
         both.estimated |= want.estimated
-        both.most_bytes = None if most == (None, None) else sum(each or 0 for each in most)
+        both.most_bytes += want.most_bytes
 
 
 def _not_sent_after_overflow(key: StepKey, request: Request, steps: Issued) -> frozenset[Purpose]:

@@ -5,6 +5,7 @@ A class is a purpose, an operation and a group: the unit in which expected and i
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -31,7 +32,7 @@ class Want:
     exact: bool = True
     least_bytes: int = 0
     estimated: bool = False  # the bytes are an estimate, too
-    most_bytes: int | None = None  # of such an estimate
+    most_bytes: float = 0  # of such an estimate
     estimate: str = ""  # what it depends on, if not on the order of modules
     in_each_pass: bool = False  # parameters are gathered in every forward, an evaluation's as well
     least_of_a_pass: int = 0  # what one of those gathers at least
@@ -48,8 +49,10 @@ def wants(expectations: Iterable[Expectation], world_size: int) -> dict[Class, W
         want.payload_bytes += row.payload_bytes
         want.exact &= row.exact
         want.least_bytes += row.least_bytes
-        if row.most_bytes is not None:
-            want.most_bytes = (want.most_bytes or 0) + row.most_bytes
+        if row.bytes_exact or row.most_bytes is not None:
+            want.most_bytes += row.payload_bytes if row.most_bytes is None else row.most_bytes
+        else:
+            want.most_bytes = math.inf
         want.estimate = want.estimate or row.estimate
         want.estimated |= not row.bytes_exact
         if row.purpose == Purpose.PARAMETER_GATHER and row.when == "micro_step":

@@ -12,6 +12,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import asdict, dataclass, field, replace
 from fractions import Fraction
+from functools import cached_property
 from operator import itemgetter
 from typing import Any, Final, NamedTuple, Protocol
 
@@ -213,7 +214,25 @@ class Request:
         self, order: tuple[str, ...] | None, iteration: int, after_skip: bool = False
     ) -> list[Expectation]:
         rows = self._expected(_Asked(order, iteration, False, after_skip=after_skip))
-        return [row for row in rows if row.when == "micro_step"]
+        trained = self._without_frozen
+        least = 0 if trained is None else _gather_bytes(trained._of_micro_batch(order, iteration, after_skip))
+        return [
+            row if trained is None else _as_far_as_frozen_modules_run(row, least)
+            for row in rows
+            if row.when == "micro_step"
+        ]
+
+    @cached_property
+    def _without_frozen(self) -> Request | None:
+        """The same of the trained parameters alone; None where there are no others or they are not gathered in passes."""
+        trained = [each for each in self.parameters if each.requires_grad]
+        if (
+            self.configuration is None
+            or self.configuration.stage != 3
+            or len(trained) == len(self.parameters)
+        ):
+            return None
+        return replace(self, parameters=trained, _rows={}, _estimates={}, notes=[])
 
     def _of_pass(
         self, does: Pass, order: tuple[str, ...] | None, number: int, after_skip: bool
@@ -549,6 +568,26 @@ def _sizes(pairs: object) -> tuple[int, ...] | None:
             return None
         sizes += [size] * count
     return tuple(sizes)
+
+
+def _gather_bytes(rows: Iterable[Expectation]) -> int:
+    return sum(row.payload_bytes for row in rows if row.purpose == Purpose.PARAMETER_GATHER)
+
+
+def _as_far_as_frozen_modules_run(row: Expectation, least: int) -> Expectation:
+    """``row``, of gathers, down to the ``least`` bytes: a module whose parameters are all frozen may never run.
+
+    Which trained modules run is known by their gradients.
+    """
+    if row.purpose != Purpose.PARAMETER_GATHER:
+        return row
+    most = row.payload_bytes if row.bytes_exact else row.most_bytes
+    return row._replace(
+        bytes_exact=False,
+        least_bytes=min(row.least_bytes, least),
+        most_bytes=most,
+        estimate=row.estimate or "which frozen modules run",
+    )
 
 
 def _as_estimate(row: Expectation, there: int) -> Expectation:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 import tempfile
 from contextlib import nullcontext
 from dataclasses import replace
@@ -51,7 +52,12 @@ def replace_head(model):
     model.head = nn.Sequential(nn.Linear(WIDTH, 4), nn.Linear(4, 2))
 
 
-CHANGES = {"resized": resize, "new head": replace_head}
+def add_frozen(model):
+    """A pooler that nobody calls, as the base model of an adapter may have."""
+    model.pooler = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+
+
+CHANGES = {"resized": resize, "new head": replace_head, "frozen pooler": add_frozen}
 
 
 def made(how, config):
@@ -126,6 +132,24 @@ MADE = {
     ("resized", "resized"): (16, 2),
     ("inside", "outside"): (4, 4),
 }
+
+
+def test_a_frozen_module_that_never_runs_is_not_missing():
+    """verify found a mismatch: the rules had its parameters gathered in each pass. A surplus is still one."""
+    run = recorded("frozen pooler", threshold=0)
+    verdict = verify(run)
+    assert (str(verdict.state), verdict.unexplained) == ("closed", ()), verdict
+    told = [text for text in verdict.sentences if "which frozen modules run" in text]
+    pooler = 4 * (WIDTH * WIDTH + WIDTH)
+    assert told and "parameter_gather" in told[0]
+    issued, wanted = (int(each.replace(",", "")) for each in re.findall(r"\(([\d,]+) bytes\)", told[-1])[:2])
+    assert wanted - issued == pooler
+
+    def longer(row):
+        is_gather = row["step"] == 3 and row["purpose"] == "parameter_gather"
+        return [{**row, "payload_bytes": row["payload_bytes"] + 2 * pooler} if is_gather else row]
+
+    assert str(verify(Changed(run, longer)).state) == "mismatch"
 
 
 @pytest.mark.sampled
