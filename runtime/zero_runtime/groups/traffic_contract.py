@@ -4,7 +4,8 @@ While the job runs, each collective of the data-parallel group is compared befor
 owner, elements, dtype and parameters. A message that follows the one before it as in an earlier step costs a look into a
 set. Any other is agreed on first: the ranks write it into the store of the process group and wait for each other. So a rank
 that is about to deviate stops before it issues anything. The ranks that have issued another message already, and wait in
-it, answer through a thread that polls the store. All ranks raise one error.
+it, answer through a thread that polls the store. All ranks raise one error. A rank that leaves says in the store how far
+it has come; the others stop as soon as one of them issues a message beyond that.
 
 The expected messages are those that the ranks agree on, not those of ``commprof.requested``: this package does not import
 commprof, and the rules need the order of gradients, which only a run knows. ``commprof verify`` compares a run with them.
@@ -22,6 +23,7 @@ import time
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any, Final, NamedTuple
@@ -154,8 +156,8 @@ class TrafficContract:
         add_reader()
         if group.device.type == "cpu":
             comm.watch_waits(self._refuse)
-        self._close = weakref.WeakMethod(self.close)
-        atexit.register(_call, self._close)
+        self._leave = weakref.WeakMethod(self._leave_program)
+        atexit.register(_call, self._leave)
         self._thread = threading.Thread(target=self._watch, name="zero_runtime traffic contract", daemon=True)
         self._thread.start()
 
@@ -165,14 +167,27 @@ class TrafficContract:
         if not self._ended.is_set():
             self._ended.set()
             add_reader(-1)
-            atexit.unregister(self._close)
             self._group.forget(self)
             try:
+                place = self._history[self._reached % _KEPT][1]
+                self._store.set(self._key("ended", self._rank), json.dumps([self._reached, place.step]))
                 self._store.set(self._key("ended"), str(self._rank))
             except (RuntimeError, OSError):
                 pass  # the store has ended with rank 0
         if self._thread is not threading.current_thread():
             self._thread.join(2 * _POLL_S + 1.0)
+
+    def _leave_program(self) -> None:
+        """Close at the exit. Rank 0 may have the store, so it stays until the others have left, or read that it leaves."""
+        self.close()
+        others = self._group.world_size - 1
+        until = time.monotonic() + _VOTE_S
+        with suppress(RuntimeError, OSError):
+            while self._stops and self._rank == 0 and time.monotonic() < until:
+                readers = others - len(self._departed())
+                if readers == 0 or self._store.add(f"{self.verdict.key}/read", 0) >= readers:
+                    break
+                time.sleep(0.02)
 
     def observe(self, call: Call, issue: Callable[[], Any]) -> Any:
         """As of :class:`zero_runtime.comm.Observer`.
@@ -234,7 +249,7 @@ class TrafficContract:
         except RuntimeError as error:
             if isinstance(error, ZeroRuntimeError):
                 raise
-            if not self.verdict.off and self._failed_within(2 * _POLL_S):
+            if self._stops and not self.verdict.off and self._failed_within(_VOTE_S):
                 self.verdict.raised = True
                 raise TrafficContractError(self.verdict.failure) from error
             raise
@@ -335,6 +350,8 @@ class TrafficContract:
                     self._fail(self._store.get(f"{self.verdict.key}/error").decode())
                 if self.verdict.failure is not None:
                     break
+                if self._stops and self._store.check([self._key("ended")]):
+                    self._look_for_departed()
                 while self._store.check([self._key("claim", claims + 1)]):
                     claims += 1
                     pending.append(int(self._store.get(self._key("claim", claims))))
@@ -345,6 +362,24 @@ class TrafficContract:
             return
         if self.verdict.failure is not None and self._stops:
             self._exit_if_stuck()
+
+    def _look_for_departed(self) -> None:
+        """Fail if this rank has issued a message that a rank did not issue before it left."""
+        reached = self._reached
+        for rank, (last, step) in self._departed().items():
+            if last < reached:
+                text = departure(rank, step, self._rank, self._at(reached))
+                self._fail(self._store.compare_set(f"{self.verdict.key}/error", "", text).decode())
+                return
+
+    def _departed(self) -> dict[int, list[int]]:
+        """The other ranks that have left: number and step of the last message of each."""
+        keys = {rank: self._key("ended", rank) for rank in self._group.global_ranks if rank != self._rank}
+        return {
+            rank: json.loads(self._store.get(key).decode())
+            for rank, key in keys.items()
+            if self._store.check([key])
+        }
 
     def _answer(self, number: int) -> bool:
         """Say for this rank what it has issued as message ``number``; False if it has not come so far."""
@@ -374,8 +409,9 @@ class TrafficContract:
         try:
             self._store.add(f"{self.verdict.key}/read", 1)
             until = time.monotonic() + _VOTE_S
+            readers = comm.get_world_size() - len(self._departed())
             while self._stops and time.monotonic() < until:
-                if self._store.add(f"{self.verdict.key}/read", 0) >= comm.get_world_size():
+                if self._store.add(f"{self.verdict.key}/read", 0) >= readers:
                     break
                 time.sleep(0.02)
         except (RuntimeError, OSError):
@@ -465,6 +501,24 @@ def deviation(issued: Mapping[int, Issued]) -> str:
     return (
         f"traffic_contract: at {when} rank {rank} issues {found.described()}, and {others_issue}; {difference}; every rank "
         "must run the same modules in the same order with the same configuration"
+    )
+
+
+def departure(rank: int, step: int, waiting: int, issued: Issued) -> str:
+    """The sentence about a rank that has left, and a rank whose message needs it.
+
+    Args:
+        rank: that has left.
+        step: of its last message; -1 before the first.
+        waiting: a rank that remains.
+        issued: its message.
+    """
+    place = issued.place
+    last = f"its last message is of step {step}" if step >= 0 else "it has issued no message in a step"
+    return (
+        f"traffic_contract: at step {place.step}, micro-batch {place.micro_batch}, message {place.number} rank {rank} is "
+        f"gone: it has ended its training ({last}), and rank {waiting} issues {issued.message.described()}; every rank must "
+        f"run the same steps; look for an error of rank {rank}, or for a step that it leaves out"
     )
 
 

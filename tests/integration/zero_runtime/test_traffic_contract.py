@@ -271,6 +271,54 @@ def test_a_program_ends_with_the_sentence_and_a_non_zero_exit_code(tmp_path):
     assert time.monotonic() - begin < 60
 
 
+LEAVER = """
+import os, sys
+from pathlib import Path
+import torch
+from torch import nn
+import zero_runtime
+
+leaver, how = int(sys.argv[1]), sys.argv[2]
+rank = int(os.environ["RANK"])
+torch.manual_seed(0)
+engine, *_ = zero_runtime.initialize(model=nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 8)), config={
+    "train_micro_batch_size_per_gpu": 4, "traffic_contract": "stop", "optimizer": {"type": "AdamW"},
+    "zero_optimization": {"stage": 2}})
+try:
+    for step in range(6):
+        if rank == leaver and step == 3:
+            if how == "skips":
+                continue
+            if how == "raises":
+                raise ValueError("no more data")
+            break
+        engine.backward(engine(torch.ones(4, 64)).square().mean())
+        engine.step()
+except zero_runtime.TrafficContractError as error:
+    Path(f"{rank}.txt").write_text(str(error))
+    raise
+if how == "destroys":
+    torch.distributed.destroy_process_group()
+"""
+
+
+@pytest.mark.sampled("ends-1", "raises-0")
+@pytest.mark.parametrize("leaver", [0, 1])
+@pytest.mark.parametrize("how", ["ends", "raises", "skips", "destroys"])
+def test_a_rank_that_is_gone_is_named_on_all_ranks_that_remain(tmp_path, how, leaver):
+    (tmp_path / "train.py").write_text(LEAVER)
+    result = commprof("run", "--nproc", "3", "--out", "run", "train.py", str(leaver), how, cwd=tmp_path)
+    assert result.returncode == (1 if how == "raises" else 2), result.stderr  # of the rank that failed first
+    sentences = {path.stem: path.read_text() for path in tmp_path.glob("?.txt")}
+    assert sorted(sentences) == [str(rank) for rank in range(3) if rank != leaver], result.stderr
+    (sentence,) = set(sentences.values())
+    at, last = (5, 4) if how == "skips" else (3, 2)
+    assert f"traffic_contract: at step {at}, micro-batch 0, message 0 rank {leaver} is gone" in sentence
+    assert f"its last message is of step {last}" in sentence
+    assert sentence in result.stderr
+    assert "Connection closed" not in result.stderr and result.stderr.count("Traceback") == (how == "raises")
+
+
 def test_the_sentence_names_what_most_ranks_do():
     """By hand: rank 2 of 4 has another message; one rank did not say what it has."""
     usual = Message("all_reduce", "gradient_reduce", 3, None, 100, "float32", ("a.weight", "a.bias"))
