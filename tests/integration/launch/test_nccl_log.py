@@ -49,8 +49,8 @@ if text or file is not sys.stdout:
 """
 
 
-def commprof(*words, cwd, **variables):
-    return command.commprof(*words, cwd=cwd, env=ENVIRONMENT | variables)
+def commprof(*words, cwd, new_interpreters=False, **variables):
+    return command.commprof(*words, cwd=cwd, env=ENVIRONMENT | variables, new_interpreters=new_interpreters)
 
 
 @pytest.fixture
@@ -126,7 +126,8 @@ def test_a_file_of_the_users_own_is_copied_and_stays_where_it_is(tmp_path, scrip
     os.utime(own / "nccl.of.yesterday.1", (1, 1))
     done = commprof(
         "run", "--nccl-log", "on", "--nproc", "2", "-o", "run", script,
-        cwd=tmp_path, NCCL_DEBUG_FILE="own/nccl.of.%h.%p", NCCL_DEBUG="INFO", NCCL_DEBUG_SUBSYS="COLL",
+        cwd=tmp_path, new_interpreters=True,  # whose process ids are in the names of the files
+        NCCL_DEBUG_FILE="own/nccl.of.%h.%p", NCCL_DEBUG="INFO", NCCL_DEBUG_SUBSYS="COLL",
     )  # fmt: skip
     asked, *warnings, cost = said(done)
     assert "set " not in asked.replace("as you set it", "")
