@@ -78,6 +78,7 @@ class OptimizerCycle:
 
     A round begins when an optimizer steps that has stepped in this one, or the first one of the round before. It ends when
     those have stepped that step between two steps of the one that began it; in the first round, all that there are.
+    The first step of an optimizer that did not exist in the first round ends an iteration too: a second training begins.
     """
 
     def __init__(self) -> None:
@@ -85,15 +86,20 @@ class OptimizerCycle:
         self._round: set[int] = set()
         self._members: set[int] | None = None
         self._ended = False  # in this round
+        self._existed: set[int] = set()  # in the first round
         self._last: dict[int, int] = {}  # when each optimizer stepped last, in steps of any
         self._time = 0
 
     def ends_with(self, optimizer: int, all_optimizers: Set[int] = frozenset()) -> bool:
-        """Whether the step that ``optimizer`` has just made ends an iteration. At most once in a round.
+        """Whether the step that ``optimizer`` has just made ends an iteration.
+
+        At most once in a round, apart from the first steps of later optimizers.
 
         Args:
             all_optimizers: the optimizers of the program; used in the first round only.
         """
+        self._existed |= all_optimizers
+        is_later = self._ended and optimizer not in self._existed and optimizer not in self._last
         if self._first is None:
             self._first = optimizer
         elif optimizer == self._first or optimizer in self._round:
@@ -103,6 +109,8 @@ class OptimizerCycle:
         self._round.add(optimizer)
         self._time += 1
         self._last[optimizer] = self._time
+        if is_later:
+            return True
         members = all_optimizers if self._members is None else self._members
         if self._ended or not members <= self._round:
             return False
