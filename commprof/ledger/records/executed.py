@@ -24,7 +24,7 @@ _MOST_NAMED: Final = 4
 _PROBED_BYTES: Final = 1024  # any: the model is proportional to it
 _P2P: Final = frozenset({Op.SEND, Op.RECV})
 _LISTING: Final = ("rank", "attempt", "pid", "pg")  # whose collectives a Flight Recorder lists
-_LISTED: Final = (*_LISTING, "seq", "pg_seq", "op", "backend", "backend_method", "group_size")
+_LISTED: Final = (*_LISTING, "seq", "pg_seq", "op", "backend", "backend_method", "group_size", "num_tensors")
 
 
 class Executed(NamedTuple):
@@ -236,10 +236,16 @@ def _newest(
 
 
 def _listed(record: Mapping[str, Any]) -> list[str]:
-    """How gloo lists a record: the operation, and how often: a list reduce_scatter is an all_reduce for each rank."""
+    """How gloo lists a record: the operation, and how often.
+
+    A reduce_scatter is an all_reduce for each of its coalesced tensors, and for each rank where the chunks are a list.
+    """
     op = backends.execution(record["op"], 0, 2).op
-    is_list = record["op"] == Op.REDUCE_SCATTER and record["backend_method"] == "reduce_scatter"
-    return [op] * (record["group_size"] if is_list else 1)
+    if record["op"] != Op.REDUCE_SCATTER:
+        return [op]
+    if record["backend_method"] == "reduce_scatter":
+        return [op] * record["group_size"]
+    return [op] * (record["num_tensors"] if "coalesced" in record["backend_method"] else 1)
 
 
 def _compare_newest(listed: Sequence[str], expected: Sequence[str]) -> tuple[int, int, str | None]:

@@ -476,6 +476,32 @@ def test_an_untrue_flight_list_is_a_mismatch():
     assert "lists reduce where all_reduce is known to run (4 of 5 agree)" in sentence(verdict, "Flight")
 
 
+def test_coalesced_reduce_scatters_are_an_all_reduce_for_each_tensor_in_the_flight_list():
+    run = zero2(steps=1)
+    run.add_collective(
+        "reduce_scatter", payload_bytes=64, num_tensors=3, backend_method="reduce_scatter_single_coalesced"
+    )
+    run.add_collective(
+        "all_gather", payload_bytes=64, num_tensors=2, backend_method="all_gather_single_coalesced"
+    )
+    listed = [
+        "broadcast",
+        "broadcast",
+        "all_reduce",
+        "all_reduce",
+        "all_gather",
+        *["all_reduce"] * 3,
+        "all_gather",
+    ]
+    for number, op in enumerate(listed, 1):
+        run.add(
+            "flight", rank=0, attempt=0, pid=1000, pg="0", seq=number, op_id=number, is_p2p=False,
+            name=f"gloo:{op}", op=op,
+        )  # fmt: skip
+    found = api.verify(run.open())
+    assert "agrees on 9 of 9" in found.sources["executed"] and not found.disagreements
+
+
 def test_the_command_says_it_all_within_100_columns(capsys, tmp_path):
     run = zero2().write(tmp_path / "run")
     assert execute(["verify", str(run)]) == 0
