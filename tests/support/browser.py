@@ -110,7 +110,7 @@ def browser() -> Iterator[Any]:
 
 
 class Watched:
-    """A page whose requests, console errors and uncaught exceptions are kept, until it is closed.
+    """A page whose requests, console errors, warnings of its tables and uncaught exceptions are kept, until it is closed.
 
     With ``free`` it is added to that list when it is closed, without anything that the next test could see.
     """
@@ -123,7 +123,10 @@ class Watched:
         self._listeners: dict[str, Any] = {
             "request": lambda request: self.requests.append(request.url),
             "pageerror": lambda error: self.errors.append(f"exception: {error}"),
-            "console": lambda line: line.type == "error" and self.errors.append(f"console: {line.text}"),
+            "console": lambda line: (
+                (line.type == "error" or "AG Grid" in line.text)
+                and self.errors.append(f"console: {line.text}")
+            ),
             "response": lambda answer: (
                 answer.status >= 400 and self.errors.append(f"{answer.status}: {answer.url}")
             ),

@@ -135,6 +135,7 @@ def _grid(asked: Asked) -> Component:
             "floatingFilter": True,
             "suppressMovable": False,
             "minWidth": 76,
+            "sortingOrder": ["asc", "desc", None],
         },
         dashGridOptions={
             "cacheBlockSize": _BLOCK,
@@ -144,7 +145,6 @@ def _grid(asked: Asked) -> Component:
             "ensureDomOrder": True,
             "enableCellTextSelection": True,
             "tooltipShowDelay": 400,
-            "sortingOrder": ["asc", "desc", None],
             "suppressMultiSort": True,
         },
         style={"height": "68vh", "minHeight": "360px"},
@@ -159,7 +159,6 @@ def column_definitions(shown: tuple[str, ...], sort: str | None) -> list[dict[st
             "field": "link",
             "headerName": "Timeline",
             "cellRenderer": "markdown",
-            "linkTarget": "_self",
             "sortable": False,
             "filter": False,
             "width": 92,
