@@ -153,7 +153,7 @@ def _summary(
         cards.tile(
             "Wire bytes per step",
             api.format_bytes(sent["wire_bytes_per_step"].sum()) if len(sent) else "none",
-            "mean over all ranks of the job, as the backend runs it",
+            "mean over all ranks of the job",
         ),
         cards.tile("Final loss", _or_none(facts["final_loss"], "{:.5g}".format), "last step that has one"),
         *_pipeline(facts),
