@@ -54,6 +54,7 @@ __all__ = [
     "Row",
     "WorldOutcome",
     "as_json",
+    "batch_follows_ranks",
     "combinations",
     "compare",
     "histogram",
@@ -73,6 +74,7 @@ __all__ = [
 WHOLE_CONFIG: Final = "the config"  # the label of a setting without --set
 BACKENDS: Final = ("nccl", "gloo")
 PLACES: Final = ("device", "host", "disk")
+_BATCH_KEYS: Final = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 UNUSED_COMPUTE: Final = (
     "the time of computation (--step-compute, --recorded) is not used: steps have different numbers of samples, "
     "so ranks compute for different times"
@@ -356,7 +358,12 @@ def traffic(plan: Plan, row: Row) -> list[Traffic]:
 
 
 def over_worlds(plan: Plan, config: Mapping[str, Any], worlds: Iterable[int]) -> list[WorldOutcome]:
-    """Predict ``config`` of a setting of ``plan`` for each number of ranks, on hosts of as many ranks as in the plan."""
+    """Predict ``config`` of a setting of ``plan`` for each number of ranks, on hosts of as many ranks as in the plan.
+
+    If :func:`batch_follows_ranks`, its ``train_batch_size`` holds for the plan's own number of ranks only.
+    """
+    if batch_follows_ranks(config):
+        config = {key: value for key, value in config.items() if key != "train_batch_size"}
     outcomes = []
     for world in worlds:
         hosts = Hosts(max(1, world // plan.hosts.ranks), min(plan.hosts.ranks, world))
@@ -374,6 +381,11 @@ def over_worlds(plan: Plan, config: Mapping[str, Any], worlds: Iterable[int]) ->
         )
         outcomes.append(WorldOutcome(world, dict(wire), found.parts, found.peak, timed, found.note))
     return outcomes
+
+
+def batch_follows_ranks(config: Mapping[str, Any]) -> bool:
+    """Whether ``config`` sets all three batch sizes, which multiply at one number of ranks only."""
+    return all(type(config.get(key)) is int for key in _BATCH_KEYS)
 
 
 def _check_messages(name: str, config: Mapping[str, Any], job: Job, most: int) -> None:

@@ -389,6 +389,25 @@ def test_a_setting_that_needs_several_ranks_begins_later(tmp_path):
     assert "Not at 1, 2, 4 ranks" in text_of(page)
 
 
+def test_the_batch_grows_with_the_ranks_where_all_three_batch_sizes_are_set(tmp_path, capsys):
+    sizes = {"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 1}
+    fields = {"model": "params:1e8", "world": "16", "set": ""}
+    page = draw(tmp_path, config=json.dumps({**CONFIG, **sizes, "train_batch_size": 64}), **fields)
+    drawn = {
+        trace.name: dict(zip(trace.x, trace.y, strict=True))
+        for trace in figures_of(page)["plan-traffic"].data
+    }
+    assert list(drawn["gradient_reduce"]) == [1 << power for power in range(15)]
+    for world in (2, 64):
+        (setting,) = printed(tmp_path, capsys, world, config={**CONFIG, **sizes})
+        (row,) = [row for row in setting["traffic"] if row["purpose"] == "gradient_reduce"]
+        assert drawn["gradient_reduce"][world] == row["wire_bytes_per_rank"]
+    assert "train_batch_size grows with the ranks" in text_of(page) and "Not at" not in text_of(page)
+
+    page = text_of(draw(tmp_path, config=json.dumps({**CONFIG, **sizes, "train_batch_size": 32}), **fields))
+    assert "train_batch_size 32 != micro-batch 4" in page and "This cannot be planned" in page
+
+
 def test_the_messages_of_deepspeed_are_those_of_the_command(tmp_path, capsys):
     reduction = {"zero_optimization": {"stage": 2, "gradient_reduction": "reduce_scatter"}}
     config = CONFIG | reduction

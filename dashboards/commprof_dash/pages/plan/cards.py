@@ -129,7 +129,7 @@ def traffic(curves: Curves, label: str, world: int, scheme: Scheme) -> Component
         "plan-traffic",
         title,
         f"{label}: wire bytes that a rank sends per step (modelled), from 1 to 16,384 ranks. The dotted line is at "
-        f"{world:,}.{_gaps(curves)}",
+        f"{world:,}.{_batch(curves)}{_gaps(curves)}",
         charts.traffic_over_worlds(curves.traffic, world, scheme),
         curves.traffic,
         [
@@ -156,7 +156,8 @@ def memory(curves: Curves, label: str, world: int, capacity: int | None, scheme:
     return cards.figure_card(
         "plan-memory",
         title,
-        f"{label}: bytes on the device of a rank, from 1 to 16,384 ranks. {at_once}{elsewhere}{_gaps(curves)}",
+        f"{label}: bytes on the device of a rank, from 1 to 16,384 ranks. {at_once}{elsewhere}"
+        f"{_batch(curves)}{_gaps(curves)}",
         charts.memory_over_worlds(curves.memory, world, capacity, scheme),
         curves.memory,
         [
@@ -183,7 +184,7 @@ def times(curves: Curves, label: str, world: int, is_narrowed: bool, scheme: Sch
         "plan-times",
         "Time of a step",
         f"{label}: the messages of the slowest rank, one after another; with a time of computation also the bounds of the "
-        f"step{', narrowed by the recorded run' * is_narrowed}.",
+        f"step{', narrowed by the recorded run' * is_narrowed}.{_batch(curves)}",
         charts.times_over_worlds(curves.times, world, is_narrowed, scheme),
         curves.times,
         [
@@ -247,6 +248,12 @@ def sent(frame: pd.DataFrame, label: str, world: int) -> Component:
 
 def _about(exact: Any) -> str:
     return "exact" if exact else "about"
+
+
+def _batch(curves: Curves) -> str:
+    """What the figures assume of a config whose batch sizes multiply at one number of ranks only."""
+    grows = " train_batch_size grows with the ranks: micro-batch and accumulation are those of the config."
+    return grows * curves.batch_follows_ranks
 
 
 def _gaps(curves: Curves) -> str:

@@ -409,12 +409,14 @@ class Curves(NamedTuple):
             the most on its device at once, with its ``peak_phase``; these are the same for all kinds, or null.
         times: columns ``world``, ``communication_ns``, ``step_least_ns``, ``step_most_ns``; empty where they are not known.
         gaps: why numbers of ranks are missing.
+        batch_follows_ranks: ``train_batch_size`` is not that of the config but grows with the ranks.
     """
 
     traffic: pd.DataFrame
     memory: pd.DataFrame
     times: pd.DataFrame
     gaps: dict[int, str]
+    batch_follows_ranks: bool
 
 
 def curves(answer: Planned, row: plan_api.Row) -> Curves:
@@ -451,6 +453,7 @@ def curves(answer: Planned, row: plan_api.Row) -> Curves:
         pd.DataFrame(memory, columns=["world", "kind", *held, "peak_bytes", "peak_phase"]),
         pd.DataFrame(times, columns=["world", "communication_ns", "step_least_ns", "step_most_ns"]),
         gaps,
+        plan_api.batch_follows_ranks(row.prediction.config),
     )
 
 
