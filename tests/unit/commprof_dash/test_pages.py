@@ -3,6 +3,7 @@
 import json
 import os
 import sys
+from dataclasses import replace
 
 import pytest
 from dash import dcc
@@ -15,6 +16,7 @@ from commprof_dash.app import create_app, draw_page, find_page
 from commprof_dash.components.graph import GRAPH_CONFIG
 from commprof_dash.data import Runs
 from commprof_dash.pages import PAGES
+from commprof_dash.pages.overview import data as overview_data
 from commprof_dash.pages.runs.data import KnownFacts, range_text, read_some, table_rows
 from support.runs import SyntheticRun
 
@@ -272,6 +274,20 @@ def test_a_run_before_its_first_collective_lacks_nothing_yet(tmp_path, monkeypat
     text = text_of(draw(tmp_path, "/overview?run=begun"))
     assert "No records yet" in text and "the first collective appears here" in text
     assert "What is missing" not in text and "was killed before that" not in text
+
+
+@pytest.mark.parametrize(
+    ("whole_steps", "told"), [(0, "The ledger is not closed yet"), (3, "Ledger does not close so far")]
+)
+def test_the_step_under_way_of_a_live_run_is_no_verdict(tmp_path, monkeypatch, whole_steps, told):
+    """Beside "No records yet" a page said that the ledger does not close: half of the first step had been sent."""
+    write_run(tmp_path / "run")
+    answers, closed = Runs.overview, overview_data.verdict
+    live = {"state": "running", "whole_steps": whole_steps}
+    monkeypatch.setattr(Runs, "overview", lambda *of: answers(*of) | live)
+    monkeypatch.setattr(overview_data, "verdict", lambda *of: replace(closed(*of), state="mismatch"))
+    text = text_of(draw(tmp_path, "/overview"))
+    assert told in text and text.count("Ledger does not close") == told.count("Ledger does not close")
 
 
 def test_changes_are_predicted_once_a_run_has_ended(tmp_path, monkeypatch):

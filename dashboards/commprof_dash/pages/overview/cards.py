@@ -36,6 +36,8 @@ _CHANGES: Final = "Changes worth trying"
 def verdict(ledger: api.Verdict, facts: Mapping[str, Any]) -> Component:
     """The ledger in lines: how much is accounted for, and what was requested and issued; all sentences in a fold."""
     chip, severity = _STATES[str(ledger.state)]
+    if severity == "error" and facts["state"] == "running":
+        chip, severity = "Ledger does not close so far", "warning"  # the step under way counts as it is
     reduction = overview_data.reduction(ledger)
     listed = html.Ul([html.Li(text) for text in ledger.sentences], className="sentences")
     return html.Div(
@@ -74,7 +76,7 @@ def verdict_to_come(facts: Mapping[str, Any]) -> Component:
 
 
 def verdict_of_no_end(facts: Mapping[str, Any]) -> Component:
-    """Placeholder for the verdict of a large run that is still being recorded."""
+    """Placeholder for the verdict of a run that is still being recorded, and is large or has no step that ended."""
     return messages.line(
         "The ledger is not closed yet",
         f"The run is still being recorded and has {facts['records']:,} records so far. For these, in a terminal: "

@@ -163,7 +163,8 @@ def _summary(
 
 
 def _verdict(runs: Runs, name: str, facts: Mapping[str, Any]) -> Component:
-    if facts["records"] > overview_data.MOST_RECORDS and runs.is_going([name]):
+    is_early = facts["state"] == "running" and not facts["whole_steps"]
+    if is_early or (facts["records"] > overview_data.MOST_RECORDS and runs.is_going([name])):
         return overview_cards.verdict_of_no_end(facts)
     ledger = overview_data.verdict(runs, name, facts["records"])
     if ledger is None:
