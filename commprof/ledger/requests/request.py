@@ -594,7 +594,8 @@ def _as_estimate(row: Expectation, there: int) -> Expectation:
     """``row``, of gathers, as an estimate of at least what it says but for the ``there`` bytes that are gathered already."""
     if row.purpose != Purpose.PARAMETER_GATHER:
         return row
-    return row._replace(exact=False, bytes_exact=False, least_bytes=max(0, row.least_bytes - there))
+    least = max(0, row.least_bytes - there)
+    return row._replace(exact=False, bytes_exact=False, least_bytes=least, most_bytes=None, estimate="")
 
 
 def _backend(tables: Iterable[pa.Table]) -> str:

@@ -57,7 +57,11 @@ def add_frozen(model):
     model.pooler = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
 
 
-CHANGES = {"resized": resize, "new head": replace_head, "frozen pooler": add_frozen}
+def freeze(model):
+    model.hidden.requires_grad_(False)
+
+
+CHANGES = {"resized": resize, "new head": replace_head, "frozen pooler": add_frozen, "frozen layer": freeze}
 
 
 def made(how, config):
@@ -150,6 +154,12 @@ def test_a_frozen_module_that_never_runs_is_not_missing():
         return [{**row, "payload_bytes": row["payload_bytes"] + 2 * pooler} if is_gather else row]
 
     assert str(verify(Changed(run, longer)).state) == "mismatch"
+
+
+def test_a_frozen_module_that_runs_after_an_early_evaluation():
+    """Gathers that follow no order of modules have no upper bound; with frozen parameters they had one."""
+    verdict = verify(recorded("frozen layer", evaluations=1, threshold=0))
+    assert (str(verdict.state), verdict.unexplained) == ("closed", ()), verdict
 
 
 @pytest.mark.sampled
