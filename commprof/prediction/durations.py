@@ -24,6 +24,8 @@ REACH: Final = 2.0  # a size this many times beyond the measured ones is still p
 WITH_CALIBRATION: Final = "give the file with --calibration"  # what to do about a setting of unknown messages
 _NEAR: Final = 1.2
 _LATENCY_BYTES: Final = 65_536  # whose transfer takes about as long as the latency of a message
+_SMALL: Final = 4096  # bytes of a message whose time is latency, in the lower decile of those times
+_LEAST: Final = 0.1
 _FILLS_LINK: Final = 2**20  # bytes of a message whose time is transfer rather than latency
 _FILLING: Final = (
     str(Op.ALL_REDUCE),
@@ -323,14 +325,17 @@ class Durations:
         return self._link.rate * _GOODPUT / max(rates)
 
     def _latency(self, kind: Kind) -> float:
-        """The median time of the smallest messages of the group, in ns."""
-        others = [
-            (size, times)
+        """The lower decile of the times of the group's smallest messages, in ns.
+
+        Their median is too long: on slow links such a message waits behind the last bytes of the transfer before it.
+        """
+        small = [
+            float(np.quantile(times.max(axis=1), _LEAST))
             for other, each in self._sizes.items()
             if other.ranks == kind.ranks
             for size, times in each.items()
+            if size <= _SMALL
         ]
-        small = [typical(times) for size, times in others if size <= 4096]
         return min(small, default=0.0)
 
     def _refusal(self, kind: Kind, size: int) -> str:

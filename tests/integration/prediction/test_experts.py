@@ -96,6 +96,7 @@ def compare(run, setting, same):
         (2, {"experts.ep_size": 1}, (1,)),
         (1, {"experts.ep_size": 2}, (2,)),
         (4, {"experts.ep_size": 1}, (1,)),
+        (4, {"experts.ep_size": 2}, (2,)),
         (2, {"experts.ep_size": 4, "experts.capacity_factor": 2.0}, (4, 2.0)),
     ],
 )

@@ -188,6 +188,14 @@ def test_links_change_the_transfer_and_not_the_latency():
     assert changed(factor=1000.0, cpu_per_byte=0.5) == pytest.approx((1 + 4) * MS, rel=0.01)
 
 
+def test_what_small_messages_wait_for_others_is_no_latency():
+    times = {
+        (Kind("all_reduce", 2), 4): MS * np.array([[each, each] for each in (1.0, 1.0, *[5.0] * 8)]),
+        (Kind("all_reduce", 2), 8_000_000): np.full((10, 2), 9.0 * MS),
+    }
+    assert typical(Durations(times, link=Link(4.0)).of(message(8_000_000)).times) == pytest.approx(3 * MS)
+
+
 def test_nearly_equal_sizes_are_one_point():
     assert interpolated({1000: 5.0, 1001: 9.0, 2000: 14.0}, 3000) == pytest.approx(21.0, rel=0.01)
 
