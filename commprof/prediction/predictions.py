@@ -68,7 +68,7 @@ _WIDE_ERROR: Final = 0.02  # above which a note says so
 _Z: Final = 1.2816  # an 80 % interval of a normal distribution
 # Standard deviations relative to the step, measured on the development runs: docs/predict.md.
 OF_A_RUN: Final = 0.05  # of two runs with the same messages
-OF_THE_MODEL: Final = 0.062  # what the model leaves out
+OF_THE_MODEL: Final = 0.025  # what the model leaves out
 _BETWEEN_RUNS: Final = float(np.hypot(OF_A_RUN, OF_THE_MODEL))
 _OF_CALIBRATION: Final = 0.03
 _OF_LINKS: Final = 0.05
