@@ -103,6 +103,7 @@ class Groups:
             str, tuple[str, tuple[int, int]]
         ] = {}  # see :meth:`renew`: by torch's name of the group
         self._all: list[Group] = []
+        self._unnamed = 0
         self._on_new = on_new
         self._on_forget = on_forget
 
@@ -114,9 +115,13 @@ class Groups:
             return group
         name = pg.group_name
         group = self._by_name.get(name)
+        if group is not None and (group.rank, group.size) != (pg.rank(), pg.size()):
+            self.retire(name)  # by a function that the program had imported by name before recording began
+            group = None
         if group is None:
-            group = self._read(pg, name)
-            self._by_name[name] = group
+            group = self._read(pg, name or self._own_name())
+            if name:
+                self._by_name[name] = group
             self._all.append(group)
             self._on_new(group, pg)
         self._references[address] = weakref.ref(pg, lambda _: self._forget(address))
@@ -141,6 +146,11 @@ class Groups:
         self.known.pop(address, None)
         self._references.pop(address, None)
         self._on_forget(address)
+
+    def _own_name(self) -> str:
+        """The name of a ProcessGroup that its program made itself and did not name: each is a group of its own."""
+        self._unnamed += 1
+        return f"unnamed:{self._unnamed}"
 
     def unique_name(self, name: str) -> str:
         """The name under which the group that torch calls ``name`` now is recorded."""
@@ -174,7 +184,7 @@ class Groups:
             The group that it was until now, if it had issued anything.
         """
         name = pg.group_name
-        group = self._by_name.pop(name, None)
+        group = self._by_name.pop(name, None) if name else self.known.get(id(pg))
         _, first = self._renewed.get(name, ("", before))
         self._renewed[name] = f"{name}@{communicator}", first
         if group is not None:

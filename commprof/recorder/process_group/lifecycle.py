@@ -95,8 +95,10 @@ class GroupLifecycle:
         @functools.wraps(original)
         def destroy_process_group(*args: Any, **kwargs: Any) -> Any:
             name = None
+            group = kwargs.get("group", args[0] if args else None)
+            if group == dist.GroupMember.NON_GROUP_MEMBER:  # nothing is destroyed on this rank
+                return original(*args, **kwargs)
             try:
-                group = kwargs.get("group", args[0] if args else None)
                 if group is not None and group is not dist.GroupMember.WORLD:
                     name = group.group_name
                 self._before_destroy(name, has_peers)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FakeProcessGroup
 from torch.distributed import distributed_c10d as c10d
 
+from commprof import hooks
 from commprof.trace.reader import open_run
 from support.ranks import run_ranks
 from support.recording import calls, record
@@ -47,6 +50,76 @@ def test_one_aborted_group_leaves_the_others_as_they_were(tmp_path):
     assert [row[1:] for row in rows] == [(0, 8), (0, 0), (1, 16), (0, 8), (2, 0), (3, 16)]
     assert len({row[0] for row in rows}) == 3
     assert run.health.unseen == 0
+
+
+def test_a_rank_that_is_no_member_of_a_destroyed_group_keeps_its_groups(tmp_path, capfd):
+    def body(rank, world):
+        group = dist.new_group([0])
+        dist.all_reduce(torch.ones(2))
+        dist.destroy_process_group(group)
+        for step in range(2):
+            hooks.step(step)
+            dist.all_reduce(torch.ones(2))
+
+    run, _ = record(tmp_path / "run", 2, body)
+    name = calls(run, 0, "pg")[0]
+    for rank in range(2):
+        rows = calls(run, rank, "pg", "pg_seq", "layer")
+        assert rows == [(name, number, "process_group") for number in range(3)]
+    assert run.health.unseen == 0
+    assert "could not be recorded" not in capfd.readouterr().err
+
+
+def test_groups_without_a_name_are_groups_of_their_own(tmp_path):
+    """As a program makes them itself, beside those of torch.distributed: torchft does."""
+
+    def body(rank, world):
+        def make(prefix, size):
+            store = dist.PrefixStore(prefix, dist.FileStore(str(tmp_path / "groups"), world))
+            group = dist.ProcessGroup(store, rank, size)
+            group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+            backend = dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=60))
+            group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
+            return group
+
+        all_ranks, pair = make("all", world), make("pair", 2) if rank < 2 else None
+        for number in range(2):
+            all_ranks.allreduce([torch.ones(2)]).wait()
+            if pair is not None:
+                pair.allreduce([torch.ones(4 + number)]).wait()
+
+    run, _ = record(tmp_path / "run", WORLD, body)
+    for rank in range(WORLD):
+        rows = calls(run, rank, "pg", "pg_seq", "payload_bytes", "group_size")
+        of_all = [("unnamed:1", 0, 8, 3), ("unnamed:1", 1, 8, 3)]
+        of_pair = [("unnamed:2", 0, 16, 2), ("unnamed:2", 1, 20, 2)]
+        assert sorted(rows) == of_all + (of_pair if rank < 2 else [])
+
+
+def test_a_group_that_was_destroyed_unnoticed_is_not_the_next_of_its_name(tmp_path):
+    destroy = dist.destroy_process_group  # as a program has it that imported the name before recording began
+
+    def body(rank, world):
+        import commprof
+
+        commprof.attach(tmp_path / "run")
+        for size in (2, 1):
+            if rank < size:
+                store = dist.FileStore(str(tmp_path / f"store-{size}"), size)
+                dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+                dist.all_reduce(torch.ones(2))
+                dist.barrier()
+                destroy()
+        commprof.detach()
+
+    run_ranks(2, body, process_group=False)
+    run = open_run(tmp_path / "run")
+    assert calls(run, 0, "pg", "pg_seq", "group_ranks") == [
+        ("0", 0, "0-1"),
+        ("0", 1, "0-1"),
+        ("0#2", 0, "0"),
+        ("0#2", 1, "0"),
+    ]
 
 
 def train_after_an_abort(rank: int, world: int, run: str, store: str) -> str:
