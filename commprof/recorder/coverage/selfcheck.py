@@ -51,8 +51,8 @@ class SelfCheck:
 
     def stop(self, name: str | None = None) -> None:
         """The group called ``name`` (None: every group) or recording is about to end: hooks count no longer."""
-        for pg in live_groups() if self._watched else ():
-            if pg.group_name in self._watched and name in (None, pg.group_name):
+        for pg in live_groups(name) if self._watched else ():
+            if pg.group_name in self._watched:
                 self._watched.discard(pg.group_name)
                 unwatch(pg)
 
@@ -84,9 +84,9 @@ class SelfCheck:
 
         The last time, nobody needs to be told of it.
         """
-        for pg in live_groups():
+        for pg in live_groups(only):
             name = pg.group_name
-            if name in self._silent or only not in (None, name):
+            if name in self._silent:
                 continue
             group = self._groups.find(pg)
             own, expected = self._counted(pg, group)

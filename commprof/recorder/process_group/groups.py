@@ -22,6 +22,7 @@ class Group:
 
     __slots__ = (
         "accelerated",
+        "addresses",
         "backends",
         "coalesce_id",
         "collectives",
@@ -52,6 +53,7 @@ class Group:
         self.rank = rank
         self.size = len(ranks) if size is None else size
         self.backends = backends
+        self.addresses: set[int] = set()  # of its live ProcessGroups, in :class:`Groups`
         self.accelerated = False  # it has carried tensors of a GPU
         self.collectives = itertools.count()  # issue order, collectives
         self.messages = itertools.count()  # issue order, sends and receives
@@ -126,6 +128,7 @@ class Groups:
             self._on_new(group, pg)
         self._references[address] = weakref.ref(pg, lambda _: self._forget(address))
         self.known[address] = group
+        group.addresses.add(address)
         return group
 
     def named(self, name: str) -> Group:
@@ -143,7 +146,9 @@ class Groups:
         self._on_new(group, None)
 
     def _forget(self, address: int) -> None:
-        self.known.pop(address, None)
+        group = self.known.pop(address, None)
+        if group is not None:
+            group.addresses.discard(address)
         self._references.pop(address, None)
         self._on_forget(address)
 
@@ -192,7 +197,7 @@ class Groups:
         return group
 
     def _forget_group(self, group: Group) -> None:
-        for address in [a for a, known in self.known.items() if known is group]:
+        for address in list(group.addresses):
             self._forget(address)
 
     def _read(self, pg: Any, name: str) -> Group:
@@ -235,6 +240,15 @@ def backends_by_device(pg: Any) -> dict[str, str]:
     return backends
 
 
-def live_groups() -> list[Any]:
-    """Every ProcessGroup of this process that torch has registered. For the moment only: never keep one."""
-    return list(c10d._world.pg_names)
+def live_groups(name: str | None = None) -> list[Any]:
+    """Every ProcessGroup of this process that torch has registered, or the one called ``name``, if there is one.
+
+    For the moment only: never keep one.
+    """
+    if name is None:
+        return list(c10d._world.pg_names)
+    try:  # among thousands of groups, a search takes as long as hundreds of collectives
+        pg: Any = _resolve_process_group(cast("c10d.GroupName", name))
+    except RuntimeError:
+        return []
+    return [pg] if pg in c10d._world.pg_names else []

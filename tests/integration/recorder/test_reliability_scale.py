@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.data import DataLoader, Dataset
 
+from commprof.recorder.process_group.groups import live_groups
 from commprof.trace.reader import open_run
 from support.logged_training import Log, issued, results, train
 from support.ranks import run_ranks
@@ -47,7 +48,10 @@ def test_thousands_of_groups(tmp_path):
             dist.all_reduce(tensor, group=group)
             dist.broadcast(tensor, 0, group=group)
             if number % 2:
+                name = group.group_name
+                assert live_groups(name) == [group]
                 dist.destroy_process_group(group)
+                assert live_groups(name) == []
         commprof.detach()
         return 1
 

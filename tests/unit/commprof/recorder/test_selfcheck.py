@@ -39,7 +39,9 @@ class FakeJournal:
 def checked(monkeypatch):
     """A group on NCCL, torch's object for it, and what compares their numbers."""
     group, pg = Group("0", None, [0, 1], 0, {"cuda": "nccl"}), FakeProcessGroup()
-    monkeypatch.setattr(selfcheck, "live_groups", lambda: [pg])
+    monkeypatch.setattr(
+        selfcheck, "live_groups", lambda name=None: [pg] if name in (None, pg.group_name) else []
+    )
     return group, pg, SelfCheck(FakeJournal(), FakeGroups(group), lambda group: None)
 
 
@@ -68,6 +70,16 @@ def test_a_gap_is_found_after_a_call_that_raised(checked):
     assert group.unseen == 1
 
 
+def test_of_a_group_that_is_about_to_go_no_other_is_looked_at(checked, monkeypatch):
+    """Thousands of groups may go one by one."""
+    group, pg, check = checked
+    asked = []
+    monkeypatch.setattr(selfcheck, "live_groups", lambda name=None: asked.append(name) or [pg])
+    pg.number += 1
+    check.run(only="0")
+    assert (asked, group.unseen) == (["0"], 1)
+
+
 class HookedProcessGroup(FakeProcessGroup):
     """As of torch 2.14, with a backend that does not number what it issues."""
 
@@ -93,7 +105,9 @@ class HookedProcessGroup(FakeProcessGroup):
 def hooked(monkeypatch):
     """As :func:`checked`, of a group whose backend is not known."""
     group, pg = Group("0", None, [0, 1], 0, {"cpu": "mine"}), HookedProcessGroup()
-    monkeypatch.setattr(selfcheck, "live_groups", lambda: [pg])
+    monkeypatch.setattr(
+        selfcheck, "live_groups", lambda name=None: [pg] if name in (None, pg.group_name) else []
+    )
     monkeypatch.setattr(dispatch_hooks, "_NO_COLLECTIVES", frozenset({"SPLIT"}))
     check = SelfCheck(FakeJournal(), FakeGroups(group), lambda group: None)
     check.add(group, pg)
@@ -149,6 +163,8 @@ def test_hooks_are_taken_out_where_the_group_or_recording_ends(hooked):
 
 def test_a_group_whose_number_can_be_compared_gets_no_hook(monkeypatch):
     group, pg = Group("0", None, [0, 1], 0, {"cpu": "gloo"}), HookedProcessGroup()
-    monkeypatch.setattr(selfcheck, "live_groups", lambda: [pg])
+    monkeypatch.setattr(
+        selfcheck, "live_groups", lambda name=None: [pg] if name in (None, pg.group_name) else []
+    )
     SelfCheck(FakeJournal(), FakeGroups(group), lambda group: None).add(group, pg)
     assert not pg.hooks and group.dispatched is None
