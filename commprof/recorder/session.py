@@ -108,7 +108,7 @@ class Session:
             self.selfcheck.start()
         self.window.start(hooks.position.step)
         if self.window.is_open:
-            self.interception.install()
+            self.interception.install(forked)
         self.lifecycle.install()
         hooks.listen(self)
         self.frameworks.install()

@@ -80,8 +80,13 @@ class Interception:
     def _forget(self, address: int) -> None:
         self.wrappers.forget(address)
 
-    def install(self) -> None:
-        """Install every layer. Wrappers of other code stay below ours."""
+    def install(self, forked: bool = False) -> None:
+        """Install every layer. Wrappers of other code stay below ours.
+
+        Args:
+            forked: in a forked child. The reducers that it inherits cannot reduce there, and to look for them would copy
+                every page of the parent's objects, in each worker of a data loader.
+        """
         if not self._is_trial:
             self._heed_trial()
         if self._wants_complete:
@@ -102,7 +107,7 @@ class Interception:
                     "c10d are recorded"
                 )
                 self.complete()
-            elif live_groups() and reducer_is_alive():
+            elif not forked and live_groups() and reducer_is_alive():
                 self._record_cpp_issuers()
         self._wrap_methods(Backend, self._backend_wrappers.wrap)
         self._graphs.install(torch.cuda.CUDAGraph)

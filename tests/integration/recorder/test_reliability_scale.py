@@ -170,6 +170,27 @@ def test_a_fork_in_the_middle_goes_its_own_way(tmp_path):
     assert len(run.manifest.ranks) == 1 and run.health.state == "complete"
 
 
+def test_a_forked_child_of_an_armed_process_does_not_touch_all_objects_of_its_parent(tmp_path, monkeypatch):
+    """The kernel would copy their pages: for the workers of a data loader under ``commprof run``, in each epoch."""
+
+    def body(rank: int, world: int) -> bool:
+        from commprof.recorder.session import arm, current, detach
+
+        fake_rank()
+        arm(tmp_path / "run")
+        dist.all_reduce(torch.ones(4))
+        looks: list[int] = []
+        all_objects = gc.get_objects
+        monkeypatch.setattr(gc, "get_objects", lambda: looks.append(1) or all_objects())
+        pid = os.fork()
+        if pid == 0:
+            os._exit(1 if looks or current() is None else 0)
+        detach()
+        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+    assert run_ranks(1, body, process_group=False) == [True]
+
+
 class Numbers(Dataset):
     def __len__(self) -> int:
         return 60
