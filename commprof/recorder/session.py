@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from multiprocessing import util as multiprocessing_util
+from pathlib import Path
 from typing import Any, Final
 
 from commprof import hooks
@@ -95,7 +96,8 @@ class Session:
         self.clock_offsets = ClockOffsets(self.journal, self._clock_meeting)
         self.frameworks = Frameworks(self.journal, self.steps, self.interception.stalls)
         self.interception.kernels.tagger = self.frameworks.explain
-        self.out = out
+        self._folder = _working_directory()  # a program may change it before its ranks are known
+        self.out = self._folder / out if out else None
         self._refused: str | None = None  # why no file could be opened
         self._lock = threading.RLock()
 
@@ -165,7 +167,7 @@ class Session:
             _first_seq[0] += totals["records"]
         self._complain(identity.rank, totals["lost"], totals["stopped_reason"])
         if self.speaks and not self.out and identity.rank == 0:
-            place = os.path.relpath(self.opened.directory)
+            place = _relative(self.opened.directory)
             say(
                 f"recorded {records.kept} collectives of rank 0 into {place}  next: {command_line('report', place)}"
             )
@@ -353,7 +355,7 @@ class Session:
         rank = this_rank()
         directory = None
         try:
-            directory = find_directory(self.out, rank)
+            directory = find_directory(self.out, rank, self._folder)
             self.opened = open_files(directory, rank, _first_seq[0], self.sums)
         except OSError as error:
             self._refused = error.strerror or str(error)
@@ -380,6 +382,21 @@ class Session:
 
 def _makes_sums(options: Options) -> bool:
     return options.aggregate or options.max_bytes is not None
+
+
+def _working_directory() -> Path:
+    try:
+        return Path.cwd()
+    except OSError:  # it was deleted; an absolute path does not need it
+        return Path()
+
+
+def _relative(directory: Path) -> str:
+    """``directory`` as a person would type it."""
+    try:
+        return os.path.relpath(directory)
+    except OSError:  # the working directory was deleted
+        return str(directory)
 
 
 def say(text: str) -> None:

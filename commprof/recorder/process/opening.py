@@ -58,18 +58,22 @@ def _number(text: str | None, default: int) -> int:
     return int(text) if text is not None and text.isdigit() else default
 
 
-def find_directory(out: str | os.PathLike[str] | None, rank: Rank) -> Path:
+def find_directory(out: str | os.PathLike[str] | None, rank: Rank, folder: Path) -> Path:
     """The run directory: ``out``, else COMMPROF_RUN, else one below ``traces/`` that all ranks of a launcher share.
 
     Where the launcher gave the job a name, all ranks know it, on every host. Else the ranks of one launcher have one
     parent, and the moment at which it started names the run for all of them. A shell may be the parent of one job after
     another, and a name may be given again, so a directory that holds this rank already (of another process, and not of an
     earlier attempt) is another job's: the next number is taken, by every rank alike.
+
+    Args:
+        folder: the working directory when recording was requested, which relative paths are relative to. The program may
+            have changed it since, each rank to another one.
     """
     chosen = out or os.environ.get(RUN_VARIABLE)
     if chosen:
-        return Path(chosen).absolute()
-    first = (TRACES / _shared_name(rank)).absolute()
+        return (folder / chosen).absolute()
+    first = (folder / TRACES / _shared_name(rank)).absolute()
     number, candidate = 1, first
     while _belongs_to_another_job(candidate, rank) or not _is_claimed(candidate, rank):
         number += 1

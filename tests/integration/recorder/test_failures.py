@@ -154,6 +154,36 @@ def test_a_directory_that_cannot_be_made_is_one_line(tmp_path, capfd):
     assert "Traceback" not in errors and blocked.read_text() == "not a directory"
 
 
+@pytest.mark.parametrize("out", ["run", None])
+def test_ranks_that_change_their_working_directory_share_the_one_where_recording_was_requested(
+    tmp_path, capfd, out
+):
+    from commprof.trace.directory import find_runs
+    from commprof.trace.reader import open_run
+
+    def body(rank, world):
+        import commprof
+
+        os.chdir(tmp_path)
+        commprof.attach(out)
+        elsewhere = tmp_path / f"elsewhere-{rank}"
+        elsewhere.mkdir()
+        os.chdir(elsewhere)
+        store = dist.FileStore(str(tmp_path / "store"), world)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+        issue(2)
+        elsewhere.rmdir()
+        commprof.detach()
+
+    run_ranks(2, body, process_group=False)
+    (run,) = find_runs(tmp_path)
+    assert run.parent == (tmp_path if out else tmp_path / "traces")
+    assert [calls(open_run(run), rank, "op") for rank in range(2)] == [["all_reduce"] * 2] * 2
+    # The last line names the directory, though nothing is relative to a working directory that is gone.
+    errors = capfd.readouterr().err
+    assert "could not be closed" not in errors and (out is not None or str(run) in errors)
+
+
 def test_a_directory_deleted_while_recording(tmp_path, capfd):
     def body(rank, world):
         import commprof
