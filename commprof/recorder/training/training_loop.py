@@ -211,6 +211,8 @@ class TrainingLoop:
     def _on_forward(self, module: torch.nn.Module, args: Any) -> None:
         if torch.compiler.is_compiling():  # the hook itself is being traced
             return
+        if isinstance(module, torch.jit.ScriptModule):  # it takes no hook for its end
+            return
         self._guarded(self._follow, module)
 
     def _follow(self, module: torch.nn.Module) -> None:

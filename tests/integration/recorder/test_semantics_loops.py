@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import io
+import warnings
 
 import pytest
 import torch
@@ -380,3 +381,23 @@ def test_compiled_modules_are_compiled_once_and_warn_of_nothing(tmp_path, kind):
     run, outcomes = record(tmp_path / "run", 2, compiled, kind)
     assert [outcome["result"] for outcome in outcomes] == [1, 1]
     assert said(run, "step", "phase") == [(step, "optimizer") for step in range(3)]
+
+
+def test_steps_of_models_in_torchscript_are_seen_and_those_beside_them(tmp_path):
+    """A scripted module takes no hook; a teacher, or the model itself, may be one."""
+
+    def body(rank, world):
+        with warnings.catch_warnings(action="ignore"):
+            teacher, student = (torch.jit.script(torch.nn.Linear(2, 2)) for _ in range(2))
+        for model in (torch.nn.Linear(2, 2), student):
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            for _ in range(2):
+                x = torch.ones(1, 2)
+                with torch.no_grad():
+                    target = teacher(x)
+                (model(x) - target).sum().backward()
+                dist.all_reduce(torch.ones(1))
+                optimizer.step()
+
+    run, _ = record(tmp_path / "run", 2, body)
+    assert said(run, "step") == [0, 1, 2, 3] and run.health.notes == ()
