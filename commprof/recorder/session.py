@@ -76,7 +76,7 @@ class Session:
         self.interception = Interception(self.journal, self._on_group, options.complete)
         groups = self.interception.groups
         self.lifecycle = GroupLifecycle(
-            groups.find,
+            self._on_init,
             self._before_destroy,
             self._on_destroy,
             self._before_reconfigure,
@@ -278,6 +278,16 @@ class Session:
             self.journal.fault(error)
 
     # What the interception and the lifecycle tell.
+
+    def _on_init(self, pg: Any) -> None:
+        """torch.distributed is initialized, perhaps again and with other ranks; ``pg``: the group of all of them."""
+        self.interception.groups.find(pg)
+        opened = self.opened
+        if opened is not None and opened.identity.rank != pg.rank():
+            self.journal.note(
+                f"rank {opened.identity.rank} initialized torch.distributed as rank {pg.rank()} of {pg.size()}: its records "
+                f"stay under rank {opened.identity.rank}, while group_ranks, roots and peers have the new numbers"
+            )
 
     def _on_group(self, group: Group, pg: Any) -> None:
         """A process group is seen for the first time: open the files if this is the first, and write it down."""

@@ -122,6 +122,29 @@ def test_a_group_that_was_destroyed_unnoticed_is_not_the_next_of_its_name(tmp_pa
     ]
 
 
+def test_a_process_that_becomes_another_rank_is_told_of(tmp_path):
+    """As a library does that restarts the ranks of a job within their processes."""
+
+    def body(rank, world):
+        import commprof
+
+        commprof.attach(tmp_path / "run")
+        for number, new_rank in enumerate((rank, 1 - rank)):
+            store = dist.FileStore(str(tmp_path / f"store-{number}"), world)
+            dist.init_process_group("gloo", store=store, rank=new_rank, world_size=world)
+            dist.barrier()
+            dist.destroy_process_group()
+        commprof.detach()
+
+    run_ranks(2, body, process_group=False)
+    told = [
+        note for note in open_run(tmp_path / "run").health.notes if "initialized torch.distributed" in note
+    ]
+    assert len(told) == 2
+    for rank, note in enumerate(told):
+        assert f"rank {rank} initialized torch.distributed as rank {1 - rank} of 2" in note
+
+
 def train_after_an_abort(rank: int, world: int, run: str, store: str) -> str:
     import commprof
 
