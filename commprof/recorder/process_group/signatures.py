@@ -337,6 +337,10 @@ def _flatten(value: Any) -> list[torch.Tensor | Planned]:
     return []
 
 
+def _is_sparse(tensor: torch.Tensor | Planned) -> bool:
+    return getattr(tensor, "layout", torch.strided) is not torch.strided
+
+
 def _shape_text(tensor: torch.Tensor | Planned) -> str:
     return "x".join(map(str, tensor.shape)) or "()"
 
@@ -384,6 +388,7 @@ class Signer:
     def __init__(self, journal: Journal) -> None:
         self._journal = journal
         self._templates: dict[Any, _Template] = {}
+        self._has_noted_sparse = False
 
     def sign(
         self, method: Method, group: Group, args: Sequence[Any], kwargs: Mapping[str, Any], frozen: Any = None
@@ -429,6 +434,12 @@ class Signer:
     ) -> tuple[int, tuple[str, bool] | None]:
         journal = self._journal
         row = describe(method, group, args, kwargs)
+        if not self._has_noted_sparse and any(map(_is_sparse, _flatten([*args, *kwargs.values()]))):
+            self._has_noted_sparse = True
+            journal.note(
+                f"sparse tensors are counted with the bytes of dense ones of their shape (first: {row['op']} of "
+                f"{row['sizes']} {row['dtype']}): what is sent depends on their values"
+            )
         number = journal.intern("signature", row)
         if row["device"] in (None, "cpu"):
             return number, None

@@ -184,6 +184,18 @@ def test_point_to_point(tmp_path):
 
 
 @pytest.mark.long
+def test_the_bytes_of_a_sparse_tensor_are_said_to_be_those_of_a_dense_one(tmp_path):
+    def body(rank, world):
+        dist.all_reduce(torch.ones(4))
+        for _ in range(2):
+            dist.all_reduce(torch.eye(50).to_sparse())
+
+    run, _ = record(tmp_path / "run", 2, body)
+    assert calls(run, 0, "sizes", "payload_bytes") == [("4", 16), *[("50x50", 10_000)] * 2]
+    (note,) = run.health.notes
+    assert "sparse tensors are counted" in note and "all_reduce of 50x50 float32" in note
+
+
 def test_a_coalesced_call_is_one_row_with_summed_bytes(tmp_path):
     def body(rank, world):
         with dist.distributed_c10d._coalescing_manager():
