@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from itertools import count
 from typing import Final
 
 from zero_runtime import comm
 
+_LONGEST_PAUSE_S: Final = 0.02
 _numbers: Final = count()  # of agreements; equal on all ranks, which make the same ones
+lookouts: Final[list[Callable[[], None]]] = []  # called while a rank waits for another one; they may raise
 
 
 def as_first_decides(topic: str, mine: str, decide: Callable[[Sequence[str]], str]) -> str:
@@ -27,8 +30,21 @@ def as_first_decides(topic: str, mine: str, decide: Callable[[Sequence[str]], st
     store, key = comm.store(), f"zero_runtime/{topic}/{next(_numbers)}"
     if rank:
         store.set(f"{key}/{rank}", mine)
-        return store.get(f"{key}/decided").decode()
-    texts = [mine, *(store.get(f"{key}/{each}").decode() for each in range(1, world))]
+        return awaited(f"{key}/decided")
+    texts = [mine, *(awaited(f"{key}/{each}") for each in range(1, world))]
     decided = decide(texts)
     store.set(f"{key}/decided", decided)
     return decided
+
+
+def awaited(key: str) -> str:
+    """The value of ``key`` in the store, once a rank has written it."""
+    store, pause = comm.store(), 0.0005
+    until = time.monotonic() + comm.DEFAULT_TIMEOUT.total_seconds()
+    # Without a lookout, get() waits itself, and raises when the time limit of the store has passed.
+    while lookouts and time.monotonic() < until and not store.check([key]):
+        for look in lookouts:
+            look()
+        time.sleep(pause)
+        pause = min(2 * pause, _LONGEST_PAUSE_S)
+    return str(store.get(key).decode())

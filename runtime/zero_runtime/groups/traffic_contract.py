@@ -2,10 +2,15 @@
 
 While the job runs, each collective of the data-parallel group is compared before it is issued: operation, purpose, bucket,
 owner, elements, dtype and parameters. A message that follows the one before it as in an earlier step costs a look into a
-set. Any other is agreed on first: the ranks write it into the store of the process group and wait for each other. So a rank
-that is about to deviate stops before it issues anything. The ranks that have issued another message already, and wait in
-it, answer through a thread that polls the store. All ranks raise one error. A rank that leaves says in the store how far
-it has come; the others stop as soon as one of them issues a message beyond that.
+set. Any other is agreed on first, and so is the first message of an evaluation or a checkpoint, and the first one after it:
+the ranks write it into the store of the process group and wait for each other. So a rank that is about to deviate stops
+before it issues anything. The ranks that have issued another message already, and wait in it, answer through a thread that
+polls the store. All ranks raise one error.
+
+A rank can also deviate by messages that each follow as in an earlier step. So the thread of each rank compares a checksum of
+all messages with that of its neighbor once a second, and all ranks compare their last messages when a checksum differs or a
+collective fails. A rank that leaves says in the store how far it has come; the others stop as soon as one of them issues a
+message beyond that. A process that ends without saying so is named by those that wait.
 
 The expected messages are those that the ranks agree on, not those of ``commprof.requested``: this package does not import
 commprof, and the rules need the order of gradients, which only a run knows. ``commprof verify`` compares a run with them.
@@ -21,84 +26,46 @@ import sys
 import threading
 import time
 import weakref
-from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import count
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from commprof import hooks
 from zero_runtime import comm, log
 from zero_runtime.comm import COLLECTIVES, DEFAULT_TIMEOUT, Call, DataParallelGroup
 from zero_runtime.errors import TrafficContractError, ZeroRuntimeError
+from zero_runtime.groups.contract_messages import (
+    History,
+    Issued,
+    Message,
+    Place,
+    absence,
+    departure,
+    deviation,
+    first_difference,
+    loss,
+)
 from zero_runtime.groups.detailed_tags import add_reader
+from zero_runtime.groups.host_processes import HostProcesses
 
 # Values of traffic_contract, beside warn.
 OFF: Final = "off"
 STOP: Final = "stop"
 EXIT_CODE: Final = 2
 _POLL_S: Final = 0.2  # how often a thread looks into the store
+_COMPARE_POLLS: Final = 5  # how often it compares the messages so far with those of its neighbor
 _ASK_S: Final = 0.05  # without an answer for so long, the threads of the other ranks are asked
 _VOTE_S: Final = 3.0  # time for all ranks to say what they issue, and to read the error
 _GRACE_S: Final = 10.0  # time for a collective to fail after the error; then the process exits
 _KEPT: Final = 4096  # messages that a rank can still answer for
-_SHOWN: Final = 3  # parameters in a sentence
+_LISTED: Final = 3840  # of these, those that a thread may read while the program issues others
+_LEFT: Final = 512  # messages that a rank leaves behind
+_APART: Final = frozenset({"evaluation", "checkpoint"})  # phases whose begin and end the ranks agree on
+_CHECKSUM_BITS: Final = (1 << 61) - 1
 
 _numbers: Final = count()  # of verdicts; equal on all ranks, which make as many
-
-
-class Message(NamedTuple):
-    """What all ranks must have in common in one collective."""
-
-    operation: str
-    purpose: str
-    bucket: int | None
-    owner: int | None
-    numel: int
-    dtype: str
-    parameters: tuple[str, ...]
-
-    @property
-    def module(self) -> str:
-        """The module of its first parameter, in a sentence."""
-        return f"module {_module(self.parameters[0])}" if self.parameters else "no module"
-
-    def described(self) -> str:
-        """In a sentence."""
-        where = "" if self.bucket is None else f" in bucket {self.bucket}"
-        names = ", ".join(self.parameters[:_SHOWN])
-        more = f" and {len(self.parameters) - _SHOWN} more" if len(self.parameters) > _SHOWN else ""
-        carried = f" with {names}{more}" if names else ""
-        owner = "" if self.owner is None else f" to member {self.owner}"
-        return f"{self.operation} of {self.numel:,} elements ({self.dtype}) for {self.purpose}{owner}{where}{carried}"
-
-
-class Place(NamedTuple):
-    """Where a rank issues a message: step and micro-batch, -1 before the first, and the number within the step."""
-
-    step: int
-    micro_batch: int
-    number: int
-
-
-class Issued(NamedTuple):
-    """A message of one rank."""
-
-    place: Place
-    message: Message
-
-    @property
-    def text(self) -> str:
-        """As text, for the store."""
-        return json.dumps([*self.place, *self.message])
-
-    @classmethod
-    def of(cls, text: str) -> Issued:
-        """The message that ``text`` stands for."""
-        *place, operation, purpose, bucket, owner, numel, dtype, parameters = json.loads(text)
-        message = Message(operation, purpose, bucket, owner, numel, dtype, tuple(parameters))
-        return cls(Place(*place), message)
 
 
 @dataclass(slots=True)
@@ -112,6 +79,7 @@ class Verdict:
         off: messages are compared no more.
         failing: held while the failure is noted.
         key: of the store, which all ranks share. All ranks make as many verdicts.
+        processes: of the ranks of this host; None before the start.
     """
 
     failure: str | None = None
@@ -120,6 +88,7 @@ class Verdict:
     off: bool = False
     failing: threading.Lock = field(default_factory=threading.Lock)
     key: str = field(default_factory=lambda: f"zero_runtime/traffic/{next(_numbers)}")
+    processes: HostProcesses | None = None
 
 
 class TrafficContract:
@@ -147,15 +116,25 @@ class TrafficContract:
         self._messages: list[Message] = []  # by their ids
         self._tagged: dict[tuple[str, hooks.tag, int], int] = {}  # ids by what identifies a bucket's message
         self._known: set[tuple[int, int]] = set()  # agreed on: a message, and the one before it
-        self._history: list[tuple[int, Place]] = [(-1, Place(-1, -1, 0))] * _KEPT
+        # Message, place and checksum of all messages until then.
+        self._history: list[tuple[int, Place, int]] = [(-1, Place(-1, -1, 0), 0)] * _KEPT
         self._reached = -1  # number of the last message that this rank issues
         self._asked: set[int] = set()  # numbers of those that this rank itself agrees on
         self._step, self._begins = -1, 0  # the step, and the number of its first message
-        self._before = -1
+        self._before, self._apart = (
+            -1,
+            False,
+        )  # the last message, and whether it was of an evaluation or a checkpoint
+        self._checksum = 0
+        self._compared = -1  # number of the last message whose checksum the neighbor can read
+        self._agreeing = False  # the program waits for an agreement
+        self._looked = 0.0  # when a wait of the program outside of this class last looked for an error
+        # Number of the message in which the program waited at the last comparison.
+        self._waiting: int | None = None
         self._ended = threading.Event()
         add_reader()
         if group.device.type == "cpu":
-            comm.watch_waits(self._refuse)
+            comm.watch_waits(self._look)
         self._leave = weakref.WeakMethod(self._leave_program)
         atexit.register(_call, self._leave)
         self._thread = threading.Thread(target=self._watch, name="zero_runtime traffic contract", daemon=True)
@@ -169,7 +148,8 @@ class TrafficContract:
             add_reader(-1)
             self._group.forget(self)
             try:
-                place = self._history[self._reached % _KEPT][1]
+                place = self._at(self._reached).place if self._reached >= 0 else Place(-1, -1, 0)
+                self._say_history(_LEFT)
                 self._store.set(self._key("ended", self._rank), json.dumps([self._reached, place.step]))
                 self._store.set(self._key("ended"), str(self._rank))
             except (RuntimeError, OSError):
@@ -184,7 +164,7 @@ class TrafficContract:
         until = time.monotonic() + _VOTE_S
         with suppress(RuntimeError, OSError):
             while self._stops and self._rank == 0 and time.monotonic() < until:
-                readers = others - len(self._departed())
+                readers = others - len(self._gone())
                 if readers == 0 or self._store.add(f"{self.verdict.key}/read", 0) >= readers:
                     break
                 time.sleep(0.02)
@@ -201,17 +181,21 @@ class TrafficContract:
         message, number, moment = self._id_of(call), self._reached + 1, hooks.position
         if moment.step != self._step:
             self._step, self._begins = moment.step, number
-        new = (self._before, message) not in self._known
+        apart = moment.phase in _APART
+        new = apart != self._apart or (self._before, message) not in self._known
+        self._apart = apart
         if new:
             self._asked.add(number)
-        self._history[number % _KEPT] = message, Place(moment.step, moment.micro_step, number - self._begins)
+        self._checksum = (self._checksum * 1_000_003 ^ message) & _CHECKSUM_BITS
+        place = Place(moment.step, moment.micro_step, number - self._begins)
+        self._history[number % _KEPT] = message, place, self._checksum
         self._reached = number
         if new:
             self._agree(number)
             self._known.add((self._before, message))
         self._before = message
-        work = self._run(issue)
-        return work if work is None else _Work(work, self)
+        work = self.run(issue, number)
+        return work if work is None else _Work(work, self, number)
 
     def _id_of(self, call: Call) -> int:
         """The id of what ``call`` sends, equal for equal messages. Tags of buckets come back in every step."""
@@ -241,15 +225,24 @@ class TrafficContract:
             self._tagged[call.method, why, numel] = number
         return number
 
-    def _run(self, issue: Callable[[], Any]) -> Any:
-        """Call ``issue``; a collective that fails because of another rank's deviation raises what that rank raises."""
+    def run(self, issue: Callable[[], Any], number: int, limited: bool = False) -> Any:
+        """Call ``issue``; a collective that fails because of another rank raises what that rank raises.
+
+        Args:
+            issue: issues or waits for a collective.
+            number: of its message.
+            limited: whether it waits for a limited time, so that the caller may wait again.
+        """
         self.verdict.inside = True
         try:
             return issue()
         except RuntimeError as error:
-            if isinstance(error, ZeroRuntimeError):
+            if isinstance(error, ZeroRuntimeError) or not self._stops or self.verdict.off:
                 raise
-            if self._stops and not self.verdict.off and self._failed_within(_VOTE_S):
+            timed_out = "timed out" in str(error).lower()
+            if limited and timed_out:
+                raise
+            if self._is_explained(number, timed_out):
                 self.verdict.raised = True
                 raise TrafficContractError(self.verdict.failure) from error
             raise
@@ -261,6 +254,11 @@ class TrafficContract:
             self.verdict.raised = True
             raise TrafficContractError(self.verdict.failure)
 
+    def _look(self) -> None:
+        """Called while the program waits for something else."""
+        self._looked = time.monotonic()
+        self._refuse()
+
     def _failed_within(self, seconds: float) -> bool:
         until = time.monotonic() + seconds
         while self.verdict.failure is None and time.monotonic() < until:
@@ -271,6 +269,7 @@ class TrafficContract:
 
     def _agree(self, number: int) -> None:
         """Wait until all ranks have the same message ``number``. Raises TrafficContractError, or warns, if they have not."""
+        self._agreeing = True
         try:
             if self._is_agreed(number):
                 self._wait_for_all(number)
@@ -279,7 +278,9 @@ class TrafficContract:
         except (RuntimeError, OSError) as error:
             if isinstance(error, ZeroRuntimeError):
                 raise
-            self.verdict.off = True  # the store has ended with rank 0: the collective itself will fail
+            self._lose_store(number)
+        finally:
+            self._agreeing = False
         if self.verdict.failure is None:
             return
         if self._stops:
@@ -325,25 +326,101 @@ class TrafficContract:
             self._failed_within(_VOTE_S + _GRACE_S)
             return
         self._vote(number)
-        votes: dict[int, Issued] = {}
-        until = time.monotonic() + _VOTE_S
-        while len(votes) < self._group.world_size and time.monotonic() < until:
-            for rank in self._group.global_ranks:
-                vote = self._key("vote", rank)
-                if rank not in votes and self._store.check([vote]):
-                    votes[rank] = Issued.of(self._store.get(vote).decode())
-            time.sleep(0.02)
-        text = deviation(votes)
+        self._deviate({rank: Issued.of(said) for rank, said in self._collected("vote").items()})
+
+    def _deviate(self, issued: Mapping[int, Issued]) -> None:
+        """Fail by the messages that ranks have issued at one place."""
+        text = deviation(issued)
         told = self._store.compare_set(f"{self.verdict.key}/error", "", text).decode()
         if told == text and not self._stops:
             log.warning(told)
         self._fail(told)
 
+    def _collected(self, topic: str) -> dict[int, str]:
+        """What each rank says of ``topic``, once all that are left have done so, or time is up."""
+        said: dict[int, str] = {}
+        until = time.monotonic() + _VOTE_S
+        while time.monotonic() < until:
+            if said.keys() | self._gone() >= set(self._group.global_ranks):
+                break
+            for rank in self._group.global_ranks:
+                key = self._key(topic, rank)
+                if rank not in said and self._store.check([key]):
+                    said[rank] = self._store.get(key).decode()
+            time.sleep(0.02)
+        return said
+
+    # Comparison of what has been issued, after a failed collective or where a checksum differs.
+
+    def _is_explained(self, number: int, timed_out: bool) -> bool:
+        """Whether a rank is why the collective of message ``number`` has failed on this one."""
+        patience = 2 * _VOTE_S
+        try:
+            if not self._failed_within(2 * _POLL_S) and self._compare_all(number, timed_out):
+                patience = _VOTE_S  # for a rank that is just leaving
+        except (RuntimeError, OSError) as error:
+            if isinstance(error, ZeroRuntimeError):
+                raise
+            self._lose_store(number)
+        return self._failed_within(patience)
+
+    def _compare_all(self, failed: int | None = None, timed_out: bool = False) -> bool:
+        """Have all ranks say what they have issued, and fail by the first difference; False if another thread does it.
+
+        Args:
+            failed: number of the message whose collective has failed. Then it also fails by a rank that does not answer.
+            timed_out: whether it has failed by waiting. Then it also fails by a rank that has not come so far.
+        """
+        mine = f"{self._rank}/{threading.get_ident()}"
+        if self._store.compare_set(self._key("comparison"), "", mine).decode() != mine:
+            return False
+        self._say_history()
+        said = {rank: History(*json.loads(text)) for rank, text in self._collected("history").items()}
+        number = first_difference(list(said.values()))
+        if number is not None:
+            self._deviate_at(number, said)
+        elif failed is not None:
+            lost = sorted(set(self._group.global_ranks) - said.keys() - self._departed().keys())
+            late = sorted(rank for rank, each in said.items() if each.end <= failed)
+            if lost:
+                self._fail_for_all(loss(lost, self._ended_processes(), self._rank, self._at(failed)))
+            elif timed_out and late:
+                self._fail_for_all(absence(late, self._rank, self._at(failed)))
+        return True
+
+    def _deviate_at(self, number: int, said: Mapping[int, History]) -> None:
+        """Fail by message ``number`` of ``said``, the histories by rank."""
+        reached = {rank: each for rank, each in said.items() if each.first <= number < each.end}
+        messages = {rank: each.messages[number - each.first] for rank, each in reached.items()}
+        if max(messages.values()) >= len(self._messages):  # one that only that rank can describe
+            self._dispute(number)
+            return
+        places = {rank: Place(*each.places[number - each.first]) for rank, each in reached.items()}
+        self._deviate({rank: Issued(places[rank], self._messages[messages[rank]]) for rank in reached})
+
+    def _say_history(self, length: int = _LISTED) -> None:
+        """Write the last messages of this rank into the store."""
+        self._store.set(self._key("history", self._rank), json.dumps(self._last(length)))
+
+    def _last(self, length: int) -> History:
+        """The last messages of this rank."""
+        reached = self._reached
+        first = max(0, reached - length + 1)
+        entries = [self._history[number % _KEPT] for number in range(first, reached + 1)]
+        return History(first, [message for message, _, _ in entries], [place for _, place, _ in entries])
+
+    def _lose_store(self, number: int) -> None:
+        """Fail because the store is gone, which is in the process of rank 0 unless a launcher has one."""
+        if self._rank == 0 or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+            self.verdict.off = True  # the collective itself will fail
+        else:
+            self.verdict.failure = loss([0], {}, self._rank, self._at(number))
+
     # Answers, by a thread of its own: the other one may wait in a collective.
 
     def _watch(self) -> None:
         pending: list[int] = []
-        claims, voted = 0, False
+        claims, polls, voted, has_said = 0, 0, False, False
         try:
             while not self._ended.wait(_POLL_S):
                 if self.verdict.failure is None and self._store.check([f"{self.verdict.key}/error"]):
@@ -358,19 +435,70 @@ class TrafficContract:
                 pending = [number for number in pending if not self._answer(number)]
                 if not voted and self._store.check([self._key("dispute")]):
                     voted = self._vote(int(self._store.get(self._key("dispute"))))
+                if not has_said and self._store.check([self._key("comparison")]):
+                    has_said = True
+                    self._say_history()
+                polls += 1
+                if polls % _COMPARE_POLLS == 0:
+                    self._compare_with_neighbor()
+                    self._look_for_ended()
         except (RuntimeError, OSError):  # the store has ended with rank 0
             return
         if self.verdict.failure is not None and self._stops:
             self._exit_if_stuck()
+
+    def _compare_with_neighbor(self) -> None:
+        """Compare all messages so far with those of the rank before this one, as far as both have come."""
+        reached, members = self._reached, self._group.global_ranks
+        if reached > self._compared:
+            self._compared = reached
+            checksum = self._history[reached % _KEPT][2]
+            self._store.set(self._key("checksum", self._rank), json.dumps([reached, checksum]))
+        neighbor = self._key("checksum", members[self._group.rank - 1])
+        if not self._store.check([neighbor]):
+            return
+        number, checksum = json.loads(self._store.get(neighbor))
+        if reached - _LISTED < number <= reached and self._history[number % _KEPT][2] != checksum:
+            self._compare_all()
+
+    def _look_for_ended(self) -> None:
+        """Fail if a process of this host has ended without saying so, and this rank has waited since the last call."""
+        looks = time.monotonic() - self._looked < _COMPARE_POLLS * _POLL_S
+        waits = self.verdict.inside or self._agreeing or looks
+        before, self._waiting = self._waiting, self._reached if waits else None
+        if self._stops and waits and before == self._reached:
+            ended = self._ended_processes()
+            lost = sorted(ended.keys() - self._departed().keys())
+            if lost:
+                self._fail_for_all(loss(lost, ended, self._rank, self._at(self._reached)))
 
     def _look_for_departed(self) -> None:
         """Fail if this rank has issued a message that a rank did not issue before it left."""
         reached = self._reached
         for rank, (last, step) in self._departed().items():
             if last < reached:
-                text = departure(rank, step, self._rank, self._at(reached))
-                self._fail(self._store.compare_set(f"{self.verdict.key}/error", "", text).decode())
+                if not self._differs(rank):
+                    self._fail_for_all(departure(rank, step, self._rank, self._at(reached)))
                 return
+
+    def _differs(self, rank: int) -> bool:
+        """Fail if a rank that has left issued other messages than this one, which may be why it has left."""
+        theirs = History(*json.loads(self._store.get(self._key("history", rank)).decode()))
+        mine = self._last(_LISTED)
+        number = first_difference([mine, theirs])
+        if number is None:
+            return False
+        self._deviate_at(number, {rank: theirs, self._rank: mine})
+        return True
+
+    def _gone(self) -> set[int]:
+        """The other ranks that have left, or whose processes have ended on this host."""
+        return self._departed().keys() | self._ended_processes().keys()
+
+    def _ended_processes(self) -> dict[int, int]:
+        """The processes of other ranks of the group that have ended on this host, by rank."""
+        ended = {} if self.verdict.processes is None else self.verdict.processes.ended()
+        return {rank: process for rank, process in ended.items() if rank in self._group.global_ranks}
 
     def _departed(self) -> dict[int, list[int]]:
         """The other ranks that have left: number and step of the last message of each."""
@@ -397,6 +525,10 @@ class TrafficContract:
         self._store.set(self._key("vote", self._rank), self._at(number).text)
         return True
 
+    def _fail_for_all(self, text: str) -> None:
+        """Fail by ``text``, or by what another rank has said first."""
+        self._fail(self._store.compare_set(f"{self.verdict.key}/error", "", text).decode())
+
     def _fail(self, text: str) -> None:
         """Note the failure, once all ranks have read it: a rank that has raised may end, and take the store along."""
         with self.verdict.failing:
@@ -409,7 +541,7 @@ class TrafficContract:
         try:
             self._store.add(f"{self.verdict.key}/read", 1)
             until = time.monotonic() + _VOTE_S
-            readers = comm.get_world_size() - len(self._departed())
+            readers = comm.get_world_size() - len(self._gone())
             while self._stops and time.monotonic() < until:
                 if self._store.add(f"{self.verdict.key}/read", 0) >= readers:
                     break
@@ -437,7 +569,7 @@ class TrafficContract:
         return f"{self._prefix}/{topic}" if number is None else f"{self._prefix}/{topic}/{number}"
 
     def _at(self, number: int) -> Issued:
-        message, place = self._history[number % _KEPT]
+        message, place, _ = self._history[number % _KEPT]
         return Issued(place, self._messages[message])
 
     @property
@@ -454,13 +586,14 @@ def _call(method: weakref.WeakMethod[Any]) -> None:
 class _Work:
     """A work handle that raises the contract's error if its collective fails because of a deviation."""
 
-    def __init__(self, work: Any, contract: TrafficContract) -> None:
+    def __init__(self, work: Any, contract: TrafficContract, number: int) -> None:
         self._work = work
         self._contract = contract
+        self._number = number
 
     def wait(self, *arguments: Any) -> Any:
-        """Wait for it."""
-        return self._contract._run(lambda: self._work.wait(*arguments))
+        """Wait for it, or as long as an argument says."""
+        return self._contract.run(lambda: self._work.wait(*arguments), self._number, bool(arguments))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._work, name)
@@ -475,80 +608,3 @@ _COMPARED: Final[Mapping[str, str | None]] = {
     "reduce_scatter_single": "rows",
     "all_to_all_single": "rows",
 }
-
-
-def deviation(issued: Mapping[int, Issued]) -> str:
-    """The sentence about ranks that issue different messages at one place.
-
-    Args:
-        issued: by rank; those that did not say it are missing.
-    """
-    ranks: dict[Message, list[int]] = defaultdict(list)
-    for rank, each in sorted(issued.items()):
-        ranks[each.message].append(rank)
-    # What most ranks issue is taken as expected, of two that of the lower one.
-    (expected, others), *deviating = sorted(ranks.items(), key=lambda item: (-len(item[1]), item[1]))
-    place = issued[deviating[0][1][0] if deviating else others[0]].place
-    when = f"step {place.step}, micro-batch {place.micro_batch}, message {place.number}"
-    if not deviating:
-        return (
-            f"traffic_contract: at {when} a rank issues another message than {expected.described()} of rank {others[0]}, "
-            "and did not say which"
-        )
-    found, (rank, *_) = deviating[0]
-    others_issue = f"{_listed(others)} issue{'s' * (len(others) == 1)} {expected.described()}"
-    difference = _first_difference(rank, found, others[0], expected)
-    return (
-        f"traffic_contract: at {when} rank {rank} issues {found.described()}, and {others_issue}; {difference}; every rank "
-        "must run the same modules in the same order with the same configuration"
-    )
-
-
-def departure(rank: int, step: int, waiting: int, issued: Issued) -> str:
-    """The sentence about a rank that has left, and a rank whose message needs it.
-
-    Args:
-        rank: that has left.
-        step: of its last message; -1 before the first.
-        waiting: a rank that remains.
-        issued: its message.
-    """
-    place = issued.place
-    last = f"its last message is of step {step}" if step >= 0 else "it has issued no message in a step"
-    return (
-        f"traffic_contract: at step {place.step}, micro-batch {place.micro_batch}, message {place.number} rank {rank} is "
-        f"gone: it has ended its training ({last}), and rank {waiting} issues {issued.message.described()}; every rank must "
-        f"run the same steps; look for an error of rank {rank}, or for a step that it leaves out"
-    )
-
-
-def _first_difference(rank: int, found: Message, other: int, expected: Message) -> str:
-    if (found.operation, found.purpose) != (expected.operation, expected.purpose):
-        return f"rank {rank} is at {found.module}, rank {other} at {expected.module}"
-    missing = [name for name in expected.parameters if name not in found.parameters]
-    added = [name for name in found.parameters if name not in expected.parameters]
-    if missing and not added:
-        return f"{missing[0]} of module {_module(missing[0])} is missing on rank {rank}"
-    for mine, theirs in zip(found.parameters, expected.parameters, strict=False):
-        if mine != theirs:
-            return (
-                f"rank {rank} has {mine} of module {_module(mine)} where rank {other} has {theirs} of module "
-                f"{_module(theirs)}"
-            )
-    if added:
-        return f"{added[0]} of module {_module(added[0])} is in that of rank {rank} only"
-    for name in ("operation", "numel", "dtype", "bucket", "owner", "purpose"):
-        mine, theirs = getattr(found, name), getattr(expected, name)
-        if mine != theirs:
-            return f"they differ first in {name}: {mine} on rank {rank}, {theirs} on rank {other}"
-    return "they are equal"
-
-
-def _module(parameter: str) -> str:
-    return parameter.rpartition(".")[0] or "(the model)"
-
-
-def _listed(ranks: Sequence[int]) -> str:
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    return f"ranks {', '.join(map(str, ranks[:8]))}{', ...' if len(ranks) > 8 else ''}"

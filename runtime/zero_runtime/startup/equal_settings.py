@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import torch
@@ -15,7 +16,9 @@ from zero_runtime.comm import DataParallelGroup
 from zero_runtime.config import RuntimeConfig
 from zero_runtime.errors import TrafficContractError
 from zero_runtime.groups.agreements import as_first_decides
+from zero_runtime.groups.traffic_contract import OFF, STOP
 from zero_runtime.sharding.shards import shard_of
+from zero_runtime.startup.common_start import CommonStart
 
 # The blocks and keys of the effective configuration that decide what is sent.
 _SETTINGS: Final = (
@@ -29,32 +32,90 @@ _SETTINGS: Final = (
     "torch_autocast",
     "gradient_accumulation_steps",
     "gradient_allreduce_op",
+    "tp_size",
+    "sequence_parallel_size",
+    "tensor_parallel",
+    "pipeline_parallel",
+    "use_data_before_expert_parallelism",
 )
 _EQUAL: Final = ""
+_EVERY: Final = "before step 0; every rank needs the same configuration and model"
+_MODE: Final = "traffic_contract"
+# Keys in these whose values may differ between ranks.
+_OWN: Final = frozenset({"nvme_path", "calibration"})
 
 
-def check_equal(config: RuntimeConfig, module: torch.nn.Module, group: DataParallelGroup) -> None:
-    """Compare the settings and the parameters of the ranks of each group. All ranks must call it.
+def check_settings(config: RuntimeConfig, start: CommonStart) -> RuntimeConfig:
+    """Compare the settings of all ranks, before anything is sent. All ranks must call it.
+
+    Returns:
+        ``config``, without a contract where another rank has none.
+
+    Raises:
+        TrafficContractError: on every rank with a contract, if they differ and ``traffic_contract`` is stop; a rank warns
+            otherwise.
+    """
+    mode = config.traffic_contract
+    effective = config.effective()
+    effective["zero_optimization"].update(dict.fromkeys(config.zero.open_sizes, "auto"))
+    settings = {_MODE: mode, **{name: effective[name] for name in _SETTINGS}}
+    text = start.decided("" if mode == OFF else json.dumps(settings, default=str), _different_settings)
+    if text == _EQUAL:
+        return config
+    if mode == STOP:
+        raise TrafficContractError(text)
+    modes_differ = text.startswith(f"{_MODE}: {_MODE} is ")
+    if comm.get_rank() == 0 or modes_differ:
+        log.warning(text)
+    return dataclasses.replace(config, traffic_contract=OFF) if modes_differ else config
+
+
+def check_parameters(config: RuntimeConfig, module: torch.nn.Module, group: DataParallelGroup) -> None:
+    """Compare the parameters of the ranks of each group. All ranks must call it.
 
     Raises:
         TrafficContractError: on every rank, if they differ and ``traffic_contract`` is stop; rank 0 warns otherwise.
     """
-    effective = config.effective()
-    settings = {name: effective[name] for name in _SETTINGS}
     named = [
         [name, list(_shape(each)), str(each.dtype), each.requires_grad]
         for name, each in module.named_parameters()
     ]
-    mine = json.dumps([settings, named], default=str)
+    mine = json.dumps(named)
     members = list(group.global_ranks)
     digest = json.dumps([members, hashlib.sha256(mine.encode()).hexdigest()])
     if as_first_decides("digests", digest, _digests_differ) == _EQUAL:
         return
-    text = as_first_decides("settings", json.dumps([members, mine]), _first_difference)
-    if config.traffic_contract == "stop":
+    text = as_first_decides("parameters", json.dumps([members, mine]), _first_difference)
+    if config.traffic_contract == STOP:
         raise TrafficContractError(text)
     if comm.get_rank() == 0:
         log.warning(text)
+
+
+def _different_settings(texts: Mapping[int, str]) -> str:
+    """The sentence about the first setting in which ranks differ; an empty text is that of a rank without a contract."""
+    settings = {rank: _flat(json.loads(text)) if text else {_MODE: OFF} for rank, text in texts.items()}
+    names = {name for each in settings.values() for name in each if _OWN.isdisjoint(name.split("."))}
+    for name in sorted(names, key=lambda name: (name != _MODE, name)):
+        usual, other = _most_and_first({rank: json.dumps(each.get(name)) for rank, each in settings.items()})
+        if other is not None:
+            effect = "messages differ from bucket 0 on"
+            if name == _MODE:
+                effect = "not all ranks compare their messages"
+            return (
+                f"traffic_contract: {name} is {settings[other].get(name)!r} on rank {other} and "
+                f"{settings[usual].get(name)!r} on rank {usual}, so that {effect}, {_EVERY}"
+            )
+    return _EQUAL
+
+
+def _most_and_first(said: Mapping[int, str]) -> tuple[int, int | None]:
+    """The first rank that says what most ranks say, and the first one that says something else."""
+    ranks: dict[str, list[int]] = defaultdict(list)
+    for rank in sorted(said):
+        ranks[said[rank]].append(rank)
+    most = min(ranks.values(), key=lambda those: (-len(those), those))
+    return most[0], next((rank for rank in sorted(said) if rank not in most), None)
 
 
 def _shape(parameter: torch.nn.Parameter) -> Sequence[int]:
@@ -77,35 +138,26 @@ def _digests_differ(texts: Sequence[str]) -> str:
 
 def _first_difference(texts: Sequence[str]) -> str:
     for said in _grouped(texts):
-        first = min(said)
-        for rank in sorted(said):
-            if said[rank] != said[first]:
-                return _sentence(first, json.loads(said[first]), rank, json.loads(said[rank]))
+        usual, other = _most_and_first(said)
+        if other is not None:
+            return _sentence(usual, json.loads(said[usual]), other, json.loads(said[other]))
     return "traffic_contract: the ranks are started differently; start them with the same script and configuration"
 
 
 def _sentence(first: int, theirs: list[Any], rank: int, mine: list[Any]) -> str:
-    every = "before step 0; every rank needs the same configuration and model"
-    flat, other = _flat(mine[0]), _flat(theirs[0])
-    for name in sorted(flat.keys() | other.keys()):
-        if flat.get(name) != other.get(name):
-            return (
-                f"traffic_contract: {name} is {flat.get(name)!r} on rank {rank} and {other.get(name)!r} on rank {first}, so "
-                f"that messages differ from bucket 0 on, {every}"
-            )
-    names, others = ([each[0] for each in listed[1]] for listed in (mine, theirs))
+    names, others = ([each[0] for each in listed] for listed in (mine, theirs))
     for missing_on, has, lacks in ((rank, others, names), (first, names, others)):
         missing = next((name for name in has if name not in lacks), None)
         if missing is not None:
             return (
                 f"traffic_contract: parameter {missing} of module {missing.rpartition('.')[0] or '(the model)'} is missing "
                 f"on rank {missing_on}, which has {len(lacks)} parameters where rank {first + rank - missing_on} has "
-                f"{len(has)}, {every}"
+                f"{len(has)}, {_EVERY}"
             )
-    position = next(i for i, pair in enumerate(zip(mine[1], theirs[1], strict=True)) if pair[0] != pair[1])
+    position = next(i for i, pair in enumerate(zip(mine, theirs, strict=True)) if pair[0] != pair[1])
     return (
-        f"traffic_contract: parameter {position} of the model is {_shown(mine[1][position])} on rank {rank} and "
-        f"{_shown(theirs[1][position])} on rank {first}, {every}"
+        f"traffic_contract: parameter {position} of the model is {_shown(mine[position])} on rank {rank} and "
+        f"{_shown(theirs[position])} on rank {first}, {_EVERY}"
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -26,7 +26,8 @@ from zero_runtime.pipeline.transfer.micro_batches import inputs_of
 from zero_runtime.schedules import schedule
 from zero_runtime.sharding.shards import shard_of
 from zero_runtime.startup.assembly import assemble
-from zero_runtime.startup.equal_settings import check_equal
+from zero_runtime.startup.common_start import CommonStart
+from zero_runtime.startup.equal_settings import check_parameters, check_settings
 from zero_runtime.startup.open_values import decide
 from zero_runtime.startup.process_end import pause_before_ending
 from zero_runtime.startup.uncaught import report_uncaught
@@ -93,12 +94,40 @@ def initialize(  # noqa: PLR0913 - the signature is DeepSpeed's
     comm.init_distributed(dist_init_required=dist_init_required, distributed_port=distributed_port)
     if args is not None and hasattr(args, "local_rank"):
         args.local_rank = comm.get_local_rank()
+    with CommonStart(config_values.get("traffic_contract", OFF)) as start:
+        return _constructed(
+            start,
+            config_values,
+            model,
+            optimizer,
+            model_parameters,
+            training_data,
+            lr_scheduler,
+            mpu,
+            collate_fn,
+        )
+
+
+def _constructed(
+    start: CommonStart,
+    config_values: Mapping[str, Any],
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer] | None,
+    model_parameters: Any,
+    training_data: Any,
+    lr_scheduler: Any,
+    mpu: Any,
+    collate_fn: Any,
+) -> tuple[Engine, Any, Any, Any]:
+    """What ``initialize`` returns, of its arguments."""
     stages = stages_for(model, configuration.pipeline_of(config_values))
     # A pipeline has its own groups; scripts pass the same ones as mpu.
     shared = share(
         configuration.parallel_of(config_values), None if isinstance(model, PipelineModule) else mpu, stages
     )
     checked = RuntimeConfig.from_mapping(config_values, comm.get_world_size(), shared.stages)
+    # Before anything is sent: with other settings ranks would wait for messages that never come.
+    checked = check_settings(checked, start)
     _notify(checked)
     if checked.comms_logger.enabled:
         LOG.configure(**dataclasses.asdict(checked.comms_logger))
@@ -117,7 +146,7 @@ def initialize(  # noqa: PLR0913 - the signature is DeepSpeed's
     _notify_host_update(checked, optimizer)
     checked = decide(checked, model, comm.DataParallelGroup(parallelism.data))
     if checked.traffic_contract != OFF:
-        check_equal(checked, model, comm.DataParallelGroup(parallelism.data))
+        check_parameters(checked, model, comm.DataParallelGroup(parallelism.data))
     assembly = assemble(checked, model, optimizer, model_parameters, parallelism)
     # Activations that all tensor-parallel ranks have can be partitioned for checkpointing; with sequence parallelism there
     # are none.
@@ -145,7 +174,7 @@ def initialize(  # noqa: PLR0913 - the signature is DeepSpeed's
             replica=assembly.parallelism.replica,
         )
     engine = engine_type(checked, assembly, scheduler, loader)
-    engine.keep_contract()
+    engine.keep_contract(start.verdict)
     if isinstance(assembly.optimizer, WrappedOptimizer):
         remember(assembly.optimizer, assembly.group, assembly.parallelism.experts)
     engine.collate_fn = collate_fn

@@ -759,12 +759,16 @@ class Engine(Accessors):
         if self._config.disable_python_gc:
             gc.enable()
 
-    def keep_contract(self) -> None:
-        """Compare the messages of all ranks from now on, if ``traffic_contract`` says so."""
+    def keep_contract(self, verdict: Verdict | None = None) -> None:
+        """Compare the messages of all ranks from now on, if ``traffic_contract`` says so.
+
+        Args:
+            verdict: that of the start; default: a new one, which all ranks must make.
+        """
         mode = self._config.traffic_contract
         if mode == OFF:
             return
-        verdict = Verdict()
+        verdict = verdict or Verdict()
         own_groups = () if self._residency is None else self._residency.own_groups
         for number, group in enumerate((self._group, *own_groups)):
             if group.world_size > 1:

@@ -99,7 +99,10 @@ def evaluate_step(engine: Stepping, batches: Iterator[Any], group: DataParallelG
         ]
     finally:
         engine.train(training)
-    return _mean(torch.stack(losses).mean(), group)
+    hooks.phase("evaluation")
+    mean = _mean(torch.stack(losses).mean(), group)
+    hooks.phase("other")
+    return mean
 
 
 def loss_of(engine: Stepping, batch: Any) -> torch.Tensor:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,7 +21,17 @@ from support.ranks import RankError, run_ranks
 from support.recording import record
 from zero_runtime import ZeroRuntimeError
 from zero_runtime.comm import DataParallelGroup
-from zero_runtime.groups.traffic_contract import Issued, Message, Place, deviation
+from zero_runtime.groups.contract_messages import (
+    History,
+    Issued,
+    Message,
+    Place,
+    absence,
+    deviation,
+    first_difference,
+    loss,
+)
+from zero_runtime.groups.host_processes import HostProcesses
 
 pytestmark = pytest.mark.ranks
 
@@ -156,6 +169,188 @@ def test_warn_says_it_once_and_goes_on(capfd):
     warnings = capfd.readouterr().err
     assert warnings.count("traffic_contract: at step 2") == 1
     assert "layers.2.bias of module layers.2" in warnings
+
+
+def known(rank, world, what, stage, folder):
+    """Rank 1 deviates in step 3 by messages that all ranks have sent before, each after the one before it."""
+    released = {"stage3_max_reuse_distance": 0, "stage3_prefetch_bucket_size": 0} if stage == 3 else {}
+    settings = config(stage, "stop", **released) | {"gradient_accumulation_steps": 2}
+    engine, *_ = zero_runtime.initialize(model=Net(), config=settings)
+    try:
+        for number in range(STEPS):
+            deviates = rank == 1 and number == 3
+            if what == "checkpoint" and (number == 1 or deviates):
+                engine.save_checkpoint(folder)
+            if what == "evaluation" and (number in (1, 2) or deviates):
+                engine.eval()
+                with torch.no_grad():
+                    engine(torch.ones(4, 64))
+                engine.train()
+            for _ in range(2):
+                step(engine)
+    except ZeroRuntimeError as error:
+        return "raised", str(error)
+    return "ended", ""
+
+
+@pytest.mark.parametrize(
+    ("what", "world", "stage", "parts"),
+    [
+        ("checkpoint", 3, 2, ("rank 1 issues barrier for checkpoint", "ranks 0, 2 issue", "in bucket 0")),
+        ("evaluation", 2, 3, ("rank 1 issues", "rank 0 issues")),
+    ],
+)
+def test_a_deviation_by_known_messages_is_named(tmp_path, capfd, what, world, stage, parts):
+    """All ranks may wait in collectives that never fail, and exit then with the sentence."""
+    begin = time.monotonic()
+    try:
+        sentences = {text for _, text in run_ranks(world, known, what, stage, str(tmp_path), timeout=60)}
+    except RankError as error:
+        assert "died with status 2" in str(error)
+        sentences = set()
+    start = "zero_runtime: error: "
+    printed = [each for each in capfd.readouterr().err.splitlines() if each.startswith(start)]
+    (sentence,) = {each.removeprefix(start) for each in printed} | sentences
+    assert all(part in sentence for part in parts), sentence
+    assert time.monotonic() - begin < 30
+
+
+def started(rank, world, plant):
+    """The error of a rank in ``initialize``, and the seconds until then; rank 1 is started in another way."""
+    begin, settings, model = time.monotonic(), config(2, "stop"), Net()
+    if rank == 1:
+        if plant == "off":
+            settings["traffic_contract"] = "off"
+        elif plant == "stage":
+            settings["zero_optimization"]["stage"] = 1
+        elif plant == "auto":
+            settings["zero_optimization"]["reduce_bucket_size"] = "auto"
+        elif plant == "key":
+            settings["zero_optimization"]["reduce_bucket_sise"] = 1
+        elif plant == "argument":
+            settings["optimizer"]["params"]["learning"] = 1
+        elif plant == "frozen":
+            model.head.weight.requires_grad_(False)
+    try:
+        engine, *_ = zero_runtime.initialize(model=model, config=settings)
+        step(engine)
+    except (ZeroRuntimeError, RuntimeError) as error:
+        return type(error).__name__, str(error), time.monotonic() - begin
+    return "", "", 0.0
+
+
+@pytest.mark.parametrize(
+    ("plant", "parts"),
+    [
+        ("off", ("traffic_contract is 'off' on rank 1 and 'stop' on rank 0", "not all ranks compare")),
+        ("stage", ("zero_optimization.stage is 1 on rank 1 and 2 on rank 0",)),
+        ("auto", ("zero_optimization.reduce_bucket_size is 'auto' on rank 1 and 9000 on rank 0",)),
+        ("key", ("rank 1 has failed", "ConfigError: unknown key", "did you mean", "reduce_bucket_size")),
+        ("argument", ("rank 1 has failed", "optimizer.params.learning = 1 is not an argument")),
+        ("frozen", ("head.weight of shape [8, 64] in float32, frozen on rank 1", "in float32 on rank 0")),
+    ],
+)
+def test_a_rank_that_starts_differently_is_named_and_nobody_waits_for_it(plant, parts):
+    found = run_ranks(3, started, plant, timeout=60)
+    for rank in (0, 2):
+        kind, text, seconds = found[rank]
+        assert kind == "TrafficContractError" and seconds < 15
+        assert all(part in text for part in parts), text
+    assert found[1][0] == {"off": "RuntimeError", "key": "ConfigError", "argument": "ConfigError"}.get(
+        plant, "TrafficContractError"
+    )
+
+
+def killed(rank, world, victim, when, folder):
+    settings = config(2, "stop")
+    if when == "start" and rank == victim:
+        os.kill(os.getpid(), signal.SIGKILL)
+    begin = time.monotonic()
+    try:
+        engine, *_ = zero_runtime.initialize(model=Net(), config=settings)
+        for number in range(STEPS):
+            if rank == victim and number == 2:
+                os.kill(os.getpid(), signal.SIGKILL)
+            if when == "new message" and number == 2:
+                engine._group.all_reduce(torch.ones(3))
+            step(engine)
+    except ZeroRuntimeError as error:
+        Path(folder, f"{rank}.txt").write_text(f"{time.monotonic() - begin} {error}")
+        raise
+
+
+@pytest.mark.parametrize("when", ["known message", "new message"])
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_process_that_is_killed_is_named_on_the_ranks_that_remain(tmp_path, victim, when):
+    with pytest.raises(RankError, match=f"rank {victim}: died with status -9"):
+        run_ranks(3, killed, victim, when, str(tmp_path), timeout=60)
+    files = {path.stem: path.read_text().partition(" ") for path in tmp_path.glob("?.txt")}
+    assert sorted(files) == [str(rank) for rank in range(3) if rank != victim]
+    for seconds, _, text in files.values():
+        assert float(seconds) < 20
+        place = (
+            "step 1, micro-batch 0, message 5"
+            if when == "new message"
+            else "step 2, micro-batch 0, message 0"
+        )
+        assert f"at {place} rank {victim} is gone: its process" in text, text
+    assert len({text for _, _, text in files.values()}) == 1
+
+
+def waited(rank, world):
+    """Rank 1 is slow, and rank 0 waits for a message with a time limit: seconds of the step."""
+    settings = config(2, "stop", overlap_comm=True)
+    engine, *_ = zero_runtime.initialize(model=Net(), config=settings)
+    for _ in range(2):
+        step(engine)
+    begin = time.monotonic()
+    if rank == 1:
+        time.sleep(2.5)
+    step(engine)
+    return time.monotonic() - begin
+
+
+def test_a_slow_rank_delays_the_others_by_no_more_than_its_own_time():
+    assert max(run_ranks(2, waited, timeout=60)) < 4.0
+
+
+def process(rank, world):
+    processes = HostProcesses(dist.distributed_c10d._get_default_store(), "test", rank)
+    dist.barrier()
+    alive = processes.ended()
+    dist.barrier()
+    if rank == 1:
+        os._exit(0)
+    until = time.monotonic() + 10
+    while not processes.ended() and time.monotonic() < until:
+        time.sleep(0.01)
+    return alive, list(processes.ended())
+
+
+def test_a_process_that_has_ended_is_found_by_the_processes_of_its_host(tmp_path):
+    with pytest.raises(RankError, match="rank 1: died with status 0"):
+        run_ranks(2, process)
+
+
+def test_the_first_message_that_differs_is_found_where_histories_overlap():
+    def history(first, *messages):
+        return History(first, messages, [(0, 0, 0)] * len(messages))
+
+    assert first_difference([history(0, 0, 1, 2, 1), history(0, 0, 1, 2)]) is None
+    assert first_difference([history(0, 0, 1, 2, 1), history(2, 2, 3, 1), history(1, 1, 2)]) == 3
+    assert first_difference([history(0, 0), history(0)]) is None
+
+
+def test_sentences_about_ranks_that_are_gone_or_late():
+    issued = Issued(Place(7, 1, 4), Message("all_reduce", "norm", None, None, 1, "float32", ()))
+    assert loss([1], {1: 4711}, 0, issued) == (
+        "traffic_contract: at step 7, micro-batch 1, message 4 rank 1 is gone: its process 4711 has ended, and rank 0 "
+        "issues all_reduce of 1 elements (float32) for norm; a process that was killed or has crashed cannot say so; look "
+        "for its exit status and its last lines (gloo aborts a process that receives another size than it expects), and "
+        "whether the kernel was out of memory"
+    )
+    assert "ranks 1, 2 are gone: their processes do not answer, and" in loss([1, 2], {1: 4711}, 0, issued)
+    assert "rank 0 has waited for ranks 1, 2 in all_reduce" in absence([1, 2], 0, issued)
 
 
 def blocks(rank, world):

@@ -12,7 +12,6 @@ from commprof import hooks
 from zero_runtime import log
 from zero_runtime.checkpoint.files.tensor_file import Written
 from zero_runtime.comm import DataParallelGroup, ReduceOp
-from zero_runtime.comm import barrier as all_ranks_barrier
 from zero_runtime.errors import CheckpointError
 
 CHECKPOINT: Final = hooks.tag("checkpoint")
@@ -29,8 +28,7 @@ def attempt(function: Callable[[], Result]) -> tuple[Result | None, Exception | 
 
 def barrier(group: DataParallelGroup) -> None:
     """Wait for all ranks."""
-    with CHECKPOINT:
-        all_ranks_barrier(group.group)
+    group.barrier(why=CHECKPOINT)
 
 
 def agree(group: DataParallelGroup, error: Exception | None, doing: str) -> None:

@@ -1,0 +1,234 @@
+"""What ranks compare for the traffic contract, and the sentences about ranks that deviate."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Final, NamedTuple
+
+_SHOWN: Final = 3  # parameters in a sentence
+_LISTED: Final = 8  # ranks in a sentence
+_KILLED: Final = (
+    "a process that was killed or has crashed cannot say so; look for its exit status and its last lines (gloo aborts a "
+    "process that receives another size than it expects), and whether the kernel was out of memory"
+)
+
+
+class Message(NamedTuple):
+    """What all ranks must have in common in one collective."""
+
+    operation: str
+    purpose: str
+    bucket: int | None
+    owner: int | None
+    numel: int
+    dtype: str
+    parameters: tuple[str, ...]
+
+    @property
+    def module(self) -> str:
+        """The module of its first parameter, in a sentence."""
+        return f"module {_module(self.parameters[0])}" if self.parameters else "no module"
+
+    def described(self) -> str:
+        """In a sentence."""
+        where = "" if self.bucket is None else f" in bucket {self.bucket}"
+        names = ", ".join(self.parameters[:_SHOWN])
+        more = f" and {len(self.parameters) - _SHOWN} more" if len(self.parameters) > _SHOWN else ""
+        carried = f" with {names}{more}" if names else ""
+        owner = "" if self.owner is None else f" to member {self.owner}"
+        size = f" of {self.numel:,} elements ({self.dtype})" if self.dtype else ""
+        return f"{self.operation}{size} for {self.purpose}{owner}{where}{carried}"
+
+
+class Place(NamedTuple):
+    """Where a rank issues a message: step and micro-batch, -1 before the first, and the number within the step."""
+
+    step: int
+    micro_batch: int
+    number: int
+
+    def described(self) -> str:
+        """In a sentence."""
+        return f"step {self.step}, micro-batch {self.micro_batch}, message {self.number}"
+
+
+class Issued(NamedTuple):
+    """A message of one rank."""
+
+    place: Place
+    message: Message
+
+    @property
+    def text(self) -> str:
+        """As text, for the store."""
+        return json.dumps([*self.place, *self.message])
+
+    @classmethod
+    def of(cls, text: str) -> Issued:
+        """The message that ``text`` stands for."""
+        *place, operation, purpose, bucket, owner, numel, dtype, parameters = json.loads(text)
+        message = Message(operation, purpose, bucket, owner, numel, dtype, tuple(parameters))
+        return cls(Place(*place), message)
+
+
+class History(NamedTuple):
+    """The last messages of one rank, by the numbers that equal messages have on all ranks.
+
+    Attributes:
+        first: the number of the first of them among all messages of the rank.
+        messages: their numbers among the distinct messages, which are equal on all ranks.
+        places: where each was issued: the fields of :class:`Place`.
+    """
+
+    first: int
+    messages: Sequence[int]
+    places: Sequence[Sequence[int]]
+
+    @property
+    def end(self) -> int:
+        """The number of the message after the last one."""
+        return self.first + len(self.messages)
+
+
+def first_difference(histories: Sequence[History]) -> int | None:
+    """The number of the first message in which ``histories`` differ, where at least two of them have one; None without."""
+    for number in range(max(each.first for each in histories), max(each.end for each in histories)):
+        messages = {each.messages[number - each.first] for each in histories if number < each.end}
+        if len(messages) > 1:
+            return number
+    return None
+
+
+def deviation(issued: Mapping[int, Issued]) -> str:
+    """The sentence about ranks that issue different messages at one place.
+
+    Args:
+        issued: by rank; those that did not say it are missing.
+    """
+    ranks: dict[Message, list[int]] = defaultdict(list)
+    for rank, each in sorted(issued.items()):
+        ranks[each.message].append(rank)
+    # What most ranks issue is taken as expected, of two that of the lower one.
+    (expected, others), *deviating = sorted(ranks.items(), key=lambda item: (-len(item[1]), item[1]))
+    when = issued[deviating[0][1][0] if deviating else others[0]].place.described()
+    if not deviating:
+        return (
+            f"traffic_contract: at {when} a rank issues another message than {expected.described()} of rank {others[0]}, "
+            "and did not say which"
+        )
+    found, (rank, *_) = deviating[0]
+    others_issue = f"{_listed(others)} issue{'s' * (len(others) == 1)} {expected.described()}"
+    difference = _first_difference(rank, found, others[0], expected)
+    return (
+        f"traffic_contract: at {when} rank {rank} issues {found.described()}, and {others_issue}; {difference}; every rank "
+        "must run the same modules in the same order with the same configuration"
+    )
+
+
+def departure(rank: int, step: int, waiting: int, issued: Issued) -> str:
+    """The sentence about a rank that has left, and a rank whose message needs it.
+
+    Args:
+        rank: that has left.
+        step: of its last message; -1 before the first.
+        waiting: a rank that remains.
+        issued: its message.
+    """
+    last = f"its last message is of step {step}" if step >= 0 else "it has issued no message in a step"
+    return (
+        f"traffic_contract: at {issued.place.described()} rank {rank} is gone: it has ended its training ({last}), and "
+        f"rank {waiting} issues {issued.message.described()}; every rank must run the same steps; look for an error of "
+        f"rank {rank}, or for a step that it leaves out"
+    )
+
+
+def loss(ranks: Sequence[int], ended: Mapping[int, int], waiting: int, issued: Issued) -> str:
+    """The sentence about ranks that are gone without a word, and a rank whose message needs them.
+
+    Args:
+        ranks: that are gone.
+        ended: the processes that are known to have ended, by rank.
+        waiting: a rank that remains.
+        issued: its message.
+    """
+    return (
+        f"traffic_contract: at {issued.place.described()} {_gone(ranks, ended)}, and rank {waiting} issues "
+        f"{issued.message.described()}; {_KILLED}"
+    )
+
+
+def lost_start(ended: Mapping[int, int]) -> str:
+    """The sentence about ranks whose processes have ended while an engine was constructed.
+
+    Args:
+        ended: the processes, by rank.
+    """
+    return f"traffic_contract: before step 0 {_gone(sorted(ended), ended)}, in zero_runtime.initialize; {_KILLED}"
+
+
+def failed_start(rank: int, error: Exception) -> str:
+    """The sentence about a rank that has failed while an engine was constructed."""
+    return (
+        f"traffic_contract: before step 0 rank {rank} has failed, in zero_runtime.initialize: {type(error).__name__}: "
+        f"{error}; every rank needs the same configuration and model"
+    )
+
+
+def absence(ranks: Sequence[int], waiting: int, issued: Issued) -> str:
+    """The sentence about ranks that have not come to a message, in which a rank has waited for them until its time limit.
+
+    Args:
+        ranks: that have not come so far.
+        waiting: a rank that has waited.
+        issued: its message.
+    """
+    return (
+        f"traffic_contract: at {issued.place.described()} rank {waiting} has waited for {_listed(ranks)} in "
+        f"{issued.message.described()} until the time limit of the process group; the processes answer, and have not "
+        "come so far; look for what they do instead, such as by the stacks of commprof run --watchdog"
+    )
+
+
+def _gone(ranks: Sequence[int], ended: Mapping[int, int]) -> str:
+    one = len(ranks) == 1
+    processes = [ended[rank] for rank in ranks if rank in ended]
+    if len(processes) < len(ranks):
+        why = "its process does not answer" if one else "their processes do not answer"
+    else:
+        numbers = ", ".join(map(str, processes[:_LISTED]))
+        why = f"its process {numbers} has ended" if one else f"their processes {numbers} have ended"
+    return f"{_listed(ranks)} {'is' if one else 'are'} gone: {why}"
+
+
+def _first_difference(rank: int, found: Message, other: int, expected: Message) -> str:
+    if (found.operation, found.purpose) != (expected.operation, expected.purpose):
+        return f"rank {rank} is at {found.module}, rank {other} at {expected.module}"
+    missing = [name for name in expected.parameters if name not in found.parameters]
+    added = [name for name in found.parameters if name not in expected.parameters]
+    if missing and not added:
+        return f"{missing[0]} of module {_module(missing[0])} is missing on rank {rank}"
+    for mine, theirs in zip(found.parameters, expected.parameters, strict=False):
+        if mine != theirs:
+            return (
+                f"rank {rank} has {mine} of module {_module(mine)} where rank {other} has {theirs} of module "
+                f"{_module(theirs)}"
+            )
+    if added:
+        return f"{added[0]} of module {_module(added[0])} is in that of rank {rank} only"
+    for name in ("operation", "numel", "dtype", "bucket", "owner", "purpose"):
+        mine, theirs = getattr(found, name), getattr(expected, name)
+        if mine != theirs:
+            return f"they differ first in {name}: {mine} on rank {rank}, {theirs} on rank {other}"
+    return "they are equal"
+
+
+def _module(parameter: str) -> str:
+    return parameter.rpartition(".")[0] or "(the model)"
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    return f"ranks {', '.join(map(str, ranks[:_LISTED]))}{', ...' if len(ranks) > _LISTED else ''}"

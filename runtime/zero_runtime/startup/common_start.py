@@ -1,0 +1,125 @@
+"""The start of an engine on all ranks under a traffic contract: no rank waits for one that fails, or starts differently."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Mapping
+from types import TracebackType
+from typing import Final
+
+from zero_runtime import comm
+from zero_runtime.errors import TrafficContractError, ZeroRuntimeError
+from zero_runtime.groups.agreements import awaited, lookouts
+from zero_runtime.groups.contract_messages import failed_start, lost_start
+from zero_runtime.groups.host_processes import HostProcesses
+from zero_runtime.groups.traffic_contract import OFF, Verdict
+
+_LOOK_S: Final = 0.2  # how often a rank that waits looks for others that have failed
+_READ_S: Final = 3.0  # time for the other ranks to write or read an error
+
+
+class CommonStart:
+    """A context in which an error of one rank is raised on the others, which would wait for that rank.
+
+    Ranks whose ``traffic_contract`` is off tell their errors, and wait for nobody.
+
+    Args:
+        mode: ``traffic_contract`` as it is written.
+
+    Attributes:
+        verdict: of the engine's contracts.
+    """
+
+    def __init__(self, mode: object) -> None:
+        self.verdict = Verdict()
+        self._keeps = mode != OFF
+        self._is_alone = comm.get_world_size() == 1 or comm.DataParallelGroup().backend == "fake"
+        self._looked = time.monotonic()
+        self._error = f"{self.verdict.key}/error"
+        self._has_read = False
+
+    def __enter__(self) -> CommonStart:
+        if self._keeps and not self._is_alone:
+            self.verdict.processes = HostProcesses(
+                comm.store(), f"{self.verdict.key}/processes", comm.get_rank()
+            )
+            lookouts.append(self._look)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._look in lookouts:
+            lookouts.remove(self._look)
+        if self._is_alone or not isinstance(error, Exception):
+            return
+        try:
+            told = self._told(error)
+        except (RuntimeError, OSError):
+            return  # the store has ended with rank 0
+        if told is not None:
+            raise TrafficContractError(told) from error
+
+    def decided(self, mine: str, decide: Callable[[Mapping[int, str]], str]) -> str:
+        """What rank 0 decides by the texts of all ranks, by rank. A rank without a contract waits for nobody: empty there.
+
+        Args:
+            mine: this rank's text; empty on ranks without a contract.
+            decide: of the texts of some ranks.
+        """
+        rank, world = comm.get_rank(), comm.get_world_size()
+        if self._is_alone:
+            return decide({rank: mine})
+        store, key = comm.store(), f"{self.verdict.key}/start"
+        store.set(f"{key}/{rank}", json.dumps(mine))
+        if not self._keeps:
+            return ""
+        first = mine if rank == 0 else json.loads(awaited(f"{key}/0"))
+        if rank and not first:
+            return decide({0: first, rank: mine})
+        if rank:
+            return awaited(f"{key}/decided")
+        texts = {each: json.loads(awaited(f"{key}/{each}")) for each in range(1, world)}
+        decision = decide({0: mine, **texts})
+        store.set(f"{key}/decided", decision)
+        return decision
+
+    def _told(self, error: Exception) -> str | None:
+        """Tell the others of ``error``; what one of them has told, if that is why this rank has failed."""
+        store, told = comm.store(), None
+        if not isinstance(error, ZeroRuntimeError) and self._keeps:
+            # A collective fails where another rank has ended, and that one has said why before.
+            until = time.monotonic() + (_READ_S if isinstance(error, RuntimeError | OSError) else 0.0)
+            while not store.check([self._error]) and time.monotonic() < until:
+                time.sleep(0.02)
+            if store.check([self._error]):
+                told = store.get(self._error).decode()
+        if told is None and not isinstance(error, TrafficContractError):
+            store.compare_set(self._error, "", failed_start(comm.get_rank(), error))
+        self._read()
+        return told
+
+    def _read(self) -> None:
+        """Count this rank among those that know of an error. Rank 0, which may have the store, waits for the others."""
+        store, key = comm.store(), f"{self.verdict.key}/read"
+        if not self._has_read:
+            self._has_read = True
+            store.add(key, 1)
+        until = time.monotonic() + _READ_S
+        while self._keeps and comm.get_rank() == 0 and time.monotonic() < until:
+            if store.add(key, 0) >= comm.get_world_size():
+                break
+            time.sleep(0.02)
+
+    def _look(self) -> None:
+        """Raise what another rank has told, or that the process of one has ended."""
+        if time.monotonic() - self._looked < _LOOK_S:
+            return
+        self._looked = time.monotonic()
+        store, processes = comm.store(), self.verdict.processes
+        ended = {} if processes is None else processes.ended()
+        if ended:
+            store.compare_set(self._error, "", lost_start(ended))
+        if store.check([self._error]):
+            raise TrafficContractError(store.get(self._error).decode())
