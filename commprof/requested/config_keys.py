@@ -1,14 +1,15 @@
 """Reads one key of a DeepSpeed config and checks its type; errors name the key.
 
-Values of other types are read as DeepSpeed reads them: ``"2"`` and ``true`` are numbers, ``"on"`` and 1 are true, and a key
-whose value is ``"auto"`` is not set.
+Values of other types are read as DeepSpeed reads them, by pydantic: ``"2"`` and ``true`` are whole numbers, ``"on"``, 1 and
+1.0 are true, ``"2.5"`` is a number, and ``" on"`` or ``"5e8"`` for a whole number is an error. A key whose value is
+``"auto"`` is not set. zero_runtime states the same rules in ``configuration/reading``.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
-from math import isnan
 from typing import Any, Final
 
 from commprof.requested.errors import RequestedError
@@ -23,34 +24,41 @@ DTYPES: Final[dict[str, str]] = {
 _AUTO: Final = "auto"
 _AUTO_IS_A_VALUE: Final = ("topology", "stage3_gather_unit")
 _WORDS: Final[dict[str, bool]] = {
-    **dict.fromkeys(("true", "t", "yes", "y", "on"), True),
-    **dict.fromkeys(("false", "f", "no", "n", "off"), False),
+    **dict.fromkeys(("1", "true", "t", "yes", "y", "on"), True),
+    **dict.fromkeys(("0", "false", "f", "no", "n", "off"), False),
 }
+_DIGITS: Final = re.compile(r"[+-]?[0-9]+(_[0-9]+)*(\.0+)?")
 
 
-def plain(value: Any) -> Any:
-    """The boolean or number that a string stands for; any other value as it is."""
-    if not isinstance(value, str):
+def truth(value: Any) -> Any:
+    """``value`` as the boolean that it stands for; unchanged if it stands for none."""
+    if isinstance(value, str):
+        return _WORDS.get(value.lower(), value)
+    return bool(value) if isinstance(value, int | float) and value in (0, 1) else value
+
+
+def _whole(value: Any) -> Any:
+    """``value`` as the whole number that it stands for; unchanged if it stands for none."""
+    if isinstance(value, str) and _DIGITS.fullmatch(value.strip()):
+        return int(value.strip().partition(".")[0].replace("_", ""))
+    return int(value) if isinstance(value, bool) else value
+
+
+def _real(value: Any) -> Any:
+    """``value`` as the number that it stands for; unchanged if it stands for none."""
+    if not isinstance(value, str | bool):
         return value
-    word = value.strip().lower()
-    if word in _WORDS:
-        return _WORDS[word]
     try:
-        return int(word)
-    except ValueError:
-        pass
-    try:
-        real = float(word)
+        return float(value)
     except ValueError:
         return value
-    return value if isnan(real) else real
 
 
-def plain_block(value: object) -> Mapping[str, Any]:
-    """``value`` with plain values and without ``auto`` keys; empty where it is no object."""
+def set_keys(value: object) -> Mapping[str, Any]:
+    """The object ``value`` without ``auto`` keys; empty where it is no object."""
     if not isinstance(value, Mapping):
         return {}
-    return {name: plain(each) for name, each in value.items() if each != _AUTO or name in _AUTO_IS_A_VALUE}
+    return {name: each for name, each in value.items() if each != _AUTO or name in _AUTO_IS_A_VALUE}
 
 
 def nearest_key(key: str, known: Iterable[str]) -> str | None:
@@ -69,17 +77,25 @@ def section(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
         return {}
     if not isinstance(value, Mapping):
         raise wrong(key, value, "an object with keys of its own")
-    return plain_block(value)
+    return set_keys(value)
 
 
-def flag(values: Mapping[str, Any], key: str, default: bool) -> bool:
-    """True or false under the last part of the dotted ``key``."""
-    value = _value(values, key)
-    if value is None:
-        return default
-    if not isinstance(value, int) or value not in (0, 1):
+def flag(values: Mapping[str, Any], key: str, default: bool | None, *, is_checked: bool = True) -> bool:
+    """True or false under the last part of the dotted ``key``.
+
+    Args:
+        values: the keys of a block.
+        key: with the names of its blocks.
+        default: where it is not set; None if the key may be null, too, which is false.
+        is_checked: whether DeepSpeed refuses other values; otherwise they count by Python's rules, such as 2 as true.
+    """
+    value = values.get(key.rpartition(".")[2], _AUTO)
+    if value == _AUTO or (value is None and default is None):
+        return bool(default)
+    read = truth(value)
+    if is_checked and not isinstance(read, bool):
         raise wrong(key, value, "true or false")
-    return bool(value)
+    return bool(read)
 
 
 def number(values: Mapping[str, Any], key: str, default: float) -> float:
@@ -87,9 +103,10 @@ def number(values: Mapping[str, Any], key: str, default: float) -> float:
     value = _value(values, key)
     if value is None:
         return default
-    if not isinstance(value, int | float) or value < 0:
+    read = _real(value)
+    if not isinstance(read, int | float) or not read >= 0:
         raise wrong(key, value, "a number that is not negative")
-    return float(value)
+    return float(read)
 
 
 def count(values: Mapping[str, Any], key: str, default: int | None, *, least: int) -> int | None:
@@ -97,10 +114,11 @@ def count(values: Mapping[str, Any], key: str, default: int | None, *, least: in
     value = _value(values, key)
     if value is None:
         return default
-    is_integer = isinstance(value, int) or (isinstance(value, float) and value.is_integer())
-    if not is_integer or value < least:
+    read = _whole(value)
+    is_integer = isinstance(read, int) or (isinstance(read, float) and read.is_integer())
+    if not is_integer or read < least:
         raise wrong(key, value, f"a whole number, {least} or more")
-    return int(value)
+    return int(read)
 
 
 def choice(values: Mapping[str, Any], key: str, choices: tuple[str, ...]) -> str:
@@ -125,7 +143,7 @@ def dtype(values: Mapping[str, Any], key: str) -> str | None:
 
 def _value(values: Mapping[str, Any], key: str) -> Any:
     # Any: a value of a JSON file, which the caller checks.
-    value = plain(values.get(key.rpartition(".")[2]))
+    value = values.get(key.rpartition(".")[2])
     return None if value == _AUTO else value
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from commprof.requested.communication.compression import Compression, read_compression
-from commprof.requested.config_keys import choice, count, dtype, flag, number, plain_block, section, wrong
+from commprof.requested.config_keys import choice, count, dtype, flag, number, section, set_keys, truth, wrong
 from commprof.requested.errors import RequestedError
 from commprof.requested.zero.reductions import REDUCTIONS
 
@@ -198,17 +198,17 @@ def read_configuration(config: Mapping[str, Any]) -> Configuration:
         compute_grad_norm=flag(zero, "zero_optimization.compute_grad_norm", True),
         gradient_reduction=choice(zero, "zero_optimization.gradient_reduction", ("auto", *REDUCTIONS)),
         reduce_scatter_impl=choice(zero, "zero_optimization.reduce_scatter_impl", REDUCE_SCATTER_IMPLS),
-        gather_by_broadcast=flag(config, "disable_allgather", False)
+        gather_by_broadcast=flag(config, "disable_allgather", False, is_checked=False)
         or not flag(zero, "zero_optimization.allgather_partitions", True),
         allgather_bucket_size=count(zero, "zero_optimization.allgather_bucket_size", None, least=0) or None,
-        gradient_clipping=number(config, "gradient_clipping", 0.0 if "gradient_clipping" in config else 1.0),
+        gradient_clipping=_clipping(config),
         check_overflow=model_dtype == "float16"
         or (model_dtype == "bfloat16" and flag(bf16, f"{bf16_name}.check_grad_overflow", True)),
         offload_device=_offload_device(zero),
         train_batch_size=count(config, "train_batch_size", None, least=1),
         micro_batch_size=count(config, "train_micro_batch_size_per_gpu", None, least=1),
         accumulation_steps=count(config, "gradient_accumulation_steps", None, least=1),
-        managed_accumulation=flag(config, "managed_gradient_accumulation", True),
+        managed_accumulation=flag(config, "managed_gradient_accumulation", True, is_checked=False),
         compression=read_compression(config),
         quantises_gradients=stage in (1, 2)
         and flag(zero, "zero_optimization.zero_quantized_gradients", False),
@@ -216,7 +216,7 @@ def read_configuration(config: Mapping[str, Any]) -> Configuration:
         accumulation_reduce=choice(
             zero, "zero_optimization.gradient_accumulation_reduce", ACCUMULATION_REDUCES
         ),
-        data_before_experts=flag(config, "use_data_before_expert_parallelism", False),
+        data_before_experts=flag(config, "use_data_before_expert_parallelism", False, is_checked=False),
         fuses_adam=_fuses_adam(config),
     )
 
@@ -224,7 +224,7 @@ def read_configuration(config: Mapping[str, Any]) -> Configuration:
 def autocast_dtype(config: Mapping[str, Any]) -> str | None:
     """The element type in which torch.autocast computes, as torch spells it; None where it is off."""
     block = section(config, "torch_autocast")
-    if not flag(block, "torch_autocast.enabled", False):
+    if not flag(block, "torch_autocast.enabled", False, is_checked=False):
         return None
     return dtype(block, "torch_autocast.dtype") or "bfloat16"
 
@@ -237,14 +237,21 @@ def zero_section(config: Mapping[str, Any]) -> Mapping[str, Any]:
     return section(config, "zero_optimization")
 
 
+def _clipping(config: Mapping[str, Any]) -> float:
+    """The largest norm; null does not clip."""
+    if config.get("gradient_clipping", 0.0) is None:
+        return 0.0
+    return number(config, "gradient_clipping", 0.0 if "gradient_clipping" in config else 1.0)
+
+
 def _fuses_adam(config: Mapping[str, Any]) -> bool:
-    optimizer = plain_block(config.get("optimizer"))
+    optimizer = set_keys(config.get("optimizer"))
     is_adam = str(optimizer.get("type")).lower() in ("adam", "adamw")
-    return is_adam and not plain_block(optimizer.get("params")).get("torch_adam")
+    return is_adam and not truth(set_keys(optimizer.get("params")).get("torch_adam"))
 
 
 def _offload_device(zero: Mapping[str, Any]) -> str:
-    if flag(zero, "zero_optimization.cpu_offload", False):
+    if flag(zero, "zero_optimization.cpu_offload", None):
         return "cpu"
     device = section(zero, "offload_optimizer").get("device")
     if device is None:

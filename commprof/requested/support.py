@@ -7,8 +7,8 @@ from typing import Any
 
 from commprof.requested.communication.sign_optimizers import NAMES as COMPRESSING_OPTIMIZERS
 from commprof.requested.communication.sign_optimizers import refuse_unknown
-from commprof.requested.config_keys import plain, plain_block
-from commprof.requested.configuration import Configuration, read_configuration
+from commprof.requested.config_keys import count, flag, section, set_keys
+from commprof.requested.configuration import Configuration, autocast_dtype, read_configuration
 from commprof.requested.errors import UnsupportedError
 
 
@@ -19,22 +19,22 @@ def refuse_unsupported(
 
     ``is_own``: the runtime is zero_runtime, whose rules of quantizing, compressing and composing are known.
     """
-    zero = plain_block(config.get("zero_optimization"))
+    zero = set_keys(config.get("zero_optimization"))
     if stage and zero.get("zenflow"):
         raise UnsupportedError(
             "zero_optimization.zenflow", zero["zenflow"], "ZenFlow selects gradients by value"
         )
-    if stage and plain_block(config.get("torch_autocast")).get("enabled"):
+    if stage and autocast_dtype(config) is not None:
         raise UnsupportedError(
             "torch_autocast.enabled",
             True,
             "the element type of a gradient then depends on the class of its module",
         )
-    if plain_block(config.get("compile")).get("deepcompile"):
+    if flag(set_keys(config.get("compile")), "compile.deepcompile", False):
         raise UnsupportedError("compile.deepcompile", True, "DeepCompile replaces the gradient reduction")
     for block, key in (
         (config, "fp16_override_modules"),
-        (plain_block(config.get("fp16")), "fp16.fp16_override_modules"),
+        (set_keys(config.get("fp16")), "fp16.fp16_override_modules"),
     ):
         modules = block.get("fp16_override_modules")
         if modules:
@@ -50,13 +50,13 @@ def refuse_unsupported(
                 "optimizer.type", kind, "it sends compressed momentum instead of gradients"
             )
         refuse_unknown(config, stage)
-    if plain_block(config.get("expert_parallel")).get("enabled"):
+    if flag(set_keys(config.get("expert_parallel")), "expert_parallel.enabled", False):
         raise UnsupportedError(
             "expert_parallel.enabled",
             True,
             "the ranks then form more groups than data parallelism has",
         )
-    delay = plain_block(config.get("communication")).get("bounded_delay")
+    delay = _delay(config)
     if stage and delay:
         raise UnsupportedError("communication.bounded_delay", delay, "it works at stage 0 only")
     if stage == 3:
@@ -71,10 +71,9 @@ def _refuse_with_whole_buckets(config: Mapping[str, Any]) -> None:
     if not configuration.reduces_whole_in_buckets:
         return
     kind = optimizer_type(config)
-    delay = plain_block(config.get("communication")).get("bounded_delay")
     for key, value in (
-        ("gradient_compression", configuration.compression and plain(config["gradient_compression"])),
-        ("communication.bounded_delay", delay),
+        ("gradient_compression", configuration.compression and config["gradient_compression"]),
+        ("communication.bounded_delay", _delay(config)),
         ("optimizer.type", kind if kind in COMPRESSING_OPTIMIZERS else None),
         ("managed_gradient_accumulation", None if configuration.managed_accumulation else "false"),
     ):
@@ -95,21 +94,21 @@ def _refuse_with_stage_3(
         "zero_quantized_nontrainable_weights",
         "zero_quantized_gradients",
     ):
-        if zero.get(name) and not is_own:
+        if not is_own and flag(zero, f"zero_optimization.{name}", False):
             raise UnsupportedError(f"zero_optimization.{name}", zero[name], quantised)
-    secondary = zero.get("zero_hpz_partition_size")
-    if isinstance(secondary, int) and secondary > 1 and world_size % secondary:
+    secondary = count(zero, "zero_optimization.zero_hpz_partition_size", 1, least=0) or 1
+    if secondary > 1 and world_size % secondary:
         reason = f"it does not divide the {world_size} ranks, which the runtime refuses"
         raise UnsupportedError("zero_optimization.zero_hpz_partition_size", secondary, reason)
     for prefix in ("stage3_", ""):
-        granularity = zero.get(f"{prefix}module_granularity_threshold")
-        if _above(granularity, 0):
-            key = f"zero_optimization.{prefix}module_granularity_threshold"
+        key = f"zero_optimization.{prefix}module_granularity_threshold"
+        granularity = count(zero, key, 0, least=-(2**63)) or 0
+        if granularity > 0:
             reason = "which modules are then gathered as one depends on the code of the model"
             raise UnsupportedError(key, granularity, reason)
     if optimizer_type(config) == "muon":
         raise UnsupportedError("optimizer.type", "Muon", "Muon gathers matrices within the step")
-    if _above(zero.get("mics_shard_size"), 0):
+    if (count(zero, "zero_optimization.mics_shard_size", 0, least=-(2**63)) or 0) > 0:
         raise UnsupportedError(
             "zero_optimization.mics_shard_size",
             zero["mics_shard_size"],
@@ -119,7 +118,7 @@ def _refuse_with_stage_3(
 
 def optimizer_type(config: Mapping[str, Any]) -> str:
     """The config's ``optimizer.type`` in lower case; ``none`` without one."""
-    return str(plain_block(config.get("optimizer")).get("type")).lower()
+    return str(set_keys(config.get("optimizer")).get("type")).lower()
 
 
 def refuse_with_experts(config: Mapping[str, Any], configuration: Configuration, *, is_own: bool) -> None:
@@ -146,7 +145,7 @@ def refuse_with_experts(config: Mapping[str, Any], configuration: Configuration,
             raise UnsupportedError("zero_optimization.gradient_reduction", "all_reduce", reason)
     if not is_own:
         return
-    zero, communication = (plain_block(config.get(name)) for name in ("zero_optimization", "communication"))
+    zero, communication = (set_keys(config.get(name)) for name in ("zero_optimization", "communication"))
     topology = communication.get("topology")
     reason = "with experts there are several groups that reduce gradients"
     for key, value in (
@@ -154,39 +153,35 @@ def refuse_with_experts(config: Mapping[str, Any], configuration: Configuration,
         ("zero_optimization.zero_quantized_gradients", configuration.quantises_gradients),
         ("zero_optimization.zero_quantized_weights", configuration.quantises_weights),
         ("communication.topology", topology if topology != 1 else None),  # 1 is the plain collective
-        ("communication.bounded_delay", communication.get("bounded_delay")),
+        ("communication.bounded_delay", _delay(config)),
         ("zero_optimization.overlap_comm", configuration.reduces_whole_in_buckets),
         ("zero_optimization.zero_force_param_types", zero.get("zero_force_param_types")),
         ("zero_optimization.zero_allowed_param_types", zero.get("zero_allowed_param_types")),
     ):
         if value:
-            raise UnsupportedError(key, plain(config.get(key, value)), reason)
+            raise UnsupportedError(key, config.get(key, value), reason)
     if optimizer_type(config) in COMPRESSING_OPTIMIZERS or (
         configuration.partitions and optimizer_type(config) == "lamb"
     ):
         raise UnsupportedError("optimizer.type", config["optimizer"]["type"], reason)
 
 
-def _above(value: object, limit: int) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and value > limit
+def _delay(config: Mapping[str, Any]) -> int:
+    return count(section(config, "communication"), "communication.bounded_delay", 0, least=0) or 0
 
 
 def _refuse_parallel(config: Mapping[str, Any]) -> None:
-    tensor = plain_block(config.get("tensor_parallel"))
-    sizes = {
-        "sequence_parallel_size": plain(config.get("sequence_parallel_size")),
-        "tp_size": plain(config.get("tp_size")),
-        "tensor_parallel.autotp_size": tensor.get("autotp_size"),
-        "tensor_parallel.tp.tp_size": plain_block(tensor.get("tp")).get("tp_size"),
-        "pipeline.stages": plain_block(config.get("pipeline")).get("stages"),
-        "pipeline_parallel.pp_size": _stages(config.get("pipeline_parallel")),
+    tensor, pipeline = set_keys(config.get("tensor_parallel")), set_keys(config.get("pipeline_parallel"))
+    has_stages = flag(pipeline, "pipeline_parallel.enabled", True)
+    blocks: dict[str, Mapping[str, Any]] = {
+        "sequence_parallel_size": config,
+        "tp_size": config,
+        "tensor_parallel.autotp_size": tensor,
+        "tensor_parallel.tp.tp_size": set_keys(tensor.get("tp")),
+        "pipeline.stages": set_keys(config.get("pipeline")),
+        "pipeline_parallel.pp_size": pipeline if has_stages else {},
     }
-    for key, size in sizes.items():
-        if isinstance(size, int) and size > 1:
+    for key, block in blocks.items():
+        size = count(block, key, 1, least=0) or 1
+        if size > 1:
             raise UnsupportedError(key, size, "the ranks then form more groups than data parallelism has")
-
-
-def _stages(block: object) -> object:
-    """The stages that a block sets, unless it is disabled."""
-    settings = plain_block(block)
-    return None if settings.get("enabled") is False else settings.get("pp_size")

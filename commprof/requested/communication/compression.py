@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from math import ceil
 from typing import Any, Final, NamedTuple
 
-from commprof.requested.config_keys import choice, count, flag, number, plain_block, section, wrong
+from commprof.requested.config_keys import choice, count, flag, number, section, wrong
 from commprof.requested.errors import UnsupportedError
 
 ALGORITHMS: Final = ("topk", "1bit", "2bit", "none")
@@ -106,7 +106,7 @@ def read_compression(config: Mapping[str, Any]) -> Compression | None:
     Raises:
         RequestedError: a key has a value of the wrong type or outside its range.
     """
-    switch = flag(config, "compress_communication", False)
+    switch = flag(config, "compress_communication", False, is_checked=False)
     if config.get("gradient_compression") is None and not switch:
         return None
     block = section(config, "gradient_compression")
@@ -122,7 +122,9 @@ def read_compression(config: Mapping[str, Any]) -> Compression | None:
     ratio_steps = count(block, "gradient_compression.topk_warmup_steps", 0, least=0) or 0
     if not 0 < first_ratio <= 1:
         raise wrong("gradient_compression.topk_warmup_ratio", first_ratio, "a number above 0 and up to 1")
-    between_hosts = bool(plain_block(config.get("zero_optimization")).get("hierarchical_compress"))
+    between_hosts = flag(
+        section(config, "zero_optimization"), "zero_optimization.hierarchical_compress", False
+    )
     return Compression(
         algorithm,
         ratio,

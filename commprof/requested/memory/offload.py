@@ -63,7 +63,7 @@ def read_offload(zero: Mapping[str, Any], stage: int) -> Offload:
 
 
 def _device(zero: Mapping[str, Any], old: str, block: Mapping[str, Any], key: str) -> str:
-    if flag(zero, f"zero_optimization.{old}", False):
+    if flag(zero, f"zero_optimization.{old}", None):
         return "cpu"
     device = block.get("device")
     if device is None:

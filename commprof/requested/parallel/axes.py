@@ -11,7 +11,7 @@ from itertools import product
 from math import prod
 from typing import Any, Final, NamedTuple
 
-from commprof.requested.config_keys import count, section
+from commprof.requested.config_keys import count, flag, section
 from commprof.requested.errors import RequestedError
 
 PIPE: Final = "pipe"
@@ -118,7 +118,7 @@ def tensor_ranks(config: Mapping[str, Any]) -> int:
 
 def _stages(config: Mapping[str, Any]) -> int:
     theirs, ours = section(config, "pipeline"), section(config, "pipeline_parallel")
-    enabled = {} if ours.get("enabled") is False else ours
+    enabled = ours if flag(ours, "pipeline_parallel.enabled", True) else {}
     named = {} if theirs.get("stages") == "auto" else theirs
     return _agreed(
         {

@@ -165,7 +165,7 @@ def micro_batches(config: Mapping[str, Any], axes: Axes) -> int:
     """
     configuration = read_configuration(config)
     pipeline = section(config, "pipeline_parallel")
-    named = None if pipeline.get("enabled") is False else pipeline.get("micro_batches")
+    named = pipeline.get("micro_batches") if flag(pipeline, "pipeline_parallel.enabled", True) else None
     steps = count({"micro_batches": named}, "pipeline_parallel.micro_batches", None, least=1)
     if not configuration.managed_accumulation:
         return 1

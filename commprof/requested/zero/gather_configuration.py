@@ -104,16 +104,16 @@ def _unit(zero: Mapping[str, Any], read: GatherConfiguration) -> str:
         zero, "zero_optimization.contiguous_gradients", True
     )
     reduction = zero.get("gradient_reduction", "auto")
-    granularity = zero.get(_key(zero, "module_granularity_threshold").rpartition(".")[2], 0)
+    granularity = count(zero, _key(zero, "module_granularity_threshold"), 0, least=-(2**63)) or 0
     by_module = {
         "stage3_allgather_sequential": read.sequential,
         "stage3_use_all_reduce_for_fetch_params": read.gathers_by_all_reduce,
-        "stage3_module_granularity_threshold": isinstance(granularity, int) and granularity > 0,
+        "stage3_module_granularity_threshold": granularity > 0,
         "leaf_module": any(section(zero, "leaf_module").values()),
         "zero_hpz_partition_size": read.secondary_size > 1,
         "quantization": read.quantises or read.quantises_frozen or read.quantises_gradients,
         "enable_sanity_checks": read.sanity_checks,
-        "offload_param": offload or flag(zero, "zero_optimization.cpu_offload_param", False),
+        "offload_param": offload or flag(zero, "zero_optimization.cpu_offload_param", None),
         "an all_reduce of gradients": reduction == "all_reduce" or (reduction == "auto" and all_reduces),
     }
     found = [name for name, is_set in by_module.items() if is_set]

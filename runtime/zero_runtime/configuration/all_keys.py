@@ -20,6 +20,7 @@ from zero_runtime.configuration.reading.checks import (
     anything,
     boolean,
     choice,
+    choice_of_any_case,
     coerced_number,
     integer,
     mapping,
@@ -106,7 +107,7 @@ TOP: Final[Table] = {
     ),
     "gradient_allreduce_op": used(_SUM_OR_MEAN, "mean", "whether gradients are averaged over the ranks"),
     "communication_data_type": used(
-        optional(choice(*DTYPES)), None, "dtype in which gradients are sent; null is the model's"
+        optional(choice_of_any_case(*DTYPES)), None, "dtype in which gradients are sent; null is the model's"
     ),
     "disable_allgather": used(boolean, False, "stages 1 and 2: broadcast each rank's shard instead"),
     "steps_per_print": used(
@@ -128,7 +129,9 @@ TOP: Final[Table] = {
         boolean, True, "DeepSpeed's own Adam on the CPU", "torch's own optimizers update offloaded state"
     ),
     "seq_parallel_communication_data_type": used(
-        choice(*DTYPES), "fp32", "dtype in which gradients are sent with sequence_parallel_size above 1"
+        choice_of_any_case(*DTYPES),
+        "fp32",
+        "dtype in which gradients are sent with sequence_parallel_size above 1",
     ),
     "log_level": inert(
         anything, None, "of DeepSpeed's logger", "the variable ZERO_RUNTIME_LOG_LEVEL sets the level"

@@ -45,7 +45,7 @@ FP16: Final[Table] = {
     "enabled": used(boolean, False, "parameters and gradients in fp16, with fp32 master weights"),
     "auto_cast": used(boolean, False, "cast floating-point inputs to fp16"),
     "loss_scale": used(not_boolean(number(0.0)), 0.0, "what the loss is multiplied by; 0: by the next five keys"),
-    "initial_scale_power": used(integer(-1000), 16, "the loss scale begins at 2 to this power"),
+    "initial_scale_power": used(integer(-1000, 1000), 16, "the loss scale begins at 2 to this power"),
     "loss_scale_window": used(not_boolean(integer(1)), 1000, "steps without overflow after which it doubles"),
     "hysteresis": used(integer(-1000), 2, "overflows before it is halved; below 1 it never is"),
     "consecutive_hysteresis": used(boolean, False, "a step without overflow fills the hysteresis again"),

@@ -39,14 +39,16 @@ class Check(NamedTuple):
         return self.function(name, value)
 
 
-def integer(minimum: int = 0) -> Check:
+def integer(minimum: int = 0, maximum: int | None = None) -> Check:
     """A check for integers of at least ``minimum``; floats with integer values such as 5e8 pass."""
 
     def check(name: str, value: Any) -> int:
         is_whole = isinstance(value, int) or (isinstance(value, float) and value.is_integer())
-        if isinstance(value, bool) or not is_whole or value < minimum:
+        in_range = is_whole and value >= minimum and (maximum is None or value <= maximum)
+        if isinstance(value, bool) or not in_range:
+            most = "" if maximum is None else f" and at most {maximum}"
             raise ConfigError(
-                f"{name} is {value!r}; expected a whole number of at least {minimum}{_auto(value)}"
+                f"{name} is {value!r}; expected a whole number of at least {minimum}{most}{_auto(value)}"
             )
         return int(value)
 
@@ -132,7 +134,7 @@ _WORDS: Final = {
     **dict.fromkeys(("1", "true", "t", "yes", "y", "on"), True),
     **dict.fromkeys(("0", "false", "f", "no", "n", "off"), False),
 }
-_DIGITS: Final = re.compile(r"[+-]?\d+(_\d+)*(\.0*)?")
+_DIGITS: Final = re.compile(r"[+-]?[0-9]+(_[0-9]+)*(\.0+)?")
 
 
 def _truth(value: Any) -> Any:

@@ -33,7 +33,7 @@ UNCHECKED: Final = frozenset(
         "timers",
     }
 )
-# Blocks that DeepSpeed does not have: only comments are removed from them.
+# Blocks that DeepSpeed does not have: values are converted as in its own, and "auto" is never left out.
 _OWN: Final = ("gradient_compression", "pipeline_parallel", "communication")
 # Blocks whose values DeepSpeed uses only if the feature is enabled, so that "auto" and null have no effect.
 _UNUSED: Final = frozenset(
@@ -95,8 +95,6 @@ def _coerced(
         check = table[name].check
         if isinstance(value, Mapping) and full in blocks:
             values[name] = _coerced(full, value, blocks, dropped, converted)
-        elif block.startswith(_OWN):
-            values[name] = value
         elif block in UNCHECKED and check is boolean:
             values[name] = _truth(check.coerce(value))
             if values[name] is not value and not isinstance(value, int | None):
@@ -104,6 +102,7 @@ def _coerced(
         elif (
             value == AUTO
             and AUTO not in check.expected
+            and not block.startswith(_OWN)
             and (block not in UNCHECKED or _may_be_auto(block, name))
         ):
             dropped.append(full)
