@@ -12,7 +12,7 @@ buckets use several buffers in turn.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Final, NamedTuple
@@ -74,6 +74,7 @@ class Bucket:
         flush_reason: full, oversized or end_of_backward.
         asynchronous: whether its collectives are started without waiting for them.
         replicated: whether every rank needs the whole sum.
+        keeps_dtype: whether the sum stays in the communication dtype instead of being rounded to that of the gradients.
         members: global ranks of the group; runs name them by position. Empty where that is the global rank.
         publication: what the recorder gets about it, once a recorder asks.
     """
@@ -88,6 +89,7 @@ class Bucket:
     flush_reason: str
     asynchronous: bool = False
     replicated: bool = False
+    keeps_dtype: bool = False
     members: tuple[int, ...] = ()
     publication: Publication | None = field(default=None, repr=False, compare=False)
 
@@ -95,6 +97,21 @@ class Bucket:
     def num_bytes(self) -> int:
         """Bytes of the bucket in the communication dtype."""
         return self.tensor.numel() * self.dtype.itemsize
+
+    def keep(self, total: torch.Tensor, runs: Iterable[Run] | None = None) -> None:
+        """Leave the sum ``total``, of the communication dtype, in ``tensor``.
+
+        Args:
+            total: as many elements; ``tensor`` itself if nothing was cast.
+            runs: the ranges that are valid; None for all.
+        """
+        if self.keeps_dtype:
+            self.tensor = total
+        elif total is not self.tensor and runs is None:
+            self.tensor.copy_(total)
+        elif total is not self.tensor:
+            for run in runs or ():
+                self.tensor.narrow(0, run.start, run.numel).copy_(total.narrow(0, run.start, run.numel))
 
     def why(
         self, owner: int | None = None, intended_op: str | None = None, padded: torch.Tensor | None = None

@@ -318,6 +318,8 @@ class ShardedGradients:
 
     def _start(self, bucket: Bucket) -> Finish | None:
         """Reduce a full bucket, then add this rank's ranges to its shards."""
+        # DeepSpeed adds the sum of 16-bit gradients to fp32 shards as it was received.
+        bucket.keeps_dtype = self._accumulation is torch.float32
         if self._has_experts:
             return self._start_apart(bucket)
         reduce = all_reduce if bucket.replicated else self._policy.reduce

@@ -56,8 +56,7 @@ def all_reduce(bucket: Bucket, group: DataParallelGroup) -> Finish | None:
     def finish() -> None:
         if bucket.scaling.factor_after != 1.0:
             outgoing.mul_(bucket.scaling.factor_after)
-        if outgoing is not bucket.tensor:
-            bucket.tensor.copy_(outgoing)
+        bucket.keep(outgoing)
 
     return after([work], finish)
 
@@ -260,11 +259,7 @@ def scaled(bucket: Bucket) -> torch.Tensor:
 
 def _keep(bucket: Bucket, outgoing: torch.Tensor, rank: int) -> None:
     """Copy this rank's runs back into the bucket, where a cast made ``outgoing`` another tensor."""
-    if outgoing is bucket.tensor:
-        return
-    for run in bucket.runs:
-        if run.owner == rank:
-            bucket.tensor.narrow(0, run.start, run.numel).copy_(outgoing.narrow(0, run.start, run.numel))
+    bucket.keep(outgoing, [run for run in bucket.runs if run.owner == rank])
 
 
 def _split(message: torch.Tensor, targets: Sequence[torch.Tensor]) -> None:

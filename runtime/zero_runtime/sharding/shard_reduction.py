@@ -86,6 +86,8 @@ class ShardReduction:
         self, bucket: Bucket, group: DataParallelGroup, send: Send = reduction.scatter
     ) -> Finish | None:
         world = group.world_size
+        if bucket.keeps_dtype:
+            bucket.tensor = bucket.tensor.to(bucket.dtype)
         gradients = list(bucket.tensor.split([entry.gradient.numel() for entry in bucket.entries]))
         order = sorted(range(len(gradients)), key=lambda index: self.numbers[bucket.entries[index].name])
         rows = [_rows(gradients[index], world) for index in order]

@@ -396,3 +396,45 @@ def test_loss_scale_and_norm_are_published_as_plain_numbers():
     norms = [value for name, value in published if name == "grad_norm"]
     assert len(norms) == 2 and all(type(value) is float and value > 0 for value in norms)
     assert float(norm) == math.inf
+
+
+class Sum(nn.Module):
+    """The gradient of each weight is the factor that the rank passes."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(64))
+
+    def forward(self, factor):
+        return (self.weight * factor).sum()
+
+
+def wide_sums(rank, world, stage, reduction):
+    """This rank's shards of the reduced gradients, of 1 and 1 + 2^-7 on two ranks; bf16 cannot represent their mean."""
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "optimizer": {"type": "SGD", "params": {"lr": 1.0}},
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0, **reduction},
+        "bf16": {"enabled": True},
+        "data_types": {"grad_accum_dtype": "fp32"},
+        "communication_data_type": "fp32",
+    }
+    engine, *_ = zero_runtime.initialize(model=Sum(), config=config)
+    engine.backward(engine(torch.full((64,), 1 + rank * 2**-7, dtype=torch.bfloat16)))
+    return [value for shard in engine._gradients.shards for value in shard.unique().tolist()]
+
+
+@pytest.mark.parametrize(
+    ("stage", "reduction"),
+    [
+        (2, {}),
+        (2, {"contiguous_gradients": False}),
+        (2, {"reduce_scatter": False}),
+        (2, {"use_multi_rank_bucket_allreduce": False}),
+        (3, {}),
+        (3, {"reduce_scatter_impl": "native"}),
+    ],
+)
+def test_a_sum_in_fp32_is_not_rounded_before_it_is_accumulated_in_fp32(stage, reduction):
+    """As in DeepSpeed 0.19.8, compared with its losses on 2 and 3 ranks."""
+    assert run_ranks(2, wide_sums, stage, reduction) == [[1 + 2**-8]] * 2
