@@ -229,6 +229,12 @@ def _check_startable(config: Mapping[str, Any], axes: Axes) -> None:
         samples,
         samples * axes.size(MODEL),
     ):  # DeepSpeed counts a sample once for each tensor rank
+        if configuration.micro_batch_size is None:
+            accumulated = f"gradient accumulation steps {steps} x " if steps > 1 else ""
+            raise UsageError(
+                f"train_batch_size {total} is not a multiple of {accumulated}{replicas} data-parallel ranks, so no "
+                "micro-batch fits; change one of them"
+            )
         raise UsageError(
             f"batch sizes do not multiply: train_batch_size {total} != micro-batch {micro} x gradient accumulation steps "
             f"{steps} x {replicas} data-parallel ranks; change one of them, or leave one out"

@@ -203,7 +203,15 @@ def test_a_built_model_is_not_divided_among_stages(plan, tmp_path, monkeypatch):
                 "train_micro_batch_size_per_gpu": None,
                 "gradient_accumulation_steps": 5,
             },
-            "batch sizes do not multiply: train_batch_size 96 != micro-batch 1 x gradient accumulation steps 5 x 16",
+            "train_batch_size 96 is not a multiple of gradient accumulation steps 5 x 16 data-parallel ranks, so no micro-",
+        ),
+        (
+            {
+                "train_batch_size": 20,
+                "train_micro_batch_size_per_gpu": None,
+                "gradient_accumulation_steps": None,
+            },
+            "train_batch_size 20 is not a multiple of 16 data-parallel ranks, so no micro-batch fits",
         ),
         ({"fp16": {"enabled": True}}, "both fp16 and bf16 are enabled"),
         ({"optimizer": "Adam"}, "optimizer is 'Adam' in the config; expected an object with type and params"),
