@@ -139,6 +139,7 @@ __all__ = [
     "run_names",
     "sampled_stragglers",
     "settings",
+    "several_trainings",
     "step_times",
     "step_window",
     "stragglers",
@@ -780,6 +781,16 @@ def overview(run: AnyRun) -> dict[str, Any]:
     )
 
 
+def several_trainings(run: AnyRun) -> str | None:
+    """Which steps are of which training, if a run has several, one after the other; None for a single training."""
+    from commprof.analysis.storage import run_totals
+    from commprof.analysis.time import trainings
+
+    run = _opened(run)
+    spans = trainings.trainings(run, run_totals.step_times(run))
+    return trainings.sentence(spans) if spans else None
+
+
 def settings(runs: Sequence[AnyRun]) -> pd.DataFrame:
     """How the runs differ: ``run``, ``label``, and a text column for each dotted config key that differs.
 
@@ -794,10 +805,9 @@ def settings(runs: Sequence[AnyRun]) -> pd.DataFrame:
 def compare(runs: Sequence[AnyRun]) -> pd.DataFrame:
     """One row per setting, repeats merged, with the keys that differ after the label.
 
-    Means of a step are over the training steps that ended, including the first: initialisation, barriers and the unfinished
-    step of a killed run are left out. Wire bytes are means over the ranks of the job. Times leave out the first step, which
-    warms up. ``interval_over``: what the 95 % interval is over: ``repeats`` (Student's t over the medians of the runs) or
-    ``steps`` (order statistics of one run).
+    Means of a step are over the steps that ended, without the first, which warms up, if there are others. Initialisation,
+    barriers and one-off traffic are left out. Wire bytes are means over the ranks of the job. ``interval_over``: what the
+    95 % interval is over: ``repeats`` (Student's t over the medians of the runs) or ``steps`` (order statistics of one run).
     """
     return compare_both(runs, ranks=False).settings
 

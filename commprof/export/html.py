@@ -144,6 +144,8 @@ def _run(run: Run, name: str, anchor: str) -> Iterator[str]:
     if facts["notes"]:
         items = "".join(f"<li>{_text(note)}</li>" for note in facts["notes"])
         yield f'<div class="note"><h3>What is missing</h3><ul>{items}</ul></div>\n'
+    if told := api.several_trainings(run):
+        yield f'<p class="note">{_text(told)}.</p>\n'
     yield from _verdict(run, anchor)
     by_step = traffic_frames.by_step(run)
     if len(by_step):
@@ -155,7 +157,7 @@ def _run(run: Run, name: str, anchor: str) -> Iterator[str]:
         yield from _figure(
             anchor, "Traffic by purpose", traffic.by_purpose(by_purpose, WIRE, "light"), by_purpose
         )
-    steps = api.step_times(run)
+    steps = api.step_times(run).drop_duplicates("step", keep="last")  # of a restarted run: the last time
     if steps["duration_ns"].notna().any():
         yield from _figure(
             anchor, "Step time and exposed communication", time_charts.over_steps(steps, "light"), steps
@@ -191,7 +193,9 @@ def _facts(facts: dict[str, Any]) -> str:
         if facts["step_time_ns"] is not None
         else "-",
         "Requested to reduce gradients": facts["requested_op"] or f"not known: {facts['requested_reason']}",
-        "Wire bytes, whole run": api.format_bytes(facts["executed_wire_bytes"] or facts["wire_bytes"]),
+        "Wire bytes, whole run": api.format_bytes(facts["wire_bytes"]) + ", as issued"
+        if facts["executed_wire_bytes"] is None
+        else api.format_bytes(facts["executed_wire_bytes"]),
         "Records": f"{facts['records']:,}, {facts['lost']:,} dropped, {facts['unseen']:,} unseen",
         "torch": facts["torch"] or "-",
     }

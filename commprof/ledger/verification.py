@@ -311,7 +311,7 @@ def _sources(run: RecordedRun, request: Request, ran: Executed, moved: Sequence[
     requested = (
         f"not known: {request.reason}"
         if request.reason is not None
-        else f"{request.source} and {len(request.parameters)} parameters, by the rules of {request.rules}, "
+        else f"{request.source} and {request.parameters_text}, by the rules of {request.rules}, "
         f"{f'ranks along {request.shared.axes}' if request.shared is not None else f'n = {request.world_size}'}"
     )
     sums = f"; {health.summed:,} as sums over each step" if health.summed else ""

@@ -303,6 +303,7 @@ class SyntheticRun:
             "config_argument": None if self.config is None else "--config",
             "effective_config": self.effective_config,
             "engine": None,
+            "engines": self.engines,
             "sweep": self.sweep,
             "ranks": [
                 {
@@ -374,9 +375,7 @@ class SyntheticRun:
             state=self.state,
             notes=(f"rank {missing[0]} left no records",) if missing else (),
         )
-        manifest = SimpleNamespace(
-            **{**self.manifest(), "ranks": ranks, "engines": self.engines, "construction": None}
-        )
+        manifest = SimpleNamespace(**{**self.manifest(), "ranks": ranks, "construction": None})
         return SimpleNamespace(
             path=path,
             manifest=manifest,

@@ -75,6 +75,10 @@ class OpenedRun:
         """See :func:`commprof.analysis.api.exposure_per_step`."""
         return api.exposure_per_step(self.run)
 
+    def several_trainings(self) -> str | None:
+        """See :func:`commprof.analysis.api.several_trainings`."""
+        return api.several_trainings(self.run)
+
     def one_offs(self) -> pd.DataFrame:
         """See :func:`commprof.analysis.api.one_offs`."""
         return api.one_offs(self.run)

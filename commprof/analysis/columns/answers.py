@@ -367,7 +367,12 @@ COMPARISON: Final = Table(
     "One row per setting, repeats merged. The keys that differ follow the label.",
     (
         Column("label", "string", "the setting: the keys that differ, and their values"),
-        Column("requested_op", "string", "operations that the config requests to reduce gradients", True),
+        Column(
+            "requested_op",
+            "string",
+            "operations that the config, DDP or FSDP requests to reduce gradients",
+            True,
+        ),
         Column("requested_reason", "string", "why requested_op is null", True),
         Column("issued_op", "string", "operations issued to reduce gradients, in order of wire bytes", True),
         Column("issued_reason", "string", "why issued_op lists more than gradient reductions", True),

@@ -114,7 +114,7 @@ def _measure(run: Run) -> Measured:
         step_totals=training_steps.step_totals(run.table("steps"), operations, times, manifest.world_size),
         durations=training_steps.durations_after_first(times),
         final_loss=training_steps.final_loss(times),
-        requested=requested_traffic.requested_reduction(manifest.config, manifest.effective_config),
+        requested=requested_traffic.requested_reduction(run),
         usage=run_resources.usage(times, manifest.effective_config or manifest.config, manifest.world_size),
         shape=model_sharding.shape(operations),
         moved_bytes=moved_bytes.moved_per_step(moved, int(times["duration_ns"].notna().sum())),

@@ -15,6 +15,7 @@ from commprof.analysis.compare.settings import settings_of
 from commprof.analysis.time.intervals import over_steps
 from commprof.analysis.time.pipeline_idle import idle_shares
 from commprof.analysis.time.training_steps import durations_after_first, final_loss
+from commprof.analysis.time.trainings import trainings
 from commprof.analysis.traffic.requested_traffic import requested_reduction
 from commprof.analysis.traffic.steady_steps import PARTLY_KNOWN
 from commprof.trace.reader import Run
@@ -74,7 +75,7 @@ def overview(
     # With a reason, the counters miss a part of the run or a host: a sum over the hosts would be too small, so it is null.
     reason = moved.attrs.get("reason")
     idle = idle_shares(run.table("metrics"))
-    requested = requested_reduction(manifest.config, manifest.effective_config)
+    requested = requested_reduction(run)
     # Taken column by column, because a row of a frame converts integers to floats.
     sums = {name: totals[name].iloc[0] for name in totals.columns}
     # These measures are null, not 0, if no source knows them.
@@ -117,6 +118,8 @@ def overview(
         "step_time_high_ns": time.high,
         "interval_over": time.over,
         "final_loss": final_loss(times),
+        # Empty for a single training.
+        "trainings": [each._asdict() for each in trainings(run, times)],
         "pipeline_idle": idle.measured,
         "pipeline_idle_expected": idle.expected,
         # The three byte measures of the whole run, initialization included; they never mix.

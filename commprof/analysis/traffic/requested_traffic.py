@@ -9,19 +9,23 @@ import pandas as pd
 
 from commprof.analysis.columns.answers import REQUESTED
 from commprof.analysis.columns.frames import from_rows
+from commprof.errors import CommprofError
 from commprof.ledger.requests.request import (
     RecordedRun,
     request_of,
     why_no_zero_config,
     without_derived_reduction,
 )
+from commprof.ledger.requests.wrapped_models import reading_wrappers, wrapped_models_of
 from commprof.requested.zero import zero_stages
+from commprof.schema import Purpose
 
 UNREADABLE: Final = "the config cannot be read by ZeRO's rules"
+NOTHING_REDUCED: Final = "the wrappers of its models reduced no gradients"
 
 
 class Requested(NamedTuple):
-    """``op``: the gradient reduction that the config requests, or None and ``reason``: why it is not known.
+    """``op``: the gradient reduction that is requested, or None and ``reason``: why it is not known.
 
     ``explanation`` is a clause: the keys that request it, and what a runtime sends instead.
     """
@@ -31,15 +35,19 @@ class Requested(NamedTuple):
     explanation: str | None = None
 
 
-def requested_reduction(
-    config: Mapping[str, Any] | None, effective: Mapping[str, Any] | None = None
-) -> Requested:
-    """The gradient reduction that the keys of the config request.
+def requested_reduction(run: RecordedRun) -> Requested:
+    """The gradient reduction that the wrappers of the models (DDP, FSDP) request, or without any the keys of the config.
 
-    Args:
-        config: the config as the user wrote it.
-        effective: the one that the engine published, for a script that has no config file.
+    As in the ledger, a config counts that an engine has published, whatever wraps its model.
     """
+    manifest = run.manifest
+    if manifest.effective_config is None and run.table("wrappers").num_rows:
+        return _of_wrappers(run)
+    return _of_config(manifest.config, manifest.effective_config)
+
+
+def _of_config(config: Mapping[str, Any] | None, effective: Mapping[str, Any] | None) -> Requested:
+    """What the config requests as the user wrote it; of a script without a file what the engine has published."""
     if config is None and effective is not None:
         config = without_derived_reduction(effective)
     reason = why_no_zero_config(config)
@@ -47,6 +55,20 @@ def requested_reduction(
         return Requested(None, reason)
     op = zero_stages.requested_gradient_op(config)
     return Requested(op, None if op else UNREADABLE, zero_stages.describe(config) if op else None)
+
+
+def _of_wrappers(run: RecordedRun) -> Requested:
+    """What the wrappers request: several operations, as HSDP does, in order of wire bytes."""
+    try:
+        with reading_wrappers():
+            models = wrapped_models_of(run, {})
+            ops = [] if models is None else models.reductions()
+    except CommprofError as error:
+        return Requested(None, str(error))
+    unpredicted = {} if models is None else models.unpredicted
+    if Purpose.GRADIENT_REDUCE in unpredicted or not ops:
+        return Requested(None, unpredicted.get(Purpose.GRADIENT_REDUCE, NOTHING_REDUCED))
+    return Requested(", ".join(ops), None)
 
 
 def requested(run: RecordedRun) -> tuple[pd.DataFrame, str | None]:

@@ -26,7 +26,7 @@ _EXPOSED: Final = ("exposed_ns", "exposed_low_ns", "exposed_high_ns", "step_ns",
 _ISSUED: Final = "wire_bytes_per_step"
 _EXECUTED: Final = "executed_wire_bytes_per_step"
 LEGEND: Final = (
-    "requested: the operation that the config requests to reduce gradients. issued: the operation that was issued for it, "
+    "requested: the operation that the config, DDP or FSDP requests to reduce gradients. issued: what was issued for it, "
     "and the intended operation if that differs. (no purposes): nothing tells which collectives reduce gradients, so all "
     "collectives of a step without a purpose are listed. Bytes and times are per training step. payload: S of nccl-tests, "
     "all groups. wire per rank: modelled bytes that a rank sends, mean over all ranks of the job, for the operations that "
@@ -79,11 +79,19 @@ def _asked(runs: list[str]) -> tuple[dict[str, Any], bool]:
         "settings": settings,
         "traffic": compared.traffic,
         "groups": compared.groups,
-        "notes": incomplete(opened_runs),
+        "notes": [*incomplete(opened_runs), *_several_trainings(opened_runs)],
         "sentences": compared.advice.sentences,
         "advised": with_advice(settings, compared.advice),
     }
     return rendering.plain(answers), all(map(has_ended, opened_runs))
+
+
+def _several_trainings(runs: Sequence[Run]) -> list[str]:
+    """Return a sentence for each run with several trainings, of which its setting has one mean."""
+    from commprof.analysis import api
+
+    told = [(run.path.name, api.several_trainings(run)) for run in runs]
+    return [f"{name}: {text}." for name, text in told if text is not None]
 
 
 def show(answers: Mapping[str, Any]) -> None:

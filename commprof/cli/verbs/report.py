@@ -35,7 +35,8 @@ BY: Final = (
     "group_ranks",
     "group_size",
 )
-_UNNAMED: Final = (rendering.MISSING, "default_pg")  # of groups that the program has given no name
+# What torch, or an import, calls a group that the program has given no name.
+_UNNAMED: Final = (rendering.MISSING, "default_pg", "undefined")
 _PADDING: Final = "padding_bytes"
 _BETWEEN: Final = "between_hosts_bytes"
 _SUMMED: Final = ("collectives", "records", "payload_bytes", _PADDING, "wire_bytes", "host_ns")
@@ -96,7 +97,7 @@ def report(
     else:
         step_texts = exposure_section.step_texts(steps, answers["exposure"]) if per_step else None
         rendering.show(*outside_parts(answers["outside_steps"], traffic))
-        rendering.show(*traffic_parts(traffic, steps, step_texts))
+        rendering.show(*traffic_parts(traffic, steps, step_texts, facts["trainings"]))
         rendering.show(*exposure_section.per_step_parts(answers["exposure_per_step"]))
         rendering.show(*expert_parts(answers))
         rendering.show(*algorithm_parts(answers["algorithms"]), *untagged_parts(answers["untagged"]))
@@ -184,6 +185,8 @@ def title(facts: Mapping[str, Any]) -> str:
     if not rendering.is_missing(facts["step_time_low_ns"]):
         low, high = (rendering.duration(facts[f"step_time_{end}_ns"]) for end in ("low", "high"))
         time += f" ({low} to {high}, 95 %)"
+    if facts["trainings"]:
+        time += ", over all trainings"
     recorded, expected = facts["ranks_recorded"], facts["ranks_expected"]
     ranks = f"{recorded}" if recorded == expected or not expected else f"{recorded} of {expected}"
     exit_code = facts["exit_code"]
@@ -201,6 +204,7 @@ def title(facts: Mapping[str, Any]) -> str:
                 "steps",
                 f"{rendering.count(facts['steps'])}, time per step {time}" if facts["steps"] else "none",
             ),
+            *_trainings(facts["trainings"]),
             (
                 "final loss",
                 "" if rendering.is_missing(facts["final_loss"]) else rendering.loss(facts["final_loss"]),
@@ -208,6 +212,16 @@ def title(facts: Mapping[str, Any]) -> str:
             ("pipeline", _pipeline(facts)),
         ]
     )
+
+
+def _trainings(trainings: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
+    """Return a line for each of several trainings: its steps and their time."""
+    lines = []
+    for number, each in enumerate(trainings, 1):
+        time = rendering.duration(each["step_time_ns"])
+        steps = f"steps {each['first_step']} to {each['last_step']}, time per step {time}"
+        lines.append((f"training {number}", steps))
+    return lines
 
 
 def _pipeline(facts: Mapping[str, Any]) -> str:
@@ -221,12 +235,14 @@ def traffic_parts(
     rows: Sequence[Mapping[str, Any]],
     steps: Sequence[Mapping[str, Any]],
     per_step: Mapping[tuple[int, int], str] | None,
+    trainings: Sequence[Mapping[str, Any]] = (),
 ) -> list[Rows | str]:
     """Return the traffic tables of a report: initialization, then the mean of the complete steps; the legend last.
 
     Args:
         rows: traffic by :data:`BY`.
         per_step: show each step instead of the mean; a text for the heading of each, by attempt and step.
+        trainings: of :func:`commprof.analysis.api.overview`; each has a mean of its own.
     """
     blocks: list[Rows | str] = []
     before = [row for row in rows if row["step"] < 0 and rendering.is_missing(row["after_step"])]
@@ -238,7 +254,7 @@ def traffic_parts(
     if per_step is not None:
         blocks.extend(_step_table(step, rows, per_step) for step in steps)
     elif complete_steps:
-        blocks.extend(_steady_parts(rows, steps))
+        blocks.extend(_steady_parts(rows, steps, trainings))
     incomplete = [
         row for row in rows if row["step"] >= 0 and (row["attempt"], row["step"]) not in complete_steps
     ]
@@ -247,16 +263,27 @@ def traffic_parts(
     return [*blocks, rendering.paragraph(LEGEND) + "\n"]
 
 
-def _steady_parts(traffic: Sequence[Mapping[str, Any]], steps: Sequence[Mapping[str, Any]]) -> Iterator[Rows]:
-    """Yield the table of traffic per step, and the table of one-offs."""
+def _steady_parts(
+    traffic: Sequence[Mapping[str, Any]],
+    steps: Sequence[Mapping[str, Any]],
+    trainings: Sequence[Mapping[str, Any]],
+) -> Iterator[Rows]:
+    """Yield the table of traffic per step, for each of several trainings, and the table of one-offs."""
     from commprof.analysis.traffic.steady_steps import TRAFFIC_KEY, steady_traffic, when
 
-    steady = steady_traffic(traffic, steps)
-    count, ended = len(steady.warm), sum(not rendering.is_missing(row["duration_ns"]) for row in steps)
-    which = f"of {count} step{'' if count == 1 else 's'}" + (" after the first" if count < ended else "")
-    yield _table(f"Per training step, {which}", steady.per_step, 1, _rhythm)
+    one_offs: list[dict[str, Any]] = []
+    several: Sequence[Mapping[str, Any] | None] = [*trainings] if trainings else [None]
+    for number, training in enumerate(several, 1):
+        steady = steady_traffic(_within(traffic, training), _within(steps, training))
+        ended = sum(not rendering.is_missing(row["duration_ns"]) for row in _within(steps, training))
+        count = len(steady.warm)
+        which = f"of {count} step{'' if count == 1 else 's'}" + (" after the first" if count < ended else "")
+        whose = "" if training is None else f" of training {number}"
+        if count:
+            yield _table(f"Per training step{whose}, {which}", steady.per_step, 1, _rhythm)
+        one_offs += steady.one_offs
     once: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
-    for row in steady.one_offs:
+    for row in one_offs:
         once.setdefault(tuple(row[name] for name in TRAFFIC_KEY), []).append(row)
     if once:
         sums = [_sums(each) for each in once.values()]
@@ -273,6 +300,15 @@ def _steady_parts(traffic: Sequence[Mapping[str, Any]], steps: Sequence[Mapping[
         ]
         headings = (*_FIRST_HEADINGS, *([_AS_ISSUED] if both else []), Heading("when"))
         yield Rows(headings, cells, title="Not in every step, in total, in no mean")
+
+
+def _within(
+    rows: Sequence[Mapping[str, Any]], training: Mapping[str, Any] | None
+) -> Sequence[Mapping[str, Any]]:
+    """Return the rows of the steps of one training."""
+    if training is None:
+        return rows
+    return [row for row in rows if training["first_step"] <= row["step"] <= training["last_step"]]
 
 
 def _sums(rows: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:

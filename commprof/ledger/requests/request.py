@@ -26,7 +26,7 @@ from commprof.ledger.requests.module_orders import Pass
 from commprof.ledger.requests.overflows import COLUMNS as OF_METRICS
 from commprof.ledger.requests.overflows import NO_OVERFLOWS, Overflows, overflows_of
 from commprof.ledger.requests.shared_models import USUAL, SharedModel, shared_model_of
-from commprof.ledger.requests.wrapped_models import WrappedModels, wrapped_models_of
+from commprof.ledger.requests.wrapped_models import WrappedModels, reading_wrappers, wrapped_models_of
 from commprof.requested.auto_values import filled
 from commprof.requested.configuration import Configuration, autocast_dtype, read_configuration
 from commprof.requested.errors import UnsupportedError
@@ -312,6 +312,14 @@ class Request:
         return {} if self.wrapped is None else self.wrapped.unpredicted
 
     @property
+    def parameters_text(self) -> str:
+        """How many parameters they are of: ``12 parameters``, of wrappers ``24 parameters of 2 models``."""
+        lists = [] if self.wrapped is None else self.wrapped.parameter_lists
+        number = sum(map(len, lists)) if lists else len(self.parameters)
+        models = f" of {len(lists)} models" if len(lists) > 1 else ""
+        return f"{number} parameter{'' if number == 1 else 's'}{models}"
+
+    @property
     def rules(self) -> str:
         """Whose rules they are."""
         return "torch" if self.wrapped is not None else self.runtime
@@ -427,15 +435,14 @@ def _request_of_wrappers(run: RecordedRun) -> Request:
         orders=gradient_orders(run.parts("buckets", _BUCKET_COLUMNS)),
     )
     try:
-        request.wrapped = wrapped_models_of(run, request.orders)
-        if request.wrapped is None:
-            return Request(reason=NO_CONFIG)
-        request.source = f"the arguments of {request.wrapped.names}"
-        request.expectations(StepKey(0, 0))
+        with reading_wrappers():
+            request.wrapped = wrapped_models_of(run, request.orders)
+            if request.wrapped is None:
+                return Request(reason=NO_CONFIG)
+            request.source = f"the arguments of {request.wrapped.names}"
+            request.expectations(StepKey(0, 0))
     except CommprofError as error:
         request.reason = str(error)
-    except (TypeError, ValueError, LookupError, ArithmeticError) as error:  # of a damaged trace
-        request.reason = f"what the wrappers were given cannot be read: {type(error).__name__}: {error}"
     return request
 
 

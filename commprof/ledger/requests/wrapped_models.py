@@ -8,16 +8,18 @@ gradients.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Final, NamedTuple, Protocol
 
 import pyarrow as pa
 
+from commprof.errors import CommprofError
 from commprof.ledger.records.issued import INIT_STEP, StepKey
 from commprof.requested.errors import RequestedError
 from commprof.requested.expectation import Expectation
 from commprof.requested.parallel.tensor_parallel import TensorParallel
-from commprof.requested.wrappers.arguments import Wrapper, arguments_of, tensors_of
+from commprof.requested.wrappers.arguments import ShardedModel, Wrapper, arguments_of, tensors_of
 from commprof.requested.wrappers.ddp import Ddp, with_order
 from commprof.requested.wrappers.fsdp import Fsdp
 from commprof.requested.wrappers.fully_shard import FullyShard, arguments_model
@@ -32,7 +34,7 @@ NAMES: Final = {
     "zero_redundancy_optimizer": "ZeroRedundancyOptimizer",
 }
 
-
+_MODELS: Final = ("ddp", "fsdp", "fully_shard")  # the others wrap parts of models, or optimizers
 _SEVERAL: Final = "whose gradients are clipped is not known of several models"
 _MOST_STEPS: Final = 10_000_000  # of an attempt; more is damage
 
@@ -66,6 +68,7 @@ class _Model(NamedTuple):
     rules: Rules
     attempt: int
     rank: int
+    number: int  # of the model within its process
     made_in: int  # the step in which it was made
     passes: Mapping[int, str]  # by the first step that ran them
 
@@ -92,6 +95,18 @@ class WrappedModels:
     def last_passes(self) -> list[str]:
         """The passes that each model ran in the last step that was different; empty where none were published."""
         return [model.passes[max(model.passes)] if model.passes else "" for model in self._models]
+
+    @property
+    def parameter_lists(self) -> list[tuple[str, ...]]:
+        """The names of the parameters of each model that DDP or FSDP wraps; stages of a pipeline count as models."""
+        lists: dict[tuple[int, tuple[str, ...]], None] = {}
+        for model in self._models:
+            rules = model.rules
+            if rules.wrapper.kind in _MODELS:
+                units = rules.units if isinstance(rules, ShardedModel) else (rules.wrapper,)
+                names = tuple(each.name for unit in units for each in unit.parameters)
+                lists[model.number, names] = None
+        return [names for _, names in lists]
 
     @property
     def names(self) -> str:
@@ -132,6 +147,20 @@ class WrappedModels:
         first = [row for key, sent in (self._by_step or {}).items() if key.step == INIT_STEP for row in sent]
         return [*first, *(next(sent for sent in steps if id(sent) == usual[0][0]) if usual else [])]
 
+    def reductions(self) -> list[str]:
+        """The operations that reduce gradients in the most common step, in order of their wire bytes, then of their payload.
+
+        Raises:
+            RequestedError: the passes of a model are not known, or its arguments cannot be read.
+        """
+        sums: dict[str, tuple[float, int]] = {}
+        for row in self.rows():
+            if row.purpose == Purpose.GRADIENT_REDUCE:
+                wire, payload = sums.get(row.requested_op, (0.0, 0))
+                ranks = len(row.groups[0]) if row.groups else 1
+                sums[row.requested_op] = wire + ranks * row.wire_bytes, payload + row.payload_bytes
+        return sorted(sums, key=lambda op: sums[op], reverse=True)
+
     def _walk(self) -> dict[StepKey, list[Expectation]]:
         by_step: dict[StepKey, list[Expectation]] = {}
         joined: dict[tuple[int, ...], list[Expectation]] = {}
@@ -158,6 +187,23 @@ def _of_steps(model: _Model, last: int) -> list[list[Expectation]]:
         sent, state = known[passes, state]
         by_step.append([*model.rules.construction(), *sent] if step == model.made_in else sent)
     return by_step
+
+
+@contextmanager
+def reading_wrappers() -> Iterator[None]:
+    """While tables of wrappers are read: errors of a damaged trace get a sentence.
+
+    Raises:
+        RequestedError: they cannot be read.
+    """
+    try:
+        yield
+    except CommprofError:
+        raise
+    except (TypeError, ValueError, LookupError, ArithmeticError) as error:
+        raise RequestedError(
+            f"what the wrappers were given cannot be read: {type(error).__name__}: {error}"
+        ) from error
 
 
 def wrapped_models_of(
@@ -190,7 +236,8 @@ def wrapped_models_of(
         if any(_speaks(one[-1], key[1]) for one in listed):
             wrappers = [_wrapper(one[-1]) for one in listed]
             rules = _rules(wrappers, key[1], orders.values())
-            models.append(_Model(rules, key[0], key[1], max(unit_rows[0]["step"], INIT_STEP), passes[key]))
+            made_in = max(unit_rows[0]["step"], INIT_STEP)
+            models.append(_Model(rules, key[0], key[1], key[3], made_in, passes[key]))
     steps = run.table("steps").group_by("attempt").aggregate([("step", "max")]).to_pylist()
     last = {model.attempt: INIT_STEP for model in models} | {row["attempt"]: row["step_max"] for row in steps}
     if max(last.values(), default=0) > _MOST_STEPS:

@@ -92,6 +92,17 @@ def test_per_step_reports_each_step(capsys, run):
     assert text.count("  all_to_all  ") == 3
 
 
+def test_a_group_without_a_name_is_shown_by_its_ranks(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    run = SyntheticRun(world_size=2)
+    run.add_step(0)
+    run.add_collective("all_reduce", payload_bytes=8, pg="1", group_desc="undefined")
+    run.write(tmp_path / "run")
+    text = printed(capsys, "report", "run")
+    assert row(text, "all_reduce")[:3] == ["all_reduce", "0-1", "1"]
+    assert "undefined" not in text
+
+
 def test_a_report_says_what_a_step_stands_still_for(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     run = SyntheticRun(world_size=1)
