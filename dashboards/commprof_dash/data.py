@@ -113,6 +113,10 @@ class Runs:
         """One row per training step: see ``api.step_times``."""
         return self.of_run("step_times", name, api.step_times)
 
+    def several_trainings(self, name: str) -> str:
+        """A sentence about a run of several trainings (``api.several_trainings``); empty for a single one."""
+        return str(self.of_run("several_trainings", name, lambda path: api.several_trainings(path) or ""))
+
     def groups(self, name: str) -> pd.DataFrame:
         """One row per process group: pg, group_desc, group_ranks, group_size, backend, unseen (over its ranks)."""
         return self.of_run("groups", name, traffic_frames.groups)

@@ -20,14 +20,19 @@ _MEASURE_COLUMNS: Final = [measure.column for measure in MEASURES.values()]
 
 
 def by_step(run: api.AnyRun) -> pd.DataFrame:
-    """Traffic per training step: step, steps (how many a row is the mean of), series, and each measure per step."""
-    frame = _of_a_rank(run, ("step", "op", "intended_op"))
-    frame = with_series(frame[(frame["step"] >= 0) & (frame["op"] != Op.BARRIER)])
-    steps = int(frame["step"].max()) + 1 if len(frame) else 0
-    each = max(1, -(-steps // _MOST_BARS))
-    first = (frame["step"] // each) * each
+    """Traffic per training step: step, steps (how many a row is the mean of), series, and each measure per step.
+
+    Of a step that was repeated after a restart, the last time.
+    """
+    frame = _of_a_rank(run, ("attempt", "step", "op", "intended_op"))
+    frame = frame[frame["step"] >= 0]
+    frame = frame[frame["attempt"] == frame.groupby("step")["attempt"].transform("max")]
+    begin, end = (int(frame["step"].min()), int(frame["step"].max()) + 1) if len(frame) else (0, 0)
+    each = max(1, -(-(end - begin) // _MOST_BARS))
+    frame = with_series(frame[frame["op"] != Op.BARRIER])
+    first = begin + (frame["step"] - begin) // each * each
     sums = frame.assign(step=first).groupby(["step", "series"], as_index=False)[_MEASURE_COLUMNS].sum()
-    counted = sums["step"].map(lambda begin: min(each, steps - begin)).astype("int64")
+    counted = sums["step"].map(lambda first: min(each, end - first)).astype("int64")
     means = {f"{column}_per_step": sums[column] / counted for column in _MEASURE_COLUMNS}
     return sums[["step", "series"]].assign(steps=counted, **means)
 

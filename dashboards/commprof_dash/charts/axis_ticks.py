@@ -15,6 +15,8 @@ _TIMES: Final = ((1, "ns"), (1_000, "us"), (1_000_000, "ms"), (1_000_000_000, "s
 def step_ticks(steps: Iterable[float]) -> dict[str, Any]:
     """Of an axis of training steps: ticks at whole steps, of few steps at each."""
     numbers = list(steps)
+    if len(set(numbers)) == 1:  # an axis around one step would have ticks at the steps beside it
+        return {"tickvals": numbers[:1], "ticktext": [f"{numbers[0]:.0f}"]}
     few = not numbers or max(numbers) - min(numbers) <= _MOST_STEP_TICKS
     return {"tickformat": "d", **({"dtick": 1} if few else {"nticks": _MOST_STEP_TICKS})}
 

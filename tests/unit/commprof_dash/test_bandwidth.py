@@ -200,6 +200,18 @@ def test_steps_can_be_chosen_and_a_long_run_begins_with_its_last_ones(directory,
     assert "are shown" not in text_of(draw(directory, "run=sweep/a&steps=all"))
 
 
+def test_the_last_steps_of_a_long_run_are_those_that_it_recorded(tmp_path, monkeypatch):
+    """With --warmup 100 its steps are 100 to 109."""
+    run = SyntheticRun(2)
+    for step in range(100, 110):
+        run.add_step(step)
+        run.add_collective("all_reduce", step=step, payload_bytes=1024, issue_ns=10**9 * step, host_ns=9_000)
+    run.write(tmp_path / "run")
+    monkeypatch.setattr(bandwidth_data, "MOST_RECORDS", 10)
+    text = text_of(draw(tmp_path, "run=run"))
+    assert "steps 105 to 109 are shown" in text and "there is no bandwidth" not in text
+
+
 def test_hostile_names_and_times_are_shown_as_text(tmp_path):
     run = SyntheticRun(2, backend=HOSTILE)
     for number in range(12):

@@ -327,7 +327,7 @@ def test_the_table_of_stragglers_has_the_numbers_of_the_sentence(tmp_path, capsy
     assert f"waited {row['Waited for its own delay']} per step for its own delay" in said
     assert f"arrived last in {100 * 7 / 11:.0f} % of {row['Compared']} collectives" in said
     assert "from step 5 on" in said and '"Stragglers' not in said
-    assert "mean of the 11 steps after the first" in text_of(parts)
+    assert "mean of 11 steps, after the first step" in text_of(parts)
 
 
 def test_the_lateness_over_the_steps_marks_the_late_rank_and_its_first_late_step(tmp_path):
@@ -663,3 +663,48 @@ def test_a_matrix_of_few_ranks_shows_the_bytes_in_its_cells(ranks, written):
     heat = matrix_chart.heat(frame, "wire_bytes", "Wire bytes", None, "light").data[0]
     assert heat.texttemplate == written
     assert heat.text[0][1] == "3.00 MiB" and heat.text[1][0] == ""
+
+
+def test_a_matrix_per_step_leaves_out_the_step_in_which_a_run_failed(tmp_path):
+    run = SyntheticRun(2, state="failed")
+    for step in range(4):
+        run.add_step(step, **({"end_ns": None} if step == 3 else {}))
+        run.add_collective("all_reduce", payload_bytes=1000 if step < 3 else 100, step=step)
+    run.write(tmp_path / "run")
+    parts = draw(tmp_path, "/matrix?run=run")
+    assert "per step, mean of the 2 steps 1 to 2" in text_of(parts)
+    assert list(drawn_cells(figures_of(parts)["matrix"]).values()) == pytest.approx([1000, 1000])
+
+
+def test_a_matrix_per_step_counts_a_repeated_step_twice(tmp_path):
+    run = SyntheticRun(2)
+    for attempt, steps in enumerate((range(3), range(2, 4))):
+        for step in steps:
+            run.add_step(step, attempt=attempt)
+            run.add_collective("all_reduce", payload_bytes=1000, step=step, attempt=attempt)
+    run.write(tmp_path / "run")
+    parts = draw(tmp_path, "/matrix?run=run")
+    assert list(drawn_cells(figures_of(parts)["matrix"]).values()) == pytest.approx([1000, 1000])
+
+
+def test_the_owners_say_of_which_steps_their_bytes_are(directory):
+    assert "as the root of reduces in step 3." in text_of(draw(directory, "/matrix?run=plain&steps=3"))
+    assert "as the root of reduces in the whole run." in text_of(
+        draw(directory, "/matrix?run=plain&per=total")
+    )
+
+
+def test_stragglers_of_a_single_step_do_not_claim_that_it_was_left_out(tmp_path):
+    run = SyntheticRun(2)
+    run.add_step(0)
+    for rank in range(2):
+        run.add_collective(
+            "all_reduce", payload_bytes=1000, step=0, ranks=(rank,), issue_ns=2_000_000 + 9_000 * rank
+        )
+    run.write(tmp_path / "run")
+    parts = draw(tmp_path, "/stragglers?run=run")
+    text = text_of(parts)
+    assert "per step, mean of one step. " in text and "With the first step, since there is no other." in text
+    assert "after the first step" not in text and "without the first step" not in text
+    assert "too many to read" not in text
+    assert list(figures_of(parts)["lateness-steps"].layout.xaxis.tickvals) == [0]

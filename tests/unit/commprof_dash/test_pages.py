@@ -328,6 +328,41 @@ def test_many_steps_are_drawn_as_means_of_neighbours(tmp_path):
     assert "Each bar is the mean of 3 steps" in text_of(draw(tmp_path, "/overview"))
 
 
+@pytest.mark.parametrize(
+    ("query", "name"),
+    [("", "sweep/b"), ("?tick=a", "a"), ("?run=a&tick=sweep/b", "a"), ("?run=gone", "gone")],
+)
+def test_overview_keeps_its_run_as_the_other_pages_do(directory, query, name):
+    _, drawing = draw_page(find_page("/overview"), Runs(directory), "/overview", query, "light")
+    assert drawing.run == name
+
+
+def test_a_step_that_was_repeated_after_a_restart_is_drawn_once(tmp_path):
+    run = SyntheticRun(2)
+    for attempt, steps in enumerate((range(3), range(2, 4))):
+        for step in steps:
+            run.add_step(step, duration_ns=1000 * (attempt + 1), attempt=attempt)
+            run.add_collective("all_reduce", payload_bytes=1000, step=step, attempt=attempt)
+    run.write(tmp_path / "run")
+    frame = Runs(tmp_path).traffic_by_step("run")
+    assert frame["step"].tolist() == [0, 1, 2, 3]
+    assert frame["payload_bytes_per_step"].tolist() == [1000.0] * 4
+    (times,) = figures_of(draw(tmp_path, "/overview"))["step-time"].figure.data
+    assert (list(times.x), list(times.y)) == ([0, 1, 2, 3], [1000, 1000, 2000, 2000])
+
+
+def test_bars_of_many_steps_begin_with_the_first_recorded_one(tmp_path):
+    """With --warmup 100: the first bar is no mean over steps that were not recorded."""
+    run = SyntheticRun(1)
+    for step in range(100, 400):
+        run.add_step(step)
+        run.add_collective("all_reduce", payload_bytes=1000, step=step)
+    run.write(tmp_path / "run")
+    frame = Runs(tmp_path).traffic_by_step("run")
+    assert frame["step"].iloc[0] == 100 and set(frame["steps"]) == {2}
+    assert (frame["payload_bytes_per_step"] == 1000).all()
+
+
 def test_findings_name_what_was_asked_for_and_what_was_issued(tmp_path):
     run = SyntheticRun(2, config={"zero_optimization": {"stage": 2, "reduce_scatter": True}})
     run.add_parameters({"w": 250})
@@ -336,6 +371,27 @@ def test_findings_name_what_was_asked_for_and_what_was_issued(tmp_path):
         run.add_collective("all_reduce", step=step, payload_bytes=1000, purpose="gradient_reduce")
     run.write(tmp_path / "run")
     assert "requested reduce_scatter, issued all_reduce" in text_of(draw(tmp_path, "/compare"))
+
+
+def test_wire_bytes_of_operations_that_were_not_seen_to_run_are_called_issued(tmp_path):
+    """NCCL without its log: what it ran is not known."""
+    write_run(tmp_path / "nccl", backend="nccl")
+    write_run(tmp_path / "gloo", "reduce")
+    assert "as issued, mean over all ranks" in text_of(draw(tmp_path, "/overview?run=nccl"))
+    assert "mean over all ranks of the job" in text_of(draw(tmp_path, "/overview?run=gloo"))
+    for query, heading in (
+        ("run=nccl", "Wire bytes, as issued"),
+        ("run=gloo", "Executed"),
+        ("run=nccl&run=gloo", "Executed, or as issued"),
+    ):
+        (table,) = (
+            part
+            for root in draw(tmp_path, f"/compare?{query}")
+            for part in (root, *root._traverse())
+            if getattr(part, "id", None) == "card-settings"
+        )
+        heads = [part.children for part in table._traverse() if getattr(part, "className", "") == "sort"]
+        assert heads[2] == heading
 
 
 def test_the_server_serves_everything_itself(directory):

@@ -11,6 +11,7 @@ import pandas as pd
 from commprof.analysis import api
 from commprof.schema import Op
 from commprof_dash.data import Runs
+from commprof_dash.pages.matrix.data import steps_of
 
 MOST_RECORDS: Final = 200_000
 
@@ -46,11 +47,13 @@ def calibration_of(runs: Runs, run: str, hosts: Sequence[str]) -> Path | None:
 def recent_steps(runs: Runs, run: str) -> Steps:
     """The last steps of a run with many records, as many as are answered while a person waits; None for all of it."""
     listing = runs.listing()
-    row = listing[listing["name"] == run].iloc[0]
-    records, steps = (0 if pd.isna(row[name]) else int(row[name]) for name in ("records", "steps"))
-    if records <= MOST_RECORDS or steps < 2:
+    recorded = listing.loc[listing["name"] == run, "records"].iloc[0]
+    records = 0 if pd.isna(recorded) else int(recorded)
+    known = steps_of(runs, run) if records > MOST_RECORDS else []
+    if len(known) < 2:
         return None
-    return max(0, steps - max(1, MOST_RECORDS * steps // records)), steps - 1
+    newest = known[-max(1, MOST_RECORDS * len(known) // records) :]
+    return newest[0], newest[-1]
 
 
 def bandwidths(runs: Runs, run: str, calibration: Path | None, steps: Steps = None) -> api.Bandwidths:

@@ -42,6 +42,8 @@ _TIMES: Final = {
 }
 _MOST_PAIRS: Final = 60
 _MOST_ROWS: Final = 300
+_WIRE: Final = "wire_bytes_per_step"
+_NAMED: Final = 3  # settings in a sentence
 
 
 def answer(advised: api.Advice, reason: str | None) -> list[Component]:
@@ -203,12 +205,29 @@ def _count(number: int, noun: str) -> str:
 
 def settings_table(settings: pd.DataFrame, order: Order) -> Component:
     """The same rows as numbers; a heading sorts them and the chart."""
+    heading, remark = _wire_heading(settings)
+    fields = [each._replace(heading=heading) if each.column == _WIRE else each for each in SETTING_FIELDS]
     return cards.body_card(
         "settings",
         "Settings",
-        "Means of a step; exposed with its part of the step. A heading sorts the rows, here and in the chart.",
-        [table(settings, SETTING_FIELDS, "Settings", order)],
+        f"Means of a step; exposed with its part of the step.{remark} A heading sorts the rows, here and in the chart.",
+        [table(settings, fields, "Settings", order)],
         settings.drop(columns=["exposed", "reduction", "setting"]),
+    )
+
+
+def _wire_heading(settings: pd.DataFrame) -> tuple[str, str]:
+    """The heading of the wire bytes, and a remark where they are not those of the operations that the backend ran."""
+    sent = settings[settings[_WIRE].notna()]
+    issued = sent.loc[sent[f"executed_{_WIRE}"].isna(), "label"]
+    if issued.empty:
+        return "Executed", ""
+    if len(issued) == len(sent):
+        return "Wire bytes, as issued", " What the backends ran is not known."
+    more = f" and {len(issued) - _NAMED} more" if len(issued) > _NAMED else ""
+    return (
+        "Executed, or as issued",
+        f" What the backend ran is not known of {', '.join(issued[:_NAMED])}{more}.",
     )
 
 
@@ -411,7 +430,7 @@ def _probability(value: float) -> str:
 SETTING_FIELDS: Final = [
     Field("setting", "Setting", _setting),
     Field("reduction", "Gradient reduction", _reduction),
-    Field("wire_bytes_per_step", "Executed", api.format_bytes, numeric=True),
+    Field(_WIRE, "Executed", api.format_bytes, numeric=True),
     Field("moved_bytes_of_rank", "Moved", api.format_bytes, numeric=True),
     Field("step_time_ns", "Step time", api.format_ns, numeric=True),
     Field("exposed", "Exposed", str, numeric=True),

@@ -127,11 +127,18 @@ def _answers(runs: Runs, asked: _Asked, measure: Measure, scheme: Scheme) -> lis
     labels = [str(label) for label in settings["label"]]
     return [
         *compare_cards.answer(compared.advice, compare_data.reason(settings, compared.advice)),
+        *_trainings(runs, names),
         _levels(runs, asked, scheme),
         compare_cards.settings_table(compare_data.with_unrun(runs, names, settings), asked.order),
         compare_cards.advice(compared.advice, _findings(settings)),
         html.Div(_folds(runs, settings, labels, measure, scheme), className="folds"),
     ]
+
+
+def _trainings(runs: Runs, names: Sequence[str]) -> list[Component]:
+    """A line for each run with several trainings, of which its setting has one mean."""
+    told = [(name, runs.several_trainings(name)) for name in names]
+    return [messages.line("Several trainings", f"{name}: {text}.", "warning") for name, text in told if text]
 
 
 def _folds(

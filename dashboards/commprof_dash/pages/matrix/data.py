@@ -43,6 +43,13 @@ def steps_of(runs: Runs, name: str) -> list[int]:
     return sorted({int(step) for step in times["step"] if step >= 0})
 
 
+def steps_taken(runs: Runs, name: str) -> tuple[list[int], int | None]:
+    """The training steps in order, a repeated one several times, and the last that ended; None if none did."""
+    times = runs.step_times(name)
+    ended = times.loc[times["duration_ns"].notna(), "step"]
+    return sorted(map(int, times["step"])), int(ended.max()) if len(ended) else None
+
+
 def owners(runs: Runs, name: str, steps: Steps) -> pd.DataFrame:
     """What each rank owns of reduces: see ``api.owners``."""
     frame: pd.DataFrame = runs.of_run(f"owners {steps}", name, lambda path: api.owners(path, steps))

@@ -103,7 +103,7 @@ def render(runs: Runs, query: Query, scheme: Scheme) -> Drawing:
             return controls_shown, [_counters(matrix_data.moved(runs, name))]
         chosen, kind = (None if op == ALL else op), (None if purpose == ALL else purpose)
         experts = expert_cards(runs, name, layer, steps, scheme) if layers else []
-        steps, count = steps_shown(steps, known, per)
+        steps, count = steps_shown(steps, *matrix_data.steps_taken(runs, name), per)
         frame = matrix_data.matrix(runs, name, steps, chosen, kind)
         when = "of the chosen steps together" if per == TOTAL else _mean_over(steps, count)
         hosts = hosts_of(path_of(runs, name))
@@ -112,7 +112,7 @@ def render(runs: Runs, query: Query, scheme: Scheme) -> Drawing:
             *expert_line(runs, name, link=False),
             _matrix(_per_step(frame, count), measure, chosen, hosts, when, balance, scheme),
             *experts,
-            _owners(matrix_data.owners(runs, name, steps), scheme),
+            _owners(matrix_data.owners(runs, name, steps), _together(steps), scheme),
             _model(frame, measure),
         ]
 
@@ -142,15 +142,24 @@ def parse_steps(written: str, known: Sequence[int] = ()) -> tuple[Steps, str | N
     return (first, last), None
 
 
-def steps_shown(steps: Steps, known: Sequence[int], per: str) -> tuple[Steps, int]:
+def steps_shown(steps: Steps, known: Sequence[int], last: int | None, per: str) -> tuple[Steps, int]:
     """The range of steps of the matrix, and the number of steps that its bytes are divided by.
 
     A mean over all steps is without the first, in which ranks start up, where there is another.
+
+    Args:
+        known: the training steps, one that was repeated after a restart several times.
+        last: the last step that ended; a mean over all steps ends with it.
     """
     if per == TOTAL:
         return steps, 1
-    first, last = steps or ((known[min(1, len(known) - 1)], known[-1]) if known else (0, 0))
-    return (first, last), max(1, sum(1 for step in known if first <= step <= last))
+    numbers = list(dict.fromkeys(known))
+    if steps is None and numbers:
+        steps = numbers[min(1, len(numbers) - 1)], numbers[-1] if last is None else last
+        if steps[1] < steps[0]:  # the first step alone has ended
+            steps = steps[1], steps[1]
+    first, until = steps or (0, 0)
+    return (first, until), max(1, sum(1 for step in known if first <= step <= until))
 
 
 def _mean_over(steps: Steps, count: int) -> str:
@@ -250,7 +259,16 @@ def _why_empty(frame: pd.DataFrame, measure: Measure) -> str:
     return "The selection has no traffic. Choose other steps, operations or purposes above."
 
 
-def _owners(frame: pd.DataFrame, scheme: Scheme) -> Component:
+def _together(steps: Steps) -> str:
+    """Which steps a total is of."""
+    if steps is None:
+        return "in the whole run"
+    return (
+        f"in step {steps[0]}" if steps[0] == steps[1] else f"in the steps {steps[0]} to {steps[1]} together"
+    )
+
+
+def _owners(frame: pd.DataFrame, when: str, scheme: Scheme) -> Component:
     title = "Balance of the owners"
     imbalance = frame.attrs["imbalance"]
     if imbalance is None:
@@ -260,7 +278,7 @@ def _owners(frame: pd.DataFrame, scheme: Scheme) -> Component:
     return cards.figure_card(
         "owners",
         title,
-        "Wire bytes, as issued, that each rank receives as the root of reduces. The largest is "
+        f"Wire bytes, as issued, that each rank receives as the root of reduces {when}. The largest is "
         f"{imbalance:.3g} times the mean.",
         matrix_chart.received_by_owner(frame, scheme),
         frame,

@@ -84,9 +84,14 @@ def lateness(runs: Runs, name: str, records: int) -> pd.DataFrame | None:
     return straggling.ranks
 
 
+def last_times(steps: pd.DataFrame) -> pd.DataFrame:
+    """The rows of ``steps``; of a step that was repeated after a restart, the last time."""
+    return steps.drop_duplicates("step", keep="last").sort_values("step", ignore_index=True)
+
+
 def resources(runs: Runs, name: str) -> pd.DataFrame:
     """What each training step used; of more than :data:`MOST_STEPS` steps evenly many."""
-    frame: pd.DataFrame = runs.of_run("resource_use", name, api.resource_use)
+    frame = last_times(runs.of_run("resource_use", name, api.resource_use))
     return frame.iloc[:: -(-len(frame) // MOST_STEPS) or 1]
 
 

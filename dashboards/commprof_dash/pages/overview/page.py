@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Final
@@ -23,7 +23,7 @@ from commprof_dash.components.expert_line import expert_line
 from commprof_dash.components.tables import Field
 from commprof_dash.data import Runs, reason
 from commprof_dash.measures import MEASURES, WIRE, Measure, format_count
-from commprof_dash.pages.one_run import still_going
+from commprof_dash.pages.one_run import draw_run
 from commprof_dash.pages.overview import cards as overview_cards
 from commprof_dash.pages.overview import data as overview_data
 from commprof_dash.pages.page import Drawing, Page
@@ -40,25 +40,15 @@ _TABLE_ROWS: Final = 300
 
 def render(runs: Runs, query: Query, scheme: Scheme) -> Drawing:
     """The page for the run and the measure in ``query``."""
-    names = runs.names()
-    if not names:
-        return Drawing([], [messages.no_runs(str(runs.directory))])
-    name = next(iter(query.get(address.RUN, ())), names[0])
     measure = MEASURES[address.one(query, address.MEASURE, MEASURES, WIRE.key)]
-    going = runs.is_going([name])
-    return Drawing(
-        [controls.run_select(names, name), controls.measure_select(measure)],
-        [*([still_going()] if going else []), *_answers(runs, name, measure, scheme)],
-        follows=going,
-    )
+
+    def answers(name: str) -> tuple[Sequence[Component], Sequence[Component]]:
+        return [controls.measure_select(measure)], _answers(runs, name, measure, scheme)
+
+    return draw_run(runs, query, answers)
 
 
 def _answers(runs: Runs, name: str, measure: Measure, scheme: Scheme) -> list[Component]:
-    selection = runs.select([name])
-    if selection.unknown:
-        return [messages.unknown_runs(selection.unknown, str(runs.directory))]
-    if selection.broken:
-        return [messages.broken_run(name, selection.broken[name])]
     facts = runs.overview(name)
     is_large = facts["records"] > overview_data.MOST_RECORDS and not runs.is_going([name])
     # Of a large run, times are asked for once the page is drawn.
@@ -71,6 +61,7 @@ def _answers(runs: Runs, name: str, measure: Measure, scheme: Scheme) -> list[Co
     return [
         _health(facts),
         summary,
+        *_trainings(runs, name),
         *expert_line(runs, name, link=True),
         _verdict(runs, name, facts),
         *_traffic(runs, name, facts, measure, scheme),
@@ -78,6 +69,12 @@ def _answers(runs: Runs, name: str, measure: Measure, scheme: Scheme) -> list[Co
         *_one_offs(runs.one_offs(name)),
         *([pending.at_once(REST, below, name)] if is_large else rest(runs, name, scheme)),
     ]
+
+
+def _trainings(runs: Runs, name: str) -> list[Component]:
+    """A line about a run of several trainings; none for a single one."""
+    told = runs.several_trainings(name)
+    return [messages.line("Several trainings", f"{told}.", "warning")] if told else []
 
 
 def _traffic(
@@ -96,7 +93,7 @@ def _traffic(
         cards.columns(
             [
                 _by_purpose(runs.traffic_by_purpose(name), measure, scheme),
-                _times(runs.step_times(name), scheme),
+                _times(overview_data.last_times(runs.step_times(name)), scheme),
             ]
         ),
     ]
@@ -153,7 +150,9 @@ def _summary(
         cards.tile(
             "Wire bytes per step",
             api.format_bytes(sent["wire_bytes_per_step"].sum()) if len(sent) else "none",
-            "mean over all ranks of the job",
+            "mean over all ranks of the job"
+            if sent["executed_wire_bytes_per_step"].notna().all()
+            else "as issued, mean over all ranks",
         ),
         cards.tile("Final loss", _or_none(facts["final_loss"], "{:.5g}".format), "last step that has one"),
         *_pipeline(facts),
@@ -204,12 +203,8 @@ def _ranks(facts: Mapping[str, Any]) -> str:
 def _interval(facts: Mapping[str, Any]) -> str:
     low, high = facts["step_time_low_ns"], facts["step_time_high_ns"]
     if low is None or high is None:
-        return "median without step 0"
+        return "median without the first step"
     return f"median; 95 %: {api.format_ns(low)} to {api.format_ns(high)}"
-
-
-def _missing(facts: Mapping[str, Any]) -> str:
-    return f"{facts['lost']:,} dropped, {facts['unseen']:,} unseen"
 
 
 def _or_none(value: Any, write: Callable[[Any], str]) -> str:
@@ -230,7 +225,8 @@ def _health(facts: Mapping[str, Any]) -> Component:
             "No records yet", "Running; the first collective appears here as soon as it is issued."
         )
     ranks = "its one rank" if _ranks(facts) == "1" else f"{_ranks(facts)} ranks"
-    told = f"{facts['state'].capitalize()}, {_ended(facts)}; {format_count(facts['steps'])} steps"
+    steps = f"{format_count(facts['steps'])} step{'' if facts['steps'] == 1 else 's'}"
+    told = f"{facts['state'].capitalize()}, {_ended(facts)}; {steps}"
     if facts["notes"]:
         return messages.line("What is missing", f"{told}; {'; '.join(facts['notes'])}.", "warning")
     return messages.line("Nothing is missing", f"{told}; every record of {ranks} is there.", "good")
@@ -243,9 +239,7 @@ def _what_ran(facts: Mapping[str, Any]) -> Component:
         "Duration": _or_none(facts["wall_ns"], api.format_ns),
         "Ranks": f"{_ranks(facts)}, {facts['backends'] or 'no backend'}",
         "Steps": f"{format_count(facts['steps'])}, {facts['whole_steps']:,} whole",
-        "Wire bytes of the whole run": (
-            f"{api.format_bytes(facts['executed_wire_bytes'] or facts['wire_bytes'])}, per member, all groups"
-        ),
+        "Wire bytes of the whole run": _whole_wire(facts),
         "Setting": facts["setting"] or "none",
         "Requested to reduce gradients": facts["requested_op"] or f"not known: {facts['requested_reason']}",
         "Config": facts["config_path"] or "none",
@@ -254,6 +248,13 @@ def _what_ran(facts: Mapping[str, Any]) -> Component:
         "Directory": facts["path"],
     }
     return cards.text_card("what-ran", "What ran", "", [tables.facts(values)])
+
+
+def _whole_wire(facts: Mapping[str, Any]) -> str:
+    executed = facts["executed_wire_bytes"]
+    if executed is None:
+        return f"{api.format_bytes(facts['wire_bytes'])} as issued, per member, all groups"
+    return f"{api.format_bytes(executed)}, per member, all groups"
 
 
 def _versions(facts: Mapping[str, Any]) -> str:
@@ -314,7 +315,7 @@ def _times(frame: pd.DataFrame, scheme: Scheme) -> Component:
     return cards.figure_card(
         "step-time",
         title,
-        "Exposed: the program was blocked on a collective. Step 0 is a warm-up step.",
+        "Exposed: the program was blocked on a collective. The first step warms up.",
         time_charts.over_steps(frame, scheme),
         frame[columns].assign(exposed=text_column(frame, api.exposed_time)),
         [

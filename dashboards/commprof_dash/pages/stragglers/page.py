@@ -33,6 +33,7 @@ _MOST_RECORDS: Final = (
     200_000  # that are read again without the first step, for the charts that the index has with it
 )
 _ALSO_FIRST: Final = " With the first step: the records are too many to read them again without it."
+_ONLY_FIRST: Final = " With the first step, since there is no other."
 _TABLE_ROWS: Final = 500
 _TABLE_RANKS: Final = 20  # columns of the table of the steps
 _WAITS: Final = {
@@ -67,7 +68,8 @@ def render(runs: Runs, query: Query, scheme: Scheme) -> Drawing:
         shown = controls.segmented(
             FIRST, "First step in the charts", _FIRST_STEP, INCLUDED if asked else LEFT_OUT
         )
-        which = "" if everything == asked else _ALSO_FIRST
+        is_only = runs.overview(name)["steps"] <= 1
+        which = "" if everything == asked else _ONLY_FIRST if is_only else _ALSO_FIRST
         return [shown], [
             overview_cards.lateness(whole.ranks),  # as on Overview and in the report
             *_over_steps(whole, asked, scheme),
@@ -124,7 +126,7 @@ def _over_steps(whole: api.Straggling, with_first: bool, scheme: Scheme) -> list
             "lateness-steps",
             "Lateness of each rank over the steps",
             f"Latest arrival of each rank in each {each}, after the first rank of the same collective: {who}"
-            f"{'' if with_first else '; without the first step'}.",
+            f"{'' if with_first or not _after_first(whole) else '; without the first step'}.",
             lateness_chart.over_steps(lines, late, since, error_ns, scheme),
             lines,
             [
@@ -149,6 +151,11 @@ def _warm(whole: api.Straggling) -> pd.DataFrame:
     return whole.steps[whole.steps["is_warm"]]
 
 
+def _after_first(whole: api.Straggling) -> str:
+    """Which steps the sums are of: without the first where there are others; empty without steps too."""
+    return ", after the first step" if not whole.steps["is_warm"].all() else ""
+
+
 def _tiles(detailed: api.Straggling, whole: api.Straggling) -> Component:
     error = int(whole.lateness["error_ns"].max())
     worst = detailed.collectives.iloc[0]
@@ -160,8 +167,7 @@ def _tiles(detailed: api.Straggling, whole: api.Straggling) -> Component:
             cards.tile(
                 "Compared",
                 format_count(int(compared.max()) if len(compared) else 0),
-                "collectives per rank in which every rank waits for all others"
-                + (", after the first step" if steps else ""),
+                f"collectives per rank in which every rank waits for all others{_after_first(whole)}",
             ),
             cards.tile(
                 "Clock error",
@@ -272,7 +278,8 @@ def _ranks(whole: api.Straggling, name: str) -> Component:
         Field("expected_last", "Expected", "{:,.1f}".format, numeric=True),
         Field("collectives", "Compared", format_count, numeric=True),
     ]
-    unit = f"per step, mean of the {steps:,} steps after the first" if steps else "in all"
+    of_steps = f"{steps:,} steps" if steps > 1 else "one step"
+    unit = f"per step, mean of {of_steps}{_after_first(whole)}" if steps else "in all"
     return cards.table_card(
         "stragglers",
         title,
