@@ -87,11 +87,12 @@ def test_the_run_and_the_step_stay_from_page_to_page_and_back_restores(page, bas
     assert parse_qs(urlsplit(page.page.url).query) == {"run": ["older"], "step": ["2"]}
 
 
-def test_a_page_without_a_run_in_its_address_writes_the_newest_there(page, base_url):
-    page.open(f"{base_url}/stragglers")
+@pytest.mark.parametrize("name", ["Stragglers", "Overview"])
+def test_a_page_without_a_run_in_its_address_writes_the_newest_there(page, base_url, name):
+    page.open(f"{base_url}/{name.lower()}")
     page.page.wait_for_function("window.location.search === '?run=newer'")
     wait_for_links(page.page, "run", "newer")
-    assert page.page.title() == "Stragglers \u00b7 newer \u00b7 commprof"
+    assert page.page.title() == f"{name} \u00b7 newer \u00b7 commprof"
 
 
 def test_the_filters_of_a_page_are_there_when_one_comes_back(page, base_url):
@@ -194,6 +195,54 @@ def test_a_page_follows_a_run_although_a_drawing_takes_longer_than_a_tick(
         view.page.wait_for_function(
             "!document.querySelector('#body').innerText.includes('still being recorded')", timeout=30_000
         )
+        view.close()
+    assert view.errors == []
+
+
+def test_a_live_page_keeps_folds_focus_and_place_when_it_is_drawn_again(browser, tmp_path):
+    directory = tmp_path / "runs"
+    directory.mkdir()
+    write_live(directory / "live", 300)
+    says = "(text) => document.querySelector('#body')?.innerText.includes(text)"
+    with served(directory) as url:
+        view = watched(browser, viewport={"width": 1280, "height": 900})
+        view.page.goto(f"{url}/timeline?run=live")
+        view.page.wait_for_function(says, arg="300 records", timeout=60_000)
+        view.page.locator("#card-timeline summary").click()
+        write_live(directory / "live", 400)
+        view.page.wait_for_function(says, arg="400 records", timeout=60_000)
+        view.page.wait_for_function("document.querySelector('#card-timeline details').open")
+        view.page.wait_for_function("document.activeElement.localName === 'summary'")
+        view.page.goto(f"{url}/records?run=live&filter=")
+        view.page.wait_for_function(says, arg="400 records", timeout=60_000)
+        view.page.wait_for_selector(".ag-row[row-index='5'] [col-id='op']")
+        viewport = "document.querySelector('#records-grid .ag-body-viewport')"
+        view.page.evaluate(f"{viewport}.scrollTop = 1500")
+        view.page.wait_for_selector(".ag-row[row-index='38']")
+        write_live(directory / "live", 500)
+        view.page.wait_for_function(says, arg="500 records", timeout=60_000)
+        view.page.wait_for_function(f"{viewport}.scrollTop === 1500")
+        view.close()
+    assert view.errors == []
+
+
+@pytest.mark.parametrize("path", ["/timeline", "/stragglers"])
+def test_a_run_that_is_deleted_while_its_page_is_open_is_said(browser, tmp_path, path):
+    write_run(tmp_path / "runs" / "gone", 1_700_000_000_000_000_000)
+    write_run(tmp_path / "runs" / "other", 1_700_000_100_000_000_000)
+    with served(tmp_path / "runs") as url:
+        view = watched(browser, viewport={"width": 1280, "height": 900})
+        view.open(f"{url}{path}?run=gone")
+        shutil.rmtree(tmp_path / "runs" / "gone")
+        time.sleep(1.5)  # the list of runs is as old as a second
+        if path == "/timeline":
+            view.page.locator("#timeline-step").fill("2")
+            view.page.locator("#timeline-step").press("Enter")
+            view.page.get_by_label("Zoom in", exact=True).click()
+        else:
+            view.page.get_by_text("Include", exact=True).click()
+        says = "document.querySelector('#body').innerText.includes(\"There is no run 'gone'\")"
+        view.page.wait_for_function(says, timeout=60_000)
         view.close()
     assert view.errors == []
 

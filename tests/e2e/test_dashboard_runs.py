@@ -232,3 +232,26 @@ def test_the_words_of_the_verdict_are_explained_below_the_table(page, base_url):
         "cannot tell, no mismatch",
     ):
         assert word in text
+
+
+def test_a_long_setting_breaks_between_the_parts_of_its_keys(browser, tmp_path):
+    zero = {"stage": 2, "reduce_scatter": True, "use_multi_rank_bucket_allreduce": False}
+    SyntheticRun(2, config={"zero_optimization": zero}).write(tmp_path / "run")
+    text = "stage=2, reduce_scatter=true, use_multi_rank_bucket_allreduce=false"
+    with served(tmp_path) as url:
+        view = watched(browser, viewport={"width": 1440, "height": 900})
+        opened(view, url)
+        cell = view.page.locator("#runs-grid .ag-row [col-id=setting]").first
+        cell.locator("wbr").first.wait_for(state="attached")
+        assert cell.evaluate("cell => cell.textContent") == text
+        # Each stretch of text between two possible breaks is in one line: it has one box.
+        boxes = cell.evaluate(
+            "cell => [...cell.querySelector('.run-setting').childNodes].filter((node) => node.nodeType === 3)"
+            ".flatMap((node) => "
+            "node.data.split(' ').map((word, place, words) => { const range = document.createRange(); "
+            "const begin = words.slice(0, place).join(' ').length + (place ? 1 : 0); range.setStart(node, begin); "
+            "range.setEnd(node, begin + word.length); return word ? range.getClientRects().length : 1; }))"
+        )
+        assert set(boxes) == {1}
+        view.close()
+    assert view.errors == []

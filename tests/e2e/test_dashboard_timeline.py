@@ -496,3 +496,16 @@ def test_records_begin_with_the_second_step_and_a_click_opens_all_about_a_row(pa
     page.page.wait_for_function(f"document.body.innerText.includes('{one.total} of 120 records fit')")
     page.open(f"{base_url}/records?run=few&filter=")
     page.page.wait_for_function("document.querySelector('#records-counted').innerText === '120 records'")
+
+
+def test_a_record_is_opened_and_left_with_the_keyboard_alone(page, base_url):
+    page.open(f"{base_url}/records?run=few")
+    cell = page.page.locator(".ag-center-cols-container .ag-row[row-index='0'] [col-id='op']")
+    cell.focus()
+    page.page.keyboard.press("Enter")
+    page.page.wait_for_selector(".mantine-Drawer-content .record")
+    page.page.keyboard.press("Escape")
+    page.page.wait_for_selector(".mantine-Drawer-content", state="hidden")
+    page.page.locator(".ag-center-cols-container .ag-row[row-index='0'] [col-id='link']").focus()
+    page.page.keyboard.press("Enter")
+    page.page.wait_for_function("location.pathname === '/timeline' && location.search.includes('record=')")

@@ -1,4 +1,4 @@
-// The table of runs: sweeps that open, rows below their sweep, and its state in the address.
+// The table of runs: sweeps that open, rows below their sweep, and its state in the address. Keys of the table of records.
 (() => {
   const components = window.dashAgGridComponentFunctions = window.dashAgGridComponentFunctions || {};
   const functions = window.dashAgGridFunctions = window.dashAgGridFunctions || {};
@@ -29,6 +29,13 @@
     };
     return element("button", {type: "button", className: "sweep-toggle", "aria-expanded": open.has(data.name), onClick: toggle},
       (open.has(data.name) ? "\u25be " : "\u25b8 ") + data.name + " (" + data.members.length + " runs)");
+  };
+
+  // Keys of a config are long words: they break after an underscore or an equals sign, never within a part.
+  components.RunSetting = ({value}) => {
+    const parts = String(value ?? "").split(/(?<=[_=])/);
+    const pieces = parts.flatMap((part, place) => place ? [window.React.createElement("wbr", {key: place}), part] : [part]);
+    return window.React.createElement("span", {className: "run-setting"}, ...pieces);
   };
 
   functions.runsCheckbox = (params) => Boolean(params.data && (params.data.members || params.data.href));
@@ -71,6 +78,13 @@
   functions.runsKey = ({event}) => {
     if (event.key === "Enter") {
       event.target.querySelector("a, button")?.click();
+    }
+  };
+  // Enter on a row of Records shows all about it, as a click does; on the link of the first column it follows that.
+  functions.recordsKey = ({event, column, node}) => {
+    if (event.key === "Enter" && node?.id) {
+      const link = event.target.querySelector("a"), cell = {rowId: node.id, colId: column.getColId(), timestamp: Date.now()};
+      link ? link.click() : window.dash_clientside.set_props("records-grid", {cellClicked: cell});
     }
   };
   functions.runsWrite = ({api}) => {

@@ -91,7 +91,7 @@ def _answers(runs: Runs, name: str, query: Query) -> list[Component]:
         cards.text_card(
             "records",
             "Records",
-            "One row for each operation of each rank; a click on a row shows all about it. Filters take bytes and "
+            "One row for each operation of each rank; a click or Enter on a row shows all about it. Filters take bytes and "
             f"nanoseconds.{warm}",
             [
                 html.Div(
@@ -147,6 +147,7 @@ def _grid(asked: Asked) -> Component:
             "tooltipShowDelay": 400,
             "suppressMultiSort": True,
         },
+        eventListeners={"cellKeyDown": ["recordsKey(params)"]},
         style={"height": "68vh", "minHeight": "360px"},
     )
 

@@ -59,7 +59,7 @@ _TEXTS: Final = (
     ("setting", "Setting", 190, "the point of the sweep, or the ZeRO keys of the config"),
 )
 _NUMBERS: Final = (
-    ("step_time", "Step time", 112, "mean time of a training step, without the first; filter in ms"),
+    ("step_time", "Step time", 112, "median time of a training step, without the first; filter in ms"),
     ("exposed", "Exposed", 100, "exposed communication as a share of the step; filter in %"),
     (
         "sent",
@@ -248,6 +248,7 @@ def _columns(order: str, has_all: bool, rows: Sequence[dict[str, Any]]) -> list[
         }
     ]
     columns += [_column(*text, text=True) for text in _TEXTS]
+    columns[-1]["cellRenderer"] = "RunSetting"
     columns += [_column(*number) for number in _NUMBERS]
     columns.append(
         _column("verdict", "Verdict", 92, "of commprof verify: do requested and issued agree?", text=True)

@@ -13,6 +13,7 @@ from dash.development.base_component import Component
 from dash.exceptions import PreventUpdate
 
 from commprof.analysis import api
+from commprof.errors import CommprofError
 from commprof_dash import address, ids
 from commprof_dash.address import Query
 from commprof_dash.charts import timeline_chart
@@ -169,11 +170,14 @@ def register(app: dash.Dash, runs: Runs) -> None:
     )
     def go_to_step(step: Any, data: dict[str, Any], name: str) -> dict[str, Any]:
         # The server looks up the step's window; only the browser writes the view for all other moves.
-        path = path_of(runs, name)
-        window = api.step_window(path, step) if isinstance(step, int) else None
+        try:
+            path = path_of(runs, name)
+            window = api.step_window(path, step) if isinstance(step, int) else None
+            begin = api.index(path)["begin_ns"]
+        except (KeyError, CommprofError):
+            raise PreventUpdate from None  # the run was deleted: the next drawing of the page says so
         if window is None or step == data.get("step"):
             raise PreventUpdate
-        begin = api.index(path)["begin_ns"]
         first, last = window[0] - begin, window[1] - begin
         window_now = {"from": first, "to": last, "first": first, "last": last}
         step_now = {"step": step, "step_first": first, "step_last": last}
