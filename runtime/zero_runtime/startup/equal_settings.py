@@ -41,6 +41,7 @@ _SETTINGS: Final = (
 _EQUAL: Final = ""
 _EVERY: Final = "before step 0; every rank needs the same configuration and model"
 _MODE: Final = "traffic_contract"
+_FIRST: Final = (_MODE, "zero_optimization.stage")  # named before others, which may follow from them
 # Keys in these whose values may differ between ranks.
 _OWN: Final = frozenset({"nvme_path", "calibration"})
 
@@ -96,7 +97,7 @@ def _different_settings(texts: Mapping[int, str]) -> str:
     """The sentence about the first setting in which ranks differ; an empty text is that of a rank without a contract."""
     settings = {rank: _flat(json.loads(text)) if text else {_MODE: OFF} for rank, text in texts.items()}
     names = {name for each in settings.values() for name in each if _OWN.isdisjoint(name.split("."))}
-    for name in sorted(names, key=lambda name: (name != _MODE, name)):
+    for name in sorted(names, key=lambda name: (*(name != first for first in _FIRST), name)):
         usual, other = _most_and_first({rank: json.dumps(each.get(name)) for rank, each in settings.items()})
         if other is not None:
             effect = "messages differ from bucket 0 on"

@@ -222,7 +222,7 @@ def started(rank, world, plant):
         if plant == "off":
             settings["traffic_contract"] = "off"
         elif plant == "stage":
-            settings["zero_optimization"]["stage"] = 1
+            settings["zero_optimization"]["stage"] = 0  # which changes the default of gradient_reduction too
         elif plant == "auto":
             settings["zero_optimization"]["reduce_bucket_size"] = "auto"
         elif plant == "key":
@@ -243,7 +243,7 @@ def started(rank, world, plant):
     ("plant", "parts"),
     [
         ("off", ("traffic_contract is 'off' on rank 1 and 'stop' on rank 0", "not all ranks compare")),
-        ("stage", ("zero_optimization.stage is 1 on rank 1 and 2 on rank 0",)),
+        ("stage", ("zero_optimization.stage is 0 on rank 1 and 2 on rank 0",)),
         ("auto", ("zero_optimization.reduce_bucket_size is 'auto' on rank 1 and 9000 on rank 0",)),
         ("key", ("rank 1 has failed", "ConfigError: unknown key", "did you mean", "reduce_bucket_size")),
         ("argument", ("rank 1 has failed", "optimizer.params.learning = 1 is not an argument")),
