@@ -146,7 +146,14 @@ def per_step(of_steps: pd.DataFrame, times: pd.DataFrame) -> pd.DataFrame:
         times: columns attempt, step and duration_ns of the training steps.
     """
     ended = times.loc[times["duration_ns"].notna(), ["attempt", "step"]]
-    ended_steps = [(int(attempt), int(step)) for attempt, step in ended.itertuples(index=False)]
+    last = ended.groupby("attempt")["step"].max().to_dict()
+    described = set(zip(of_steps["attempt"].tolist(), of_steps["step"].tolist(), strict=True))
+    # A rank writes the buckets of a step when the next one begins, so those of the last step of a killed run are missing.
+    ended_steps = [
+        (int(attempt), int(step))
+        for attempt, step in ended.itertuples(index=False)
+        if step < last[attempt] or (attempt, step) in described
+    ]
     rows = steady(_plain(of_steps), ["flush_reason"], ended_steps, ("buckets", "bytes", *BESIDE)).per_step
     rows.sort(key=lambda row: (-row["buckets"], str(row["flush_reason"])))
     return from_rows(rows, BUCKETS_PER_STEP.columns)

@@ -253,3 +253,17 @@ def test_the_index_tells_groups_apart_too(tmp_path, monkeypatch):
         pd.testing.assert_frame_equal(ask(path), ask(plain))
     found = api.bucket_content(path, step=1, bucket=0, group_ranks="2-3")
     assert found.operations["rank"].tolist() == [2]
+
+
+def test_the_last_step_of_a_killed_run_whose_buckets_were_not_written_is_in_no_mean(tmp_path):
+    run = SyntheticRun(1, state="killed")
+    for step in range(4):
+        run.add_step(step)
+        for bucket in range(2 if step < 3 else 0):
+            run.add(
+                "buckets", rank=0, attempt=0, pid=run.pid(0), step=step, micro_step=0, bucket=bucket, numel=10, bytes=40,
+                capacity=20, dtype="float32", owners="0", parameters="w", flush_reason="full", time_ns=step,
+            )  # fmt: skip
+        run.add_collective("all_reduce", payload_bytes=80, step=step, purpose="gradient_reduce")
+    (row,) = api.buckets_per_step(run.write(tmp_path / "run")).to_dict("records")
+    assert (row["buckets"], row["bytes"]) == (2, 80)
