@@ -69,7 +69,7 @@ def test_the_effective_configuration_holds_them():
         ({"topk_ratio": 1.5}, "topk_ratio is 1.5; expected a number above 0 and up to 1"),
         ({"topk_ratio": -0.1}, "topk_ratio is -0.1"),
         ({"topk_ratio": "auto"}, "topk_ratio is 'auto'"),
-        ({"topk_ratio": True}, "topk_ratio is True"),
+        ({"topk_ratio": "much"}, "topk_ratio is 'much'"),
         ({"algorithm": "3bit"}, "algorithm is '3bit'; expected one of: topk, 1bit, 2bit, none"),
         ({"warmup_steps": -1}, "warmup_steps is -1"),
         ({"topk_warmup_steps": -1}, "topk_warmup_steps is -1"),

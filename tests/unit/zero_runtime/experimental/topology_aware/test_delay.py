@@ -39,7 +39,7 @@ def test_it_goes_together_with_these(others):
     assert config.effective()["communication"]["bounded_delay"] == 2
 
 
-@pytest.mark.parametrize("value", [-1, 0.5, True, "2"])
+@pytest.mark.parametrize("value", [-1, 0.5, None, "two"])
 def test_a_delay_is_a_whole_number_of_steps(value):
     with pytest.raises(ConfigError, match=r"communication\.bounded_delay is"):
         RuntimeConfig.from_mapping({**GIVEN, "communication": {"bounded_delay": value}}, 4)
