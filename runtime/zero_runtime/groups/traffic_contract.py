@@ -121,10 +121,8 @@ class TrafficContract:
         self._reached = -1  # number of the last message that this rank issues
         self._asked: set[int] = set()  # numbers of those that this rank itself agrees on
         self._step, self._begins = -1, 0  # the step, and the number of its first message
-        self._before, self._apart = (
-            -1,
-            False,
-        )  # the last message, and whether it was of an evaluation or a checkpoint
+        # The last message, and whether it was of an evaluation or a checkpoint.
+        self._before, self._apart = -1, False
         self._checksum = 0
         self._compared = -1  # number of the last message whose checksum the neighbor can read
         self._agreeing = False  # the program waits for an agreement
