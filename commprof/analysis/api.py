@@ -795,7 +795,8 @@ def settings(runs: Sequence[AnyRun]) -> pd.DataFrame:
     """How the runs differ: ``run``, ``label``, and a text column for each dotted config key that differs.
 
     A key that a run's config lacks is ``(absent)``. Keys that only name places are left out. Other differences between
-    experiments are keys too: ``script``, ``arguments.*``, ``world_size``, ``environment.NCCL_*``. One row per run.
+    experiments are keys too: ``script``, ``arguments.*``, ``world_size``, ``environment.NCCL_*``. Runs that differ in
+    nothing else are told apart by what wraps their models: ``wrapper``, ``ddp.*``, ``fsdp.*``. One row per run.
     """
     from commprof.analysis.compare import compared_runs
 

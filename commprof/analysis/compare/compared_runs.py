@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from operator import itemgetter
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import pandas as pd
+import pyarrow.compute as pc
 
 from commprof.analysis.compare import advice, comparison, recommendation, run_resources, setting_resources
 from commprof.analysis.compare import settings as run_settings
@@ -23,6 +27,16 @@ if TYPE_CHECKING:
     from commprof.analysis.traffic.setting_levels import Ledger
     from commprof.analysis.traffic.steady_steps import Step
     from commprof.ledger.levels import Verdict
+
+
+# Arguments of wrappers that decide what is sent, and the prefix of a key as in commprof predict.
+_ARGUMENTS: Final[dict[str, tuple[str, ...]]] = {
+    "ddp": ("bucket_cap_mb", "comm_hook", "find_unused_parameters", "static_graph", "mixed_precision"),
+    "fsdp": ("sharding_strategy", "param_dtype", "reduce_dtype"),
+    "fully_shard": ("reshard_after_forward", "param_dtype", "reduce_dtype"),
+    "zero_redundancy_optimizer": (),
+}
+_PREFIXES: Final = {"fully_shard": "fsdp"}
 
 
 class ComparedRun(NamedTuple):
@@ -57,14 +71,46 @@ def run_names(runs: Sequence[Run]) -> list[str]:
 def settings(runs: Sequence[Run]) -> pd.DataFrame:
     """How the runs differ, one row for each; see :func:`commprof.analysis.api.settings`."""
     names = run_names(runs)
-    return run_settings.settings_frame(run_settings.settings_of([run.manifest for run in runs], names), names)
+    return run_settings.settings_frame(_settings(runs, names), names)
 
 
 def compared(runs: Sequence[Run]) -> list[ComparedRun]:
     """The runs with their names and settings, in the order of a comparison."""
-    manifests, names = [run.manifest for run in runs], run_names(runs)
-    settings = run_settings.settings_of(manifests, names)
-    return [ComparedRun(runs[i], names[i], settings[i]) for i in run_settings.in_order(manifests)]
+    names = run_names(runs)
+    settings = _settings(runs, names)
+    order = run_settings.in_order([run.manifest for run in runs])
+    return [ComparedRun(runs[i], names[i], settings[i]) for i in order]
+
+
+def _settings(runs: Sequence[Run], names: Sequence[str]) -> list[run_settings.Setting]:
+    wrappers = [wrappers_of(run) for run in runs]
+    return run_settings.settings_of([run.manifest for run in runs], names, wrappers)
+
+
+def wrappers_of(run: Run) -> dict[str, Any]:
+    """What wraps the model of ``run``, and the arguments that decide what is sent, by dotted key; empty without wrappers.
+
+    Those of the lowest rank. An argument in which the units of a model differ has the list of its values.
+    """
+    table = run.table("wrappers").select(["rank", "number", "wrapper", "arguments", "time_ns"])
+    if (
+        not table.num_rows or run.manifest.effective_config is not None
+    ):  # an engine trains, whatever wraps its model
+        return {}
+    rows = table.filter(pc.equal(table["rank"], pc.min(table["rank"]))).to_pylist()
+    latest = {row["number"]: row for row in sorted(rows, key=itemgetter("time_ns"))}
+    kinds = [kind for kind in _ARGUMENTS if any(row["wrapper"] == kind for row in latest.values())]
+    values: dict[str, list[Any]] = {}
+    for row in latest.values():
+        with suppress(ValueError, TypeError, AttributeError):  # of a damaged trace
+            arguments = json.loads(row["arguments"])
+            prefix = _PREFIXES.get(row["wrapper"], row["wrapper"])
+            for name in _ARGUMENTS.get(row["wrapper"], ()):
+                of_key = values.setdefault(f"{prefix}.{name}", [])
+                if arguments.get(name) not in of_key:
+                    of_key.append(arguments.get(name))
+    chosen = {key: each[0] if len(each) == 1 else each for key, each in values.items()}
+    return {"wrapper": " and ".join(kinds)} | chosen if kinds else {}
 
 
 def comparison_of(runs: Sequence[Run], ranks: bool) -> Comparison:

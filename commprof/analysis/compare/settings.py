@@ -25,6 +25,9 @@ _NAMES_OF_PLACES: Final = ("path", "dir", "directory", "folder", "file", "filena
 _NEEDS_SECTION: Final = frozenset({"enabled", "type", "device", "name", "params", "verbose", "dtype"})
 
 
+Wrappers = Sequence[Mapping[str, Any]]  # values by dotted key, of each run
+
+
 class Setting(NamedTuple):
     """The values of one run for the keys that differ (``values``: text by dotted key), and their short form."""
 
@@ -177,14 +180,43 @@ def _keys_to_show(manifests: Sequence[Manifest], of_runs: Sequence[Mapping[str, 
     return shown or swept
 
 
-def settings_of(manifests: Sequence[Manifest], names: Sequence[str]) -> list[Setting]:
-    """The setting of each run. ``names`` are the runs' names, for a label where there is only one of them.
+def _keys_of_wrappers(
+    keys: Sequence[str], of_runs: Sequence[Mapping[str, Any]], wrappers: Wrappers
+) -> list[str]:
+    """The keys of ``wrappers`` by which runs differ that would be repeats by ``keys``; none without such runs."""
+    alike: dict[tuple[str, ...], list[Mapping[str, Any]]] = {}
+    for values, own in zip(of_runs, wrappers, strict=True):
+        setting = tuple(_identity(values[key]) if key in values else ABSENT for key in keys)
+        alike.setdefault(setting, []).append(own)
+    if not any(differing_keys(each) for each in alike.values()):
+        return []
+    # An argument that the other wrappers do not have says no more than which wrapper it is.
+    return [
+        key
+        for key in differing_keys(wrappers)
+        if differing_keys([{key: own[key]} for own in wrappers if key in own])
+    ]
+
+
+def settings_of(
+    manifests: Sequence[Manifest], names: Sequence[str], wrappers: Wrappers | None = None
+) -> list[Setting]:
+    """The setting of each run.
 
     Runs of different scripts differ in many keys: a label then names those that distinguish the settings, ``values`` has
     all.
+
+    Args:
+        manifests: of the runs.
+        names: of the runs, for a label where there is only one of them.
+        wrappers: what wraps the model of each run (DDP, FSDP), with its arguments. Runs that differ in nothing else are
+            told apart by it: their program has chosen it in a way that no config, argument or variable shows.
     """
     of_runs = [_values(manifest) for manifest in manifests]
     keys = _keys_to_show(manifests, of_runs)
+    if wrappers is not None and (more := _keys_of_wrappers(keys, of_runs, wrappers)):
+        keys = [*keys, *more]
+        of_runs = [{**values, **own} for values, own in zip(of_runs, wrappers, strict=True)]
     short = short_names(keys, {key for values in of_runs for key in values})
     texts = [
         {key: value_text(values[key]) if key in values else ABSENT for key in keys} for values in of_runs

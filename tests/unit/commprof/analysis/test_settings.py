@@ -1,10 +1,12 @@
 """settings(): what differs between runs, and how it is called."""
 
+import json
 import random
 
 import pandas as pd
 import pytest
 
+from commprof.analysis import api
 from commprof.analysis.compare.settings import (
     differing_keys,
     flatten,
@@ -252,3 +254,46 @@ def test_labels_are_equal_exactly_for_equal_settings(seed):
         labelled.setdefault(setting.label, set()).add(tuple(setting.values.values()))
     assert all(len(values) == 1 for values in labelled.values())
     assert len(labelled) == len({tuple(setting.values.values()) for setting in found})
+
+
+def wrapped(kind: str, **arguments) -> SyntheticRun:
+    """A run without config or arguments whose model is wrapped; the row is written again when a hook is registered."""
+    run = SyntheticRun(2)
+    run.add_step(0)
+    for rank in range(2):
+        for time, given in enumerate(({**arguments, "comm_hook": "early"}, arguments)):
+            who = {"rank": rank, "attempt": 0, "pid": run.pid(rank), "number": 0, "step": -1, "time_ns": time}
+            texts = {"arguments": json.dumps(given), "parameters": "[]", "buffers": "[]"}
+            run.add("wrappers", **who, wrapper=kind, unit="", group_ranks="0-1", **texts)
+    return run
+
+
+def labels_of(tmp_path, *runs: SyntheticRun) -> list[str]:
+    paths = [run.write(tmp_path / f"run-{number}") for number, run in enumerate(runs)]
+    return api.settings(paths)["label"].tolist()
+
+
+def test_a_model_that_is_wrapped_otherwise_is_no_repeat(tmp_path):
+    runs = wrapped("ddp", bucket_cap_mb=25), wrapped("fully_shard", reshard_after_forward=True)
+    assert labels_of(tmp_path, *runs) == ["wrapper=ddp", "wrapper=fully_shard"]
+
+
+def test_arguments_of_wrappers_tell_runs_apart(tmp_path):
+    runs = wrapped("ddp", bucket_cap_mb=25), wrapped("fully_shard"), wrapped("ddp", bucket_cap_mb=4)
+    assert labels_of(tmp_path, *runs) == [
+        "wrapper=ddp, bucket_cap_mb=25",
+        "wrapper=fully_shard",
+        "wrapper=ddp, bucket_cap_mb=4",
+    ]
+
+
+def test_repeats_of_a_wrapped_model_stay_repeats(tmp_path):
+    runs = wrapped("ddp", bucket_cap_mb=25), wrapped("ddp", bucket_cap_mb=25)
+    assert labels_of(tmp_path, *runs) == ["same settings", "same settings"]
+
+
+def test_a_config_that_differs_says_enough(tmp_path):
+    runs = wrapped("ddp"), wrapped("fully_shard")
+    for run, value in zip(runs, (1, 2), strict=True):
+        run.config = {"seed": value}
+    assert labels_of(tmp_path, *runs) == ["seed=1", "seed=2"]
