@@ -796,7 +796,7 @@ def settings(runs: Sequence[AnyRun]) -> pd.DataFrame:
 
     A key that a run's config lacks is ``(absent)``. Keys that only name places are left out. Other differences between
     experiments are keys too: ``script``, ``arguments.*``, ``world_size``, ``environment.NCCL_*``. Runs that differ in
-    nothing else are told apart by what wraps their models: ``wrapper``, ``ddp.*``, ``fsdp.*``. One row per run.
+    nothing else are distinguished by the wrappers of their models: ``wrapper``, ``ddp.*``, ``fsdp.*``. One row per run.
     """
     from commprof.analysis.compare import compared_runs
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
@@ -20,6 +19,8 @@ from commprof.analysis.storage import run_totals
 from commprof.analysis.storage.answer_cache import answer_cache
 from commprof.analysis.time import training_steps
 from commprof.analysis.traffic import model_sharding, moved_bytes, rank_bytes, requested_traffic
+from commprof.requested.errors import RequestedError
+from commprof.requested.wrappers.arguments import arguments_of
 from commprof.trace.coverage import uncovered
 from commprof.trace.reader import Run
 
@@ -93,17 +94,16 @@ def wrappers_of(run: Run) -> dict[str, Any]:
     Those of the lowest rank. An argument in which the units of a model differ has the list of its values.
     """
     table = run.table("wrappers").select(["rank", "number", "wrapper", "arguments", "time_ns"])
-    if (
-        not table.num_rows or run.manifest.effective_config is not None
-    ):  # an engine trains, whatever wraps its model
+    # An engine that published its config trains by that, whatever wraps its model.
+    if not table.num_rows or run.manifest.effective_config is not None:
         return {}
     rows = table.filter(pc.equal(table["rank"], pc.min(table["rank"]))).to_pylist()
     latest = {row["number"]: row for row in sorted(rows, key=itemgetter("time_ns"))}
     kinds = [kind for kind in _ARGUMENTS if any(row["wrapper"] == kind for row in latest.values())]
     values: dict[str, list[Any]] = {}
     for row in latest.values():
-        with suppress(ValueError, TypeError, AttributeError):  # of a damaged trace
-            arguments = json.loads(row["arguments"])
+        with suppress(RequestedError):  # of a damaged trace
+            arguments = arguments_of(row["arguments"])
             prefix = _PREFIXES.get(row["wrapper"], row["wrapper"])
             for name in _ARGUMENTS.get(row["wrapper"], ()):
                 of_key = values.setdefault(f"{prefix}.{name}", [])

@@ -210,7 +210,7 @@ def settings_of(
         manifests: of the runs.
         names: of the runs, for a label where there is only one of them.
         wrappers: what wraps the model of each run (DDP, FSDP), with its arguments. Runs that differ in nothing else are
-            told apart by it: their program has chosen it in a way that no config, argument or variable shows.
+            distinguished by it: their program chose the wrapper in a way that no config, argument or variable shows.
     """
     of_runs = [_values(manifest) for manifest in manifests]
     keys = _keys_to_show(manifests, of_runs)
