@@ -26,31 +26,37 @@ from commprof.schema import Op
 TOOL: Final = "torch.profiler (Kineto)"
 PARAM_COMMS: Final = "record_param_comms"
 
+# By the names of c10::toString and of C++ types, in lower case and without c10::.
 _ITEM_BYTES: Final[dict[str, int]] = {
-    **dict.fromkeys(("float", "int", "c10::complex<half>", "unsigned int"), 4),
-    **dict.fromkeys(("double", "long int", "long", "c10::complex<float>", "unsigned long"), 8),
-    **dict.fromkeys(("c10::half", "half", "c10::bfloat16", "bfloat16", "short", "short int"), 2),
+    **dict.fromkeys(("unsigned char", "signed char", "char", "byte", "bool", "qint8", "quint8"), 1),
     **dict.fromkeys(
-        ("unsigned char", "signed char", "char", "byte", "bool", "c10::float8_e4m3fn", "c10::float8_e5m2"), 1
+        ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu"), 1
     ),
-    **dict.fromkeys(("float8_e4m3fn", "float8_e5m2"), 1),
-    "c10::complex<double>": 16,
+    **dict.fromkeys(("half", "bfloat16", "short", "short int", "uint16", "unsigned short"), 2),
+    **dict.fromkeys(("float", "int", "uint32", "unsigned int", "qint32", "complexhalf", "complex<half>"), 4),
+    **dict.fromkeys(
+        ("double", "long int", "long", "uint64", "unsigned long", "complexfloat", "complex<float>"), 8
+    ),
+    **dict.fromkeys(("complexdouble", "complex<double>"), 16),
 }
 _DTYPES: Final[dict[str, str]] = {
     "float": "float32",
     "double": "float64",
     "half": "float16",
-    "c10::half": "float16",
     "bfloat16": "bfloat16",
-    "c10::bfloat16": "bfloat16",
     "int": "int32",
     "long": "int64",
     "long int": "int64",
+    "short": "int16",
+    "short int": "int16",
     "unsigned char": "uint8",
     "byte": "uint8",
     "char": "int8",
     "signed char": "int8",
     "bool": "bool",
+    "unsigned short": "uint16",
+    "unsigned int": "uint32",
+    "unsigned long": "uint64",
 }
 # Names of record_param_comms and of the c10d operators, without leading and trailing underscores.
 _OPERATIONS: Final[dict[str, Op]] = {
@@ -102,7 +108,8 @@ def read_traces(traces: Sequence[tuple[Path, Mapping[str, Any]]]) -> Imported:
     """
     imported = Imported(TOOL, [])
     files: dict[int, Path] = {}
-    counts = {"group": 0, "size": 0}
+    counts: Counter[str] = Counter()
+    unknown: Counter[str] = Counter()  # element types
     for path, trace in traces:
         info = trace.get("distributedInfo")
         info = info if isinstance(info, dict) else {}
@@ -115,7 +122,7 @@ def read_traces(traces: Sequence[tuple[Path, Mapping[str, Any]]]) -> Imported:
         world = info.get("world_size")
         if isinstance(world, int):
             imported.world_size = max(world, imported.world_size or 0)
-        imported.ranks.append(_read_rank(rank, trace, info, counts))
+        imported.ranks.append(_read_rank(rank, trace, info, counts, unknown))
     imported.ranks.sort(key=lambda each: each.rank)
     imported.notes += _check_identities(imported.ranks)
     if not any(rank.collectives for rank in imported.ranks):
@@ -130,6 +137,10 @@ def read_traces(traces: Sequence[tuple[Path, Mapping[str, Any]]]) -> Imported:
         imported.notes.append(
             f"{counts['size']} operators have no size in the trace (record_shapes was off): they count as 0 bytes"
         )
+    imported.notes += (
+        f"{count} operations have elements of type {name!r}, whose size commprof does not know: they count as 0 bytes"
+        for name, count in sorted(unknown.items())
+    )
     imported.notes.append(
         "Kineto does not record threads that were started after it, and shows the operations into which gloo "
         "divides a collective"
@@ -138,7 +149,11 @@ def read_traces(traces: Sequence[tuple[Path, Mapping[str, Any]]]) -> Imported:
 
 
 def _read_rank(
-    rank: int, trace: Mapping[str, Any], info: Mapping[str, Any], counts: dict[str, int]
+    rank: int,
+    trace: Mapping[str, Any],
+    info: Mapping[str, Any],
+    counts: Counter[str],
+    unknown: Counter[str],
 ) -> ImportedRank:
     base = _whole(trace.get("baseTimeNanoseconds"))
     events = [
@@ -161,7 +176,7 @@ def _read_rank(
     if issued:
         issued.sort(key=lambda each: float(each["ts"]))
         kernels = _Kernels(events, base, issued)
-        collectives = [_from_parameters(each, base, rank, groups, kernels) for each in issued]
+        collectives = [_from_parameters(each, base, rank, groups, kernels, unknown) for each in issued]
         _identify(collectives, issued)
     else:
         operators = [each for each in events if str(each.get("name", "")).startswith("c10d::")]
@@ -287,16 +302,19 @@ def _from_parameters(
     rank: int,
     groups: Mapping[str, Mapping[str, Any]],
     kernels: _Kernels,
+    unknown: Counter[str],
 ) -> Collective | None:
     arguments = event.get("args") or {}
     name = str(arguments.get("Collective name", ""))
     op = _operation(event)
     if op is None:
         return None
-    dtype = str(arguments.get("dtype", "")).lower()
+    dtype = _kind(arguments.get("dtype", ""))
     item = _ITEM_BYTES.get(dtype, 0)
     received, sent = _whole(arguments.get("Out msg nelems")), _whole(arguments.get("In msg nelems"))
     numel = received if op in (Op.ALL_GATHER, Op.GATHER) else sent or received
+    if numel and not item and op is not Op.BARRIER:
+        unknown[dtype] += 1
     pg = str(arguments.get("Process Group Name", "?"))
     ranks = _ranks(arguments.get("Process Group Ranks")) or _ranks((groups.get(pg) or {}).get("ranks"))
     size = _whole(arguments.get("Group size")) or len(ranks)
@@ -335,7 +353,7 @@ def _from_operator(
     rank: int,
     groups: Mapping[str, Mapping[str, Any]],
     kinds: _Kinds,
-    counts: dict[str, int],
+    counts: Counter[str],
 ) -> Collective | None:
     name = str(event["name"]).removeprefix("c10d::")
     op = _OPERATIONS.get(name.strip("_"))
@@ -344,7 +362,7 @@ def _from_operator(
     arguments = event.get("args") or {}
     shapes, types = (
         arguments.get("Input Dims") or [],
-        [str(kind).lower() for kind in arguments.get("Input type") or []],
+        [_kind(kind) for kind in arguments.get("Input type") or []],
     )
     elements = [_elements(shape) for shape in shapes[:2]] + [0, 0]
     # Lists of tensors have no type in the operator's event; the backend's annotation that follows has it.
@@ -410,7 +428,7 @@ class _Kinds:
             arguments = each.get("args") or {}
             types = arguments.get("Input type") or []
             if each.get("cat") == "user_annotation" and ":" in str(each.get("name")) and types:
-                kind = str(types[0]).lower()
+                kind = _kind(types[0])
                 if kind in _ITEM_BYTES:
                     self._annotations.append(
                         (float(each["ts"]), _elements((arguments.get("Input Dims") or [[]])[0]), kind)
@@ -424,6 +442,11 @@ class _Kinds:
                 del self._annotations[place]
                 return kind
         return None
+
+
+def _kind(name: Any) -> str:
+    """An element type as the tables above have it."""
+    return str(name).lower().removeprefix("c10::").replace("<c10::", "<")
 
 
 def _elements(shape: Any) -> int:

@@ -389,6 +389,35 @@ def test_kineto_takes_the_element_type_of_lists_from_the_backend(tmp_path):
     assert any("1 operators have no size in the trace" in note for note in found.notes)
 
 
+@pytest.mark.parametrize(
+    ("names", "item"),
+    [
+        (("UInt16", "unsigned short", "c10::Half"), 2),
+        (("Float8_e4m3fnuz", "Float8_e8m0fnu", "c10::Float8_e5m2fnuz", "QInt8"), 1),
+        (("UInt32", "ComplexHalf", "c10::complex<c10::Half>"), 4),
+        (("UInt64", "ComplexFloat", "c10::complex<float>"), 8),
+        (("ComplexDouble", "c10::complex<double>"), 16),
+    ],
+)
+def test_kineto_knows_the_sizes_of_torchs_element_types(tmp_path, names, item):
+    events = [
+        event for at, name in enumerate(names) for event in comms("allreduce", at, 100 * at, 10, 10, name)
+    ]
+    (tmp_path / "trace0.json").write_text(json.dumps(kineto(0, events)))
+    found = import_files([tmp_path / "trace0.json"], tmp_path / "run")
+    assert [row["payload_bytes"] for row in rows(tmp_path / "run")] == [10 * item] * len(names)
+    assert not any("0 bytes" in note for note in found.notes)
+
+
+def test_kineto_says_which_element_types_it_does_not_know(tmp_path):
+    events = [*comms("allreduce", 1, 100, 10, 10, "Float3"), *comms("barrier", 2, 200, 1, 1, "")]
+    (tmp_path / "trace0.json").write_text(json.dumps(kineto(0, events)))
+    found = import_files([tmp_path / "trace0.json"], tmp_path / "run")
+    assert [note for note in found.notes if "0 bytes" in note] == [
+        "1 operations have elements of type 'float3', whose size commprof does not know: they count as 0 bytes"
+    ]
+
+
 def identified(name, comms_id, external, ts, linked=None, dur=200.0, **more):
     """A call and its kernel as torch 2.13 and newer write them; ``linked``: the external id that the kernel has."""
     told = {"Comms Id": comms_id, "Seq": comms_id % 100, **more}
