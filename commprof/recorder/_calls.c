@@ -22,7 +22,7 @@
 
 static SlotsInterface *records;
 static PyObject *shape_name, *dtype_name, *device_name, *is_cpu_name, *get_device_name, *state_name, *current_name, *interned_name, *number_name,
-    *place_name, *timed_place_name, *base_name, *fault_name, *wait_name;
+    *place_name, *timed_place_name, *base_name, *fault_name, *pass_on_name, *wait_name;
 static PyObject *depth; /* of the program's frame: torch's function, its stand-in and its logging wrapper lie between */
 /* How many calls that are recorded run on this thread, one within the other: what has no frame in Python must say by itself
  * that it is there. See commprof.recorder.process_group.reentrancy. */
@@ -102,10 +102,10 @@ typedef struct {
     int64_t begin_ns; /* when the call came; 0: this one is not timed */
 } Record;
 
-/* Our own code failed: the journal counts it, and the training never hears of it. What is no Exception (Ctrl-C, while a
- * function in Python ran for us) is the program's: then it stays set, and the result is -1. */
+/* What our own code raised is given to a method of the journal: 0. What the program raised (Ctrl-C, or an exception of a
+ * signal handler, while a function in Python ran for us) stays set, since the method raises it again: -1. */
 static int
-fault(Call *self)
+tell_journal(Call *self, PyObject *method)
 {
     if (!PyErr_ExceptionMatches(PyExc_Exception)) {
         return -1;
@@ -113,18 +113,22 @@ fault(Call *self)
     PyObject *type, *error, *trace;
     PyErr_Fetch(&type, &error, &trace);
     PyErr_NormalizeException(&type, &error, &trace);
-    PyObject *result = error == NULL ? NULL : PyObject_CallMethodOneArg(self->held[JOURNAL], fault_name, error);
+    if (trace != NULL) {
+        PyException_SetTraceback(error, trace);
+    }
+    PyObject *result = PyObject_CallMethodOneArg(self->held[JOURNAL], method, error);
     Py_XDECREF(result);
     Py_XDECREF(type);
     Py_XDECREF(error);
     Py_XDECREF(trace);
-    if (PyErr_Occurred()) {
-        if (!PyErr_ExceptionMatches(PyExc_Exception)) {
-            return -1;
-        }
-        PyErr_Clear();
-    }
-    return 0;
+    return result == NULL ? -1 : 0;
+}
+
+/* Our own code failed: the journal counts it, and the training never hears of it. */
+static int
+fault(Call *self)
+{
+    return tell_journal(self, fault_name);
 }
 
 /* The tensor that the caller passes to the method (borrowed); NULL where the arguments are not those of torch's function. */
@@ -622,10 +626,7 @@ begin_record(Call *self, PyObject *const *args, Py_ssize_t count, PyObject *name
         return usual;
     }
     if (!usual && PyErr_Occurred()) {
-        if (!PyErr_ExceptionMatches(PyExc_Exception)) {
-            return -1;
-        }
-        PyErr_Clear(); /* the function in Python will meet it again, and count it */
+        return tell_journal(self, pass_on_name); /* the function in Python will meet it again, and count it */
     }
     return usual;
 }
@@ -683,9 +684,13 @@ note_raised(Call *self, const Record *record, PyObject *pg)
 {
     PyObject *type, *error, *trace;
     PyErr_Fetch(&type, &error, &trace);
+    PyErr_NormalizeException(&type, &error, &trace);
+    if (trace != NULL) {
+        PyException_SetTraceback(error, trace);
+    }
     PyObject *token = token_of(record, 0);
     PyObject *result =
-        token == NULL ? NULL : PyObject_CallFunctionObjArgs(self->held[RECORD_RAISED], pg, token, NULL);
+        token == NULL ? NULL : PyObject_CallFunctionObjArgs(self->held[RECORD_RAISED], pg, token, error, NULL);
     int interrupted = result == NULL && fault(self) < 0;
     Py_XDECREF(result);
     Py_XDECREF(token);
@@ -1092,7 +1097,7 @@ execute(PyObject *module)
         {&is_cpu_name, "is_cpu"},     {&get_device_name, "get_device"},
         {&state_name, "state"},       {&current_name, "current"},   {&interned_name, "interned"},
         {&number_name, "recorder_number"}, {&place_name, "place"}, {&timed_place_name, "timed_place"}, {&base_name, "base"}, {&fault_name, "fault"},
-        {&wait_name, "wait"},
+        {&pass_on_name, "pass_on"}, {&wait_name, "wait"},
     };
     for (size_t i = 0; i < sizeof names / sizeof *names; i++) {
         if (*names[i].name == NULL && (*names[i].name = PyUnicode_InternFromString(names[i].text)) == NULL) {

@@ -119,6 +119,7 @@ class Session:
 
     def stop(self) -> None:
         """Write pending data, remove every wrapper, and close the files."""
+        self.journal.is_closing = True
         self._check(is_last=True)
         self.window.count()
         self.frameworks.finish()

@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable
 from typing import Any, Final
 
+from commprof.program_exceptions import pass_on
 from commprof.recorder.device.device_timeline import Operation
 from commprof.trace.rank_files.segments import DEVICE_END_WORD, NO_WORDS, Segment, Token
 
@@ -70,7 +71,8 @@ class Completions:
             future.add_done_callback(_teller(number, segment, base + DEVICE_END_WORD, self._clock))
             self.asked += 1
             self._refused = 0
-        except Exception:  # a backend whose handles have no future
+        except Exception as error:  # a backend whose handles have no future
+            pass_on(error)
             _under_way.pop(number, None)
             self._refused += 1
 

@@ -17,6 +17,7 @@ import torch
 from torch._C._distributed_c10d import ProcessGroup
 
 from commprof import hooks
+from commprof.program_exceptions import is_interruption
 from commprof.recorder.coverage.sequence import GLOO, GLOO_EXTRA, count_raised
 from commprof.recorder.dispatcher.operator_calls import OperatorCalls
 from commprof.recorder.dispatcher.operators import C10D, Issued, Reader, layout
@@ -122,8 +123,8 @@ class KernelRecorder:
             thread.recorded += 1
             try:
                 result = redispatch(keyset, *args, **kwargs)
-            except BaseException:
-                self.record_raised(calls, layer)
+            except BaseException as error:
+                self.record_raised(calls, layer, error)
                 raise
             finally:
                 thread.recorded -= 1
@@ -227,16 +228,18 @@ class KernelRecorder:
 
         return wait
 
-    def record_raised(self, calls: list[_Call], layer: int) -> None:
-        """torch's own kernel raised."""
+    def record_raised(self, calls: list[_Call], layer: int, error: BaseException) -> None:
+        """torch's own kernel raised ``error``. An interruption comes when the backend has the call already."""
         try:
+            if is_interruption(error):
+                return
             self.journal.raised += len(calls)
             for token, group in calls:
                 self.journal.mark_raised(token)
                 if layer != _FRAMEWORK:
                     count_raised(group)
-        except Exception as error:
-            self.journal.fault(error)
+        except Exception as fault:
+            self.journal.fault(fault)
 
 
 def _first_tensor(values: Sequence[Any]) -> torch.Tensor | None:

@@ -206,9 +206,9 @@ class OperatorCalls:
             # Stage 3: torch's own kernel, whatever happened before.
             try:
                 result = redispatch(keyset, *args)
-            except BaseException:
+            except BaseException as error:
                 if segment is not None:
-                    record_raised([((segment, base, is_async), group)], layer)
+                    record_raised([((segment, base, is_async), group)], layer, error)
                 raise
             # Stage 4: complete the record, and leave its place to the wrapper above.
             if segment is not None:

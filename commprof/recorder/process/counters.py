@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from commprof import schema
+from commprof.program_exceptions import pass_on
 
 PROC_NET_DEV: Final = Path("/proc/net/dev")
 _SNMP: Final = "snmp"  # beside it: TCP's own counters
@@ -66,7 +67,8 @@ class InterfaceCounters:
         unsent = queued_bytes(self._source.parent) if queued else None
         try:
             text, now = self._text()
-        except OSError:
+        except OSError as error:
+            pass_on(error)
             return []
         resent = resent_segments(self._source.with_name(_SNMP))
         return [
@@ -165,7 +167,8 @@ class HostReadings:
                 self._descriptor, self._between = _open(self._directory, alone=self._between)
             rows = self._counters.read(step, queued)
             os.write(self._descriptor, "".join(json.dumps(row) + "\n" for row in rows).encode())
-        except Exception:  # the counters are optional: an error must not stop the training
+        except Exception as error:  # the counters are optional: an error must not stop the training
+            pass_on(error)
             self._usable = False
 
 
@@ -250,7 +253,8 @@ def resent_segments(file: Path) -> int | None:
     try:
         names, counts = (line.split() for line in _read(file).splitlines() if line.startswith("Tcp:"))
         return int(counts[names.index("RetransSegs")])
-    except (OSError, ValueError, IndexError):
+    except (OSError, ValueError, IndexError) as error:
+        pass_on(error)
         return None
 
 
@@ -271,7 +275,8 @@ def queued_bytes(directory: Path) -> tuple[int, int] | None:
             text = _read(directory / name, _MOST_SOCKETS_BYTES)
         except FileNotFoundError:
             continue
-        except OSError:
+        except OSError as error:
+            pass_on(error)
             return None
         is_readable = True
         for line in text.splitlines()[1:]:

@@ -14,6 +14,7 @@ from typing import Any, Final, NamedTuple
 import torch
 
 from commprof import hooks
+from commprof.program_exceptions import pass_on
 from commprof.recorder.device.completion import Completions
 from commprof.recorder.device.device_times import DeviceTimes
 from commprof.recorder.process.threads import ThreadNames
@@ -50,7 +51,8 @@ class Once(NamedTuple):
 
 
 class Journal:
-    """One rank's recording. Every method may be called from any thread and none raises.
+    """One rank's recording. Every method may be called from any thread and none raises. What is the program's leaves
+    :meth:`fault`.
 
     Args:
         completion_every: of the calls that may be asked when they ended, one in so many is; 0: none, on no device.
@@ -70,6 +72,7 @@ class Journal:
         # Where calls are timed on a device too: the same, and what a compiled call asks for where to write its times.
         self.timed_place: tuple[Segment, bytes, Callable[[int, Segment], Segment | bool | None]] | None = None
         self.tails: dict[int, bytes] = {}  # by layer: the tail that all records of it have now
+        self.is_closing = False  # nothing may stop it then
         self.faults = 0
         self.first_fault: str | None = None
         self.raised = 0
@@ -281,10 +284,16 @@ class Journal:
         return number
 
     def fault(self, error: BaseException) -> None:
-        """The recorder's own code failed: count it. The exception never reaches the training."""
+        """The recorder's own code failed: count it. It never reaches the training; what the program raised does."""
+        if not self.is_closing:
+            pass_on(error)
         self.faults += 1
         if self.first_fault is None:
             self.first_fault = f"{type(error).__name__}: {error}"
+
+    def pass_on(self, error: BaseException) -> None:
+        """Raise ``error`` again if it is the program's, without counting anything."""
+        pass_on(error)
 
     def close(self, totals: Mapping[str, Any]) -> None:
         """Write the totals and close the files."""

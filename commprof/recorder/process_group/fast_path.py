@@ -165,8 +165,8 @@ class DirectCalls:
             # Stage 4: the program's own call, whatever happened before.
             try:
                 work = issue(pg, first, second, third) if paired else issue(pg, first, second)
-            except BaseException:
-                wrappers.record_raised(pg, None if segment is None else (segment, base, False))
+            except BaseException as error:
+                wrappers.record_raised(pg, None if segment is None else (segment, base, False), error)
                 raise
             if segment is None:
                 return work

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 from commprof import hooks
+from commprof.program_exceptions import is_interruption
 from commprof.recorder.coverage.sequence import GLOO, GLOO_EXTRA, count_raised
 from commprof.recorder.process.journal import PROCESS_GROUP, Journal
 from commprof.recorder.process_group.callsite import CallSites
@@ -129,8 +130,8 @@ class Wrappers:
             # The program's own call, whatever happened before.
             try:
                 work = (function if type(pg) is owner else beneath)(pg, *args, **kwargs)
-            except BaseException:
-                self.record_raised(pg, token)
+            except BaseException as error:
+                self.record_raised(pg, token, error)
                 raise
             if token is not None:
                 settle(token, work, cost)
@@ -166,15 +167,17 @@ class Wrappers:
         """What stands in for ``original``, the ``wait`` of ``owner``, a class of handles."""
         return self.waits.wrap(owner, original)
 
-    def record_raised(self, pg: Any, token: Token | None) -> None:
-        """The caller's call raised."""
+    def record_raised(self, pg: Any, token: Token | None, error: BaseException) -> None:
+        """The caller's call raised ``error``. An interruption comes when the backend has the call already."""
         try:
+            if is_interruption(error):
+                return
             self.journal.raised += 1
             count_raised(self._find_group(pg))
             if token is not None:
                 self.journal.mark_raised(token)
-        except Exception as error:
-            self.journal.fault(error)
+        except Exception as fault:
+            self.journal.fault(fault)
 
 
 def _cost_of_reading(clock: Callable[[], int]) -> int:

@@ -25,6 +25,7 @@ import torch
 from torch.autograd import Variable
 
 from commprof import hooks
+from commprof.program_exceptions import pass_on
 from commprof.recorder.process.journal import Journal
 
 BACKWARD: Final = "backward"
@@ -234,7 +235,8 @@ def _off_ns() -> int | None:
         accounts.keep({own, *others})
         _, waited = accounts.read(own)
         return waited + sum(sum(accounts.read(thread)) for thread in others)
-    except (OSError, ValueError, _TooManyError):
+    except (OSError, ValueError, _TooManyError) as error:
+        pass_on(error)
         return None
 
 

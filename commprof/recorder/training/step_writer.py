@@ -11,6 +11,7 @@ from typing import Any, Final
 import torch
 
 from commprof import hooks
+from commprof.program_exceptions import pass_on
 from commprof.recorder.clocks.process_clocks import clock_identity, read_clocks
 from commprof.recorder.process.counters import HostReadings
 from commprof.recorder.process.journal import Journal
@@ -219,8 +220,8 @@ def _resources() -> dict[str, int | None]:
             rss = int(os.read(descriptor, 128).split()[1]) * _PAGE
         finally:
             os.close(descriptor)
-    except (OSError, ValueError, IndexError):
-        pass
+    except (OSError, ValueError, IndexError) as error:
+        pass_on(error)
     return {"rss_bytes": rss, "device_bytes": _device_bytes(), "cpu_ns": time.process_time_ns()}
 
 

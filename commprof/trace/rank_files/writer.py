@@ -24,6 +24,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final, Protocol
 
+from commprof.program_exceptions import pass_on
 from commprof.schema import RECORD
 from commprof.trace.rank_files.layout import (
     EVENTS_SUFFIX,
@@ -149,6 +150,7 @@ class RecordFile:
         try:
             done = os.pwrite(self._descriptor, data, offset)
         except OSError as error:
+            pass_on(error)
             self.stop(_reason("write", error))
             return False
         if done != len(data):
@@ -171,19 +173,24 @@ class RecordFile:
             os.pwrite(self._descriptor, bytes(size), self._end)
             mapping = mmap.mmap(self._descriptor, size, offset=self._end)
         except OSError as error:
+            pass_on(error)
             if error.errno in _CANNOT_RESERVE:
                 self._writes_through = True
             else:
                 self.stop(_reason("reserve", error))
             self._open_segment(NO_WORDS)
             return
-        full, self._newest = self._newest, Segment(mapping, size)
-        self._open_segment(self._newest)
-        if full is not None:
-            self._full_bytes += full.end
-            full.let_go(_FiledWords(self, self._end - full.end))
+        full, newest = self._newest, Segment(mapping, size)
+        full_bytes = 0 if full is None else full.end
+        filed = _FiledWords(self, self._end - full_bytes)
+        # No calls here, so that an exception of a signal handler comes before or after all of it.
+        self._newest = self.segment = newest
+        self._full_bytes += full_bytes
         self._end += size
         self._grown += 1
+        self.on_segment()
+        if full is not None:
+            full.let_go(filed)
 
     def _allowed(self, spill: Spill, size: int) -> int:
         """By how much the file may grow: ``size`` or what is left of it, in whole units; 0 where records spill."""
@@ -295,6 +302,7 @@ class EventFile:
             try:
                 done = os.write(self._descriptor, line)
             except OSError as error:
+                pass_on(error)
                 self.stopped_reason = _reason("write", error)
             else:
                 self.size += done

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import datetime
 import gc
+import random
 import re
+import signal
 import sys
 import threading
 import time
@@ -315,6 +317,7 @@ def test_what_the_recorder_costs_is_sampled_of_both_kinds_of_calls(tmp_path, way
 
 
 # Functions in Python that wrappers call: for the first handle, each new tag, a call that raised, each sampled call.
+TIMERS = 1_000
 INTERRUPTED = ("find_direct", "intern_tag", "record_raised", "settle")
 
 
@@ -357,8 +360,10 @@ def test_faults_of_the_recorder_are_counted_and_the_caller_sees_nothing(tmp_path
 
 
 @pytest.mark.sampled
-def test_an_interruption_within_the_recorder_is_the_programs(tmp_path):
-    """Ctrl-C may come where a function in Python runs for the wrapper: it is neither swallowed nor counted as a fault."""
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, TimeoutError])
+def test_an_interruption_within_the_recorder_is_the_programs(tmp_path, kind):
+    """Where a function in Python runs for the wrapper, Ctrl-C may come, and so may what a handler of the program's raises:
+    it is neither swallowed nor counted as a fault."""
 
     def body(rank, world):
         tensor, interrupted, refused, raised = torch.ones(2), [], 0, []
@@ -367,7 +372,7 @@ def test_an_interruption_within_the_recorder_is_the_programs(tmp_path):
             if "commprof/recorder" in frame.f_code.co_filename and frame.f_code.co_name == function:
                 sys.settrace(None)
                 raised.append(function)
-                raise KeyboardInterrupt("Ctrl-C")
+                raise kind("interrupted")
 
         for _ in range(600):
             function = INTERRUPTED[len(interrupted)] if len(interrupted) < len(INTERRUPTED) else None
@@ -377,7 +382,7 @@ def test_an_interruption_within_the_recorder_is_the_programs(tmp_path):
                     dist.all_reduce(tensor)
                     dist.group.WORLD.barrier().wait()
                     dist.broadcast(tensor, 5)
-            except KeyboardInterrupt as error:
+            except kind as error:
                 interrupted.append(type(error.__context__).__name__)
             except RuntimeError as error:
                 refused += "invalid root" in str(error)
@@ -392,6 +397,30 @@ def test_an_interruption_within_the_recorder_is_the_programs(tmp_path):
     }
     assert raised == list(INTERRUPTED)  # none was swallowed
     assert refused == 600 - len(INTERRUPTED)
+    assert run.health.unseen == 0 and not any("commprof itself failed" in note for note in run.health.notes)
+
+
+@pytest.mark.sampled
+def test_every_exception_of_a_signal_handler_reaches_the_program(tmp_path):
+    def body(rank, world):
+        def handle(number, frame):
+            raise TimeoutError("too late")
+
+        chance, tensor, caught = random.Random(0), torch.ones(2), 0
+        before = signal.signal(signal.SIGALRM, handle)
+        for _ in range(TIMERS):
+            try:
+                signal.setitimer(signal.ITIMER_REAL, chance.uniform(2e-5, 4e-4))
+                for _ in range(10_000):
+                    dist.all_reduce(tensor)
+            except TimeoutError:
+                caught += 1
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+        return caught
+
+    run, outcomes = record(tmp_path / "run", 1, body)
+    assert outcomes[0]["result"] == TIMERS
     assert run.health.unseen == 0 and not any("commprof itself failed" in note for note in run.health.notes)
 
 
