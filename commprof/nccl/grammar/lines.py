@@ -199,7 +199,7 @@ _TORCH = re.compile(
     rb"(?:\[PG (?:ID )?(\S{1,40}?)(?: PG GUID \S{1,40}?)? ?(?:\(([^)]{0,80})\))? Rank (\d{1,9})\]|\[Rank (\d{1,9})\])"
     rb" ?ProcessGroupNCCL created ncclComm_ (" + _ADDRESS + rb") on"
 )
-GROUP_STEPS = {b"ncclGroupStart()": 1, b"ncclGroupEnd()": -1}
+GROUP_STEPS = {b"ncclGroupStart()": 1, b"ncclGroupEnd()": -1, b"ncclGroupSimulateEnd()": -1}
 _COLOURS = re.compile(rb"\x1b\[[0-9;]*[A-Za-z]")
 _CONTROLS = bytes(range(32)).replace(b"\t", b"") + b"\x7f"
 
@@ -245,6 +245,9 @@ def read_piece(origin: Origin, body: bytes, level: bytes, source: bytes = b"") -
 
 def read_message(origin: Origin, body: bytes, level: bytes, source: bytes = b"") -> Line | None:
     """The message after one head, None when it goes to no table."""
+    if level == b"TRACE":
+        # Builds with TRACE=1 repeat in these lines what INFO lines say: starts of communicators, choices of algorithms.
+        return FragmentLine() if _MENTION.search(body) else None
     message = _call(origin, body) if level == b"CALL" else _info(origin, body)
     if message is None and _MENTION.search(body):
         return FragmentLine()

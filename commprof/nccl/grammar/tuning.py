@@ -52,7 +52,9 @@ _SYMMETRIC = re.compile(
     + rb"Kernel (\S{1,120}) nchannels \d{1,6} nthreads \d{1,6}(?: nWorks \d{1,9})?"
 )
 _COPY_ENGINE = re.compile(
-    rb"(\w{1,40}+) \[(?:Copy Engine|Hierarchical CE)\]: " + _BYTES + rb"(cudaMemcpy\w{0,60}|RMA proxy \+ CE)"
+    rb"(\w{1,40}+) \[(?:Copy Engine|Hierarchical CE)\]: "
+    + _BYTES
+    + rb"(cudaMemcpy\w{0,60}(?:; CE synchronization with NVLS)?|RMA proxy \+ CE)"
 )
 _MODEL = re.compile(
     rb" {0,80}(Algorithm|Protocol|Latency/AlgBw|Max NThreads|AllReduce|AllGather|ReduceScatter|Broadcast|Reduce)"

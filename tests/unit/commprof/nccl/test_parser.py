@@ -312,6 +312,28 @@ def test_operations_of_unknown_names_are_counted_by_name(tmp_path):
     assert parsed.unknown_ops == {"PutSignal": 1}
 
 
+def test_traces_of_a_build_for_debugging_repeat_nothing(tmp_path):
+    about = b"comm 0x3 rank 0 nRanks 2 cudaDev 0 busId 1000"
+    lines = [
+        b"n:1:1 [0] NCCL INFO ncclCommInitRank comm 0x3 rank 0 nranks 2 cudaDev 0 busId 1000 commId 0x9 - Init START",
+        LINE,
+        b"n:1:1 [0] NCCL INFO AllReduce: 16 Bytes -> Algo 1 proto 0 time 11.6",
+        b"n:1:1 [0] 3.140000 getAlgoInfo:1857 NCCL TRACE 16 Bytes -> Algo 1 proto 0 time 11.6",
+        b"n:1:1 [0] 9.000000 ncclCommDestroy:2054 NCCL TRACE " + about,
+        b"n:1:1 [0] NCCL INFO " + about.replace(b"nRanks", b"nranks") + b" - Destroy COMPLETE",
+    ]
+    (tmp_path / "nccl.log").write_bytes(b"\n".join(lines))
+    parsed = parse_logs(tmp_path / "nccl.log")
+    assert [(c.epoch, c.ended, c.operations) for c in parsed.communicators] == [(0, "destroy", 1)]
+    assert parsed.tables["nccl_tuning"].num_rows == 1
+
+
+def test_the_end_of_a_simulated_group_is_the_end_of_its_launch(tmp_path):
+    start, end = b"n:1:1 NCCL CALL ncclGroupStart()", b"n:1:1 NCCL CALL ncclGroupSimulateEnd()"
+    (tmp_path / "nccl.log").write_bytes(b"\n".join([start, LINE, end, LINE]))
+    assert parse_logs(tmp_path / "nccl.log").ops["launch"].to_pylist() == [1, None]
+
+
 def test_compressed_logs_globs_and_single_files_read_alike(tmp_path):
     writer, plan = scenario(5, (2, 27, 3), "", "\n")
     text = "\n".join(writer.lines).encode()

@@ -156,8 +156,12 @@ def test_what_is_not_whole_or_is_something_else_is_nothing(body):
             ("reduce_scatter", 4096, "ReduceScatter_LD", None, None, None, None),
         ),
         (
-            b"AllGather [Copy Engine]: 64 Bytes -> cudaMemcpyBatchAsync",
-            ("all_gather", 64, "cudaMemcpyBatchAsync", None, None, None, None),
+            b"AllGather [Copy Engine]: 64 Bytes -> cudaMemcpy",
+            ("all_gather", 64, "cudaMemcpy", None, None, None, None),
+        ),
+        (
+            b"AllGather [Copy Engine]: 64 Bytes -> cudaMemcpy; CE synchronization with NVLS",
+            ("all_gather", 64, "cudaMemcpy; CE synchronization with NVLS", None, None, None, None),
         ),
         (
             b"AlltoAll [Hierarchical CE]: 64 Bytes -> RMA proxy + CE",
