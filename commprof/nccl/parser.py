@@ -169,6 +169,7 @@ class _Reader:
         self.careful = careful
         self.assembly = Assembly(scratch)
         self.troubles: list[str] = []
+        self.repeated = (0, 0)  # lines that stand for several, and for how many
         self.generated = False
         self.bytes = 0
         self.overlong = 0
@@ -181,6 +182,8 @@ class _Reader:
             while file > self.assembly.file:
                 self.assembly.begin_file()
             self.assembly.add(scan)
+            lines, repetitions = self.repeated
+            self.repeated = (lines + len(scan.repeated), repetitions + sum(scan.repeated))
             if progress is not None:
                 progress(num_bytes)
         self.files = [source.name for source in sources]
@@ -273,6 +276,7 @@ class _Reader:
             types_hidden=types_hidden,
             unknown_ops=dict(self.assembly.unknown_ops),
             troubles=tuple(self.troubles),
+            repeated=self.repeated,
         )
 
 

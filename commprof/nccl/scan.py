@@ -7,6 +7,7 @@ which hosts are known, which communicator an address means.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from types import ModuleType
@@ -41,6 +42,9 @@ MODULE: Final[ModuleType | None] = compiled("commprof.nccl._scanner", _VERSION)
 
 # The compiled scanner forgets texts beyond so many bytes.
 _MOST_REMEMBERED: Final = 16 << 20
+# What Ray (unless RAY_DEDUP_LOGS=0) and syslog write in lines that stand for several.
+_REPEATED: Final = re.compile(rb"\[repeated (\d{1,9})x across cluster\]|message repeated (\d{1,9}) times")
+_REPEATED_MARKS: Final = (b"x across cluster]", b"message repeated ")
 Flags = npt.NDArray[np.bool_]
 _Tally = Callable[
     [bytes, npt.NDArray[np.int32], npt.NDArray[np.int8]], list[tuple[int, int, tuple[int, ...]]]
@@ -73,6 +77,7 @@ class Scan(NamedTuple):
             in ``texts``, and how often the head prints it before a communicator begins or ends.
         texts: the distinct messages among them.
         tallies: lines without messages, by kind, except those that are ``raw``.
+        repeated: the repetitions in each line that stands for several equal ones.
     """
 
     lines: int
@@ -85,6 +90,7 @@ class Scan(NamedTuple):
     remarks: Rows
     texts: list[bytes]
     tallies: dict[str, Tally]
+    repeated: tuple[int, ...] = ()
 
 
 class Scanner(Protocol):
@@ -119,6 +125,14 @@ def scan_blocks(blocks: Iterable[Block], careful: bool = False) -> Iterator[Scan
                 yield scanner.read(*seen)
         if coming is not None:
             yield scanner.read(*coming.result())
+
+
+def _may_repeat(text: bytes) -> bool:
+    return any(mark in text for mark in _REPEATED_MARKS)
+
+
+def _repetitions(data: bytes) -> tuple[int, ...]:
+    return tuple(int(ray or syslog) for ray, syslog in _REPEATED.findall(data))
 
 
 class _Witness(KnownHosts):
@@ -181,7 +195,7 @@ class LineScanner:
                 tallies.add_line(raw, entry.messages, number)
         return Scan(
             lines=len(lines), heads=[], tails=[], texts=[], slow=slow, hosts=witness.hosts,
-            tallies=tallies.tallies(), **_NO_ROWS,
+            tallies=tallies.tallies(), repeated=_repetitions(data), **_NO_ROWS,
         )  # fmt: skip
 
 
@@ -200,6 +214,7 @@ class CompiledScanner:
     def __init__(self, module: ModuleType) -> None:
         self._compiled, self._tally = module.Scanner(), module.tally
         self._lexicon = Lexicon()
+        self._repeats = False  # a line stood for several: before, no block is searched for more
 
     def look(self, data: bytes) -> _Seen:
         """See :class:`Scanner`."""
@@ -214,7 +229,10 @@ class CompiledScanner:
         if seen.forgot:
             self._lexicon = Lexicon()
         self._lexicon.learn(seen.texts)
-        return _Block(data, seen, self._lexicon).read(self._tally)
+        block = _Block(data, seen, self._lexicon)
+        scan = block.read(self._tally)
+        self._repeats = self._repeats or block.repeats or any(map(_may_repeat, seen.texts))
+        return scan._replace(repeated=_repetitions(data)) if self._repeats else scan
 
 
 class _Block:
@@ -228,6 +246,7 @@ class _Block:
         self.head, self.text = lines[:, 3].astype(np.int64), lines[:, 4].astype(np.int64)
         self.operations = np.frombuffer(seen.operations, np.int64).reshape(-1, 5)
         self.witness, self.tallies = _Witness(), Tallies()
+        self.repeats = False
 
     def read(self, tally: _Tally) -> Scan:
         """Separate lines that are known by their texts from lines for the line reader."""
@@ -279,6 +298,7 @@ class _Block:
         slow = []
         for row, (begin, end, message, head, _) in zip(rows.tolist(), self.lines[rows].tolist(), strict=True):
             raw, known = self.data[begin:end], self.lexicon.heads.get(head)
+            self.repeats = self.repeats or _may_repeat(raw)
             if known is not None and known.origin.clean and known.op is None:
                 level, body = b"CALL" if known.is_call else b"INFO", self.data[message:end].rstrip(b"\r")
                 entry = SlowLine(row, tuple(nccl_lines.read_piece(known.origin, body, level)))

@@ -38,7 +38,10 @@ _ASK: Final = {
 
 
 class Findings(NamedTuple):
-    """The findings of a parse that become notes."""
+    """The findings of a parse that become notes.
+
+    ``repeated``: lines that stand for several equal ones, and for how many together.
+    """
 
     operations: int
     torn: int
@@ -52,6 +55,7 @@ class Findings(NamedTuple):
     types_hidden: bool
     unknown_ops: Mapping[str, int]
     troubles: tuple[str, ...]
+    repeated: tuple[int, int] = (0, 0)
 
 
 def remarks(findings: Findings, communicators: Iterable[Communicator] = ()) -> tuple[str, ...]:
@@ -65,6 +69,12 @@ def remarks(findings: Findings, communicators: Iterable[Communicator] = ()) -> t
     notes = list(findings.troubles)
     if findings.generated:
         notes.append("The log states that it was generated: it is not output of NCCL.")
+    if findings.repeated[0]:
+        lines, repetitions = findings.repeated
+        notes.append(
+            f"{lines:,} lines stand for {repetitions:,} similar ones, which Ray or syslog left out: operations among them "
+            f"are not counted. Set RAY_DEDUP_LOGS=0, or {ASK_FOR_FILES}."
+        )
     if findings.empty:
         notes.append("The log is empty.")
     if findings.operations == 0:

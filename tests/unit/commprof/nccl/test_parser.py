@@ -334,6 +334,24 @@ def test_the_end_of_a_simulated_group_is_the_end_of_its_launch(tmp_path):
     assert parse_logs(tmp_path / "nccl.log").ops["launch"].to_pylist() == [1, None]
 
 
+def test_lines_that_a_collector_left_out_are_stated(tmp_path):
+    colored = (
+        b"(Worker pid=7) "
+        + LINE
+        + b"\x1b[32m [repeated 7x across cluster]\x1b[0m (Ray deduplicates logs by default.)"
+    )
+    (tmp_path / "nccl.log").write_bytes(
+        b"\n".join([LINE, colored, b"message repeated 1200 times: [ " + LINE + b"]"])
+    )
+    for careful in (False, True):
+        parsed = parse_logs(tmp_path / "nccl.log", careful=careful)
+        assert parsed.counts.coll == 3
+        (note,) = [note for note in parsed.notes if "left out" in note]
+        assert note.startswith("2 lines stand for 1,207 similar ones") and "RAY_DEDUP_LOGS=0" in note
+    (tmp_path / "plain.log").write_bytes(LINE)
+    assert not any("left out" in note for note in parse_logs(tmp_path / "plain.log").notes)
+
+
 def test_compressed_logs_globs_and_single_files_read_alike(tmp_path):
     writer, plan = scenario(5, (2, 27, 3), "", "\n")
     text = "\n".join(writer.lines).encode()
