@@ -211,6 +211,14 @@ def summary(parsed: ParsedLogs) -> list[str | Rows]:
         blocks.append(rendering.paragraph(f"version of NCCL: {', '.join(sorted(versions))}"))
     if counts["coll"] + counts["call"]:
         blocks += ["", operations(parsed)]
+        unsized = parsed.operations.totals().unsized.total()
+        if unsized:
+            blocks.append(
+                rendering.paragraph(
+                    f"payload does not include {_number(unsized, 'line')} of unknown size: the datatype or the "
+                    "number of ranks is not known"
+                )
+            )
     elsewhere = [
         f"{k.kind} {rendering.count(k.lines)}" for k in parsed.kinds if k.understood and k.kind != "read"
     ]
@@ -244,7 +252,7 @@ def _number(value: int, thing: str) -> str:
 
 def operations(parsed: ParsedLogs) -> Rows:
     """Return complete lines and their bytes by operation and kind of line."""
-    lines, sent = parsed.operations.totals()
+    totals = parsed.operations.totals()
     headings = (
         Heading("operation"),
         Heading("line"),
@@ -252,7 +260,12 @@ def operations(parsed: ParsedLogs) -> Rows:
         Heading("payload", number=True),
     )
     cells = [
-        (op, kind.upper(), rendering.count(lines[op, kind]), rendering.number_of_bytes(sent[op, kind]))
-        for op, kind in sorted(lines)
+        (
+            op,
+            kind.upper(),
+            rendering.count(lines),
+            rendering.number_of_bytes(None if totals.unsized[op, kind] == lines else totals.bytes[op, kind]),
+        )
+        for (op, kind), lines in sorted(totals.lines.items())
     ]
     return Rows(headings, cells)

@@ -48,6 +48,14 @@ class Versions(NamedTuple):
     prints_bytes: Sequence[bool]
 
 
+class Totals(NamedTuple):
+    """Sums by operation and kind of line: complete lines, those of unknown size, and the bytes of the others' messages."""
+
+    lines: Counter[tuple[str, str]]
+    unsized: Counter[tuple[str, str]]
+    bytes: Counter[tuple[str, str]]
+
+
 class OperationTable:
     """Makes the table ``nccl_ops`` from rows of numbers, some ten thousand rows at a time.
 
@@ -147,19 +155,21 @@ class OperationTable:
         fits = (code >= 0) & (factor != NONE) & (sizes <= _INT64_MAX // np.maximum(factor, 1))
         return sizes, np.where(fits, sizes * np.where(fits, factor, 1), NONE)
 
-    def add_up(self, rows: Rows, lines: Counter[tuple[str, str]], sent: Counter[tuple[str, str]]) -> None:
-        """Add complete lines, and the bytes of their messages where they are known, by operation and kind of line."""
+    def add_up(self, rows: Rows, totals: Totals) -> None:
+        """Add complete lines, by operation and kind of line."""
         complete_rows = np.flatnonzero(rows["state"] == WHOLE)
         _, messages = self._sizes(rows, rows["communicator"].astype(np.int64))
         size = np.maximum(messages[complete_rows], 0)
         key = rows["op"][complete_rows].astype(np.int64) * len(KINDS) + rows["kind"][complete_rows]
         times = np.bincount(key)
+        unsized = np.bincount(key, messages[complete_rows] == NONE)
         # In partial sums, as sums of floating point numbers are exact only up to 2 ** 53.
         partial_sums = [np.bincount(key, (size >> shift) & _PART).astype(np.int64) for shift in _SHIFTS]
         for number in np.flatnonzero(times).tolist():
             name = str(OPS[number // len(KINDS)]), KINDS[number % len(KINDS)]
-            lines[name] += int(times[number])
-            sent[name] += sum(
+            totals.lines[name] += int(times[number])
+            totals.unsized[name] += int(unsized[number])
+            totals.bytes[name] += sum(
                 int(partial[number]) << shift for partial, shift in zip(partial_sums, _SHIFTS, strict=True)
             )
 
@@ -178,7 +188,7 @@ class Operations:
     def __init__(self, rows: RowStore, table: OperationTable) -> None:
         self._rows, self._table = rows, table
         self._all_rows: pa.Table | None = None
-        self._totals: tuple[Counter[tuple[str, str]], Counter[tuple[str, str]]] | None = None
+        self._totals: Totals | None = None
         self.num_rows = rows.num_rows
 
     def batches(self, names: Sequence[str] = NCCL_OPS.names) -> Iterator[pa.Table]:
@@ -194,12 +204,12 @@ class Operations:
             if chosen.any():
                 yield self._table.table({name: column[chosen] for name, column in rows.items()}, names)
 
-    def totals(self) -> tuple[Counter[tuple[str, str]], Counter[tuple[str, str]]]:
-        """Complete lines, and bytes of full messages where they are known, by operation and kind of line."""
+    def totals(self) -> Totals:
+        """Complete lines and their bytes."""
         if self._totals is None:
-            self._totals = Counter(), Counter()
+            self._totals = Totals(Counter(), Counter(), Counter())
             for rows in self._rows.batches():
-                self._table.add_up(rows, *self._totals)
+                self._table.add_up(rows, self._totals)
         return self._totals
 
     def table(self) -> pa.Table:

@@ -139,6 +139,20 @@ def test_the_terminal_gets_counts_and_examples_and_no_control_characters(tmp_pat
     assert all(letter.isprintable() or letter == "\n" for letter in shown)
 
 
+def test_lines_of_unknown_size_are_not_summed_as_zero(tmp_path, capsys):
+    path = tmp_path / "nccl.log"
+    path.write_bytes(
+        COLL
+        + b"\n"
+        + COLL.replace(b"datatype 7", b"datatype 12")
+        + b"\nn:1:1 NCCL CALL ncclAllGather(1,2,4,7,0,0,0x9,0x4)\n"
+    )
+    assert invoke(["nccl", "parse", str(path)]) == 0
+    shown = capsys.readouterr().out
+    assert ["all_gather", "CALL", "1", "-"] in [line.split() for line in shown.splitlines()]
+    assert "payload does not include 2 lines of unknown size" in " ".join(shown.split())
+
+
 def test_json_has_every_kind_with_its_examples(tmp_path, capsys):
     path = tmp_path / "nccl.log"
     path.write_bytes(COLL + b"\nhello\n")
