@@ -112,6 +112,15 @@ def test_what_is_in_no_log_and_was_not_dropped_is_missing(tmp_path, capsys):
     assert "2 operations that a dump announces are not in the files" in text
 
 
+def test_empty_collectives_have_no_number(tmp_path, capsys):
+    run = SyntheticRun(2, backend="nccl")
+    for size in (0, LARGE, 2 * LARGE):
+        run.add_collective("all_reduce", payload_bytes=size, step=-1)
+    issued = [("all_reduce", LARGE), ("all_reduce", 2 * LARGE)]
+    found, _ = aligned(tmp_path, capsys, run, {f"{rank}.log": log_of(rank, issued) for rank in (0, 1)})
+    assert counts(found) == [4, 0, 0, 0, 0]
+
+
 def test_groups_that_did_the_same_are_not_guessed(tmp_path, capsys):
     run = SyntheticRun(2, backend="nccl")
     for pg in ("0", "1"):
