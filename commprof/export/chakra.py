@@ -26,7 +26,7 @@ from commprof.export.chakra_messages import GlobalMetadata, Node, delimited
 from commprof.export.export_tables import opened_runs
 from commprof.export.files import ExportedFile, Progress, Sink, Staging, staged
 from commprof.export.one_clock import OneClock, RankRows
-from commprof.export.provenance import PROVENANCE, provenance
+from commprof.export.provenance import PROVENANCE, provenance_text
 from commprof.schema import Op, parse_ranks
 
 GROUPS: Final = "comm_groups.json"
@@ -91,7 +91,7 @@ def export_chakra(
             name = f"trace.{rank.rank}.et"
             staging.write(name, partial(_write, rank, groups, partial(_tell, staging, name)), len(rank.table))
         staging.write_text(GROUPS, json.dumps(groups.members(), indent=1) + "\n")
-        staging.write_text(PROVENANCE, json.dumps(provenance([opened], staging.files), indent=2) + "\n")
+        staging.write_text(PROVENANCE, provenance_text([opened], staging.files))
     return staging.files
 
 

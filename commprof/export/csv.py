@@ -28,7 +28,7 @@ from commprof.export.export_tables import (
     tables_of,
 )
 from commprof.export.files import ExportedFile, Progress, Sink, staged
-from commprof.export.provenance import DICTIONARY, PROVENANCE, data_dictionary, provenance
+from commprof.export.provenance import DICTIONARY, PROVENANCE, data_dictionary, provenance_text
 from commprof.printable import command_line
 
 _BLOCK: Final = 1 << 20
@@ -70,7 +70,7 @@ def export_csv(
             staging.write_rows(f"{table.name}.csv", table.batches(), partial(_write, table))
         dictionary = data_dictionary(described)
         staging.write(DICTIONARY, partial(write_csv, dictionary), len(dictionary))
-        staging.write_text(PROVENANCE, json.dumps(provenance(runs, staging.files), indent=2) + "\n")
+        staging.write_text(PROVENANCE, provenance_text(runs, staging.files))
     return staging.files
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Final
@@ -15,7 +14,7 @@ from commprof.analysis.api import AnyRun
 from commprof.errors import TraceError
 from commprof.export.export_tables import ExportedTable, exported_tables, opened_runs, table_names
 from commprof.export.files import ExportedFile, Progress, staged
-from commprof.export.provenance import PROVENANCE, provenance
+from commprof.export.provenance import PROVENANCE, provenance_text
 from commprof.schema import TABLES
 
 DATABASE: Final = "run.duckdb"
@@ -41,7 +40,7 @@ def export_database(
         counted: list[int] = []
         staging.adopt(DATABASE, lambda path: counted.extend(_write(path, exported, staging.tell)))
         staging.with_rows(sum(counted))
-        staging.write_text(PROVENANCE, json.dumps(provenance(runs, staging.files), indent=2) + "\n")
+        staging.write_text(PROVENANCE, provenance_text(runs, staging.files))
     return staging.files
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -20,7 +19,7 @@ from commprof.export.export_tables import (
     table_names,
 )
 from commprof.export.files import ExportedFile, Progress, staged
-from commprof.export.provenance import DICTIONARY, PROVENANCE, data_dictionary, provenance
+from commprof.export.provenance import DICTIONARY, PROVENANCE, data_dictionary, provenance_text
 
 _GROUP_ROWS: Final = 250_000
 
@@ -52,7 +51,7 @@ def export_parquet(
             )
         dictionary = data_dictionary(described)
         staging.write(DICTIONARY, partial(write_csv, dictionary), len(dictionary))
-        staging.write_text(PROVENANCE, json.dumps(provenance(runs, staging.files), indent=2) + "\n")
+        staging.write_text(PROVENANCE, provenance_text(runs, staging.files))
     return staging.files
 
 

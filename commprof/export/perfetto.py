@@ -20,7 +20,7 @@ from commprof.analysis.api import AnyRun, Run
 from commprof.export.export_tables import opened_runs
 from commprof.export.files import ExportedFile, Progress, Sink, staged
 from commprof.export.one_clock import NO_PARTNER, Numbers, OneClock, RankRows, end_of
-from commprof.export.provenance import PROVENANCE, provenance
+from commprof.export.provenance import PROVENANCE, provenance_text, strict_json
 from commprof.schema import Op, parse_splits, wire_bytes
 from commprof.version import __version__
 
@@ -93,7 +93,7 @@ def export_perfetto(
     with staged(Path(out), [TRACE, PROVENANCE], force, progress) as staging:
         timed = OneClock(opened, _NEEDED)
         staging.write(TRACE, lambda sink: _write(sink, timed, staging.tell))
-        staging.write_text(PROVENANCE, json.dumps(provenance([opened], staging.files), indent=2) + "\n")
+        staging.write_text(PROVENANCE, provenance_text([opened], staging.files))
     return staging.files
 
 
@@ -202,7 +202,7 @@ def _steps(
         if row["end_ns"] is not None:
             begin, end = (row[name] + shifts.get(key, 0) - base for name in ("begin_ns", "end_ns"))
             arguments = {
-                name: row[name]
+                name: strict_json(row[name])
                 for name in ("step", "micro_steps", "loss", "grad_norm")
                 if row[name] is not None
             }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import sys
 from collections.abc import Sequence
 from typing import Any, Final
@@ -17,6 +18,20 @@ from commprof.version import __version__
 
 DICTIONARY: Final = "data_dictionary.csv"
 PROVENANCE: Final = "provenance.json"
+
+
+def provenance_text(runs: Sequence[Run], files: Sequence[ExportedFile]) -> str:
+    """The text of ``provenance.json``."""
+    return json.dumps(strict_json(provenance(runs, files)), indent=2) + "\n"
+
+
+def strict_json(value: Any) -> Any:
+    """``value`` with texts (nan, inf) instead of floats that JSON does not have: many readers refuse the whole file."""
+    if isinstance(value, dict):
+        return {key: strict_json(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [strict_json(item) for item in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def provenance(runs: Sequence[Run], files: Sequence[ExportedFile]) -> dict[str, Any]:

@@ -406,6 +406,23 @@ def test_a_restarted_job_is_no_chakra_trace(tmp_path):
     assert not (tmp_path / "et").exists()
 
 
+def test_a_diverged_run_is_json_for_every_reader(tmp_path):
+    run = SyntheticRun(world_size=2, config={"limit": float("inf")})
+    for step, loss in enumerate((2.0, float("nan"), float("inf"))):
+        run.add_step(step, loss=loss, grad_norm=loss)
+    path = run.write(tmp_path / "run")
+
+    def refuse(constant):
+        raise AssertionError(f"{constant} is no JSON")
+
+    assert command("export", path, "--format", "perfetto", "--out", tmp_path / "out") == 0
+    for file in (tmp_path / "out").iterdir():
+        content = json.loads(file.read_text(), parse_constant=refuse)
+        if file.name == "trace.json":
+            steps = [event["args"] for event in content["traceEvents"] if event.get("cat") == "step"]
+            assert [step["loss"] for step in steps[::2]] == [2.0, "nan", "inf"]
+
+
 @pytest.mark.sampled
 @pytest.mark.parametrize("kind", ["csv", "parquet", "duckdb", "perfetto"])
 def test_an_empty_run_is_exported_as_such(tmp_path, kind):
