@@ -86,7 +86,9 @@ def export_chakra(
     ranks = _one_process_each(opened, timed)
     groups = _Groups(timed.groups)
     names = [f"trace.{rank}.et" for rank in ranks]
-    with staged(Path(out), [*names, GROUPS, PROVENANCE], force, progress) as staging:
+    # A simulator would read those of more ranks, of an earlier export, as ranks of this run.
+    stale = [file.name for file in Path(out).glob("trace.*.et") if file.stem.partition(".")[2].isdecimal()]
+    with staged(Path(out), [*names, *stale, GROUPS, PROVENANCE], force, progress) as staging:
         for rank in timed.ranks():
             name = f"trace.{rank.rank}.et"
             staging.write(name, partial(_write, rank, groups, partial(_tell, staging, name)), len(rank.table))
@@ -109,6 +111,10 @@ def _one_process_each(run: Run, timed: OneClock) -> list[int]:
             "one process per rank. Export it as csv or perfetto"
         )
     if not ranks:
+        if len(run.table("aggregates")):
+            raise UsageError(
+                f"{run.path} holds sums per step, no single collectives (--aggregate), so there is nothing to replay"
+            )
         raise UsageError(f"{run.path} holds no collectives: there is nothing to replay")
     return ranks
 

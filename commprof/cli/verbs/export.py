@@ -87,6 +87,12 @@ def export(
         raise UsageError("--empty is for --format csv, parquet and duckdb without --table; leave it out")
     opened_runs = each_opened(runs)
     with needed("dash" if kind is Format.HTML else "export", "to export a run"):
+        for run in opened_runs if kind in _OF_ONE_RUN else ():
+            if run.table("aggregates").num_rows:
+                say(
+                    f"{run.path} holds sums per step (--aggregate, or beyond --max-size): {kind} shows single collectives "
+                    "only, without those in the sums"
+                )
         if kind in _OF_ONE_RUN and len(opened_runs) > 1:
             return _each_apart(kind, opened_runs, out, force)
         files = _write(kind, opened_runs, out, tables or None, force, empty)
@@ -106,7 +112,6 @@ def _each_apart(kind: Format, runs: list[Run], out: Path, force: bool) -> int:
     taken = [out / name for name in names if (out / name).exists()]
     if taken and not force:
         raise UsageError(f"{taken[0]} exists already; give --force to replace it, or another --out")
-    out.mkdir(parents=True, exist_ok=True)
     for run in runs:
         files = _write(kind, [run], out / run.path.name, None, force)
         _show(files)

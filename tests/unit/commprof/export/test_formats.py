@@ -179,6 +179,13 @@ def test_each_run_has_a_trace_of_its_own(tmp_path, kind):
                 assert (tmp_path / "x" / name / file).read_bytes() == alone
 
 
+def test_traces_of_several_runs_need_a_directory(tmp_path, capsys):
+    runs = [make(tmp_path / name) for name in ("a", "b")]
+    (tmp_path / "file").touch()
+    assert command("export", *runs, "--format", "perfetto", "--out", tmp_path / "file") == 1
+    assert f"{tmp_path}/file/a cannot be written" in capsys.readouterr().err
+
+
 # Perfetto
 
 
@@ -393,6 +400,17 @@ def test_chakra_compute_is_what_the_host_did_between(tmp_path):
     assert not any(third in node["deps"] for node in nodes)
 
 
+def test_traces_of_an_earlier_export_of_more_ranks_do_not_stay(run, tmp_path):
+    smaller = SyntheticRun(world_size=2)
+    smaller.add_collective("all_reduce", payload_bytes=8)
+    out = tmp_path / "et"
+    export_chakra(run, out)
+    (out / "trace.notes.et").touch()
+    export_chakra(smaller.write(tmp_path / "smaller"), out, force=True)
+    names = ["comm_groups.json", "provenance.json", "trace.0.et", "trace.1.et", "trace.notes.et"]
+    assert sorted(file.name for file in out.iterdir()) == names
+
+
 def test_a_restarted_job_is_no_chakra_trace(tmp_path):
     synthetic = SyntheticRun(world_size=2)
     for attempt in (0, 1):
@@ -421,6 +439,20 @@ def test_a_diverged_run_is_json_for_every_reader(tmp_path):
         if file.name == "trace.json":
             steps = [event["args"] for event in content["traceEvents"] if event.get("cat") == "step"]
             assert [step["loss"] for step in steps[::2]] == [2.0, "nan", "inf"]
+
+
+def test_a_trace_without_the_collectives_in_sums_says_so(tmp_path, capsys):
+    run = SyntheticRun(world_size=1)
+    row = {
+        column.name: {"string": "0", "bool": False}.get(column.type, 0)
+        for column in schema.TABLES["aggregates"].columns
+    }
+    run.rows["aggregates"].append({**row, "op": "all_reduce", "phase": "backward"})
+    path = run.write(tmp_path / "run")
+    assert command("export", path, "--format", "perfetto", "--out", tmp_path / "p") == 0
+    assert "holds sums per step" in capsys.readouterr().err
+    assert command("export", path, "--format", "chakra", "--out", tmp_path / "c") == 2
+    assert "no single collectives (--aggregate)" in capsys.readouterr().err
 
 
 @pytest.mark.sampled
