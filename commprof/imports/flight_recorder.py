@@ -185,6 +185,11 @@ def _is_retired_at_issue(entry: Any) -> bool:
     return bool(entry.get("retired")) and entry.get("state") == "scheduled"
 
 
+def _is_unsized(row: Mapping[str, Any]) -> bool:
+    """Whether a row of ``flight`` is an operation with data whose bytes are not known."""
+    return row["op"] not in (None, Op.BARRIER) and row["input_bytes"] is None and row["output_bytes"] is None
+
+
 def _whole(op: Op, sent: int, received: int, ranks: int) -> int:
     """The size of the whole operation. For a gather or scatter, only the root's entry has all parts."""
     if op is Op.ALL_GATHER:
@@ -219,7 +224,7 @@ def _call_site(frames: Any) -> str | None:
 
 
 def _notes(
-    dumps: Mapping[int, tuple[Path, Mapping[str, Any]]], ranks: Iterable[ImportedRank], unread: int
+    dumps: Mapping[int, tuple[Path, Mapping[str, Any]]], ranks: Sequence[ImportedRank], unread: int
 ) -> Iterable[str]:
     if any(each.backend == "gloo" for rank in ranks for each in rank.collectives):
         yield (
@@ -241,5 +246,8 @@ def _notes(
     ]
     if first:
         yield f"the oldest entries of rank(s) {', '.join(map(str, sorted(first)))} had been overwritten before the dump"
+    unsized = sum(_is_unsized(row) for rank in ranks for row in rank.flight)
+    if unsized:
+        yield f"{unsized} entries have no size, or an element type of unknown size: they count as 0 bytes"
     if unread:
         yield f"{unread} entries are not of the form that torch writes (version 2 of its dump) and were left out"

@@ -282,6 +282,17 @@ def test_a_dump_of_another_version_is_an_error_with_the_version(tmp_path, capsys
     assert len(told.splitlines()) == 1 and "version 3.1" in told and "2.x" in told
 
 
+def test_dumps_with_an_element_type_of_unknown_size_say_so(tmp_path):
+    unknown = entry(1, input_dtypes=["Float3"], output_dtypes=["Float3"])
+    (tmp_path / "trace_0").write_text(
+        json.dumps(dump(entry(0), unknown, entry(2, "nccl:all_reduce_barrier", input_dtypes=[])))
+    )
+    imported = import_files([tmp_path / "trace_0"], tmp_path / "run")
+    assert [note for note in imported.notes if "unknown size" in note] == [
+        "1 entries have no size, or an element type of unknown size: they count as 0 bytes"
+    ]
+
+
 @pytest.mark.parametrize("content", [lambda: hooked(0), lambda: kineto(0, [])])
 def test_json_that_is_cut_is_an_error_with_the_place(tmp_path, capsys, content):
     whole = json.dumps(content())
