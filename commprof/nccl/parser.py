@@ -7,6 +7,7 @@ parsed.counts         what was read, by kind    parsed.notes           what is m
 
 from __future__ import annotations
 
+import tempfile
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -319,23 +320,30 @@ def write(
 
     Raises:
         UsageError: one of them exists already and ``force`` is not set.
-        LogError: the directory or a file cannot be written.
+        LogError: the directory or a file cannot be written; nothing was replaced.
     """
     directory = Path(out_dir)
     if not force:
         refuse_taken(directory, csv)
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        parsed.operations.write(directory / "nccl_ops.parquet")
-        for name, table in parsed.tables.items():
-            write_parquet(directory / f"{name}.parquet", table)
-        if csv:
-            parsed.operations.write_csv(directory / "nccl_ops.csv")
-            for name, table in parsed.tables.items():
-                pa_csv.write_csv(table, directory / f"{name}.csv")
+        with tempfile.TemporaryDirectory(dir=directory, prefix=".nccl-") as unfinished:
+            _write(parsed, Path(unfinished), csv)
+            for path in _targets(directory, csv):
+                Path(unfinished, path.name).replace(path)
     except OSError as error:
         raise LogError(f"cannot write the tables to {directory}: {error.strerror or error}") from error
     return tuple(_targets(directory, csv))
+
+
+def _write(parsed: ParsedLogs, directory: Path, csv: bool) -> None:
+    parsed.operations.write(directory / "nccl_ops.parquet")
+    for name, table in parsed.tables.items():
+        write_parquet(directory / f"{name}.parquet", table)
+    if csv:
+        parsed.operations.write_csv(directory / "nccl_ops.csv")
+        for name, table in parsed.tables.items():
+            pa_csv.write_csv(table, directory / f"{name}.csv")
 
 
 def _targets(directory: Path, csv: bool) -> list[Path]:

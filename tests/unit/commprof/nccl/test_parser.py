@@ -407,3 +407,18 @@ def test_tables_are_written_once_and_overwritten_only_by_force(tmp_path):
     with pytest.raises(UsageError, match="--force"):
         write(parsed, tmp_path / "out")
     write(parsed, tmp_path / "out", force=True)
+
+
+def test_a_full_disk_leaves_no_part_of_a_table_and_the_former_ones(tmp_path, monkeypatch):
+    log, out = tmp_path / "nccl.log", tmp_path / "out"
+    log.write_bytes(LINE)
+    former = {path: path.read_bytes() for path in write(parse_logs(log), out, csv=True)}
+    log.write_bytes(LINE + b"\n" + LINE)
+
+    def fail(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("commprof.nccl.parser.pa_csv.write_csv", fail)
+    with pytest.raises(LogError, match="No space left on device"):
+        write(parse_logs(log), out, force=True, csv=True)
+    assert {path: path.read_bytes() for path in out.iterdir()} == former
