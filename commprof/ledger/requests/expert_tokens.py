@@ -1,13 +1,14 @@
 """What the layers of experts of a run should send in each step, by the tokens that the run published.
 
 The table ``expert_loads`` says how many tokens each rank had in each forward pass, and how many of them chose each expert.
-The rules say how many slots that makes, and so the bytes (:mod:`commprof.requested.experts.layers`); no collective is read.
+The rules say how many slots that makes, and so the bytes (:mod:`commprof.requested.experts.layers`). Of the collectives only
+the element type is read, and only where the config does not say it: torch.autocast and the model's own casts decide it then.
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
@@ -21,7 +22,8 @@ from commprof.requested.expectation import Expectation, summed
 from commprof.requested.experts.layers import ExpertLayer, expected_tokens, gets_gradient, token_messages
 from commprof.requested.experts.rank_groups import RankGroups
 from commprof.requested.parameters import Parameter
-from commprof.schema import Phase
+from commprof.requested.parameters import item_bytes as bytes_of
+from commprof.schema import Op, Phase, Purpose
 
 _LAYER: Final = (
     "layer",
@@ -35,6 +37,8 @@ _LAYER: Final = (
 )
 _PASS: Final = ("micro_step", "phase", "call", "layer")
 _CALL: Final = ("attempt", "step", *_PASS, "rank")
+OF_TYPES: Final = ("rank", "op", "purpose", "phase", "module", "dtype")
+_BATCH: Final = 4096  # rows
 _UNSEEN: Final = "the tokens of ranks that left no records"
 _UNRECORDED: Final = "the tokens of this step, which were not recorded"
 
@@ -124,7 +128,11 @@ class ExpertTokens:
 
 
 def expert_tokens_of(
-    run: Tables, parameters: Sequence[Parameter], item_bytes: int, ranks: RankGroups
+    run: Tables,
+    parameters: Sequence[Parameter],
+    item_bytes: int,
+    ranks: RankGroups,
+    collectives: Iterable[pa.Table] = (),
 ) -> ExpertTokens | None:
     """The layers of experts of ``run``, and their forward passes; None where there are none.
 
@@ -133,6 +141,7 @@ def expert_tokens_of(
         parameters: of a rank.
         item_bytes: of an element of a token.
         ranks: of the run.
+        collectives: the columns :data:`OF_TYPES` of the records, if these say the element types of tokens.
 
     Raises:
         RequestedError: the sizes of a layer do not fit together.
@@ -145,6 +154,8 @@ def expert_tokens_of(
     ranks.check(layer.ep_size for layer in layers.values())
     if not layers:
         return None
+    for name, (sent, returned) in _element_bytes(collectives, layers).items():
+        layers[name] = layers[name]._replace(sent_bytes=sent, returned_bytes=returned)
     tokens: dict[str, Counter[int]] = defaultdict(Counter)
     steps: dict[StepKey, Counter[_Pass]] = defaultdict(Counter)
     for key, passes in forward_passes(run.table("expert_loads")).items():
@@ -177,6 +188,30 @@ def forward_passes(loads: pa.Table) -> dict[StepKey, list[ForwardPass]]:
     for (key, micro_step, phase, call, layer), of_ranks in found.items():
         passes[key].append(ForwardPass(micro_step, phase, call, layer, of_ranks))
     return passes
+
+
+def _element_bytes(
+    collectives: Iterable[pa.Table], layers: Mapping[str, ExpertLayer]
+) -> dict[str, tuple[int, int]]:
+    """Bytes of an element of the first two all_to_alls of each layer: of tokens, and of the results that return."""
+    missing = {name for name, layer in layers.items() if layer.ep_size > 1}
+    found: dict[tuple[int, str], list[int]] = defaultdict(list)
+    sizes: dict[str, tuple[int, int]] = {}
+    for part in collectives:
+        wanted = {"op": Op.ALL_TO_ALL, "purpose": Purpose.ACTIVATION, "phase": Phase.FORWARD}
+        for column, value in wanted.items():
+            part = part.filter(pc.equal(part[column].cast(pa.string()), str(value)))
+        for batch in part.select(["rank", "module", "dtype"]).to_batches(_BATCH):
+            for row in batch.to_pylist() if missing else ():
+                if row["module"] in missing and row["dtype"] is not None:
+                    of_layer = found[row["rank"], row["module"]]
+                    of_layer.append(bytes_of(row["dtype"]))
+                    if len(of_layer) == 2:
+                        sizes[row["module"]] = of_layer[0], of_layer[1]
+                        missing.discard(row["module"])
+        if not missing:
+            break
+    return sizes
 
 
 def _is_complete(row: Mapping[str, Any]) -> bool:

@@ -21,7 +21,7 @@ import pyarrow as pa
 from commprof.errors import CommprofError
 from commprof.ledger.records.issued import StepKey
 from commprof.ledger.records.row_index import combinations
-from commprof.ledger.requests.expert_tokens import ExpertTokens, expert_tokens_of
+from commprof.ledger.requests.expert_tokens import OF_TYPES, ExpertTokens, expert_tokens_of
 from commprof.ledger.requests.module_orders import Pass
 from commprof.ledger.requests.overflows import COLUMNS as OF_METRICS
 from commprof.ledger.requests.overflows import NO_OVERFLOWS, Overflows, overflows_of
@@ -423,7 +423,9 @@ def _experts(run: RecordedRun, request: Request) -> ExpertTokens | None:
     configuration = read_configuration(request.config)
     element_bytes = token_bytes(request.parameters, configuration.model_dtype, autocast_dtype(request.config))
     ranks = RankGroups(request.world_size, configuration.data_before_experts)
-    return expert_tokens_of(run, request.parameters, element_bytes, ranks)
+    states_type = configuration.model_dtype is not None
+    collectives = () if states_type else run.parts("collectives", OF_TYPES)
+    return expert_tokens_of(run, request.parameters, element_bytes, ranks, collectives)
 
 
 def _request_of_wrappers(run: RecordedRun) -> Request:

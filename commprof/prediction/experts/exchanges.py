@@ -20,7 +20,12 @@ from commprof.prediction.event_places import Inserted, weight
 from commprof.prediction.experts.parameters import place_of
 from commprof.prediction.program import Event, Floats, Groups, Message, Program, Step
 from commprof.prediction.recorded import Recorded
-from commprof.requested.experts.layers import CAPACITY_BYTES, ExpertLayer, gets_gradient
+from commprof.requested.experts.layers import (
+    CAPACITY_BYTES,
+    ExpertLayer,
+    element_bytes_of,
+    gets_gradient,
+)
 from commprof.requested.parameters import Parameter, in_model_order
 from commprof.schema import Op, Phase, Purpose
 
@@ -59,6 +64,7 @@ class _Exchange(NamedTuple):
         phase: of the message.
         source: number of the forward pass within the step that decides its size.
         opens: the first of the two all_to_alls of a pass: the experts compute after it.
+        returns: it sends results of experts or their gradients, whose elements may have another type than tokens.
     """
 
     layer: str
@@ -66,6 +72,7 @@ class _Exchange(NamedTuple):
     phase: Phase
     source: int
     opens: bool = False
+    returns: bool = False
 
 
 def with_tokens(
@@ -158,7 +165,7 @@ def _exchanges(passes: Sequence[ForwardPass], micro: int, tokens: ExpertTokens) 
     for number, each in reversed(forward):
         if repeated[each.layer]:
             yield from _of_pass(tokens.layers[each.layer], Phase.BACKWARD, repeated[each.layer].pop(0))
-        yield _Exchange(each.layer, Op.ALL_TO_ALL, Phase.BACKWARD, number, opens=True)
+        yield _Exchange(each.layer, Op.ALL_TO_ALL, Phase.BACKWARD, number, opens=True, returns=True)
         if gets_gradient(each.layer, tokens.parameters):
             yield _Exchange(each.layer, Op.ALL_TO_ALL, Phase.BACKWARD, number)
 
@@ -167,7 +174,7 @@ def _of_pass(layer: ExpertLayer, phase: Phase, source: int) -> Iterator[_Exchang
     if not layer.drop_tokens:
         yield _Exchange(layer.layer, Op.ALL_REDUCE, phase, source)
     yield _Exchange(layer.layer, Op.ALL_TO_ALL, phase, source, opens=True)
-    yield _Exchange(layer.layer, Op.ALL_TO_ALL, phase, source)
+    yield _Exchange(layer.layer, Op.ALL_TO_ALL, phase, source, returns=True)
 
 
 def _matched(
@@ -206,7 +213,7 @@ def _message(
     message = like or blocking._replace(phase=str(exchange.phase), module=exchange.layer)
     if exchange.op == Op.ALL_REDUCE:
         return message._replace(groups=groups, payload_bytes=CAPACITY_BYTES, sizes=())
-    of_slot = layer.num_experts * layer.hidden * tokens.item_bytes
+    of_slot = layer.num_experts * layer.hidden * element_bytes_of(layer, exchange.returns, tokens.item_bytes)
     sizes = [[of_slot * each[exchange.source].slots(layer, group) for group in groups] for each in passes]
     return message._replace(groups=groups).with_sizes(sizes)
 

@@ -28,6 +28,9 @@ CAPACITY_BYTES: Final = 8  # one int64
 BALANCED: Final = "tokens are assumed to be spread evenly over the experts"
 SKEWED: Final = "the fullest expert is assumed to get {:g} times the mean number of tokens"
 _FULLEST: Final = "how many tokens the fullest expert gets"
+_AUTOCAST: Final = (
+    "whether the module before the layer leaves tokens in the type of torch.autocast or in fp32"
+)
 
 
 class ExpertLayer(NamedTuple):
@@ -45,6 +48,8 @@ class ExpertLayer(NamedTuple):
         tokens: of each rank in one forward pass.
         forwards: forward passes in one micro-batch; 2 where activation checkpointing repeats it.
         skew: load of the fullest expert as a multiple of the mean; 1 for an even spread.
+        sent_bytes: of an element of a token on its way to the experts, where records say it; None for that of the model.
+        returned_bytes: the same of the results.
     """
 
     layer: str
@@ -58,6 +63,8 @@ class ExpertLayer(NamedTuple):
     tokens: int
     forwards: int = 1
     skew: float = 1.0
+    sent_bytes: int | None = None
+    returned_bytes: int | None = None
 
     @property
     def capacity(self) -> int:
@@ -98,6 +105,15 @@ def token_bytes(parameters: Sequence[Parameter], model_dtype: str | None, autoca
     return item_bytes(autocast_dtype or model_dtype or own)
 
 
+def element_bytes_of(layer: ExpertLayer, returns: bool, element_bytes: int) -> int:
+    """Bytes of an element of a token on its way to the experts of ``layer``, or of a result that returns from them.
+
+    ``element_bytes`` are those of the model.
+    """
+    own = layer.returned_bytes if returns else layer.sent_bytes
+    return element_bytes if own is None else own
+
+
 def _fp32(value: float) -> float:
     rounded: float = struct.unpack("f", struct.pack("f", value))[0]
     return rounded
@@ -116,6 +132,20 @@ def gets_gradient(layer: str, parameters: Sequence[Parameter]) -> bool:
     return False
 
 
+def in_autocast(rows: Iterable[Expectation]) -> list[Expectation]:
+    """``rows`` of tokens in the 16-bit type of torch.autocast, some of which may have elements of fp32 instead."""
+    return [
+        each._replace(
+            bytes_exact=False,
+            most_bytes=2 * (each.most_bytes or each.payload_bytes),
+            estimate=each.estimate or _AUTOCAST,
+        )
+        if each.issued_op == Op.ALL_TO_ALL
+        else each
+        for each in rows
+    ]
+
+
 def token_messages(
     layer: ExpertLayer, groups: Groups, element_bytes: int, backwards: int, slots: int | None = None
 ) -> list[Expectation]:
@@ -130,14 +160,17 @@ def token_messages(
     """
     if layer.ep_size == 1:
         return []
-    token = layer.num_experts * layer.hidden * element_bytes
+    # Backward sends the gradients of the results first.
+    there, back = (element_bytes_of(layer, returns, element_bytes) for returns in (False, True))
+    elements = [there, back] * layer.forwards + [back, there][:backwards]
     known = slots is not None or layer.drop_tokens
-    payload = token * (layer.capacity if slots is None else slots)
-    count = 2 * layer.forwards + backwards
+    of_slots = layer.num_experts * layer.hidden
+    payloads = [of_slots * (layer.capacity if slots is None else slots) * each for each in elements]
     note = "" if slots is not None else BALANCED if layer.skew == 1 else SKEWED.format(layer.skew)
-    sent = row("micro_step", Purpose.ACTIVATION, Op.ALL_TO_ALL, [payload] * count, layer.ep_size, note)
+    sent = row("micro_step", Purpose.ACTIVATION, Op.ALL_TO_ALL, payloads, layer.ep_size, note)
     if not known:
-        sent = sent._replace(bytes_exact=False, most_bytes=token * layer.tokens * count, estimate=_FULLEST)
+        most = of_slots * layer.tokens * sum(elements)
+        sent = sent._replace(bytes_exact=False, most_bytes=most, estimate=_FULLEST)
     rows = [sent]
     if not layer.drop_tokens:
         agreed = [CAPACITY_BYTES] * layer.forwards

@@ -26,7 +26,7 @@ from commprof.requested.configuration import (
 )
 from commprof.requested.errors import RequestedError, UnsupportedError
 from commprof.requested.expectation import Expectation, row, summed
-from commprof.requested.experts.layers import ExpertLayer, expected_tokens, token_bytes
+from commprof.requested.experts.layers import ExpertLayer, expected_tokens, in_autocast, token_bytes
 from commprof.requested.experts.rank_groups import RankGroups
 from commprof.requested.explanation import describe, requested_gradient_op
 from commprof.requested.parameters import Parameter, check_parameters, item_bytes, trained_groups
@@ -142,7 +142,8 @@ def expected(  # noqa: PLR0913 - what a run depends on
         )
     if has_experts:
         element_bytes = token_bytes(parameters, configuration.model_dtype, autocast_dtype(config))
-        return [*rows, *expected_tokens(expert_layers, parameters, element_bytes, ranks)]
+        tokens = expected_tokens(expert_layers, parameters, element_bytes, ranks)
+        return [*rows, *(tokens if autocast_dtype(config) is None else in_autocast(tokens))]
     # DeepSpeed ignores the keys below. Each of them changes the rows of the one before.
     if runtime != "zero_runtime":
         return rows

@@ -5,6 +5,8 @@ Four ranks, two to a group of experts: 24 dense elements, 60 of the two experts 
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 
 from commprof.exit_codes import State
@@ -27,8 +29,11 @@ def parameter(name, numel, index, group, ep_size=None):
     return {**row, "param_group": group, "forward_index": index, "ep_size": ep_size}
 
 
-def train(rank, world, drop_tokens, more_slots, loads):
-    """Three steps of stage 0, and an evaluation; step 1 sends ``more_slots`` than the rules say."""
+def train(rank, world, drop_tokens, more_slots, loads, returned="float32"):
+    """Three steps of stage 0, and an evaluation; step 1 sends ``more_slots`` than the rules say.
+
+    ``returned`` is the element type of results.
+    """
     import torch
     import torch.distributed as dist
 
@@ -50,8 +55,10 @@ def train(rank, world, drop_tokens, more_slots, loads):
             group, first = (None, 0) if row["ep_size"] is None else (replicas, rank % 2)
             dist.broadcast(torch.ones(row["numel"]), first, group=group)
 
-    def exchange(slots):
-        tokens = torch.ones(EXPERTS, slots, HIDDEN)
+    results = getattr(torch, returned)
+
+    def exchange(slots, dtype):
+        tokens = torch.ones(EXPERTS, slots, HIDDEN, dtype=dtype)
         dist.all_to_all_single(torch.empty_like(tokens), tokens, group=sharing)
 
     def forward(more=0):
@@ -61,8 +68,8 @@ def train(rank, world, drop_tokens, more_slots, loads):
                 fullest = torch.tensor(max(COUNTS[rank]))
                 dist.all_reduce(fullest, op=dist.ReduceOp.MAX, group=sharing)
                 slots = int(fullest)
-            for _ in range(2):
-                exchange(slots + more)
+            for dtype in (torch.float32, results):
+                exchange(slots + more, dtype)
         if loads:
             hooks.expert_load("moe", torch.tensor(COUNTS[rank]), slots, TOKENS)
         return slots
@@ -73,8 +80,8 @@ def train(rank, world, drop_tokens, more_slots, loads):
         slots = forward(more_slots if step == 1 else 0)
         hooks.phase("backward")
         with hooks.tag("activation", module="moe"):
-            for _ in range(2):
-                exchange(slots)
+            for dtype in (results, torch.float32):
+                exchange(slots, dtype)
         with hooks.tag("gradient_reduce"):
             dist.all_reduce(torch.ones(24))
             dist.all_reduce(torch.ones(60), group=replicas)
@@ -87,8 +94,8 @@ def train(rank, world, drop_tokens, more_slots, loads):
     hooks.phase("other")
 
 
-def verdict_of(tmp_path, drop_tokens=True, more_slots=0, loads=True):
-    run, _ = record(tmp_path / "run", WORLD, train, drop_tokens, more_slots, loads)
+def verdict_of(tmp_path, drop_tokens=True, more_slots=0, loads=True, **more):
+    run, _ = record(tmp_path / "run", WORLD, functools.partial(train, **more), drop_tokens, more_slots, loads)
     return verify(run)
 
 
@@ -101,6 +108,14 @@ def test_the_ledger_closes(tmp_path, drop_tokens):
     slots = 2 * SLOTS if drop_tokens else 20 + 11
     (tokens,) = (row for row in verdict.rows if row.requested_op == "all_to_all" and row.when == "steps")
     assert tokens.expected_payload_bytes == 3 * 4 * slots * EXPERTS * HIDDEN * 4
+
+
+def test_results_in_the_type_of_autocast_close_too(tmp_path):
+    """With torch.autocast a norm before the layer leaves tokens in fp32, and the experts return results in 16 bits."""
+    verdict = verdict_of(tmp_path, returned="bfloat16")
+    assert verdict.state == State.CLOSED and not verdict.unexplained, verdict.sentences
+    (tokens,) = (row for row in verdict.rows if row.requested_op == "all_to_all" and row.when == "steps")
+    assert tokens.expected_payload_bytes == 3 * 2 * (2 * SLOTS) * EXPERTS * HIDDEN * (4 + 2)
 
 
 def test_a_slot_too_many_is_named(tmp_path):

@@ -25,7 +25,7 @@ WORLD, STEPS = 4, 9
 CASE = "gpt_s2_ep2_w4_small"
 
 
-def train(rank, world, layer, stage, name):
+def train(rank, world, layer, stage, name, autocast=False):
     import torch
 
     import zero_runtime
@@ -39,16 +39,17 @@ def train(rank, world, layer, stage, name):
         for micro in range(case["config"].get("gradient_accumulation_steps", 1)):
             batch = expert_cases.make_batch(case, step, micro, rank)
             torch.manual_seed(10 * step + micro)
-            loss = engine(*batch)
+            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                loss = engine(*batch)
             engine.backward(loss)
             engine.step()
 
 
 @functools.cache
-def recorded_with(ep_size, capacity_factor=1.0, stage=2, case=CASE, **layer):
+def recorded_with(ep_size, capacity_factor=1.0, stage=2, case=CASE, autocast=False, **layer):
     folder = Path(tempfile.mkdtemp())
     layer = {"ep_size": ep_size, "capacity_factor": capacity_factor, **layer}
-    return record(folder / "run", WORLD, train, layer, stage, case)[0]
+    return record(folder / "run", WORLD, train, layer, stage, case, autocast)[0]
 
 
 def messages(program):
@@ -104,6 +105,14 @@ def test_the_messages_are_those_of_a_run_with_that_setting(ep_size, setting, oth
     assumed = compare(recorded_with(ep_size), setting, recorded_with(*other))
     assert ("capacity" in str(setting)) == any("between the two all_to_alls" in text for text in assumed)
     assert (ep_size == 1) == any("the run does not show (ep_size 1)" in text for text in assumed)
+
+
+def test_tokens_and_results_keep_the_types_that_autocast_gave_them():
+    run, same = (recorded_with(each, autocast=True) for each in (2, 4))
+    compare(run, {"experts.ep_size": 4}, same)
+    sizes = {each.payload_bytes for each in recorded_steps(same).program.messages if each.op == "all_to_all"}
+    assert len(sizes) == 2 and max(sizes) == 2 * min(sizes)  # fp32 and bf16
+    assert verify(run).state == "closed"
 
 
 @pytest.mark.sampled

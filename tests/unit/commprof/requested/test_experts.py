@@ -79,6 +79,13 @@ def test_stage_2_sends_dense_and_expert_gradients_of_a_bucket_within_their_group
     }
 
 
+def test_with_autocast_some_tokens_may_stay_in_fp32():
+    rows = asked({"torch_autocast": {"enabled": True, "dtype": "bfloat16"}})
+    (tokens,) = (each for each in rows if each.issued_op == "all_to_all")
+    assert tokens.payload_bytes == tokens.least_bytes == 4 * (4 * 12 * 16 * 2) and not tokens.bytes_exact
+    assert tokens.most_bytes == 2 * tokens.payload_bytes and "torch.autocast" in tokens.estimate
+
+
 def test_wire_bytes_are_those_of_the_smaller_groups():
     by_group = {row.groups: row for row in asked(zero(2)) if row.purpose == "gradient_reduce"}
     assert by_group[None].wire_bytes == 2 * 3 / 4 * 96
