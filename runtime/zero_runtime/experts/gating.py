@@ -148,7 +148,8 @@ def top_2(logits: torch.Tensor, rule: CapacityRule, *, samples_second: bool = Tr
     gates = torch.softmax(logits, dim=1)
     first = torch.argmax(gates, dim=1)
     mask_1 = _one_hot(first, experts)
-    noisy = logits + _gumbel(logits) if samples_second else logits
+    # In the dtype of the logits, which torch.autocast makes a 16-bit one: so DeepSpeed adds the noise.
+    noisy = (logits + _gumbel(logits)).to(logits.dtype) if samples_second else logits
     second = torch.argmax(noisy.masked_fill(mask_1.bool(), float("-inf")), dim=1)
     mask_2 = _one_hot(second, experts)
     slots_1 = torch.cumsum(mask_1, dim=0) - 1
@@ -161,8 +162,10 @@ def top_2(logits: torch.Tensor, rule: CapacityRule, *, samples_second: bool = Tr
         mask_2 = mask_2 * (slots_2 < capacity)
     else:
         capacity = rule.needed(counts)
-    weights_1, weights_2 = (gates * mask_1.float()).sum(dim=1), (gates * mask_2.float()).sum(dim=1)
-    total = torch.clamp(weights_1 + weights_2, min=torch.finfo(gates.dtype).eps)
+    # A product of matrices, whose dtype torch.autocast decides, as in DeepSpeed; elsewhere it is exact.
+    weights_1, weights_2 = (torch.einsum("se,se->s", gates, mask.float()) for mask in (mask_1, mask_2))
+    total = weights_1 + weights_2
+    total = torch.clamp(total, min=torch.finfo(total.dtype).eps)
     dropped = torch.full_like(first, -1)
     return Routes(
         loss,

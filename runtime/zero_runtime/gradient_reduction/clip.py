@@ -90,15 +90,15 @@ def replicated_norm(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def norm_with_experts(
-    norm: torch.Tensor, gradients: Mapping[DataParallelGroup, Sequence[torch.Tensor]]
+    dense: Sequence[torch.Tensor], gradients: Mapping[DataParallelGroup, Sequence[torch.Tensor]]
 ) -> torch.Tensor:
-    """The 2-norm of all gradients, where ``norm`` is that of all but experts.
+    """The 2-norm of all gradients.
 
     Args:
-        norm: 0-D, equal on all ranks.
+        dense: those of all but experts, equal on all ranks; none where only experts are trained.
         gradients: of this rank's experts, by the ranks that have the other experts of their layers. One all_reduce each.
     """
-    norms = [norm]
+    norms = [replicated_norm(dense)] if dense else []
     for ranks, each in gradients.items():
         squared = (
             torch.stack(torch._foreach_norm([gradient.detach().float() for gradient in each])).square().sum()

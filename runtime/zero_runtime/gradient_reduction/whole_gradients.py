@@ -229,7 +229,7 @@ class AccumulatedGradients:
         if not any(each.ranks is not None for each in self._groups):
             return replicated_norm(self._flat)
         dense = [flat for each, flat in zip(self._groups, self._flat, strict=True) if each.ranks is None]
-        return norm_with_experts(replicated_norm(dense), self._expert_gradients())
+        return norm_with_experts(dense, self._expert_gradients())
 
     def _expert_gradients(self) -> dict[DataParallelGroup, list[torch.Tensor]]:
         """The gradients of this rank's experts, by the ranks that have the others."""

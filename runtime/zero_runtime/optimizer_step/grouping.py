@@ -38,7 +38,10 @@ def flat_groups(
     groups = []
     for number, named in trainable(module, param_groups):
         if not named:
-            raise ConfigError(f"param group {number} has no trainable parameter; leave it out")
+            raise ConfigError(
+                f"param group {number} has no trainable parameter; leave it out, or pass only parameters that require "
+                "gradients (layers of experts have param groups of their own)"
+            )
         expert_ranks = (
             experts[param_groups[number]["name"]] if is_expert_group(param_groups[number]) else None
         )

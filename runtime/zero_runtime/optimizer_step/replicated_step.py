@@ -187,7 +187,7 @@ class ReplicatedOptimizer(WrappedOptimizer):
                 of_experts.setdefault(self.experts[group_of(parameter)].parallel, []).append(parameter.grad)
             elif parameter.grad is not None:
                 dense.append(parameter.grad)
-        return norm_with_experts(replicated_norm(dense), of_experts)
+        return norm_with_experts(dense, of_experts)
 
     def _expert_parallel(self) -> list[DataParallelGroup]:
         """The largest group of ranks with different experts, in a list; empty without experts."""

