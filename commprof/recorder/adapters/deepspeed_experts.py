@@ -96,7 +96,8 @@ class ExpertLayers:
             capacity = self._thread.capacity
             if capacity is not None and tag.module is not None:
                 hidden = args[0].shape[-1]
-                hooks.expert_load(tag.module, layer.exp_counts, capacity, args[0].numel() // hidden)
+                counts = layer.exp_counts.long()  # a mask of used tokens in floating point makes such counts
+                hooks.expert_load(tag.module, counts, capacity, args[0].numel() // hidden)
         except Exception as error:
             self._on_fault(error)
 

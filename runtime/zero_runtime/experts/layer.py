@@ -222,7 +222,8 @@ class MOELayer(torch.nn.Module):
         routes = self.gate(tokens, inputs[1] if len(inputs) > 1 else None)
         self.l_aux, self.exp_counts = routes.loss, routes.counts
         if hooks.recording():
-            hooks.expert_load(self.name, routes.counts, routes.capacity, len(tokens))
+            # A mask of used tokens in floating point makes such counts.
+            hooks.expert_load(self.name, routes.counts.long(), routes.capacity, len(tokens))
         total = self.ep_size * self.num_local_experts
         scratch = total * routes.capacity  # stands for no slot
         places = torch.where(routes.experts >= 0, routes.experts * routes.capacity + routes.slots, scratch)

@@ -29,7 +29,7 @@ class MOELayer(torch.nn.Module):
         self.experts, self.ends = Experts(), ends
 
     def forward(self, tokens):
-        self.exp_counts = torch.tensor([3, 1])
+        self.exp_counts = torch.tensor([3.0, 1.0])  # as with a mask of used tokens in floating point
         slots = self.experts(
             torch.ones(1, 2, 5, tokens.shape[-1])
         )  # of one rank, two experts with five slots each
@@ -60,3 +60,4 @@ def test_a_pass_that_activation_checkpointing_ends_has_its_load_too(monkeypatch,
         patches.remove()
     (load,) = loads
     assert (load[0], load[1].tolist(), load[2:]) == ("moe", [3, 1], (5, 4)) and not faults
+    assert load[1].dtype is torch.int64

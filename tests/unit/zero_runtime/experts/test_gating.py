@@ -8,9 +8,11 @@ from collections import Counter
 import pytest
 import torch
 
+from commprof import hooks
 from zero_runtime.deepspeed_names.training import gates
 from zero_runtime.errors import ConfigError, UsageError
 from zero_runtime.experts.gating import CapacityRule, jittered, top_1, top_2, top_k
+from zero_runtime.experts.layer import MoE
 
 TOKENS, EXPERTS = 24, 4
 
@@ -22,6 +24,17 @@ def some_logits(seed=0, tokens=TOKENS):
 
 def probabilities(logits):
     return [[math.exp(x) / sum(map(math.exp, row)) for x in row] for row in logits.tolist()]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bool, torch.int64])
+def test_a_mask_of_used_tokens_of_any_type_gives_whole_numbers_to_the_records(monkeypatch, dtype):
+    loads = []
+    monkeypatch.setattr(hooks, "recording", lambda: True)
+    monkeypatch.setattr(hooks, "expert_load", lambda *values: loads.append(values))
+    used = torch.arange(TOKENS) % 3 > 0
+    MoE(8, torch.nn.Linear(8, 8), EXPERTS)(torch.randn(TOKENS, 8), used.to(dtype))
+    ((_, counts, _, tokens),) = loads
+    assert counts.dtype is torch.int64 and int(counts.sum()) == int(used.sum()) and tokens == TOKENS
 
 
 @pytest.mark.parametrize("factor", [0.5, 1.0, 2.0])
