@@ -31,7 +31,7 @@ TRAINED = [
     name
     for name, recorded in RECORDED.items()
     if "error" not in recorded["ranks"][0]
-    and not UNSTATED & recorded["case"].keys() | recorded["case"]["config"].keys()
+    and not UNSTATED & (recorded["case"].keys() | recorded["case"]["config"].keys())
 ]
 OPS = {
     "allreduce": "all_reduce",
