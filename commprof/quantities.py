@@ -6,7 +6,7 @@ import re
 from typing import Final
 
 _TIMES: Final = {"ns": 1, "us": 1_000, "ms": 1_000_000, "s": 1_000_000_000, "min": 60_000_000_000}
-_DURATION: Final = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(ns|us|ms|s|min)\s*")
+_DURATION: Final = re.compile(r"\s*(\d{1,15}(?:\.\d+)?)\s*(ns|us|ms|s|min)\s*")
 _PREFIXES: Final = {"": 1e0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12, "ki": 2**10, "mi": 2**20, "gi": 2**30}
 # Not Gb/s, which is gigabits to some and gigabytes to others.
 _RATE: Final = re.compile(r"\s*(\d+(?:\.\d+)?(?:e\d+)?)\s*((?:[kKmMgG]i?|[tT])?)(bit(?:/s)?|B/s)\s*")

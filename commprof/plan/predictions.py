@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from commprof.errors import UsageError
@@ -22,10 +19,10 @@ from commprof.requested.configuration import read_configuration, zero_section
 from commprof.requested.errors import RequestedError
 from commprof.requested.expectation import Expectation
 from commprof.requested.experts.rank_groups import RankGroups
-from commprof.requested.memory.deepspeed import deepspeed_holdings
+from commprof.requested.memory.held import held_by_rank
 from commprof.requested.memory.offload import read_offload
 from commprof.requested.memory.sized_models import shared_transformer
-from commprof.requested.memory.states import Holding, Movement, holdings, movements
+from commprof.requested.memory.states import Holding, Movement, movements
 from commprof.requested.parallel import axis_rules
 from commprof.requested.parallel.activation_shapes import Shapes, assumed_shapes
 from commprof.requested.parallel.axes import DATA, MODEL, PIPE, SEQUENCE, Axes, axes_of_config
@@ -38,12 +35,6 @@ from commprof.schema import Op
 NO_ACTIVATIONS: Final = (
     "activations that ranks send each other are left out: give --sequence to predict their size"
 )
-_OF_ALL: Final = (
-    "parameters",
-    "secondary shards",
-    "gathered parameters",
-    "buffers of files",
-)  # of frozen too
 _DEEPSPEED_ON_AXES: Final = (
     "how DeepSpeed sends along the axes of a pipeline, tensors or sequences is not in the rules; use --framework "
     "zero_runtime, or a config with data parallelism alone"
@@ -184,7 +175,7 @@ def predict(config: Mapping[str, Any], job: Job) -> Prediction:
         config = decide(config, of_rank, replicas, job.backend, job.costs).config
     decisions += _left_open(config, decisions)
     types = {each.dtype.removeprefix("torch.") for each in of_rank}
-    memory = _held(plain, of_rank, replicas, job)
+    memory = held_by_rank(plain, of_rank, replicas, job.backend, job.framework)
     sent, note = _sent(config, model, axes, job, loads)
     # Offload moves states in each step, and also the parameters that stage 3 gathers.
     gathered = sum(row.payload_bytes for row in sent if row.purpose == "parameter_gather")
@@ -306,7 +297,10 @@ def _of_experts(
 ) -> list[Holding]:
     """The part of ``memory`` that a rank would not need without its experts."""
     dense = {
-        each.what: each for each in _held(config, [p for p in parameters if p.ep_size is None], replicas, job)
+        each.what: each
+        for each in held_by_rank(
+            config, [p for p in parameters if p.ep_size is None], replicas, job.backend, job.framework
+        )
     }
     parts = []
     for each in memory:
@@ -314,55 +308,6 @@ def _of_experts(
         places = (each.device - without.device, each.host - without.host, each.disk - without.disk)
         parts.append(Holding(each.what, *places))
     return parts
-
-
-def _held(config: Mapping[str, Any], parameters: list[Parameter], replicas: int, job: Job) -> list[Holding]:
-    """What a rank holds; frozen parameters have neither gradients nor states."""
-
-    def of(given: list[Parameter]) -> list[Holding]:
-        if job.framework == "deepspeed":
-            return deepspeed_holdings(config, given, replicas)
-        return holdings(config, given, replicas, job.backend)
-
-    held = of(parameters)
-    trained = [each for each in parameters if each.requires_grad]
-    if len(trained) == len(parameters):
-        return held
-    of_trained = {each.what: each for each in of(trained)}
-    return [
-        each if each.what in _OF_ALL else of_trained[each.what]
-        for each in held
-        if each.what in {*_OF_ALL, *of_trained}
-    ]
-
-
-def read_config(path: Path) -> Mapping[str, Any]:
-    """Return the config in the file ``path``.
-
-    Raises:
-        UsageError: it cannot be read, is no JSON object, or has a key twice in one object.
-    """
-
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        twice = [key for key, times in Counter(key for key, _ in pairs).items() if times > 1]
-        if twice:
-            raise UsageError(f"{path}: the key {twice[0]} occurs twice in one object; keep one of them")
-        return dict(pairs)
-
-    try:
-        config = json.loads(path.read_text("utf-8"), object_pairs_hook=unique)
-    except (OSError, UnicodeDecodeError) as problem:
-        reason = getattr(problem, "strerror", None) or problem
-        raise UsageError(f"{path} cannot be read: {reason}; name a config file") from None
-    except json.JSONDecodeError as problem:
-        raise UsageError(
-            f"{path} is not valid JSON: {problem.msg} in line {problem.lineno}, column {problem.colno}; correct it"
-        ) from None
-    if not isinstance(config, dict):
-        raise UsageError(
-            f"{path} holds a {type(config).__name__}; expected an object with keys, as in a DeepSpeed config"
-        )
-    return config
 
 
 def _sent(

@@ -55,8 +55,8 @@ def plan(  # noqa: PLR0913 - a parameter for each option of the command
 ) -> int:
     """Predict what a config sends per step and holds per rank for a model, and compare settings. Nothing is run."""
     from commprof.calibration.file import read_calibration
+    from commprof.launch.sweeps.config_file import read_config
     from commprof.plan import api
-    from commprof.plan.predictions import read_config
 
     measured = None if calibration is None else read_calibration(calibration)
     told = None

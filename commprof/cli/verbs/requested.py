@@ -47,8 +47,9 @@ def requested(
     as_json: AsJson = False,
 ) -> int:
     """Deprecated: use commprof plan. Predict memory per rank and bytes per step of a config. Nothing is run."""
+    from commprof.launch.sweeps.config_file import read_config
     from commprof.plan.models import parse_number, sized_model
-    from commprof.plan.predictions import Job, predict, read_config
+    from commprof.plan.predictions import Job, predict
 
     say("commprof requested is deprecated; use commprof plan CONFIG --model params:N")
     model = sized_model(parse_number(params, "--params"), layers)

@@ -88,6 +88,8 @@ def parse_config(text: str, name: str) -> dict[str, Any]:
         raise UsageError(f"{name} is ambiguous: {error}; keep one of them") from None
     except RecursionError:
         raise UsageError(f"{name} is nested too deeply to be a config") from None
+    except ValueError as error:  # Python reads no integer of more than 4,300 digits
+        raise UsageError(f"{name} is no config: {error}") from None
     if not isinstance(config, dict):
         raise UsageError(f"{name} holds a JSON {_kind(config)}, and a config is an object: {{ ... }}")
     return config

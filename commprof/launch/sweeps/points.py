@@ -90,6 +90,11 @@ def _parse_value(key: str, word: str) -> Any:
             slip = find_slip(word, error.pos)
             raise UsageError(f"--set {key}={word}: not JSON at column {slip.column}: {slip.what}") from None
         return word
+    except (
+        RecursionError,
+        ValueError,
+    ) as error:  # nested too deeply, or an integer of more than 4,300 digits
+        raise UsageError(f"--set {key}={word[:40]} ...: no usable JSON: {error}") from None
 
 
 def _real(text: str) -> int | float:

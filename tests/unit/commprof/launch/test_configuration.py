@@ -69,6 +69,8 @@ def test_other_values_and_double_keys():
         parse_config('{"a": 1, "a": 2}', "x")
     with pytest.raises(UsageError, match="nested too deeply"):
         parse_config("[" * 100_000, "x")
+    with pytest.raises(UsageError, match="x is no config: Exceeds the limit"):
+        parse_config(f'{{"a": {"9" * 5_000}}}', "x")
 
 
 def test_files_that_cannot_be_read(tmp_path):

@@ -39,6 +39,8 @@ def test_values_are_json_or_text(text, key, values):
         ("a=500_000", "JSON writes 500000"),
         ("a=1,1", "twice"),
         ("a=[1,", "not JSON at column"),
+        ("a=" + "9" * 5_000, "no usable JSON: Exceeds the limit"),
+        ("a=" + "[" * 100_000, "no usable JSON"),
     ],
 )
 def test_settings_that_cannot_be_meant(text, message):

@@ -237,7 +237,7 @@ def test_a_key_that_occurs_twice_is_refused(tmp_path, capsys):
     path = tmp_path / "ds.json"
     path.write_text('{"zero_optimization": {"stage": 2, "stage": 3}}')
     assert execute(["plan", str(path), "--model", "params:1e6"]) == 2
-    assert "the key stage occurs twice in one object" in capsys.readouterr().err
+    assert "the key 'stage' occurs twice in one object" in capsys.readouterr().err
 
 
 def test_open_and_misspelled_keys_are_named(tmp_path, capsys):

@@ -218,8 +218,8 @@ def test_what_cannot_be_said_in_bytes_is_said(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("text", "arguments", "message"),
     [
-        ("{", ["--params", "1e9"], "is not valid JSON"),
-        ("[]", ["--params", "1e9"], "holds a list"),
+        ("{", ["--params", "1e9"], "is not JSON: line 1"),
+        ("[]", ["--params", "1e9"], "holds a JSON array"),
         ("{}", ["--params", "many"], "--params is 'many'"),
         ("{}", ["--params", "20"], "expected at least"),
         ('{"zero_optimization": {"stage": 4}}', ["--params", "1e9"], "stage is 4"),

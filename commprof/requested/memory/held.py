@@ -1,0 +1,48 @@
+"""What a rank holds with either runtime; frozen parameters have neither gradients nor states."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+from commprof.requested.memory.deepspeed import deepspeed_holdings
+from commprof.requested.memory.states import Holding, holdings
+from commprof.requested.parameters import Parameter
+from commprof.requested.zero.flat_stages import Runtime
+
+_OF_ALL: Final = (
+    "parameters",
+    "secondary shards",
+    "gathered parameters",
+    "buffers of files",
+)  # of frozen too
+
+
+def held_by_rank(
+    config: Mapping[str, Any],
+    parameters: Sequence[Parameter],
+    world_size: int,
+    backend: str = "nccl",
+    runtime: Runtime = "zero_runtime",
+) -> list[Holding]:
+    """What the rank with the most holds while ``runtime`` trains with ``config``. The arguments are those of ``holdings``.
+
+    Raises:
+        RequestedError: the config or the parameters cannot be used as they are.
+    """
+
+    def of(given: Sequence[Parameter]) -> list[Holding]:
+        if runtime == "deepspeed":
+            return deepspeed_holdings(config, given, world_size)
+        return holdings(config, given, world_size, backend)
+
+    held = of(parameters)
+    trained = [each for each in parameters if each.requires_grad]
+    if len(trained) == len(parameters):
+        return held
+    of_trained = {each.what: each for each in of(trained)}
+    return [
+        each if each.what in _OF_ALL else of_trained[each.what]
+        for each in held
+        if each.what in {*_OF_ALL, *of_trained}
+    ]
