@@ -8,7 +8,8 @@ from __future__ import annotations
 import inspect
 import os
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, redirect_stdout
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
@@ -186,7 +187,8 @@ def _from_function(text: str, rest: str) -> Builder:
     if here not in sys.path:
         sys.path.insert(0, here)
     try:
-        module = import_module(module_name)
+        with prints_on_stderr():
+            module = import_module(module_name)
     except ModuleNotFoundError as problem:
         if problem.name is None or not f"{module_name}.".startswith(f"{problem.name}."):
             raise _failed(text, f"importing {module_name}", problem, _CORRECT) from None
@@ -205,7 +207,7 @@ def _from_function(text: str, rest: str) -> Builder:
 
     def build(micro_batch: int, sequence: int | None) -> tuple[Any, Any]:
         sizes = {"micro_batch": micro_batch, "sequence": sequence}
-        expected = inspect.signature(function).parameters
+        expected = _named_arguments(function)
         if sequence is None and "sequence" in expected:
             if expected["sequence"].default is inspect.Parameter.empty:
                 raise UsageError(
@@ -213,7 +215,7 @@ def _from_function(text: str, rest: str) -> Builder:
                 )
             del sizes["sequence"]
         try:
-            with torch.device("meta"):
+            with torch.device("meta"), prints_on_stderr():
                 made = function(**{name: size for name, size in sizes.items() if name in expected})
         except (Exception, SystemExit) as problem:
             raise _failed(text, f"{function_name}()", problem, _ON_META) from None
@@ -254,7 +256,7 @@ def _from_transformers(text: str, directory: Path) -> Builder:
             config.use_cache = False
             causal = type(config) in transformers.AutoModelForCausalLM._model_mapping
             kind = transformers.AutoModelForCausalLM if causal else transformers.AutoModel
-            with torch.device("meta"):
+            with torch.device("meta"), prints_on_stderr():
                 module = kind.from_config(config, trust_remote_code=False)
         except (Exception, SystemExit) as problem:
             raise _failed(text, "transformers", problem, f"check {directory / 'config.json'}") from None
@@ -289,7 +291,12 @@ def _of_run(text: str, path: Path) -> Model:
 
 def _built(text: str, build: Builder, sequence: int | None) -> Model:
     module, _ = build(1, sequence)
-    parameters = parameters_of(module)
+    try:
+        parameters = parameters_of(module)
+    except Exception as problem:  # sizes of lazy modules are not known before their first pass
+        raise _failed(
+            text, "reading the parameters", problem, "give all sizes when the model is built"
+        ) from None
     if not parameters:
         raise UsageError(
             f"--model {text}: {type(module).__name__} has no parameters; expected a model to train"
@@ -299,6 +306,18 @@ def _built(text: str, build: Builder, sequence: int | None) -> Model:
     source = f"{type(module).__name__}, {numel:,} parameters in {len(parameters):,} tensors of {_units(parameters)} modules"
     source += f", {frozen:,} of them frozen" if frozen else ""
     return Model(parameters, None, source, build, tuple(expert_layers(module)))
+
+
+def prints_on_stderr() -> AbstractContextManager[object]:
+    """While somebody else's code runs: what it prints goes to standard error, since standard output is for the answer."""
+    return redirect_stdout(sys.stderr)
+
+
+def _named_arguments(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
+    try:
+        return inspect.signature(function).parameters
+    except (TypeError, ValueError):  # of C
+        return {}
 
 
 def _units(parameters: Iterable[Parameter]) -> str:

@@ -8,7 +8,7 @@ from functools import lru_cache
 from typing import Any, Final
 
 from commprof.plan.memory.spans import Activations, Span
-from commprof.plan.models import Builder, Model
+from commprof.plan.models import Builder, Model, prints_on_stderr
 from commprof.requested.configuration import autocast_dtype, read_configuration
 from commprof.requested.experts.layers import ExpertLayer
 from commprof.requested.memory.sized_models import MATRICES
@@ -121,7 +121,8 @@ def _traced(
     place_experts(module, experts)
     dtypes = [None if name is None else getattr(torch, name) for name in (model_dtype, computed)]
     try:
-        spans = trace(module, inputs, *dtypes)
+        with prints_on_stderr():
+            spans = trace(module, inputs, *dtypes)
     except TraceError as problem:
         return None, f"{problem}; use a function of py: that returns (model, inputs)"
     return Activations(tuple(spans), "of one traced pass"), ""

@@ -59,7 +59,7 @@ def trace(
                 outputs = _call(module, inputs)
             with live:
                 _differentiate(outputs)
-    except Exception as problem:
+    except (Exception, SystemExit) as problem:
         message = " ".join(str(problem).split())[:_SHOWN]
         raise TraceError(f"{type(module).__name__} raised {type(problem).__name__}: {message}") from None
     return [*spans, live.take_span("")]

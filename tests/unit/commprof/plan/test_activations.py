@@ -47,6 +47,12 @@ def by_values():
             return super().forward(x) if x.sum() > 0 else x
     return Branch(4, 4), torch.randn(2, 4)
 
+def leaves():
+    class Leaves(nn.Linear):
+        def forward(self, x):
+            raise SystemExit("usage")
+    return Leaves(4, 4), torch.randn(2, 4)
+
 def of_a_length(sequence):
     return nn.Embedding(sequence, 4)
 """
@@ -123,6 +129,11 @@ def test_what_cannot_be_counted_says_why(source):
     assert found("layers", {})[1] == "the config sets no train_micro_batch_size_per_gpu"
     model = sized_model(10**6, None)
     assert activations_of(ONE, model, axes_of_config(ONE, 1), None) == (None, "give --sequence")
+
+
+def test_a_forward_pass_that_exits_does_not_end_the_command(source):
+    activations, reason = found("leaves")
+    assert activations is None and reason.startswith("Leaves raised SystemExit: usage")
 
 
 def test_the_formula_of_a_known_model():

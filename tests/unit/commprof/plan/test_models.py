@@ -32,6 +32,13 @@ def exits():
 def number():
     return 3
 
+def prints():
+    print("building")
+    return nn.Linear(2, 2)
+
+def lazy():
+    return nn.LazyLinear(8)
+
 def empty():
     return nn.ReLU()
 """
@@ -60,6 +67,12 @@ def test_a_function_is_called_on_the_meta_device(source):
     assert "4 tensors of 3 modules, 8 of them frozen" in found.source
 
 
+def test_what_a_function_prints_is_not_part_of_the_answer(source, capsys):
+    assert read_model("py:planned_source:prints").numel == 6
+    shown = capsys.readouterr()
+    assert shown.out == "" and "building" in shown.err
+
+
 def test_a_size_alone_gives_equal_layers():
     found = read_model("params:1.2M", 4)
     assert (found.numel, found.layers, len(found.parameters)) == (1_200_000, 4, 16)
@@ -84,6 +97,11 @@ def test_a_size_alone_gives_equal_layers():
         ("py:planned_source:exits", "raised SystemExit: usage"),
         ("py:planned_source:number", "returned an object of type int; expected a torch.nn.Module"),
         ("py:planned_source:empty", "ReLU has no parameters"),
+        (
+            "py:planned_source:lazy",
+            "reading the parameters raised .*; give all sizes when the model is built",
+        ),
+        ("py:builtins:dict", "returned an object of type dict; expected a torch.nn.Module"),
         ("hf:absent", "absent is not a directory"),
         ("run:", "expected params:175e9"),
         ("hf:.", "has no config.json"),
