@@ -112,9 +112,9 @@ def gradient_bound(sent: Iterable[Expectation], hosts: Hosts, links: Links) -> B
     if cost is None:
         return None
     ranks = [2**power for power in range(1, _MOST_POWER)]
-    shapes = [
-        Place(each, max(1, each // hosts.ranks), min(each, hosts.ranks), place.sharing) for each in ranks
-    ]
+    # Other numbers of ranks are on hosts as these are: as many of each host, or as fit beside the groups that share it.
+    local = place.local if place.hosts > 1 else max(place.ranks, hosts.ranks // place.sharing)
+    shapes = [Place(each, -(-each // local), min(each, local), place.sharing) for each in ranks]
     timed = [each for each in shapes if fastest(row.issued_op, size, each, links) is not None]
     bandwidth_bound = list(takewhile(lambda shape: not is_latency_bound(size, shape), timed))
     return Bound(
@@ -136,10 +136,12 @@ def by_calibration(sent: Sequence[Expectation], hosts: Hosts, calibration: Calib
     if chunk is None:
         return None
     bound = "latency" if chunk.num_bytes < chunk.least_bytes else "bandwidth"
+    ranks = chunk.most_ranks
+    limit = f"Up to {ranks:,} ranks it is bandwidth bound" if ranks > 1 else "It is so at any number of ranks"
     return (
         f"The largest gradient message, {chunk.op} of {format_bytes(chunk.message_bytes)}, is "
-        f"{format_bytes(chunk.num_bytes)} per owner at {chunk.group_size:,} ranks: {bound} bound. Up to "
-        f"{chunk.most_ranks:,} ranks it is bandwidth bound: latency equals the transfer of "
+        f"{format_bytes(chunk.num_bytes)} per owner at {chunk.group_size:,} ranks: {bound} bound. "
+        f"{limit}: latency equals the transfer of "
         f"{format_bytes(chunk.least_bytes)} per owner in the calibration "
         f"({calibration.world_size} ranks, {calibration.backend} on {calibration.device})."
     )

@@ -9,7 +9,7 @@ from commprof.calibration.results import Calibration, Timing
 from commprof.cli import execute
 from commprof.plan.blocks import all_gathers, all_gathers_by_block, blocks_of
 from commprof.plan.hosts import Hosts, Links
-from commprof.plan.latency import gradient_bound, gradient_chunk
+from commprof.plan.latency import by_calibration, gradient_bound, gradient_chunk
 from commprof.plan.models import Model, sized_model
 from commprof.plan.predictions import Job, predict
 from commprof.plan.traffic import traffic_of
@@ -92,6 +92,11 @@ def test_the_sentence_about_latency(tmp_path, capsys):
     assert execute([*words, "1024"]) == 0
     few = " ".join(capsys.readouterr().out.split())
     assert "at 1,024 ranks: latency bound. Up to 16" in few and "(4 ranks, gloo on cpu)" in few
+    tiny = [row("step", Purpose.GRADIENT_REDUCE, Op.ALL_REDUCE, [1_000], 8)]
+    sentence = by_calibration(tiny, Hosts(1, 8), calibration(100_000, 1.0))
+    assert (
+        sentence is not None and "latency bound. It is so at any number of ranks: latency equals" in sentence
+    )
     assert execute([*words, "8", "--set", "zero_optimization.stage=0,1"]) == 0
     assert "stage=0: The largest gradient message, all_reduce of" in " ".join(capsys.readouterr().out.split())
     assert execute([*words[:-2], str(tmp_path / "absent.json")]) == 1
@@ -143,6 +148,18 @@ def test_the_largest_gradient_message_by_the_model_of_nccl():
         gradient_bound([row("step", Purpose.GRADIENT_REDUCE, Op.ALL_REDUCE, [8], 1024)], hosts, Links(1e9))
         is None
     )
+
+
+def test_other_numbers_of_ranks_are_on_hosts_as_those_of_the_plan():
+    """8 ranks do not share a host of 6, and two ranks of a group with one rank on each host are on two hosts."""
+    sent = [row("step", Purpose.GRADIENT_REDUCE, Op.ALL_REDUCE, [10**10], 6)]
+    inside = gradient_bound(sent, Hosts(1, 6), Links(450e9, None))
+    assert inside is not None and inside.most_ranks == 4
+    pairs = tuple((first, first + 4) for first in range(4))
+    for power in range(14, 30):
+        sent = [row("step", Purpose.GRADIENT_REDUCE, Op.ALL_REDUCE, [2**power], 2)._replace(groups=pairs)]
+        bound = gradient_bound(sent, Hosts(2, 4), Links(450e9, 400e9))
+        assert bound is not None and bound.by_latency == (bound.most_ranks < 2)
 
 
 def test_sentences_about_latency_by_the_model_of_nccl(tmp_path, capsys):
