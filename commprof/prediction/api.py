@@ -116,7 +116,7 @@ class Promising(NamedTuple):
             return [f"No change can be predicted: {self.reason}."]
         if not self.tried and not self.refused:
             return ["There is no change to try: no candidate sends anything else than the run."]
-        sentences = [f"{_counted(self.tried)} predicted{self._outcome}."]
+        sentences = [f"{_counted(self.tried)} predicted{self._outcome}."] if self.tried else []
         if self.uncalibrated:
             command = command_line("calibrate", "--nproc", self.ranks, "--out", "calibration.json")
             sentences.append(
@@ -321,7 +321,7 @@ def _change(base: Base, candidate: Candidate, answer: Predicted, memory: int | N
 
 def _why(base: Base, answer: Predicted) -> str:
     """The reasons about the purpose that is exposed for less time, without those about others."""
-    before = base.plain.exposed_ns
+    before = base.exposed_ns
     gains = {purpose: ns - answer.exposed_ns.get(purpose, 0.0) for purpose, ns in before.items()}
     main = max(gains, key=lambda purpose: gains[purpose], default="")
     others = tuple({*before, *answer.exposed_ns} - {main})

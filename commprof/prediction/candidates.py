@@ -9,12 +9,16 @@ from typing import Any, Final, NamedTuple
 from commprof.ledger.requests.request import Request
 from commprof.prediction.wrapper_settings import KEY as RESHARDING
 from commprof.requested.configuration import Configuration, read_configuration, zero_section
+from commprof.requested.memory.offload import read_offload
 from commprof.requested.parameters import trained_groups
 from commprof.requested.wrappers.ddp import DEFAULT_BUCKET_MIB, MIB, Ddp
 from commprof.requested.wrappers.fully_shard import FullyShard
 from commprof.requested.zero.reductions import REDUCTIONS
 
-_STAGES: Final = (0, 1, 2)  # among which a change is predicted
+# Stage 3 is left, and not entered: it sends more than the others, and saves memory alone. For DeepSpeed, the messages of a
+# prediction from stage 3 to stage 0 were never compared with those of a run.
+_STAGES: Final[tuple[int, ...]] = (0, 1, 2)
+_FROM_STAGE_3: Final[dict[str, tuple[int, ...]]] = {"zero_runtime": _STAGES, "deepspeed": (1, 2)}
 _ZERO: Final = "zero_optimization"
 BUCKET_CAP: Final = "ddp.bucket_cap_mb"
 
@@ -84,11 +88,13 @@ def _values(request: Request, configuration: Configuration) -> Iterator[tuple[st
     reduction = (
         None if configuration.gradient_reduction == "auto" or is_deepspeed else configuration.reduction
     )
-    if stage in _STAGES:
-        for other in _STAGES:
-            # zero_runtime refuses a reduction that a config names, at a stage that does not have it.
-            if other != stage and (reduction is None or other in REDUCTIONS[reduction].stages):
-                yield "stage", other, stage
+    stages = _FROM_STAGE_3[request.runtime] if stage == 3 else _STAGES
+    if read_offload(zero_section(request.config), stage).parameters != "none":
+        stages = ()  # no other stage can
+    for other in stages:
+        # zero_runtime refuses a reduction that a config names, at a stage that does not have it.
+        if other != stage and (reduction is None or other in REDUCTIONS[reduction].stages):
+            yield "stage", other, stage
     if is_deepspeed:
         for name in ("reduce_scatter", "use_multi_rank_bucket_allreduce"):
             yield name, not getattr(configuration, name), getattr(configuration, name)

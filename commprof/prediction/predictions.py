@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -35,13 +35,14 @@ from commprof.prediction.wrapper_settings import (
 )
 from commprof.prediction.wrapper_settings import KEY as RESHARDING
 from commprof.requested.config_keys import nearest_key
-from commprof.requested.memory.states import holdings
+from commprof.requested.memory.held import held_by_rank
 from commprof.requested.wrappers.ddp import Ddp
 from commprof.requested.wrappers.fully_shard import FullyShard
 from commprof.schema import Purpose
 from commprof.trace.reader import Run
 
 Setting = Mapping[str, Any]
+Key = TypeVar("Key")
 
 # Keys whose effect is on messages alone. Others change what is computed, which one run does not tell.
 KEYS: Final = (
@@ -182,6 +183,15 @@ class Base(NamedTuple):
         """Recorded by simulated step of the recorded setting, by which every simulated step is multiplied."""
         return self.recorded_ns / self.plain.median_ns
 
+    @property
+    def exposed_ns(self) -> dict[str, float]:
+        """Exposed time of the recorded setting by purpose, as it is predicted."""
+        return self.of_run(self.plain.exposed_ns)
+
+    def of_run(self, simulated: Mapping[Key, float]) -> dict[Key, float]:
+        """Simulated times, multiplied as the step is, so that they are parts of it."""
+        return {key: ns * self.scale for key, ns in simulated.items()}
+
 
 def predict(
     run: Run,
@@ -311,17 +321,17 @@ def _predicted(
         _simulated(changed, durations, bound, base.machine.slowdown).median_ns * scale
         for bound in (assumptions._replace(comm_free=True), assumptions._replace(no_straggler=True))
     ]
-    path = on_critical_path(changed.program, changed.steps, answer)
+    exposed_ns = base.of_run(answer.exposed_ns)
     return Predicted(
         setting,
         median,
         max(0.0, median - _Z * spread),
         median + _Z * spread,
-        answer.exposed_ns,
+        exposed_ns,
         device_memory(with_settings(request, setting), config, world),
         len(changed.program.messages),
         _why(base, changed, answer, sources),
-        path,
+        base.of_run(on_critical_path(changed.program, changed.steps, answer)),
         min(bounds[0], median),
         min(bounds[1], median),
     )
@@ -515,7 +525,8 @@ def device_memory(request: Request, config: Mapping[str, Any] | None, world: int
     if request.reason is not None or not request.config or request.shared is not None:
         return None
     try:
-        held = holdings(config if config is not None else request.config, list(request.parameters), world)
+        used = config if config is not None else request.config
+        held = held_by_rank(used, list(request.parameters), world, request.backend, request.runtime)
     except CommprofError:
         return None
     return sum(each.device for each in held)
@@ -533,16 +544,15 @@ def _why(base: Base, changed: Changed, answer: Simulated, sources: set[str]) -> 
     elif gathered_again(changed.program) and not gathered_again(recorded):
         less = kept_bytes(changed.program) / 2**20
         sentences.append(f"each rank holds {less:,.1f} MiB of parameters less between the passes")
-    for purpose, ns in answer.exposed_ns.items():
-        before = base.plain.exposed_ns.get(purpose, 0.0)
-        if abs(ns - before) >= 0.01 * base.plain.median_ns:
+    exposed_ns = base.of_run(answer.exposed_ns)
+    for purpose, ns in exposed_ns.items():
+        before = base.exposed_ns.get(purpose, 0.0)
+        if abs(ns - before) >= 0.01 * base.recorded_ns:
             sentences.append(
                 f"{purpose} is exposed for {ns / 1e6:.1f} ms instead of {before / 1e6:.1f} ms per step"
             )
-    for purpose in base.plain.exposed_ns.keys() - answer.exposed_ns.keys():
-        sentences.append(
-            f"{purpose} is not sent: {base.plain.exposed_ns[purpose] / 1e6:.1f} ms less are exposed"
-        )
+    for purpose in sorted(base.exposed_ns.keys() - exposed_ns.keys()):
+        sentences.append(f"{purpose} is not sent: {base.exposed_ns[purpose] / 1e6:.1f} ms less are exposed")
     if "calibration" in sources and base.calibration is not None:
         calibration = base.calibration
         sentences.append(

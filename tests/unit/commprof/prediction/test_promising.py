@@ -9,13 +9,15 @@ import pytest
 
 from commprof.calibration.results import Calibration, Timing
 from commprof.ledger.requests.request import Request
+from commprof.plan.models import Model
+from commprof.plan.predictions import Job, predict
 from commprof.prediction.api import MORE_MEMORY, Promising, predict_command, promising_of, sweep_command
 from commprof.prediction.candidates import candidates
 from commprof.prediction.prediction_json import promising_json
-from commprof.prediction.predictions import predict_from, replayed_steps
+from commprof.prediction.predictions import device_memory, predict_from, replayed_steps
 from commprof.requested.wrappers.arguments import Tensor, Wrapper
 from commprof.requested.wrappers.ddp import Ddp
-from unit.commprof.prediction.made_runs import LAYERS, WIDTH, config, request, run, sent
+from unit.commprof.prediction.made_runs import LAYERS, PARAMETERS, WIDTH, config, request, run, sent
 
 NUMEL = LAYERS * WIDTH * WIDTH
 ZERO = "zero_optimization."
@@ -99,8 +101,14 @@ def test_deepspeed_has_its_own_two_keys():
     assert "gradient_reduction" not in dict(tried)
 
 
-def test_stage_3_stays_at_its_stage():
-    assert "stage" not in dict(listed(config(stage=3)))
+def test_stage_3_is_left_and_not_entered():
+    def stages(*given):
+        return [value for key, value in listed(*given) if key == "stage"]
+
+    assert stages(config(stage=3)) == [0, 1, 2] and 3 not in stages(config(stage=0))
+    assert stages(config(stage=3), "deepspeed") == [1, 2]
+    assert stages(config(stage=3, gradient_reduction="reduce_scatter")) == [1, 2]
+    assert stages(config(stage=3, offload_param={"device": "cpu"})) == []
 
 
 @pytest.mark.parametrize(
@@ -234,3 +242,28 @@ def test_without_a_candidate_that_sends_something_else_a_sentence_says_so():
     assert Promising([], recorded_ns=10, ranks=2).sentences == [
         "There is no change to try: no candidate sends anything else than the run."
     ]
+
+
+def test_the_memory_is_that_of_plan_for_the_framework_and_the_backend_of_the_run():
+    given = config()
+    parameters = [each._replace(requires_grad=bool(number)) for number, each in enumerate(PARAMETERS)]
+    for runtime in ("zero_runtime", "deepspeed"):
+        of_run = request(given, runtime)
+        of_run.parameters = parameters
+        job = Job(Model(parameters, None, ""), 2, 2, "gloo", framework=runtime)
+        assert device_memory(of_run, None, 2) == sum(each.device for each in predict(given, job).memory)
+
+
+def test_exposed_time_and_critical_path_are_parts_of_the_predicted_step():
+    """The replay of a run takes longer than the run: the step is predicted relative to it, and so are its parts."""
+    made = base(config(), ns_per_byte=100)
+    stretched = made._replace(recorded=made.recorded._replace(step_ns=made.recorded.step_ns * 0.5))
+    (plain,), (half,) = (predict_from(each, [({}, None)]).settings for each in (made, stretched))
+    assert half.median_ns == pytest.approx(plain.median_ns / 2)
+    assert sum(half.exposed_ns.values()) == pytest.approx(sum(plain.exposed_ns.values()) / 2)
+    assert sum(half.path.values()) == pytest.approx(half.median_ns, rel=0.01)
+
+
+def test_that_none_is_faster_is_said_of_predicted_changes_alone():
+    best = Promising([], recorded_ns=10, refused=[({"a": 1}, "no")], ranks=2)
+    assert best.sentences == ["1 change was refused: no."]
