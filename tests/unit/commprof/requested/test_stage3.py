@@ -227,6 +227,27 @@ def test_a_second_copy_serves_what_the_step_gathered_before():
     assert gathers(stage_3(zero_hpz_partition_size=4), 0) == {None: (4, 2 * padded, 2 * padded * 3 / 4)}
 
 
+def test_frozen_parameters_keep_their_second_copy():
+    """DeepSpeed 0.19.8 on four gloo ranks, the third step: a network whose second block is frozen, gathered by modules."""
+    sizes = {
+        "emb.weight": 256,
+        "0.up.weight": 128,
+        "0.up.bias": 16,
+        "1.up.weight": 128,
+        "1.up.bias": 16,
+        "head.weight": 256,
+    }
+    model = [Parameter(name, numel, requires_grad=not name.startswith("1.")) for name, numel in sizes.items()]
+    keys = ("prefetch_bucket_size", "max_live_parameters", "max_reuse_distance")
+    config = stage_3(zero_hpz_partition_size=2, **{f"stage3_{key}": 0 for key in keys})
+    for runtime in ("deepspeed", "zero_runtime"):
+        rows = expected_in_step(config, model, 4, 2, runtime=runtime)
+        found = {row.group_size: row.payloads for row in rows if row.purpose == "parameter_gather"}
+        # The frozen block has one message in the forward pass and one in the backward pass, both in pairs.
+        near = ((576,), (1024,), (576,), (576,), (1024,))
+        assert found == {None: ((1024,), (576,), (1024,)), 2: near}
+
+
 def test_a_second_copy_under_tight_limits_sends_what_was_measured():
     """Reference run B_s3_hpz2_tight_w4: 15 + 11 gathers of 146,272 + 181,504 bytes contributed per rank."""
     tight = {
