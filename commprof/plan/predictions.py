@@ -156,6 +156,8 @@ def predict(config: Mapping[str, Any], job: Job) -> Prediction:
     config = without_settings(config)
     axes = axes_of_config(config, job.world)
     _check_startable(config, axes)
+    if job.framework == "deepspeed":
+        _check_asserted(config)
     held, loads = _with_experts(config, settings, axes, job)
     model = held.parameters
     replicas, of_rank, plain = job.world, model, config
@@ -229,6 +231,30 @@ def _check_startable(config: Mapping[str, Any], axes: Axes) -> None:
         raise UsageError(
             f"batch sizes do not multiply: train_batch_size {total} != micro-batch {micro} x gradient accumulation steps "
             f"{steps} x {replicas} data-parallel ranks; change one of them, or leave one out"
+        )
+
+
+def _check_asserted(config: Mapping[str, Any]) -> None:
+    """Raise UsageError for values that the optimizers of DeepSpeed 0.19.8 assert not to have."""
+    configuration = read_configuration(config)
+    if configuration.stage >= 2 and configuration.reduce_scatter:
+        factor = config.get("gradient_predivide_factor", 1.0)
+        if factor not in (1.0, "auto") or flag(config, "prescale_gradients", False, is_checked=False):
+            key = "gradient_predivide_factor" if factor not in (1.0, "auto") else "prescale_gradients"
+            raise UsageError(
+                f"{key} is {config[key]!r}, and DeepSpeed does not start with it at stage {configuration.stage} with "
+                "zero_optimization.reduce_scatter; set reduce_scatter to false, or leave the key out"
+            )
+    size = configuration.allgather_bucket_size
+    if (
+        configuration.stage in (1, 2)
+        and not configuration.reduces_flat_groups
+        and size is not None
+        and size % 2
+    ):
+        raise UsageError(
+            f"zero_optimization.allgather_bucket_size is {size}, and DeepSpeed does not start with an odd number; set "
+            f"{size + 1}"
         )
 
 

@@ -13,6 +13,7 @@ from commprof.cli.rendering import Heading, Rows
 from commprof.plan.options import OPTIONS
 
 _DEVICES: Final = Path("/dev")
+MOST_RANKS: Final = 2**22  # a plan of them needs 1.3 GiB and 20 s
 
 
 def plan_option(name: str, **more: Any) -> Any:
@@ -24,7 +25,7 @@ def plan_option(name: str, **more: Any) -> Any:
 ConfigFile: TypeAlias = Annotated[
     Path, typer.Argument(metavar="CONFIG", help="The config file, as DeepSpeed reads it.")
 ]
-World: TypeAlias = Annotated[int, plan_option("world", min=1)]
+World: TypeAlias = Annotated[int, plan_option("world", min=1, max=MOST_RANKS)]
 Backend: TypeAlias = Annotated[str, plan_option("backend")]
 SequenceLength: TypeAlias = Annotated[int | None, plan_option("sequence", min=1, show_default=False)]
 DeviceMemory: TypeAlias = Annotated[str | None, plan_option("device_memory", show_default=False)]

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 HELP_ORDER = 100
 
 _RECORDED: Final = "as recorded"
+_MOST_RANKS: Final = 4_096  # each of them is simulated
 RunsArgument = Annotated[
     list[str],
     typer.Argument(
@@ -63,7 +64,13 @@ def predict(
     ] = False,
     world: Annotated[
         int | None,
-        typer.Option(metavar="W", min=2, help="Ranks. Default: those of the run.", show_default=False),
+        typer.Option(
+            metavar="W",
+            min=2,
+            max=_MOST_RANKS,
+            help="Ranks. Default: those of the run.",
+            show_default=False,
+        ),
     ] = None,
     calibration: CalibrationOption = None,
     as_json: AsJson = False,

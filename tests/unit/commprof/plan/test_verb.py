@@ -162,6 +162,7 @@ def test_deepspeed_ignores_the_keys_of_zero_runtime(plan):
         ),
         (("--model", "params:7e9", "--set", "zero_optimization.stage=5"), "stage is 5"),
         (("--model", "params:7e9", "--set", "stage"), "key=value1,value2 was expected"),
+        (("--model", "params:7e9", "--world", "100000000"), "Invalid value for '--world'"),
     ],
 )
 def test_what_cannot_be_planned_is_one_line(plan, words, message):
@@ -231,6 +232,36 @@ def test_a_config_that_no_engine_starts_with_is_refused(tmp_path, capsys, change
     path.write_text(json.dumps({**BASE, **batches, **changes}))
     assert execute(["plan", str(path), "--model", "params:1e6", "--world", "16"]) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        (
+            {"prescale_gradients": True},
+            "prescale_gradients is True, and DeepSpeed does not start with it at stage 2",
+        ),
+        (
+            {"gradient_predivide_factor": 2.0},
+            "gradient_predivide_factor is 2.0, and DeepSpeed does not start",
+        ),
+        ({"zero_optimization": {"stage": 2, "allgather_bucket_size": 5}}, "with an odd number; set 6"),
+    ],
+)
+def test_what_deepspeed_asserts_not_to_have_is_refused(tmp_path, capsys, keys, message):
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps({"zero_optimization": {"stage": 2}, **keys}))
+    words = ["plan", str(path), "--model", "params:1e6", "--world", "2"]
+    assert execute([*words, "--framework", "deepspeed"]) == 2
+    assert message in capsys.readouterr().err
+    assert execute(words) == 0
+    off = [
+        "--set",
+        "zero_optimization.reduce_scatter=false",
+        "--set",
+        "zero_optimization.allgather_bucket_size=6",
+    ]
+    assert execute([*words, "--framework", "deepspeed", *off]) == 0
 
 
 def test_a_key_that_occurs_twice_is_refused(tmp_path, capsys):
