@@ -271,6 +271,8 @@ class _Assignment:
     def _settle(self, number: int, member: int, group: GroupKey) -> None:
         family, line = self._families[number], self._lines[member]
         confidence, basis = self._confidence(number, family, line)
+        if confidence == "certain" and not family.named and list(self._group_of.values()).count(group) > 1:
+            confidence = "likely"  # several communicators could be its group's
         self._pairing.streams[member] = self._fits[member][group]
         self._pairing.confidence[member] = confidence
         if number in self._again:

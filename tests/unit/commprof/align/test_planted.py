@@ -264,6 +264,18 @@ def test_two_groups_that_nothing_separates_are_ambiguous_altogether(tmp_path):
     assert all("nothing distinguishes" in reason for reason in report.comm_matches["reason"].to_pylist())
 
 
+def test_two_communicators_of_one_group_are_not_certain(tmp_path):
+    """The log has a second communicator of the same ranks, with the same operations, that no record is of."""
+    truth = planted_nccl.plant(two_equal_groups(interleaved=True).table("collectives").to_pylist())
+    for name, lines in truth.files.items():
+        (tmp_path / name).write_text("\n".join(lines) + "\n")
+    run = SyntheticRun(world_size=2, backend="nccl")
+    for _ in range(20):
+        run.add_collective("all_reduce", payload_bytes=64)
+    report = align(run.open(), parse_logs(tmp_path).ops)
+    assert report.comm_matches["confidence"].to_pylist() == ["likely"] * 4
+
+
 def test_torch_s_own_line_decides_between_equal_groups(tmp_path):
     run = two_equal_groups(interleaved=True)
     truth = planted_nccl.plant(run.table("collectives").to_pylist())
