@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from commprof.program_exceptions import pass_on
 from commprof.recorder.coverage.dispatch_hooks import unwatch, watch
 from commprof.recorder.coverage.sequence import expected_number
 from commprof.recorder.process.journal import Journal
@@ -129,5 +130,6 @@ def sequence_number(pg: Any) -> int | None:
     """How many operations the group's backend has counted; None where it does not say."""
     try:
         return int(pg._get_sequence_number_for_group())
-    except Exception:
+    except Exception as error:
+        pass_on(error)
         return None

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable
 from typing import Any, Final
 
-from commprof.program_exceptions import pass_on
+from commprof.program_exceptions import is_interruption
 from commprof.recorder.device.device_timeline import Operation
 from commprof.trace.rank_files.segments import DEVICE_END_WORD, NO_WORDS, Segment, Token
 
@@ -71,10 +71,11 @@ class Completions:
             future.add_done_callback(_teller(number, segment, base + DEVICE_END_WORD, self._clock))
             self.asked += 1
             self._refused = 0
-        except Exception as error:  # a backend whose handles have no future
-            pass_on(error)
-            _under_way.pop(number, None)
-            self._refused += 1
+        except BaseException as error:
+            _under_way.pop(number, None)  # first: the end of the program awaits what is there
+            if not isinstance(error, Exception) or is_interruption(error):
+                raise
+            self._refused += 1  # a backend whose handles have no future
 
 
 def _teller(number: int, segment: Segment, index: int, clock: Callable[[], int]) -> Callable[[Any], None]:
@@ -85,7 +86,8 @@ def _teller(number: int, segment: Segment, index: int, clock: Callable[[], int])
             segment[index] = clock()
         except Exception:
             pass  # recording has ended, and the record cannot be written to any more
-        _under_way.pop(number, None)
+        finally:
+            _under_way.pop(number, None)
 
     return tell
 

@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+from commprof.program_exceptions import pass_on
 from commprof.recorder.process_group.groups import Group, Groups, live_groups
 
 
@@ -64,6 +65,6 @@ def group_of(backend: Any) -> Any:
             try:
                 if pg._get_backend(device) is backend:
                     return pg
-            except Exception:
-                continue
+            except Exception as error:
+                pass_on(error)
     return None

@@ -13,6 +13,7 @@ from typing import Any, cast
 import torch.distributed.distributed_c10d as c10d
 from torch._C._distributed_c10d import _resolve_process_group
 
+from commprof.program_exceptions import pass_on
 from commprof.recorder.coverage.dispatch_hooks import DispatchCount
 from commprof.schema import format_ranks
 
@@ -204,7 +205,8 @@ class Groups:
         rank, size = pg.rank(), pg.size()
         try:
             ranks = list(c10d.get_process_group_ranks(pg))
-        except Exception:
+        except Exception as error:
+            pass_on(error)
             ranks = list(range(size))  # not made through torch.distributed
         if name in self._renewed and self._renewed[name][1] != (rank, size):
             ranks = []  # torch still says who the members were at first
@@ -235,8 +237,8 @@ def backends_by_device(pg: Any) -> dict[str, str]:
     for device in getattr(pg, "_device_types", ()):
         try:
             backends[device.type] = pg._get_backend(device).name()
-        except Exception:
-            continue
+        except Exception as error:
+            pass_on(error)
     return backends
 
 
