@@ -138,10 +138,16 @@ class _Assignment:
         self._families = [self._family(members) for members in self._members()]
         self._group_of: dict[int, GroupKey] = {}
         self._again: set[int] = set()
+        self._users: Counter[tuple[RunProcess, GroupKey]] = Counter()  # communicators of a group in a process
 
     def decide(self) -> None:
         self._place()
         tied = self._tied()
+        self._users.update(
+            (self._fits[member][group].process, group)
+            for number, group in self._group_of.items()
+            for member in self._families[number].members
+        )
         for number, family in enumerate(self._families):
             group = self._group_of.get(number)
             for member in family.members:
@@ -270,16 +276,16 @@ class _Assignment:
 
     def _settle(self, number: int, member: int, group: GroupKey) -> None:
         family, line = self._families[number], self._lines[member]
-        confidence, basis = self._confidence(number, family, line)
-        if confidence == "certain" and not family.named and list(self._group_of.values()).count(group) > 1:
-            confidence = "likely"  # several communicators could be its group's
+        users = self._users[self._fits[member][group].process, group]
+        confidence, basis = self._confidence(family, line, users)
         self._pairing.streams[member] = self._fits[member][group]
         self._pairing.confidence[member] = confidence
         if number in self._again:
             basis += ", continues a group that had a communicator before"
         self._pairing.basis[member] = basis
 
-    def _confidence(self, number: int, family: _Family, line: LineStream) -> tuple[Confidence, str]:
+    def _confidence(self, family: _Family, line: LineStream, users: int) -> tuple[Confidence, str]:
+        """``users``: the communicators that were given this group in this process."""
         if family.named:
             return "certain", "torch's line names the group"
         if line.rank is None:
@@ -288,7 +294,7 @@ class _Assignment:
             return "likely", "rank and size, operations and order of first use"
         score = next(iter(family.agreement.values()))[0]
         everybody = len({self._lines[member].process for member in family.members})
-        if score and (everybody == line.nranks or line.global_rank is not None):
+        if score and users == 1 and (everybody == line.nranks or line.global_rank is not None):
             return "certain", "rank and size, on all ranks" if everybody == line.nranks else "rank and size"
         return "likely", "rank and size"
 

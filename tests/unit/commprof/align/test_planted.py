@@ -276,6 +276,13 @@ def test_two_communicators_of_one_group_are_not_certain(tmp_path):
     assert report.comm_matches["confidence"].to_pylist() == ["likely"] * 4
 
 
+@pytest.mark.parametrize("version", VERSIONS)
+def test_the_communicators_of_one_group_on_its_ranks_are_certain(tmp_path, version):
+    """NCCL before 2.18 does not print which of them belong together."""
+    _, report = planted(tmp_path, watermarked_run(3, 60), version=version)
+    assert set(report.comm_matches["confidence"].to_pylist()) == {"certain"}
+
+
 def test_torch_s_own_line_decides_between_equal_groups(tmp_path):
     run = two_equal_groups(interleaved=True)
     truth = planted_nccl.plant(run.table("collectives").to_pylist())
