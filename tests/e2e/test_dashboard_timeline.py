@@ -90,12 +90,12 @@ def assert_window_is_drawn(page, runs: Path, name: str) -> api.Timeline:
     begin, end = window_of(page.url)
     shown = api.timeline(runs / name, first + begin, first + end)
     page.wait_for_function(
-        "([graph, begin, end]) => { const range = document.querySelector(graph)._fullLayout.xaxis.range;"
-        " return Math.abs(range[0] - begin) < 1 && Math.abs(range[1] - end) < 1; }",
+        "([graph, begin, end]) => { const range = document.querySelector(graph)?._fullLayout?.xaxis.range;"
+        " return range && Math.abs(range[0] - begin) < 1 && Math.abs(range[1] - end) < 1; }",
         arg=[GRAPH, begin, end],
     )
     page.wait_for_function(
-        "([graph, count]) => document.querySelector(graph)._fullData.filter((t) => t.customdata)"
+        "([graph, count]) => document.querySelector(graph)?._fullData?.filter((t) => t.customdata)"
         ".reduce((sum, t) => sum + t.x.length, 0) === count",
         arg=[GRAPH, len(shown.bars)],
     )
@@ -204,7 +204,8 @@ def heat_labels(page) -> list[str]:
 def wait_for_labels(page, first: str, rows: int) -> None:
     page.wait_for_function(
         "([graph, first, rows]) => { const plot = document.querySelector(graph);"
-        " return plot._fullLayout.yaxis.ticktext[0].includes(first) && (!rows || plot._fullData[0].z.length === rows); }",
+        " return plot?._fullLayout?.yaxis.ticktext?.[0].includes(first)"
+        " && (!rows || plot._fullData[0].z.length === rows); }",
         arg=[GRAPH, first, rows],
     )
 
@@ -368,7 +369,7 @@ def test_the_scheme_is_changed_without_losing_the_window(page, runs, base_url):
     colour = page.page.evaluate("(graph) => document.querySelector(graph)._fullLayout.font.color", GRAPH)
     page.page.locator("#scheme-toggle").click()
     page.page.wait_for_function(
-        "([graph, colour]) => document.querySelector(graph)._fullLayout.font.color !== colour",
+        "([graph, colour]) => ![undefined, colour].includes(document.querySelector(graph)?._fullLayout?.font.color)",
         arg=[GRAPH, colour],
     )
     assert_window_is_drawn(page.page, runs, "few")

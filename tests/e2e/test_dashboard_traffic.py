@@ -78,14 +78,14 @@ def test_the_matrix_and_its_controls(page, base_url, runs):
     choose(page, "Operation", "reduce")
     page.page.wait_for_function("location.search.includes('op=reduce')")
     page.page.wait_for_function(
-        "document.querySelector('#card-matrix .js-plotly-plot')._fullData[0].z[0][2] == null"
+        "document.querySelector('#card-matrix .js-plotly-plot')?._fullData?.[0].z[0][2] === null"
     )
     assert answered(op="reduce") == drawn_sizes(page)
     page.page.get_by_role("textbox", name="Steps").fill("2-3")
     page.page.wait_for_function("location.search.includes('steps=2-3')")
     first = answered(op="reduce", steps=(2, 3))[1, 0]
     page.page.wait_for_function(
-        "(size) => Math.abs(2 ** document.querySelector('#card-matrix .js-plotly-plot')._fullData[0].z[1][0] - size) < 1",
+        "(size) => Math.abs(2 ** document.querySelector('#card-matrix .js-plotly-plot')?._fullData?.[0].z[1][0] - size) < 1",
         arg=first,
     )
     assert answered(op="reduce", steps=(2, 3)) == drawn_sizes(page)
@@ -100,7 +100,7 @@ def test_the_matrix_and_its_controls(page, base_url, runs):
     page.page.wait_for_function("!location.search.includes('steps=2-3')")
     received = [float(value) for value in api.owners(runs / "plain")["received_bytes"]]
     page.page.wait_for_function(
-        "(first) => document.querySelector('#card-owners .js-plotly-plot')._fullData[0].y[0] === first",
+        "(first) => document.querySelector('#card-owners .js-plotly-plot')?._fullData?.[0].y[0] === first",
         arg=received[0],
     )
     assert traces(page, "owners")[0]["y"] == received

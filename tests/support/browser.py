@@ -122,6 +122,7 @@ class Watched:
         self.requests: list[str] = []
         self.errors: list[str] = []
         self._free = free
+        self._settled = 0
         self._listeners: dict[str, Any] = {
             "request": lambda request: self.requests.append(request.url),
             "pageerror": lambda error: self.errors.append(f"exception: {error}"),
@@ -165,13 +166,22 @@ class Watched:
         self.settle()
 
     def settle(self) -> None:
-        """Wait until every graph on the page has drawn its data, and no callback is under way."""
+        """Wait until every graph on the page has drawn its data, and no callback is under way, in three frames in turn:
+        a graph whose script is still loaded is not on the page for a moment.
+        """
+        self._settled += 1
         self.page.wait_for_function(
-            """() => !document.querySelector('[data-dash-is-loading="true"]')
-                && [...document.querySelectorAll('.dash-graph')].every((graph) => {
-                    const plot = graph.querySelector('.js-plotly-plot');
-                    return plot && plot.calcdata && plot.querySelector('.main-svg');
-                })""",
+            """(call) => {
+                const calm = !document.querySelector('[data-dash-is-loading="true"]')
+                    && [...document.querySelectorAll('.dash-graph')].every((graph) => {
+                        const plot = graph.querySelector('.js-plotly-plot');
+                        return plot && plot.calcdata && plot.querySelector('.main-svg');
+                    });
+                const frames = window.calmFrames?.call === call ? window.calmFrames.frames : 0;
+                window.calmFrames = {call, frames: calm ? frames + 1 : 0};
+                return window.calmFrames.frames >= 3;
+            }""",
+            arg=self._settled,
             timeout=60_000,
         )
 
