@@ -161,22 +161,24 @@ def environment(machines: Sequence[Host], rank: int, each: int = 1, port: int = 
     }
 
 
-def run_on_each(machines: Sequence[Host], words: Sequence[str], cwd: Path) -> list[tuple[str, str]]:
-    """Run ``words`` as one rank on each host; what each has printed, and said on its standard error.
+def run_on_each(
+    machines: Sequence[Host], words: Sequence[str], cwd: Path, each: int = 1
+) -> list[tuple[str, str]]:
+    """Run ``words`` as ``each`` ranks on every host; what each has printed, and said on its standard error.
 
     Raises:
         AssertionError: a rank has not ended with 0.
     """
     ranks = [
-        machine.start(
+        machines[rank // each].start(
             words,
-            environment(machines, rank),
+            environment(machines, rank, each),
             cwd=cwd,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
         )
-        for rank, machine in enumerate(machines)
+        for rank in range(len(machines) * each)
     ]
     try:
         said = [process.communicate(timeout=200) for process in ranks]

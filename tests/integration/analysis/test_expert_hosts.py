@@ -1,0 +1,80 @@
+"""Two hosts with two ranks each that exchange tokens: the bytes between hosts are what their interfaces sent."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from commprof.analysis import api
+from commprof.trace.reader import open_run
+from support import hosts as network
+
+WHY_NOT = network.why_impossible()
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.root,
+    pytest.mark.skipif(WHY_NOT is not None, reason=WHY_NOT or ""),
+]
+
+HOSTS, EACH, STEPS, TOKENS, WIDTH = 2, 2, 3, 2048, 256
+# Each rank has one expert, whose gradients stay there: but for those of the gate only tokens go between the ranks.
+PROGRAM = f"""
+import torch, torch.distributed as dist
+import zero_runtime
+
+zero_runtime.as_deepspeed()
+import deepspeed
+from deepspeed.moe.layer import MoE
+
+deepspeed.init_distributed(dist_backend="gloo")
+
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        expert = torch.nn.Linear({WIDTH}, {WIDTH})
+        self.experts = MoE({WIDTH}, expert, num_experts=4, ep_size=4, k=1, capacity_factor=1.0)
+
+    def forward(self, tokens):
+        return self.experts(tokens)[0]
+
+
+torch.manual_seed(0)
+model = Model()
+config = {{"train_micro_batch_size_per_gpu": 1, "optimizer": {{"type": "SGD", "params": {{"lr": 0.1}}}}}}
+engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+tokens = torch.randn({TOKENS}, {WIDTH}, requires_grad=True)
+for _ in range({STEPS}):
+    dist.barrier()
+    engine.backward(engine(tokens).square().mean())
+    engine.step()
+dist.barrier()
+dist.destroy_process_group()
+"""
+# With the capacity of the mean load every expert has places for a quarter of each rank's tokens. They leave in one
+# all_to_all and return in another, and so do their gradients: half of a rank's buffer goes to the two ranks of the
+# other host, four times.
+BETWEEN = HOSTS * EACH * 4 * TOKENS * WIDTH * 4 // 2
+RECEIVED = 4 * TOKENS * WIDTH * 4 * 3 // 4
+
+
+def test_tokens_between_hosts_are_what_the_interfaces_sent(tmp_path):
+    (tmp_path / "train.py").write_text(PROGRAM)
+    run = tmp_path / "run"
+    with network.hosts(HOSTS) as machines:
+        words = ["-m", "commprof", "run", "--wire", "--out", str(run), "train.py"]
+        network.run_on_each(machines, [sys.executable, *words], Path(tmp_path), EACH)
+        resent = sum(map(network.resent_bytes, machines))
+    exchanged = api.exchange_imbalance(run, of_experts=True)
+    assert exchanged["between_hosts_bytes"].tolist() == [BETWEEN] * STEPS
+    assert exchanged["received_bytes"].tolist() == [RECEIVED] * STEPS
+    assert exchanged["imbalance"].tolist() == [1.0] * STEPS
+    sent = {
+        (row["step"], row["host"]): row["sent_bytes"]
+        for row in open_run(run).table("wire").to_pylist()
+        if row["device"] == network.INTERFACE and row["step"] is not None
+    }
+    # Connections are made in the first step.
+    moved = sum(sent[STEPS - 1, machine.name] - sent[0, machine.name] for machine in machines)
+    expected = (STEPS - 1) * BETWEEN
+    assert expected * 0.98 <= moved <= expected * 1.02 + resent
