@@ -216,6 +216,8 @@ class Durations:
         return self._known[kind, size]
 
     def _of_kind(self, kind: Kind, size: int) -> Sample | None:
+        if kind.ranks == 1:
+            return self._measured(kind, size) or self._copied(size)
         return (
             self._measured(kind, size)
             or self._from_run(kind, size, least_points=2)
@@ -244,6 +246,23 @@ class Durations:
         nearest = min(sizes, key=lambda each: (abs(np.log(each / size)), each))
         time = interpolated(medians, size)
         return Sample(sizes[nearest] * (time / medians[nearest]), "run")
+
+    def _copied(self, size: int) -> Sample:
+        """Of a group of one rank, which copies: as the copy in the run whose size is nearest, in proportion to the bytes.
+
+        No time where the run has none; no calibration measures one rank alone.
+        """
+        copies = {
+            each: times
+            for kind, sizes in self._sizes.items()
+            if kind.ranks == 1
+            for each, times in sizes.items()
+            if each
+        }
+        if not copies or not size:
+            return Sample(np.zeros((1, 1)), "run")
+        nearest = min(copies, key=lambda each: (abs(np.log(each / size)), each))
+        return Sample(copies[nearest] * (size / nearest), "run")
 
     def _from_calibration(self, kind: Kind, size: int) -> Sample | None:
         """The calibrated time of that bus bandwidth, times how much slower the run's messages are than calibrated ones.
@@ -293,7 +312,7 @@ class Durations:
     def _on_links(self, times: Floats, kind: Kind, size: int) -> Floats:
         """``times`` on the changed links: latency is what the smallest messages take, the rest is transfer."""
         link = self._link
-        if link == UNCHANGED:
+        if link == UNCHANGED or kind.ranks == 1:
             return times
         latency = min(self._latency(kind), typical(times))
         transfer = typical(times) - latency

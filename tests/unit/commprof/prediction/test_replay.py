@@ -101,6 +101,15 @@ def test_sizes_between_recorded_ones_are_interpolated_and_far_ones_refused():
         durations.of(message(8_000_000, "reduce"))
 
 
+def test_a_group_of_one_rank_copies_at_any_size_and_on_any_links():
+    """``predict`` refused every setting of a run whose experts are on one rank each, for a message that no link carries."""
+    alone = Message("all_to_all", 8_000_000, "gradient_reduce", ((0,),), True)
+    times = {(Kind("all_reduce", 1), 1_000_000): np.full((5, 1), 0.25 * MS)}
+    for link in (Link(), Link(factor=0.1), Link(added_ns=MS)):
+        assert typical(Durations(times, link=link).of(alone).times) == pytest.approx(2 * MS)
+    assert typical(Durations({}).of(alone).times) == 0
+
+
 def calibration(ns_per_byte):
     sizes = (1_000_000, 4_000_000, 16_000_000, 64_000_000)
     timings = tuple(Timing(each, round(MS + ns_per_byte * each), 0, 0, 5) for each in sizes)
