@@ -2,11 +2,13 @@
 
 Hosts (network namespaces of this machine, a rank each, tbf on both ends of every link) train the example's GPT with
 zero_runtime, DeepSpeed 0.19.8 (with ``--deepspeed-python``) and torch's DistributedDataParallel. The seed, by default the
-current commit, draws everything. There are two kinds of scenes, each of one engine and one rate of the links:
+current commit, draws everything. There are three kinds of scenes, each of one engine and one rate of the links:
 
 * ``settings``: two ranks. Other settings are predicted, and other bandwidths of the links.
 * ``world``: 2 or 4 ranks. The other numbers of ranks from 2 to 4 are predicted, on as many hosts. Blocks of the model sleep
   instead of computing, since all ranks share the processors of this machine. The same with real compute is shown beside.
+* ``experts``: four sleeping ranks whose blocks have layers of experts, with zero_runtime and DeepSpeed. Other values
+  of their ``ep_size`` and capacity factor are predicted.
 
 A scene records its setting a few times, each time in new processes. All its predictions are written with their hash and the
 time. Then every setting is measured in rounds: new processes in each round, all settings in another order, the recorded one
@@ -37,7 +39,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import numpy as np
 from predict_scenes import (
-    BATCH,
     CALIBRATION_S,
     DDP,
     DEEPSPEED,
@@ -46,7 +47,6 @@ from predict_scenes import (
     RATES,
     SCENES,
     SLEEP,
-    SLEEPING_BATCH,
     WARM,
     Case,
     Scene,
@@ -134,8 +134,9 @@ class Trainer:
         width, layers = self.scene.model
         return {
             "config": case.config(),
-            "model": {"width": width, "layers": layers, "heads": 4, "context": BATCH[1]},
-            "batch": SLEEPING_BATCH if case.sleeps else BATCH,
+            "model": {"width": width, "layers": layers, "heads": 4, "context": case.batch[1]},
+            "batch": case.batch,
+            "experts": dict(case.experts),
             "sleep": [SLEEP / 3 / layers, 2 * SLEEP / 3 / layers] if case.sleeps else None,
             "warm": WARM,
             "steps": steps,
@@ -185,9 +186,10 @@ def predicted(
     sources = [open_run(run) for run in runs]
     answers: list[dict[str, Any]] = []
     for case in cases:
-        is_same = case.keys == base.keys
-        setting = {} if is_same else dict(case.keys)
-        config = None if is_same or any(key.startswith(DDP) for key in case.keys) else case.config()
+        setting = case.changes(base)
+        config = (
+            None if case.keys == base.keys or any(key.startswith(DDP) for key in case.keys) else case.config()
+        )
         assumptions = Assumptions(
             Link(factor=case.bandwidth), None if case.world == base.world else case.world
         )

@@ -2,7 +2,8 @@
 
 Runs under DeepSpeed's Python as well as under this project's. Each line on standard input is a request. It has ``config``,
 ``model`` (arguments of the example's GPT), ``batch`` (samples and tokens), ``warm``, ``steps``, ``sleep`` (seconds that each
-block sleeps in its forward and backward pass, or null) and ``record`` (a folder that commprof records in, or null). The
+block sleeps in its forward and backward pass, or null), ``experts`` (arguments of DeepSpeed's layer of experts in the place
+of each block's feed-forward layer; empty: none) and ``record`` (a folder that commprof records in, or null). The
 answer is one line of JSON on standard output: ``seconds`` of each step after the first ``warm`` ones, or ``failed``.
 """
 
@@ -49,6 +50,25 @@ class Sleep(torch.autograd.Function):
         return gradient, None, None
 
 
+class ExpertBlock(nn.Module):
+    """A block whose feed-forward layer is one of four experts."""
+
+    def __init__(self, block: nn.Module, framework: str, arguments: dict[str, Any]) -> None:
+        super().__init__()
+        if framework != "deepspeed":
+            importlib.import_module(framework).as_deepspeed()
+        layer = importlib.import_module("deepspeed.moe.layer").MoE
+        expert = nn.Sequential(block.expand, nn.GELU(), block.contract)
+        self.experts = layer(block.expand.in_features, expert, num_experts=4, k=1, **arguments)
+        del block.expand, block.contract
+        self.block = block
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(batch, context, width) to the same shape."""
+        x = x + self.block.attend(x)
+        return x + self.experts(self.block.feed_forward_norm(x))[0]
+
+
 def engine_of(framework: str, config: dict[str, Any], model: nn.Module) -> Any:
     """What trains ``model``; for DDP, torch's with the arguments of ``config``'s block ``ddp``."""
     if framework != DDP:
@@ -64,6 +84,10 @@ def step_ends(framework: str, request: dict[str, Any]) -> Iterator[float]:
     """Train without end; the clock in seconds at the end of each step."""
     torch.manual_seed(0)
     model = load(EXAMPLE).GPT(**request["model"], vocabulary=VOCABULARY)
+    if request["experts"]:
+        model.blocks = nn.ModuleList(
+            ExpertBlock(block, framework, request["experts"]) for block in model.blocks
+        )
     if request["sleep"]:
         for block in model.blocks:
             block.register_forward_hook(lambda _, __, output: Sleep.apply(output, *request["sleep"]))

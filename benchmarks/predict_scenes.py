@@ -12,7 +12,7 @@ from predict_score import BESIDE, UNCHANGED
 from commprof.quantities import bytes_per_second
 
 ZERO_RUNTIME, DEEPSPEED, DDP = ENGINES = ("zero_runtime", "deepspeed", "ddp")
-SCENES = ("settings", "world")
+SCENES = ("settings", "world", "experts")
 WORLDS = (2, 3, 4)
 RATES: Mapping[str, Any] = {
     "1gbit": ("1gbit", "1gbit"),
@@ -23,6 +23,8 @@ RATES: Mapping[str, Any] = {
 BANDWIDTHS: Mapping[str, Sequence[float]] = {"1gbit": (0.5,), "200mbit": (0.5, 4.0), "asymmetric": (0.5,)}
 MODELS = ((128, 8), (192, 4), (192, 6), (256, 2))  # width and layers: 1.6 to 2.7 M parameters
 BATCH, SLEEPING_BATCH = (4, 32), (1, 8)  # samples and tokens of a rank
+EXPERTS_WORLD, EXPERTS_MODEL, EXPERTS_BATCH = 4, (128, 2), (4, 64)
+CAPACITY_FACTORS = (1.0, 1.5, 2.0)
 SLEEP = 0.12  # seconds of a step in all blocks; two thirds in the backward pass
 WARM = 2
 FIRST_STEPS = 10  # of a process, neither recorded nor measured
@@ -48,17 +50,21 @@ CALIBRATION_S: Mapping[str, float] = {"1gbit": 20, "200mbit": 50, "asymmetric": 
 
 
 class Case(NamedTuple):
-    """A setting by dotted keys; how many times as fast the links are; ranks; whether blocks sleep instead of computing."""
+    """A setting by dotted keys; how many times as fast the links are; ranks; whether blocks sleep instead of computing;
+    arguments of each block's layer of experts.
+    """
 
     keys: Mapping[str, Any]
     bandwidth: float = 1.0
     world: int = 2
     sleeps: bool = False
+    experts: Mapping[str, Any] = {}
 
     @property
     def text(self) -> str:
         """As words."""
         words = [f"{key.rpartition('.')[2]}={json.dumps(value)}" for key, value in self.keys.items()]
+        words += [f"{name}={value:g}" for name, value in self.experts.items()]
         words += [f"bandwidth x{self.bandwidth:g}"] * (self.bandwidth != 1.0)
         return " ".join([*words, f"{self.world} ranks", *["sleeping"] * self.sleeps])
 
@@ -66,6 +72,19 @@ class Case(NamedTuple):
     def processes(self) -> tuple[int, bool]:
         """What cases of the same processes have in common: stage 3 of DeepSpeed changes torch for all models."""
         return self.world, self.keys.get("zero_optimization.stage") == 3
+
+    @property
+    def batch(self) -> tuple[int, int]:
+        """Samples and tokens of a rank."""
+        if self.experts:
+            return EXPERTS_BATCH
+        return SLEEPING_BATCH if self.sleeps else BATCH
+
+    def changes(self, base: Case) -> dict[str, Any]:
+        """What ``predict`` is told to change of ``base``, by its keys."""
+        keys = {} if self.keys == base.keys else dict(self.keys)
+        experts = {} if self.experts == base.experts else self.experts
+        return keys | {f"experts.{name}": value for name, value in experts.items()}
 
     def config(self) -> dict[str, Any]:
         """The whole config."""
@@ -145,6 +164,8 @@ def _reduction(engine: str, stage: int, chance: random.Random) -> Mapping[str, A
 def drawn_scene(kind: str, engine: str, rate: str, settings: int, seed: str) -> Scene:
     """A scene of ``kind``."""
     chance = random.Random(f"{seed} {kind} {engine} {rate}")
+    if kind == "experts":
+        return Scene(kind, engine, rate, EXPERTS_MODEL, [drawn_experts(engine, settings, chance)])
     model, keys = chance.choice(MODELS), drawn_keys(engine, chance)
     if kind == "world":
         world = chance.choice((2, 4))
@@ -165,6 +186,18 @@ def drawn_scene(kind: str, engine: str, rate: str, settings: int, seed: str) -> 
             cases.append(case)
     cases += [base._replace(bandwidth=each) for each in BANDWIDTHS[rate]]
     return Scene(kind, engine, rate, model, [(base, [*cases, base])])
+
+
+def drawn_experts(engine: str, settings: int, chance: random.Random) -> tuple[Case, list[Case]]:
+    """A case with layers of experts that tokens are exchanged among, and others of their ``ep_size`` or capacity."""
+    keys = drawn_keys(engine, chance)
+    while keys["zero_optimization.stage"] == 3:
+        keys = drawn_keys(engine, chance)
+    layers = [{"ep_size": size, "capacity_factor": each} for size in (2, 4, 1) for each in CAPACITY_FACTORS]
+    recorded = chance.choice(layers[:-3])
+    others = chance.sample([each for each in layers if each != recorded], settings)
+    base = Case(keys, world=EXPERTS_WORLD, sleeps=True, experts=recorded)
+    return base, [*(base._replace(experts=each) for each in others), base]
 
 
 def nearly(engine: str, keys: Mapping[str, Any], chance: random.Random) -> dict[str, Any]:
@@ -191,6 +224,8 @@ def kind_of_change(base: Case, case: Case) -> str:
         return f"world {base.world} to {case.world}" + ("" if case.sleeps else f", {BESIDE}")
     if case.bandwidth != base.bandwidth:
         return f"bandwidth x{case.bandwidth:g}"
+    if changed := [name for name, value in case.experts.items() if value != base.experts[name]]:
+        return f"experts: {' and '.join(changed)}"
     return next(iter(classes_of_change(base.keys, case.keys)), UNCHANGED)
 
 
@@ -206,13 +241,17 @@ def links(rate: str, count: int, factor: float = 1.0) -> list[Any]:
 
 
 def drawn_scenes(options: Any) -> Iterator[Scene]:
-    """All scenes of the command line: those of settings, then those of the world, which are on links of one rate."""
+    """All scenes of the command line: those of settings, then those of four ranks, each kind on links of one rate."""
     if "settings" in options.scenes:
         for rate in options.rates:
             for engine in options.engines:
                 yield drawn_scene("settings", engine, rate, options.settings, options.seed)
-    if "world" in options.scenes:
-        fast = [rate for rate in options.rates if rate != "200mbit"]  # all that 4 ranks send takes long there
-        rate = random.Random(f"{options.seed} world").choice(fast or options.rates)
-        for engine in options.engines:
-            yield drawn_scene("world", engine, rate, options.settings, options.seed)
+    for kind in SCENES[1:]:
+        if kind in options.scenes:
+            fast = [
+                rate for rate in options.rates if rate != "200mbit"
+            ]  # all that 4 ranks send takes long there
+            rate = random.Random(f"{options.seed} {kind}").choice(fast or options.rates)
+            for engine in options.engines:
+                if (kind, engine) != ("experts", DDP):
+                    yield drawn_scene(kind, engine, rate, options.settings, options.seed)

@@ -84,6 +84,9 @@ def test_a_seed_draws_the_same_scenes_again_and_covers_what_is_scored():
             "world 2 to 4",
             "world 4 to 3",
         } <= own
+    of_experts = {"experts: ep_size", "experts: capacity_factor", "experts: ep_size and capacity_factor"}
+    assert {engine for engine, kind in kinds if kind in of_experts} == {"zero_runtime", "deepspeed"}
+    assert of_experts <= {kind for of, kind in kinds if of == "zero_runtime"}
     assert {"stage", "overlap", "reduction"} <= {kind for of, kind in kinds if of == "zero_runtime"}
 
 
