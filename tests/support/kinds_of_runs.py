@@ -19,7 +19,8 @@ WORLD = 2
 STEPS = 4
 CAPACITY_MB = 0.05
 KINDS = (
-    *("ddp", "fsdp", "one-rank", "sums", "killed", "going", "imported-flight", "imported-kineto"),
+    *("ddp", "fsdp", "one-rank", "sums", "killed", "going"),
+    *("imported-flight", "imported-kineto", "imported-inspector", "imported-comms"),
     *("hostile", "no-steps", "nothing", "broken"),
 )
 
@@ -35,6 +36,8 @@ def make_kinds(base: Path) -> None:
         record(base / "killed", "killed")
     import_flight(base)
     import_kineto(base)
+    import_inspector(base)
+    import_comms_logger(base)
     hostile_run().write(base / "hostile")
     SyntheticRun(WORLD).write(base / "nothing")
     (base / "broken").mkdir()
@@ -210,6 +213,45 @@ def import_kineto(base: Path) -> None:
         files.append(base / f"kineto-{rank}.json")
         files[-1].write_text(json.dumps(trace))
     import_files(files, base / "imported-kineto")
+
+
+def import_inspector(base: Path) -> None:
+    """The log of NCCL's Inspector of each rank, imported: kernel times alone, no times of the host."""
+    from commprof.imports.formats import import_files
+
+    files = []
+    for rank in range(WORLD):
+        lines = [
+            {
+                "header": {"id": "0xabc", "rank": rank, "n_ranks": WORLD, "nnodes": 1},
+                "metadata": {
+                    "inspector_output_format_version": "v4.0", "dump_timestamp_us": 5_000_000 + n,
+                    "hostname": "node1", "pid": 100 + rank,
+                },
+                "coll_perf": {
+                    "coll": "AllReduce", "coll_sn": n, "coll_msg_size_bytes": 4000, "coll_exec_time_us": 50 + n,
+                    "event_trace_ts": {"coll_start_ts": 1_000 * n, "coll_stop_ts": 1_000 * n + 50},
+                },
+            }
+            for n in range(1, 7)
+        ]  # fmt: skip
+        files.append(base / f"node1-pid{100 + rank}.log")
+        files[-1].write_text("\n".join(map(json.dumps, lines)))
+    import_files(files, base / "imported-inspector")
+
+
+def import_comms_logger(base: Path) -> None:
+    """What DeepSpeed's comms logger printed, imported: one rank, latencies of calls, no groups."""
+    from commprof.imports.formats import import_files
+
+    head = "[INFO] [logging.py:96:log_dist] [Rank 0] comm op: all_reduce | time (ms):"
+    rates = "msg size: 1.5 MB | algbw (Gbps): 20.00 | busbw (Gbps): 20.00"
+    lines = [
+        f"[2026-01-02 03:04:0{5 + n},500] {head} {total:.2f} | {rates}"
+        for n, total in enumerate((1.5, 4.0, 8.0))
+    ]
+    (base / "comms.txt").write_text("\n".join(lines))
+    import_files([base / "comms.txt"], base / "imported-comms")
 
 
 def hostile_run() -> SyntheticRun:
