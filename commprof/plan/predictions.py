@@ -178,10 +178,11 @@ def predict(config: Mapping[str, Any], job: Job) -> Prediction:
     decisions += _left_open(config, decisions)
     types = {each.dtype.removeprefix("torch.") for each in of_rank}
     memory = held_by_rank(plain, of_rank, replicas, job.backend, job.framework)
-    sent, note = _sent(config, model, axes, job, loads)
+    activations, uncounted = activations_of(config, held, axes, job.sequence)
+    order = _gradient_order(activations, of_rank)
+    sent, note = _sent(config, model, axes, job, loads, order)
     # Offload moves states in each step, and also the parameters that stage 3 gathers.
     gathered = sum(row.payload_bytes for row in sent if row.purpose == "parameter_gather")
-    activations, uncounted = activations_of(config, held, axes, job.sequence)
     steps = axis_rules.micro_batches(config, axes)
     peak = activations and peak_of(plain, of_rank, memory, activations, steps, job.backend, job.framework)
     return Prediction(
@@ -336,8 +337,22 @@ def _of_experts(
     return parts
 
 
+def _gradient_order(
+    activations: Activations | None, parameters: Sequence[Parameter]
+) -> tuple[str, ...] | None:
+    """The order of the gradients in the traced pass; None without one, or of a pass with other parameters."""
+    order = None if activations is None else activations.gradient_order
+    trained = {each.name for each in parameters if each.requires_grad and each.param_group is not None}
+    return order if order is not None and trained.issuperset(order) else None
+
+
 def _sent(
-    config: Mapping[str, Any], model: list[Parameter], axes: Axes, job: Job, loads: Sequence[Load]
+    config: Mapping[str, Any],
+    model: list[Parameter],
+    axes: Axes,
+    job: Job,
+    loads: Sequence[Load],
+    order: Sequence[str] | None,
 ) -> tuple[list[Expectation], str]:
     """The messages of a step; where they cannot be predicted, none, and a note that says why."""
     try:
@@ -350,7 +365,7 @@ def _sent(
                 model,
                 job.world,
                 step,
-                None,
+                order,
                 job.backend,
                 job.framework,
                 host_ranks=hosts,

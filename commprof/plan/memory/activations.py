@@ -9,12 +9,13 @@ from typing import Any, Final
 
 from commprof.plan.memory.spans import Activations, Span
 from commprof.plan.models import Builder, Model, prints_on_stderr
-from commprof.requested.configuration import autocast_dtype, read_configuration
+from commprof.requested.configuration import autocast_dtype, read_configuration, zero_section
 from commprof.requested.experts.layers import ExpertLayer
 from commprof.requested.memory.sized_models import MATRICES
 from commprof.requested.parallel import axis_rules
 from commprof.requested.parallel.axes import DATA, MODEL, PIPE, SEQUENCE, Axes
 from commprof.requested.parameters import item_bytes
+from commprof.requested.zero.gather_configuration import read_gather_configuration
 
 NO_MICRO_BATCH: Final = "the config sets no train_micro_batch_size_per_gpu"
 NO_SEQUENCE: Final = "give --sequence"
@@ -52,7 +53,10 @@ def activations_of(
     if model.from_sequence and sequence is None:
         return None, NO_SEQUENCE
     if model.build is not None:
-        return _traced(model.build, micro_batch, sequence, configuration.model_dtype, computed, model.experts)
+        is_sharded = configuration.stage == 3
+        weight_first = is_sharded and read_gather_configuration(zero_section(config)).weight_before_bias
+        dtypes = configuration.model_dtype, computed
+        return _traced(model.build, micro_batch, sequence, *dtypes, is_sharded, weight_first, model.experts)
     if model.layers is None:
         return None, NO_LAYERS
     if sequence is None:
@@ -108,6 +112,8 @@ def _traced(
     sequence: int | None,
     model_dtype: str | None,
     computed: str | None,
+    is_sharded: bool,
+    weight_first: bool,
     experts: tuple[ExpertLayer, ...],
 ) -> tuple[Activations | None, str]:
     import torch
@@ -119,10 +125,10 @@ def _traced(
     if inputs is None:
         return None, NO_INPUTS
     place_experts(module, experts)
-    dtypes = [None if name is None else getattr(torch, name) for name in (model_dtype, computed)]
+    dtype, autocast = (None if name is None else getattr(torch, name) for name in (model_dtype, computed))
     try:
         with prints_on_stderr():
-            spans = trace(module, inputs, *dtypes)
+            spans = trace(module, inputs, dtype, autocast, is_sharded, weight_first)
     except TraceError as problem:
         return None, f"{problem}; use a function of py: that returns (model, inputs)"
-    return Activations(tuple(spans), "of one traced pass"), ""
+    return Activations(tuple(spans), "of one traced pass", is_traced=True), ""

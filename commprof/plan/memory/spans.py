@@ -25,12 +25,20 @@ class Activations(NamedTuple):
     Attributes:
         spans: in the order of the pass.
         note: how they were found.
+        is_traced: whether the gradients became ready in the order of the spans, in a pass of the model itself.
     """
 
     spans: tuple[Span, ...]
     note: str
+    is_traced: bool = False
 
     @property
     def most_bytes(self) -> int:
         """Most bytes that are alive at once."""
         return max(each.most for each in self.spans)
+
+    @property
+    def gradient_order(self) -> tuple[str, ...] | None:
+        """Names of parameters in the order in which their gradients became ready; None where no pass shows it."""
+        names = tuple(each.parameter for each in self.spans if each.parameter)
+        return names if self.is_traced and len(set(names)) == len(names) else None

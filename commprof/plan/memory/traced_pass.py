@@ -6,17 +6,21 @@ needed. Kernels are those of the CPU, whose attention keeps no matrix of all pai
 
 from __future__ import annotations
 
+import threading
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from typing import Any, Final
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from commprof.plan.memory.spans import Span
 
+_replacing: Final = threading.Lock()  # torch's linear function
 _SHOWN: Final = 200  # characters of the message of somebody else's error
 
 
@@ -29,6 +33,8 @@ def trace(
     inputs: Any,
     dtype: torch.dtype | None = None,
     autocast: torch.dtype | None = None,
+    is_sharded: bool = False,
+    weight_first: bool = False,
 ) -> list[Span]:
     """Run one pass of ``module`` over fake tensors, and return what is alive between its gradients.
 
@@ -37,6 +43,8 @@ def trace(
         inputs: of one micro-batch: a tensor, positional arguments as a tuple or list, or keyword arguments as a mapping.
         dtype: to which floating-point parameters, buffers and inputs are cast; None leaves them.
         autocast: in which torch.autocast computes; None turns it off.
+        is_sharded: whether modules are called as stage 3 calls them.
+        weight_first: whether linear layers are those of stage 3.
 
     Raises:
         TraceError: the pass failed, as one that depends on values does.
@@ -55,14 +63,68 @@ def trace(
                     parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
                         _arrival(live, spans, name)
                     )
-            with live, torch.autocast("cpu", autocast or torch.bfloat16, autocast is not None):
-                outputs = _call(module, inputs)
-            with live:
+            if is_sharded:
+                for each in module.modules():
+                    each.register_forward_pre_hook(_separate)
+            # What is checkpointed calls its linear layers again in the backward pass.
+            with live, _linear_of_stage_3() if weight_first else nullcontext():
+                with torch.autocast("cpu", autocast or torch.bfloat16, autocast is not None):
+                    outputs = _call(module, inputs)
                 _differentiate(outputs)
     except (Exception, SystemExit) as problem:
         message = " ".join(str(problem).split())[:_SHOWN]
         raise TraceError(f"{type(module).__name__} raised {type(problem).__name__}: {message}") from None
     return [*spans, live.take_span("")]
+
+
+@contextmanager
+def _linear_of_stage_3() -> Iterator[None]:
+    """Linear layers as the runtimes replace them at stage 3 (``memory_efficient_linear``), in this thread.
+
+    They keep their inputs as they come, also in autocast and for a frozen weight, and the weight's gradient is ready before
+    the bias's. A mode of torch would not see the layers that a checkpoint calls again in the backward pass.
+    """
+    own = threading.get_ident()
+
+    def linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Any:
+        if threading.get_ident() != own:
+            return before(input, weight, bias)
+        return _Linear.apply(input, weight, bias)  # type: ignore[no-untyped-call]
+
+    with _replacing:
+        before = functional.linear
+        functional.linear = linear
+        try:
+            yield
+        finally:
+            functional.linear = before
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        ctx.save_for_backward(inputs, weight)
+        ctx.autocast = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
+        output = inputs.matmul(weight.t())
+        return output if bias is None else output.add_(bias)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (gradient,) = gradients
+        inputs, weight = ctx.saved_tensors
+        enabled, dtype = ctx.autocast
+        of_inputs = of_weight = of_bias = None
+        with torch.autocast("cpu", dtype, enabled):
+            if ctx.needs_input_grad[0]:
+                of_inputs = gradient.matmul(weight)
+            rows = gradient.reshape(-1, gradient.shape[-1])
+            if ctx.needs_input_grad[1]:
+                of_weight = rows.t().matmul(inputs.reshape(-1, inputs.shape[-1]))
+            if ctx.needs_input_grad[2]:
+                of_bias = rows.sum(0)
+        return of_inputs, of_weight, of_bias
 
 
 class _Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -118,6 +180,19 @@ def _arrival(live: _Live, spans: list[Span], name: str) -> Callable[[torch.Tenso
         live.take_span("")
 
     return arrive
+
+
+def _separate(_: torch.nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Make two tensors of one that is passed twice, as stage 3 does: torch's attention then projects each input alone."""
+    seen: set[int] = set()
+
+    def separate(value: Any) -> Any:
+        if isinstance(value, torch.Tensor) and id(value) in seen:
+            return value.view_as(value)
+        seen.add(id(value))
+        return value
+
+    return tuple(map(separate, inputs))
 
 
 def _replaced(module: torch.nn.Module, inputs: Any, dtype: torch.dtype | None) -> Any:
