@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import chain
 from typing import Literal, NamedTuple
 
 from commprof.schema import Op, Purpose, wire_bytes
@@ -90,7 +91,7 @@ def row(
 
 def summed(rows: Iterable[Expectation], when: When) -> list[Expectation]:
     """``rows`` merged to one per purpose and operations, in the order of the first of each."""
-    sums: dict[tuple[object, ...], Expectation] = {}
+    alike: dict[tuple[object, ...], list[Expectation]] = {}
     for each in rows:
         key = (
             each.purpose,
@@ -100,29 +101,31 @@ def summed(rows: Iterable[Expectation], when: When) -> list[Expectation]:
             each.group_size,
             each.groups,
         )
-        before = sums.get(key)
-        if before is None:
-            sums[key] = each._replace(when=when)
-            continue
-        sums[key] = before._replace(
-            count=before.count + each.count,
-            payload_bytes=before.payload_bytes + each.payload_bytes,
-            wire_bytes=before.wire_bytes + each.wire_bytes,
-            exact=before.exact and each.exact,
-            bytes_exact=before.bytes_exact and each.bytes_exact,
-            least_bytes=before.least_bytes + each.least_bytes,
-            most_bytes=_most(before, each),
-            padding_bytes=None
-            if before.padding_bytes is None or each.padding_bytes is None
-            else before.padding_bytes + each.padding_bytes,
-            payloads=before.payloads + each.payloads,
-            arrived=before.arrived + each.arrived,
-            note="; ".join(dict.fromkeys(note for note in (before.note, each.note) if note)),
-        )
-    return list(sums.values())
+        alike.setdefault(key, []).append(each)
+    return [_merged(together, when) for together in alike.values()]
 
 
-def _most(*rows: Expectation) -> int | None:
+def _merged(rows: Sequence[Expectation], when: When) -> Expectation:
+    if len(rows) == 1:
+        return rows[0]._replace(when=when)
+    padding = [each.padding_bytes for each in rows]
+    return rows[0]._replace(
+        when=when,
+        count=sum(each.count for each in rows),
+        payload_bytes=sum(each.payload_bytes for each in rows),
+        wire_bytes=sum(each.wire_bytes for each in rows),
+        exact=all(each.exact for each in rows),
+        bytes_exact=all(each.bytes_exact for each in rows),
+        least_bytes=sum(each.least_bytes for each in rows),
+        most_bytes=_most(rows),
+        padding_bytes=None if None in padding else sum(each or 0 for each in padding),
+        payloads=tuple(chain.from_iterable(each.payloads for each in rows)),
+        arrived=tuple(chain.from_iterable(each.arrived for each in rows)),
+        note="; ".join(dict.fromkeys(each.note for each in rows if each.note)),
+    )
+
+
+def _most(rows: Sequence[Expectation]) -> int | None:
     if all(each.most_bytes is None for each in rows):
         return None
     return sum(each.payload_bytes if each.most_bytes is None else each.most_bytes for each in rows)

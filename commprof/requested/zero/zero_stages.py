@@ -189,23 +189,27 @@ def expected_in_step(
     """
     passes = micro_steps(config, world_size)
     rows: list[Expectation] = []
-    for iteration in range(step * passes, (step + 1) * passes) if step >= 0 else (0,):
-        sent = expected(
-            config,
-            parameters,
-            world_size,
-            gradient_order,
-            backend,
-            runtime,
-            iteration=iteration,
-            zero_init=zero_init,
-            host_ranks=host_ranks,
-            grid=grid,
-            expert_layers=expert_layers,
-        )
+    sent: list[Expectation] = []
+    first = step * passes
+    for iteration in range(first, first + passes) if step >= 0 else (0,):
+        # From the third micro-batch of a step on, and of a training, all send what the one before did.
+        if iteration - 1 <= first or iteration - 1 < STEADY:
+            sent = expected(
+                config,
+                parameters,
+                world_size,
+                gradient_order,
+                backend,
+                runtime,
+                iteration=iteration,
+                zero_init=zero_init,
+                host_ranks=host_ranks,
+                grid=grid,
+                expert_layers=expert_layers,
+            )
         if step < 0:
             return [each for each in sent if each.when == "init"]
-        ends = iteration + 1 == (step + 1) * passes
+        ends = iteration + 1 == first + passes
         rows += [each for each in sent if each.when == "micro_step" or (each.when == "step" and ends)]
     return summed(rows, "step")
 

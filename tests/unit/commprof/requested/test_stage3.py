@@ -261,3 +261,18 @@ def test_a_second_copy_under_tight_limits_sends_what_was_measured():
     mine = [row for row in rows if row.purpose == "parameter_gather" and row.when == "micro_step"]
     assert sum(row.count for row in mine) == 15 + 11
     assert sum(row.payload_bytes // (row.group_size or 4) for row in mine) == 146_272 + 181_504
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_each_further_micro_batch_of_a_step_adds_the_same(stage):
+    """``plan`` took 40 s for 2,048 micro-batches of a step, and minutes for more."""
+    parameters = [Parameter(f"{layer}.weight", 1000 + layer) for layer in range(20)]
+
+    def sums(micro_batches):
+        config = {"gradient_accumulation_steps": micro_batches, "zero_optimization": {"stage": stage}}
+        rows = expected_in_step(config, parameters, 4, 2)
+        return [value for row in rows for value in (row.count, row.payload_bytes, len(row.payloads))]
+
+    few, more, many = sums(3), sums(4), sums(50_003)
+    assert many == [one + 50_000 * (two - one) for one, two in zip(few, more, strict=True)]
+    assert few != more
