@@ -19,7 +19,7 @@ from commprof.align.ranks.reference_clock import ReferenceClock
 from commprof.analysis.api import Run
 from commprof.errors import TraceError
 from commprof.trace.reader import Scan
-from commprof.trace.tables import open_columns, with_newer
+from commprof.trace.tables import damaged, open_columns, with_newer
 
 _ENDS: Final = ("return_ns", "wait_end_ns", "device_end_ns")
 _KEYS: Final = tuple(dict.fromkeys((*COLUMNS, "pid", "captured")))
@@ -166,9 +166,7 @@ def _read(file: Path, columns: Sequence[str]) -> pa.Table:
             rows = opened.read(columns=list(columns))
             return with_newer(rows, "collectives", columns).unify_dictionaries()
     except (OSError, pa.ArrowException, ValueError) as error:
-        raise TraceError(
-            f"{file} cannot be read: {error}. It is damaged or not a Parquet file; copy it again from where it was made"
-        ) from None
+        raise TraceError(damaged(file, error)) from None
 
 
 def _like(rows: pa.Table, schema: pa.Schema) -> pa.Table:

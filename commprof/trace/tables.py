@@ -183,9 +183,7 @@ def read_parquet(path: Path, name: str) -> pa.Table:
             arrow = file.read()
         arrow.validate(full=True)
     except (OSError, pa.ArrowException, ValueError) as error:
-        raise TraceError(
-            f"{path} cannot be read: {error}. It is damaged or not a Parquet file; copy it again from where it was made"
-        ) from None
+        raise TraceError(damaged(path, error)) from None
     return _conforming(path, name, arrow).replace_schema_metadata(metadata)
 
 
@@ -213,9 +211,7 @@ def parquet_parts(path: Path, name: str) -> Iterator[pa.Table]:
                 batch.validate(full=True)
                 yield _conforming(path, name, pa.table(batch))
     except (OSError, pa.ArrowException, ValueError) as error:
-        raise TraceError(
-            f"{path} cannot be read: {error}. It is damaged or not a Parquet file; copy it again from where it was made"
-        ) from None
+        raise TraceError(damaged(path, error)) from None
 
 
 def read_columns(path: Path, columns: Sequence[str]) -> pa.Table:
@@ -228,9 +224,7 @@ def read_columns(path: Path, columns: Sequence[str]) -> pa.Table:
         with open_columns(path, "collectives") as file:
             return with_newer(file.read(columns=list(columns)), "collectives", columns)
     except (OSError, pa.ArrowException, ValueError) as error:
-        raise TraceError(
-            f"{path} cannot be read: {error}. It is damaged or not a Parquet file; copy it again from where it was made"
-        ) from None
+        raise TraceError(damaged(path, error)) from None
 
 
 def column_parts(
@@ -251,9 +245,7 @@ def column_parts(
                 batch.validate(full=True)
                 yield with_newer(pa.table(batch), name, columns)
     except (OSError, pa.ArrowException, ValueError) as error:
-        raise TraceError(
-            f"{path} cannot be read: {error}. It is damaged or not a Parquet file; copy it again from where it was made"
-        ) from None
+        raise TraceError(damaged(path, error)) from None
 
 
 def with_newer(rows: pa.Table, name: str, columns: Sequence[str]) -> pa.Table:
@@ -348,3 +340,9 @@ def check_version(path: Path, metadata: Mapping[bytes, bytes]) -> int:
             "Install a newer commprof to read it"
         )
     return version
+
+
+def damaged(path: Path, error: Exception) -> str:
+    """What is wrong with a Parquet file that Arrow does not read, in one line: Arrow's own texts may have several."""
+    reason = " ".join(str(error).split()).rstrip(". ")
+    return f"{path} cannot be read: {reason}. It is damaged or not a Parquet file; copy it again from where it was made"
