@@ -248,9 +248,8 @@ def drawn_scenes(options: Any) -> Iterator[Scene]:
                 yield drawn_scene("settings", engine, rate, options.settings, options.seed)
     for kind in SCENES[1:]:
         if kind in options.scenes:
-            fast = [
-                rate for rate in options.rates if rate != "200mbit"
-            ]  # all that 4 ranks send takes long there
+            # All that 4 ranks send takes long on links of 200 Mbit/s.
+            fast = [rate for rate in options.rates if rate != "200mbit"]
             rate = random.Random(f"{options.seed} {kind}").choice(fast or options.rates)
             for engine in options.engines:
                 if (kind, engine) != ("experts", DDP):
