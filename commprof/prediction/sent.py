@@ -16,6 +16,7 @@ from commprof.requested.expectation import Expectation
 from commprof.requested.parameters import Parameter, in_model_order, trained_groups
 from commprof.requested.wrappers.ddp import Ddp
 from commprof.requested.zero import zero_stages
+from commprof.requested.zero.flat_stages import NORM_BYTES
 from commprof.requested.zero.gather_configuration import read_gather_configuration
 from commprof.requested.zero.module_calls import ModuleCalls, module_calls
 from commprof.schema import Op, Phase, Purpose
@@ -118,6 +119,7 @@ def sent_by(request: Request, config: Mapping[str, Any], world: int) -> Sent:
                     None,
                     micro_steps - 1,
                     str(Phase.OPTIMIZER),
+                    dtype=_agreed_dtype(row, size),
                 )
                 for size in payloads
             ]
@@ -141,6 +143,15 @@ def sent_by(request: Request, config: Mapping[str, Any], world: int) -> Sent:
         added_bytes=whole_gradient_bytes(config, request.parameters) * sum(not each for each in gradients),
         hooked_calls=hooked,
     )
+
+
+def _agreed_dtype(row: Expectation, size: int) -> str:
+    """Of what ranks agree on at the end of a step: flags of a byte, norms of one fp32 or of fp64."""
+    if row.issued_op not in SUMMING:
+        return ""
+    if row.purpose == Purpose.OVERFLOW_CHECK:
+        return "uint8"
+    return "float32" if size == NORM_BYTES else "float64"
 
 
 def _calls_of_modules(
