@@ -27,8 +27,9 @@ REFUSED_HERE = ["gpt-s1-ep2-w2-not-contiguous"]  # DeepSpeed sums the gradients 
 OTHER_NORM = ["gpt-s0-ep2-w2-bf16"]
 OTHER_STEP = [*OTHER_NORM, "gpt-s0-ep2-w2-bf16-frozen"]
 TRAINED = [name for name in RECORDED if name not in (*REFUSED, *REFUSED_HERE)]
-# Of losses and norms, by what the case computes in, as in test_recorded.py.
-TOLERANCES = {"fp32": 1e-6, "fp16": 1e-3, "bf16": 5e-3}
+# Of losses and norms, by what the case computes in. In fp32 DeepSpeed itself is up to 8.4e-6 away when a case is recorded
+# again on another CPU (gpt-s0-ep2-w2-twice): the gates turn the last bits of a sum into other weights of the experts.
+TOLERANCES = {"fp32": 2e-5, "fp16": 1e-3, "bf16": 5e-3}
 
 
 def train_cases(rank: int, world: int, names: tuple[str, ...]) -> dict[str, cases.Training]:
