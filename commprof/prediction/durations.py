@@ -37,6 +37,8 @@ _FEW: Final = 5  # times, below which those of other sizes say more about the sp
 # Between sizes: the logarithm of their ratio, and 3 for another kind. Further apart, latency decides one and transfer the
 # other.
 _COMPARABLE: Final = 9.0
+# What a copy of one rank takes besides copying, as so many bytes: some 0.25 ms at the 4 GB/s of a processor.
+_COPY_OVERHEAD_BYTES: Final = 1_000_000
 
 
 class Kind(NamedTuple):
@@ -248,7 +250,8 @@ class Durations:
         return Sample(sizes[nearest] * (time / medians[nearest]), "run")
 
     def _copied(self, size: int) -> Sample:
-        """Of a group of one rank, which copies: as the copy in the run whose size is nearest, in proportion to the bytes.
+        """Of a group of one rank, which copies: as the copy in the run whose size is nearest, in proportion to the bytes
+        and a fixed part.
 
         No time where the run has none; no calibration measures one rank alone.
         """
@@ -262,7 +265,8 @@ class Durations:
         if not copies or not size:
             return Sample(np.zeros((1, 1)), "run")
         nearest = min(copies, key=lambda each: (abs(np.log(each / size)), each))
-        return Sample(copies[nearest] * (size / nearest), "run")
+        scale = (size + _COPY_OVERHEAD_BYTES) / (nearest + _COPY_OVERHEAD_BYTES)
+        return Sample(copies[nearest] * scale, "run")
 
     def _from_calibration(self, kind: Kind, size: int) -> Sample | None:
         """The calibrated time of that bus bandwidth, times how much slower the run's messages are than calibrated ones.
