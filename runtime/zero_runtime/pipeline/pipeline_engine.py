@@ -124,7 +124,7 @@ class PipelineEngine(Engine):
                 "train_batch needs an optimizer, and there is none; name one in the config, or pass one to initialize"
             )
         self._moved.refuse("train_batch", *STATES)
-        source = self._source_of(data_iter, data, targets, self.micro_batches)
+        source = self._source_of(data_iter, data, targets, self.micro_batches, lasting=True)
         self.train()
         self.tput_timer.start()
         begin = time.perf_counter()
@@ -294,7 +294,10 @@ class PipelineEngine(Engine):
 
     # Data.
 
-    def _source_of(self, data_iter: Iterator[Any] | None, data: Any, targets: Any, count: int) -> Source:
+    def _source_of(
+        self, data_iter: Iterator[Any] | None, data: Any, targets: Any, count: int, lasting: bool = False
+    ) -> Source:
+        """The batches of a call. An iterator is used by later calls without data too if ``lasting`` is set."""
         if data is None and targets is not None and self.is_first_stage():
             raise UsageError("targets are given without data; give the first stage both, or data alone")
         if data is not None or targets is not None:
@@ -303,8 +306,11 @@ class PipelineEngine(Engine):
             batches = micro_batches_of(data, targets, count, self._share())
             return next_of(batches, count, self.batch_fn)
         if data_iter is not None:
-            self._source = self._batches.of(data_iter, self.training_dataloader)
-        elif self._source is None and (self.is_first_stage() or self.is_last_stage()):
+            batches = self._batches.of(data_iter, self.training_dataloader)
+            if lasting:
+                self._source = batches
+            return next_of(batches, count, self.batch_fn)
+        if self._source is None and (self.is_first_stage() or self.is_last_stage()):
             self._source = self._batches.own(self.training_dataloader)
         return next_of(self._source, count, self.batch_fn)
 

@@ -239,6 +239,18 @@ def output_is_the_loss():
     assert float(engine.train_batch(inputs)) > 0
 
 
+def evaluations_between_steps():
+    """The batches that eval_batch and inference_batch get are for that call alone; training continues with its own."""
+    engine = made(plain_layers())
+    training = (one for step in range(STEPS) for one in batches(step))
+    found = [float(engine.train_batch(training))]
+    for step in range(1, STEPS):
+        engine.eval_batch(batches(70 + step))
+        engine.inference_batch(batches(80 + step))
+        found.append(float(engine.train_batch()))
+    same(engine, found, reference(plain_layers()))
+
+
 class Mean(nn.Module):
     def forward(self, values):
         return values.square().mean()
@@ -306,7 +318,7 @@ def configurations_that_are_refused():
 
 PROGRAMS = (
     nested_values, step_lines, changing_shapes, shapes_changed_rarely, gpipe, tied_layers_with_clipping, frozen_layers,
-    whole_tensors,
+    whole_tensors, evaluations_between_steps,
     stages_from_the_configuration, another_number_of_micro_batches, overflow_on_one_stage, brain_floats, idle_shares,
     measured_layers, layers_that_are_modules, output_is_the_loss, calls_that_are_refused, configurations_that_are_refused,
 )  # fmt: skip
