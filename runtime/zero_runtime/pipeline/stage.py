@@ -134,7 +134,10 @@ class Stage:
         if self._is_first(current):
             inputs = self._on_device(inputs_of(batch))
             dtype = self._model.precision.inputs
-            self._inputs[current] = inputs if dtype is None else cast_floating(inputs, dtype)
+            inputs = inputs if dtype is None else cast_floating(inputs, dtype)
+            if self._training and self._model.module.differentiates_inputs:
+                inputs = tree_map(_requiring_gradients, inputs)
+            self._inputs[current] = inputs
         if self._model.grid.is_last and self._with_loss:
             self._labels[current.number] = self._on_device(labels_of(batch))
 
@@ -243,6 +246,13 @@ class Stage:
     def _send_gradient(self, current: Pass) -> None:
         hooks.phase("backward")
         self._channel.send_gradients(self._inputs.pop(current))
+
+
+def _requiring_gradients(value: Any) -> Any:
+    """A copy that requires gradients of a floating-point tensor; anything else unchanged."""
+    if not isinstance(value, torch.Tensor) or not value.is_floating_point():
+        return value
+    return value.detach().clone().requires_grad_()
 
 
 def _copied(value: Any) -> Any:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import re
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from torch import nn
 
 import zero_runtime
@@ -251,6 +253,61 @@ def evaluations_between_steps():
     same(engine, found, reference(plain_layers()))
 
 
+class Scaled(nn.Module):
+    """A layer of two tensors: a tuple, as DeepSpeed gives it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, inputs):
+        assert type(inputs) is tuple
+        features, factors = inputs
+        return self.linear(features) * factors
+
+
+def several_inputs_and_labels():
+    """torch's DataLoader makes lists of the tuples of a dataset."""
+
+    def loss(outputs, labels):
+        assert type(labels) is tuple
+        return squared(outputs, labels[0]) + squared(outputs, labels[1])
+
+    samples = [batch(0, number, samples=1) for number in range(16)]
+    data = [
+        ((features[0], features[0, :1] + 2.0), (target[0], target[0] + 1.0)) for features, target in samples
+    ]
+    layers = [zero_runtime.LayerSpec(Scaled), zero_runtime.LayerSpec(nn.Linear, WIDTH, 1)]
+    model = zero_runtime.PipelineModule(layers, num_stages=2, loss_fn=loss)
+    engine, *_ = zero_runtime.initialize(model=model, training_data=data, config=config())
+    assert float(engine.train_batch()) > 0
+
+
+class Doubled(nn.Module):
+    """A layer whose output is a tuple, and whose input may be one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, inputs):
+        hidden = self.linear(sum(inputs) if isinstance(inputs, tuple) else inputs)
+        return hidden, torch.tanh(hidden)
+
+
+class Summed(nn.Linear):
+    def forward(self, inputs):
+        return super().forward(sum(inputs))
+
+
+def checkpoints_of_torch():
+    """torch's reentrant function finds only arguments that require gradients."""
+    layers = [*(zero_runtime.LayerSpec(Doubled) for _ in range(4)), zero_runtime.LayerSpec(Summed, WIDTH, 1)]
+    reentrant = functools.partial(torch.utils.checkpoint.checkpoint, use_reentrant=True)
+    engine = made(layers, activation_checkpoint_interval=1, activation_checkpoint_func=reentrant)
+    same(engine, train(engine), reference(layers))
+
+
 class Mean(nn.Module):
     def forward(self, values):
         return values.square().mean()
@@ -318,7 +375,7 @@ def configurations_that_are_refused():
 
 PROGRAMS = (
     nested_values, step_lines, changing_shapes, shapes_changed_rarely, gpipe, tied_layers_with_clipping, frozen_layers,
-    whole_tensors, evaluations_between_steps,
+    whole_tensors, evaluations_between_steps, several_inputs_and_labels, checkpoints_of_torch,
     stages_from_the_configuration, another_number_of_micro_batches, overflow_on_one_stage, brain_floats, idle_shares,
     measured_layers, layers_that_are_modules, output_is_the_loss, calls_that_are_refused, configurations_that_are_refused,
 )  # fmt: skip

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from zero_runtime import comm
-from zero_runtime.activation_checkpointing import checkpoint
+from zero_runtime.activation_checkpointing import checkpoint, non_reentrant_checkpoint
 from zero_runtime.errors import ConfigError, UsageError
 from zero_runtime.groups.process_grid import PIPE, ProcessTopology
 from zero_runtime.pipeline import layer_files
@@ -29,6 +29,7 @@ from zero_runtime.pipeline.model.seeds import LayerSeeds
 from zero_runtime.pipeline.stage_grid import PipelineGrid, topology_for, topology_of
 
 DEFAULT_METHOD = "parameters"
+_OWN_CHECKPOINTS = (checkpoint, non_reentrant_checkpoint)
 
 
 class PipelineModule(torch.nn.Module):
@@ -260,10 +261,28 @@ class PipelineModule(torch.nn.Module):
         for start in range(0, len(layers), interval):
             run = layers[start : start + interval]
             if self.activation_checkpoint_interval and self._is_checkpointable(run):
-                inputs = self.activation_checkpoint_func(partial(self._run, run, number), inputs)
+                inputs = self._checkpointed(run, number, inputs)
             else:
                 inputs = self._run(run, number, inputs)
         return inputs
+
+    @property
+    def differentiates_inputs(self) -> bool:
+        """Whether checkpointed layers get no gradients unless their inputs require some: with a function of the script."""
+        return (
+            self.activation_checkpoint_interval > 0
+            and self.activation_checkpoint_func not in _OWN_CHECKPOINTS
+        )
+
+    def _checkpointed(self, layers: range, number: int, inputs: Any) -> Any:
+        if self.activation_checkpoint_func in _OWN_CHECKPOINTS:
+            return self.activation_checkpoint_func(partial(self._run, layers, number), inputs)
+        # As in DeepSpeed: reentrant checkpoints find only the tensors that are arguments themselves.
+        arguments = inputs if isinstance(inputs, tuple) else (inputs,)
+        return self.activation_checkpoint_func(partial(self._run_arguments, layers, number), *arguments)
+
+    def _run_arguments(self, layers: range, number: int, *inputs: Any) -> Any:
+        return self._run(layers, number, inputs[0] if len(inputs) == 1 else inputs)
 
     def _run(self, layers: range, number: int, inputs: Any) -> Any:
         for layer in layers:

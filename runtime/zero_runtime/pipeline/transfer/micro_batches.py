@@ -39,13 +39,20 @@ def next_of(batches: Iterator[Any] | None, count: int, function: Callable[[Any],
 
 
 def inputs_of(batch: Any) -> Any:
-    """The inputs of a batch: the first of a pair, or the batch itself."""
-    return batch[0] if isinstance(batch, tuple | list) and batch else batch
+    """The inputs of a batch: the first of a pair, or the batch itself. A list becomes a tuple, as in DeepSpeed.
+
+    torch's DataLoader makes lists of the tuples of a dataset, and layers look for tuples.
+    """
+    return _tuple_of(batch[0] if isinstance(batch, tuple | list) and batch else batch)
 
 
 def labels_of(batch: Any) -> Any:
-    """The labels of a batch: the second of a pair; None without labels."""
-    return batch[1] if isinstance(batch, tuple | list) and len(batch) > 1 else None
+    """The labels of a batch: the second of a pair; None without labels. A list becomes a tuple, as in DeepSpeed."""
+    return _tuple_of(batch[1]) if isinstance(batch, tuple | list) and len(batch) > 1 else None
+
+
+def _tuple_of(values: Any) -> Any:
+    return tuple(values) if type(values) is list else values
 
 
 def micro_batches_of(data: Any, targets: Any, count: int, share: Share) -> Iterator[Any]:
