@@ -6,6 +6,7 @@ that has these parameters already continues to work.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TypeVar
 
 import torch
@@ -32,11 +33,13 @@ class ColumnParallelLinear(torch.nn.Linear):
     Attributes:
         ranks: the tensor-parallel ranks.
         gathers: whether its output is gathered from all ranks, so that each has all columns.
+        outputs: the partition of its output.
         shares_sequence: whether each rank gets a shard of the sequences, which are gathered first.
     """
 
     ranks: Ranks
     gathers: bool
+    outputs: Cut
     shares_sequence: bool
 
     @classmethod
@@ -77,13 +80,20 @@ class ColumnParallelLinear(torch.nn.Linear):
         divided = _taken_over(cls, layer)
         divided.in_features, divided.out_features = layer.in_features, layer.out_features // ranks.size
         divided.ranks, divided.gathers, divided.shares_sequence = ranks, gathers, shares_sequence
+        divided.outputs = replace(how, dim=-1)
         return divided
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """(..., inputs) to (..., this rank's outputs), or all outputs if they are gathered."""
         enter = gather_sequence if self.shares_sequence else enter_columns
         columns = F.linear(enter(input, self.ranks), self.weight, self.bias)
-        return gather_columns(columns, self.ranks) if self.gathers else columns
+        if not self.gathers:
+            return columns
+        gathered = gather_columns(columns, self.ranks)
+        if len(self.outputs.sections) == 1:
+            return gathered
+        # Each rank has its share of every section; the layer has section after section.
+        return self.outputs.joined(gathered.chunk(self.ranks.size, -1))
 
 
 class RowParallelLinear(torch.nn.Linear):

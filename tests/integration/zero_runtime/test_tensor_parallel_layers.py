@@ -73,6 +73,27 @@ def test_layers_compute_what_torch_computes():
     run_ranks(2, _layers)
 
 
+def _gathered_sections(rank: int, world: int):
+    ranks = Ranks(DataParallelGroup(), "layer")
+    torch.manual_seed(0)
+    plain = nn.Linear(6, 16)
+    shared = ColumnParallelLinear.of(copy.deepcopy(plain), ranks, "qkv", sections=(8, 4, 4), gathers=True)
+    x, slope = torch.randn(3, 6), torch.randn(3, 16)
+    found = []
+    for layer in (plain, shared):
+        own = x.clone().requires_grad_()
+        outputs = layer(own)
+        (outputs * slope).sum().backward()
+        found.append((outputs.detach(), own.grad))
+    for expected, mine in zip(*found, strict=True):
+        torch.testing.assert_close(mine, expected)
+    torch.testing.assert_close(shared.weight.grad, cut_of(shared.weight).part(plain.weight.grad))
+
+
+def test_gathered_sections_are_in_the_order_of_the_layer():
+    run_ranks(2, _gathered_sections)
+
+
 def test_parts_make_the_whole():
     whole = torch.arange(24.0).view(12, 2)
     cuts = [Cut(0, (4, 4, 4), rank, 2) for rank in range(2)]
