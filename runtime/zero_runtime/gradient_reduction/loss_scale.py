@@ -150,6 +150,8 @@ class LossScale:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from ``state``. The rules of this scale stay; a fixed scale does not change.
 
+        The state of a fixed scale is not adopted: without fp16 it is 1, at which small fp16 gradients underflow.
+
         Raises:
             ConfigError: ``state`` is not the state of a loss scale.
         """
@@ -158,7 +160,7 @@ class LossScale:
             raise ConfigError(
                 f"the state of a loss scale has no number for {', '.join(missing)}; expected {', '.join(_STATE)}"
             )
-        if self.rules.dynamic:
+        if self.rules.dynamic and state.get("dynamic", state["steps"] > 0):
             self._value = float(state["value"])
             self._steps = int(state["steps"])
             self._last_overflow = int(state["last_overflow"])

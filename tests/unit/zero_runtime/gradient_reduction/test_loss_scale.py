@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from support.sample import examples
 from zero_runtime.errors import ConfigError, LossScaleError
-from zero_runtime.gradient_reduction.loss_scale import LossScale, ScaleRules
+from zero_runtime.gradient_reduction.loss_scale import UNSCALED, LossScale, ScaleRules
 
 OVERFLOW, FINE = "x", "."
 
@@ -74,6 +74,18 @@ def test_a_scale_given_by_hand_wins_until_it_is_taken_back():
 def test_foreign_state_is_refused():
     with pytest.raises(ConfigError, match="no number for value, steps"):
         LossScale().load_state_dict({"last_overflow": 0, "overflows_left": 1, "value": "1"})
+
+
+def test_the_state_of_a_fixed_scale_does_not_change_a_dynamic_one():
+    """A training in bf16 or fp32 has the scale 1, and one that continues it in fp16 begins at its own."""
+    dynamic = ScaleRules(2.0**16, dynamic=True)
+    for fixed in (UNSCALED, ScaleRules(128.0)):
+        state = LossScale(fixed).state_dict()
+        without_rules = {name: state[name] for name in ("value", "steps", "last_overflow", "overflows_left")}
+        for each in (state, without_rules):
+            scale = LossScale(dynamic)
+            scale.load_state_dict(each)
+            assert scale.value == 2.0**16
 
 
 RULES = st.builds(
