@@ -36,6 +36,8 @@ from zero_runtime.sharding.shards import shard_of
 
 # Optimizers whose states have the same meaning.
 _ALIKE: Final = (frozenset({"Adam", "AdamW"}),)
+# Options that are not loaded: how an update is computed, and which of those classes computes it.
+_OF_THE_ENGINE: Final = (*IMPLEMENTATION, "decoupled_weight_decay")
 
 
 Opener = Callable[[Path, Mapping[str, torch.dtype]], OpenCheckpoint]
@@ -391,7 +393,7 @@ def _restore_options(training: Training, checkpoint: OpenCheckpoint) -> None:
         group = training.optimizer.param_groups[number]
         for option, value in first.items():
             alike = all(option in other and _same(other[option], value) for other in others)
-            if option not in IMPLEMENTATION and alike:
+            if option not in _OF_THE_ENGINE and alike:
                 _put(group, option, value)
 
 

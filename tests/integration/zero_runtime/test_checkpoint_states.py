@@ -88,3 +88,29 @@ def test_a_state_of_one_element_goes_from_any_stage_to_any_other(tmp_path):
     for found in run_ranks(2, resumed, str(tmp_path)):
         for (saved, stage), losses in found.items():
             assert losses == pytest.approx(found[saved, "on"], rel=1e-5), (saved, stage)
+
+
+def _adam_after_adamw(rank, world, directory):
+    """The weight decay of an engine with Adam, after it has loaded what one with AdamW has saved."""
+    engines = []
+    for decoupled in (True, False):
+        model = Scaled()
+        params = {"lr": 0.1, "weight_decay": 0.1, "adam_w_mode": decoupled}
+        config = {
+            **CONFIG,
+            "optimizer": {"type": "Adam", "params": params},
+            "zero_optimization": {"stage": 1},
+        }
+        engines.append(
+            zero_runtime.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
+        )
+    saved, loaded = engines
+    train(saved, rank, 0)
+    saved.save_checkpoint(directory)
+    loaded.load_checkpoint(directory)
+    (group,) = loaded.optimizer.param_groups
+    return group["decoupled_weight_decay"]
+
+
+def test_adam_that_loads_the_state_of_adamw_stays_adam(tmp_path):
+    assert run_ranks(1, _adam_after_adamw, tmp_path) == [False]
