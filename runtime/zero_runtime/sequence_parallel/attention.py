@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -79,10 +80,11 @@ class DistributedAttention(torch.nn.Module):
         key: torch.Tensor,
         value: torch.Tensor,
         batch_dim_idx: int = 0,
+        rotary_pos_emb: Sequence[torch.Tensor] | None = None,
         *args: Any,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """Compute the attention.
+        """Compute the attention. The order of the arguments is DeepSpeed's.
 
         Args:
             query: (batch, sequence / ranks, heads, width), or with ``batch_dim_idx`` 1 (sequence / ranks, batch, heads,
@@ -90,6 +92,8 @@ class DistributedAttention(torch.nn.Module):
             key: the same, possibly with fewer heads.
             value: of the shape of ``key``.
             batch_dim_idx: the dimension of the batch: 0 or 1.
+            rotary_pos_emb: the cosines and sines of rotary positions for whole sequences, (sequence, 1, 1, rotated width)
+                each, with which query and key are rotated; None if they are not.
             args: passed to the attention after query, key and value, which then have whole sequences and heads / ranks. Its
                 output must have their dimensions.
             kwargs: passed to the attention too.
@@ -99,8 +103,13 @@ class DistributedAttention(torch.nn.Module):
         """
         sequence = 1 - batch_dim_idx
         self._check(query, key, batch_dim_idx)
-        exchanged = [exchange(each, self.group, _HEADS, sequence, self._why) for each in (query, key, value)]
-        attended = self.local_attn(*exchanged, *args, **kwargs)
+        query, key, value = (
+            exchange(each, self.group, _HEADS, sequence, self._why) for each in (query, key, value)
+        )
+        if rotary_pos_emb is not None:
+            cosines, sines = (each.transpose(0, sequence) for each in rotary_pos_emb)
+            query, key = _rotated(query, cosines, sines), _rotated(key, cosines, sines)
+        attended = self.local_attn(query, key, value, *args, **kwargs)
         return exchange(attended, self.group, sequence, _HEADS, self._why)
 
     def _check(self, query: torch.Tensor, key: torch.Tensor, batch_dim_idx: int) -> None:
@@ -121,6 +130,15 @@ class DistributedAttention(torch.nn.Module):
                     f"{name}: {heads} heads cannot be shared by {size} ranks evenly; use a sequence_parallel_size that "
                     f"divides {heads}"
                 )
+
+
+def _rotated(tensor: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor) -> torch.Tensor:
+    """``tensor`` with rotary positions in the first elements of its last dimension."""
+    width = cosines.shape[-1]
+    turned, rest = tensor[..., :width], tensor[..., width:]
+    first, second = turned.chunk(2, -1)
+    turned = turned * cosines + torch.cat((-second, first), -1) * sines
+    return torch.cat((turned, rest), -1)
 
 
 def name_attention(module: torch.nn.Module) -> None:

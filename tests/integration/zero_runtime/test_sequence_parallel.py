@@ -111,6 +111,33 @@ def test_a_mesh_says_the_same_as_the_keys():
         assert losses == pytest.approx(expected, rel=2e-5)
 
 
+def _with_rotary_positions(rank: int, world: int):
+    group = torch.distributed.new_group(list(range(world)))
+    torch.manual_seed(0)
+    whole = [torch.randn(1, 8, 2, 5) for _ in range(3)]
+    angles = torch.arange(8.0).view(8, 1, 1, 1) * torch.tensor([1.0, 0.1, 1.0, 0.1])
+
+    def local(query, key, value, mask):
+        assert mask == "mask"
+        return query + 2 * key + value
+
+    def rotated(tensor):
+        turned = torch.complex(tensor[..., :2], tensor[..., 2:4])
+        turned = turned * torch.polar(torch.ones(8, 1, 2), angles[:, 0, :, :2])
+        return torch.cat((turned.real, turned.imag, tensor[..., 4:]), -1)
+
+    mine = [each.chunk(world, 1)[rank] for each in whole]
+    found = DistributedAttention(local, group)(*mine, 0, (angles.cos(), angles.sin()), "mask")
+    query, key, value = whole
+    wanted = rotated(query) + 2 * rotated(key) + value
+    torch.testing.assert_close(found, wanted.chunk(world, 1)[rank])
+
+
+def test_rotary_positions_are_the_fifth_argument():
+    """As in DeepSpeed, which applies them itself; further arguments are the attention's."""
+    run_ranks(2, _with_rotary_positions)
+
+
 def _recorded(rank: int, world: int):
     group = torch.distributed.new_group(list(range(world)))
     attention = DistributedAttention(Attention(), group)
