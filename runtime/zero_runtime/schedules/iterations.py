@@ -83,6 +83,8 @@ def whole_number(name: str, value: Any, least: int) -> int:
     Raises:
         ConfigError: it is not.
     """
+    if isinstance(value, float) and value.is_integer():  # JSON with an exponent, such as 1e5
+        value = int(value)
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ConfigError(f"scheduler.params.{name} is {value!r}; expected a whole number from {least}")
     return value

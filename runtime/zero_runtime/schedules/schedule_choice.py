@@ -11,7 +11,7 @@ import torch
 
 from zero_runtime.configuration.config_values import SchedulerConfig
 from zero_runtime.configuration.reading.argument_signatures import check_arguments
-from zero_runtime.errors import ConfigError
+from zero_runtime.errors import ConfigError, UsageError
 from zero_runtime.schedules.one_cycle import OneCycle
 from zero_runtime.schedules.range_test import LRRangeTest
 from zero_runtime.schedules.warmup import WarmupCosineLR, WarmupDecayLR, WarmupLR
@@ -53,6 +53,35 @@ def schedule(config: SchedulerConfig | None, client: Any, optimizer: torch.optim
         raise ConfigError(
             f"scheduler.params {dict(config.params)!r} do not fit {config.type}: {error}"
         ) from None
+
+
+def advance(scheduler: Any, arguments: Mapping[str, Any], samples: int) -> None:
+    """Step ``scheduler`` with ``arguments``.
+
+    If there are none, and its ``step`` needs one, it gets ``samples``, those of a training step: as in DeepSpeed, for
+    Megatron-LM's schedules, which count samples.
+
+    Raises:
+        UsageError: the schedule needs a metric, and ``arguments`` has none.
+    """
+    if arguments or not _needs_argument(scheduler.step):
+        scheduler.step(**arguments)
+        return
+    if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+        raise UsageError(
+            "the schedule ReduceLROnPlateau needs a metric in each step; call engine.step(lr_kwargs={'metrics': loss})"
+        )
+    scheduler.step(samples)
+
+
+def _needs_argument(function: Callable[..., Any]) -> bool:
+    try:
+        inspect.signature(function).bind()
+    except TypeError:
+        return True
+    except ValueError:  # a C function, which has no signature
+        return False
+    return False
 
 
 def _of_optimizer(make: Callable[[torch.optim.Optimizer], Any], optimizer: torch.optim.Optimizer) -> Any:

@@ -24,6 +24,7 @@ from zero_runtime.groups.timed import clock_of
 from zero_runtime.groups.traffic_contract import OFF, STOP, TrafficContract, Verdict
 from zero_runtime.optimizer_step.dtypes import autocast, cast_tensors
 from zero_runtime.optimizer_step.fp32_modules import cast_floating
+from zero_runtime.schedules import advance
 from zero_runtime.sequence_parallel import name_attention, sequence_group
 from zero_runtime.sharding.linear import memory_efficient_linear
 from zero_runtime.sharding.shards import shard_of
@@ -371,7 +372,7 @@ class Engine(Accessors):
             self.skipped_steps += 1
             return False
         if self.lr_scheduler is not None:
-            self.lr_scheduler.step(**lr_kwargs)
+            advance(self.lr_scheduler, lr_kwargs, self._config.train_batch_size)
         return True
 
     @torch.no_grad()

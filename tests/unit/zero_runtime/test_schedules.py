@@ -10,7 +10,7 @@ import torch
 
 from zero_runtime import schedules
 from zero_runtime.configuration.config_values import SchedulerConfig
-from zero_runtime.errors import ConfigError
+from zero_runtime.errors import ConfigError, UsageError
 
 MEASURED = json.loads(
     (Path(__file__).resolve().parents[2] / "golden" / "deepspeed_schedules.json").read_text()
@@ -119,6 +119,35 @@ def test_a_class_as_client_schedule():
         schedules.schedule(None, torch.optim.lr_scheduler.StepLR, over)
     with pytest.raises(ConfigError, match="too many positional arguments"):
         schedules.schedule(None, lambda: None, over)
+
+
+def test_a_schedule_that_counts_samples():
+    """Megatron-LM's, whose step needs the number of new samples; DeepSpeed passes those of a training step."""
+    seen = []
+
+    class Counting:
+        def step(self, increment):
+            seen.append(increment)
+
+    schedules.advance(Counting(), {}, 32)
+    schedules.advance(Counting(), {"increment": 5}, 32)
+    over = optimizer()
+    halving = torch.optim.lr_scheduler.ExponentialLR(over, 0.5)
+    over.step()
+    schedules.advance(halving, {}, 32)
+    assert seen == [32, 5] and rates(over) == [0.0015, 0.003]
+    with pytest.raises(UsageError, match="needs a metric"):
+        schedules.advance(torch.optim.lr_scheduler.ReduceLROnPlateau(over), {}, 32)
+
+
+def test_steps_with_an_exponent():
+    """JSON's 1e5 is a float; DeepSpeed computes with it."""
+    over = [optimizer() for _ in range(2)]
+    for total, each in zip((1e2, 100), over, strict=True):
+        made = make("WarmupDecayLR", {"total_num_steps": total, "warmup_num_steps": 4}, each)
+        for _ in range(8):
+            made.step()
+    assert rates(over[0]) == rates(over[1])
 
 
 @pytest.mark.parametrize(("second", "share"), [(None, 0.5), (0, 1.0), (300, 0.25)])
