@@ -9,12 +9,13 @@ from typing import Any
 
 import torch
 
-from zero_runtime.checkpoint.files.checkpoint_manifest import part_name, read_latest
+from zero_runtime.checkpoint.files.checkpoint_manifest import read_latest
 from zero_runtime.checkpoint.files.checkpoint_reader import Checkpoint
 from zero_runtime.checkpoint.loading import Loaded, Wanted, load
 from zero_runtime.checkpoint.ranks import save_agreement
 from zero_runtime.checkpoint.ranks.checkpoint_parts import axes_of_saved
 from zero_runtime.checkpoint.ranks.merged_ranks import open_stages, saved_stages
+from zero_runtime.checkpoint.ranks.parts_file import read_parts
 from zero_runtime.checkpoint.training import Training, aliases, buffers, parameters
 from zero_runtime.comm import DataParallelGroup
 from zero_runtime.config import RuntimeConfig
@@ -128,7 +129,8 @@ def _has_same_stages(
     saved = saved_stages(load_dir / named)
     if saved is None or saved != stages:
         return saved is None
-    if stage is None:
-        return True
-    manifest = Checkpoint(load_dir / named / part_name(stage)).manifest
+    parts = read_parts(load_dir / named)
+    if stage is None or parts is None:
+        return stage is None
+    manifest = Checkpoint(load_dir / named / parts.names(stages)[stage]).manifest
     return names <= {*manifest.parameters, *manifest.aliases}

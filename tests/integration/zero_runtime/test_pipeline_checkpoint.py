@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import resource
+import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -11,9 +15,9 @@ from torch import nn
 
 import zero_runtime
 from commprof.ledger.verification import verify
-from support.ranks import run_ranks
+from support.ranks import RankError, run_ranks
 from support.recording import record
-from zero_runtime.checkpoint.consolidation import consolidated_state_dict
+from zero_runtime.checkpoint.consolidation import consolidated_state_dict, open_checkpoint
 
 pytestmark = pytest.mark.ranks
 WIDTH, MICRO_BATCHES = 8, 2
@@ -211,3 +215,91 @@ def _other_model(rank, world, directory):
 def test_another_model_is_refused(tmp_path):
     run_ranks(2, _save, tmp_path, 2, 0, True)
     run_ranks(1, _other_model, tmp_path)
+
+
+# The same tag again.
+
+
+def _fail_alone(rank, world, directory):
+    """The second stage cannot write its part of a second save."""
+    engine = engine_of(2)
+    train(engine, range(1))
+    engine.save_checkpoint(directory, tag="best", client_state={"saved": 1})
+    wanted = train(engine, range(1, 2))
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if rank == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+    message = "could not be written" if rank == 1 else "failed on rank 1"
+    for tag in ("best", "new"):
+        with pytest.raises(zero_runtime.errors.CheckpointError, match=message):
+            engine.save_checkpoint(directory, tag=tag, client_state={"saved": 2})
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    torch.distributed.barrier()
+    after_failure = _names(directory / "best")
+    assert _names(directory) == ["best", "latest"]
+    _, told = engine.load_checkpoint(directory)
+    assert told == {"saved": 1} and train(engine, range(1, 2)) == wanted
+    engine.save_checkpoint(directory, tag="best", client_state={"saved": 3})
+    assert engine.load_checkpoint(directory)[1] == {"saved": 3}
+    return after_failure, _names(directory / "best")
+
+
+def _names(directory):
+    return sorted(each.name for each in directory.iterdir())
+
+
+def test_a_failed_save_leaves_the_one_before(tmp_path):
+    (before, after), _ = run_ranks(2, _fail_alone, tmp_path)
+    assert before == ["part-00000", "part-00001", "parts.json"]
+    assert after == ["part-00000-2", "part-00001-2", "parts.json"]
+
+
+def _killed(rank, world, directory):
+    """The second stage is killed in a second save, when the first stage has written its part."""
+    engine = engine_of(2)
+    train(engine, range(1))
+    engine.save_checkpoint(directory, tag="best", client_state={"saved": 1})
+    train(engine, range(1, 2))
+
+    def kill(*arguments):
+        time.sleep(1)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1:
+            patch.setattr(Path, "replace", kill)
+        engine.save_checkpoint(directory, tag="best", client_state={"saved": 2})
+
+
+def _resumed(rank, world, directory):
+    engine = engine_of(2)
+    _, told = engine.load_checkpoint(directory)
+    engine.save_checkpoint(directory, tag="best", client_state={"saved": 2})
+    return told, engine.global_steps
+
+
+def test_the_checkpoint_before_a_killed_save_loads(tmp_path):
+    with pytest.raises(RankError, match="died with status -9"):
+        run_ranks(2, _killed, tmp_path)
+    assert run_ranks(2, _resumed, tmp_path) == [({"saved": 1}, 1)] * 2
+    assert _names(tmp_path / "best") == ["part-00000-2", "part-00001-2", "parts.json"]
+
+
+def _save_again(rank, world, directory, stages, number):
+    engine = engine_of(stages)
+    if number:
+        _, told = engine.load_checkpoint(directory)
+        assert told == {"number": number - 1} and engine.global_steps == number
+    train(engine, range(number, number + 1))
+    engine.save_checkpoint(directory, tag="best", client_state={"number": number})
+
+
+def test_other_stages_save_the_same_tag(tmp_path):
+    """The last save counts, whatever wrote the tag before."""
+    for number, stages in enumerate((2, 1, 2)):
+        run_ranks(stages, _save_again, tmp_path, stages, number)
+        parts = ["part-00000", "part-00001", "parts.json"]
+        files = ["manifest.json", "rank-00000-1.safetensors"]
+        assert _names(tmp_path / "best") == (parts if stages > 1 else files)
+        assert open_checkpoint(tmp_path).manifest.client_state == {"number": number}

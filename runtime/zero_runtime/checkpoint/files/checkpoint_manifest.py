@@ -32,6 +32,7 @@ LATEST_UNIVERSAL: Final = (
     "latest_universal"  # the tag of the last universal folder, as DeepSpeed's ds_to_universal names it
 )
 _RANK_FILE: Final = re.compile(r"rank-\d{5,}-\d+\.safetensors")
+_PART: Final = re.compile(r"part-\d{5,}(-\d+)?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,14 +112,19 @@ def rank_file_name(rank: int, generation: int) -> str:
     return f"rank-{rank:05d}-{generation}.safetensors"
 
 
-def part_name(rank: int) -> str:
+def part_name(rank: int, generation: int = 1) -> str:
     """The directory of rank ``rank`` among the ranks that share one model."""
-    return f"part-{rank:05d}"
+    return f"part-{rank:05d}" if generation == 1 else f"part-{rank:05d}-{generation}"
 
 
 def is_rank_file(name: str) -> bool:
     """Whether ``name`` is one that :func:`rank_file_name` makes."""
     return _RANK_FILE.fullmatch(name) is not None
+
+
+def is_part(name: str) -> bool:
+    """Whether ``name`` is one that :func:`part_name` makes."""
+    return _PART.fullmatch(name) is not None
 
 
 def write_manifest(directory: Path, manifest: Manifest) -> None:
@@ -214,6 +220,11 @@ def describe_foreign(directory: Path) -> str:
         return (
             f"{directory} was never finished: it has files of ranks and no {FILE_NAME}. The save was cut off; load "
             "the tag before it"
+        )
+    if any(is_part(name) for name in names):
+        return (
+            f"{directory} was never finished: it has parts of a model and no {PARTS}. The save was cut off; load the tag "
+            "before it"
         )
     return f"{directory} is no checkpoint of zero_runtime: it has {', '.join(names[:3])} and no {FILE_NAME}"
 

@@ -26,6 +26,7 @@ from zero_runtime.checkpoint.files.checkpoint_manifest import (
 from zero_runtime.checkpoint.files.tensor_file import Entry, Written, discard, entry_of, sync_directory, write
 from zero_runtime.checkpoint.files.values import Encoder
 from zero_runtime.checkpoint.ranks import save_agreement
+from zero_runtime.checkpoint.ranks.parts_file import end_parts
 from zero_runtime.checkpoint.training import Training, aliases, buffers, extra_states, facts
 from zero_runtime.errors import CheckpointError
 from zero_runtime.version import VERSION
@@ -132,6 +133,7 @@ class _Draft:
                 )
         sync_directory(self._save_dir)
         write_manifest(self._directory, _with_files(self._manifest, files))
+        end_parts(self._directory)
         if save_latest:
             write_latest(self._save_dir, self._manifest.tag)
         named = {each.name for each in files}

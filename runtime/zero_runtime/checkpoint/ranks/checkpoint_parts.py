@@ -3,43 +3,49 @@
 ::
 
     <save_dir>/latest
-    <save_dir>/<tag>/parts.json                     the axes, and the step of the parts
-    <save_dir>/<tag>/part-00000/manifest.json       the part of the first rank of each model
+    <save_dir>/<tag>/parts.json                     the axes, the step and the generation of the parts
+    <save_dir>/<tag>/part-00000/manifest.json       the part of the first rank of each model, of generation 1
     <save_dir>/<tag>/part-00001/manifest.json       the part of the second rank
 
 Each part is a complete checkpoint, which the replicas of that rank save and load among themselves. ``parts.json`` is
-written once all parts are complete and names their step, so that parts of two saves are never mixed.
+written once all parts are complete and names their step, so that parts of two saves are never mixed
+(:mod:`~zero_runtime.checkpoint.ranks.parts_file`).
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from zero_runtime.checkpoint.files.checkpoint_manifest import (
     FILE_NAME,
     PARTS,
     check_tag,
+    describe_foreign,
     part_name,
     read_latest,
     write_latest,
 )
 from zero_runtime.checkpoint.files.checkpoint_writer import save
-from zero_runtime.checkpoint.files.tensor_file import replace_file
 from zero_runtime.checkpoint.loading import Loaded, Others, Wanted, load
 from zero_runtime.checkpoint.ranks import save_agreement
 from zero_runtime.checkpoint.ranks.merged_ranks import open_stages, saved_axes
+from zero_runtime.checkpoint.ranks.parts_file import (
+    Parts,
+    commit_parts,
+    next_generation,
+    read_parts,
+    remove_other_parts,
+    remove_part,
+)
 from zero_runtime.checkpoint.training import Training, parameters
 from zero_runtime.comm import DataParallelGroup
 from zero_runtime.errors import CheckpointError
 from zero_runtime.groups.parallelism import ModelRanks, is_cut
 from zero_runtime.tensor_parallel.cuts import cut_of
-
-_FORMAT: Final = "zero_runtime checkpoint in parts"
-_VERSION: Final = 1
 
 
 def save_parts(
@@ -63,37 +69,45 @@ def save_parts(
     Raises:
         CheckpointError: on every rank, if one of them fails.
     """
-    doing = f"saving {save_dir / tag}"
+    directory = save_dir / tag
+    doing = f"saving {directory}"
     _, error = save_agreement.attempt(lambda: check_tag(tag))
     save_agreement.agree(model.group, error, doing)
     save_agreement.validate_tag(model.group, tag, tag_validation)
-    _, error = save_agreement.attempt(
-        lambda: save(
-            training,
-            save_dir / tag,
-            part_name(model.group.rank),
-            client_state,
-            tag_validation="Ignore",
-            save_latest=False,
-            exclude_frozen=exclude_frozen,
+    generation = next_generation(directory)
+    name = part_name(model.group.rank, generation)
+    try:
+        _, error = save_agreement.attempt(
+            lambda: save(
+                training,
+                directory,
+                name,
+                client_state,
+                tag_validation="Ignore",
+                save_latest=False,
+                exclude_frozen=exclude_frozen,
+            )
         )
-    )
-    save_agreement.agree(model.group, error, doing)
-    content = {
-        "format": _FORMAT,
-        "version": _VERSION,
-        "axes": dict(sizes),
-        "counters": dict(training.counters),
-    }
-    if training.group.rank == 0 and model.group.rank == 0:
-        _, error = save_agreement.attempt(lambda: _commit(save_dir, tag, content, save_latest))
-    save_agreement.agree_all([model.group, training.group], error, doing)
+        save_agreement.agree(model.group, error, doing)
+        if training.group.rank == 0 and model.group.rank == 0:
+            parts = Parts(dict(sizes), dict(training.counters), generation)
+            count = model.group.world_size
+            _, error = save_agreement.attempt(lambda: _commit(save_dir, tag, parts, count, save_latest))
+        save_agreement.agree_all([model.group, training.group], error, doing)
+    except CheckpointError:
+        # Unless parts.json names it already, because only writing ``latest`` failed.
+        if training.group.rank == 0 and next_generation(directory) == generation:
+            remove_part(directory / name)
+            with suppress(OSError):
+                directory.rmdir()  # only if it is empty
+        raise
 
 
-def _commit(save_dir: Path, tag: str, content: Mapping[str, Any], save_latest: bool) -> None:
-    replace_file(save_dir / tag / PARTS, json.dumps(content, indent=1))
+def _commit(save_dir: Path, tag: str, parts: Parts, count: int, save_latest: bool) -> None:
+    commit_parts(save_dir / tag, parts)
     if save_latest:
         write_latest(save_dir, tag)
+    remove_other_parts(save_dir / tag, parts.names(count))
 
 
 def load_parts(
@@ -113,13 +127,12 @@ def load_parts(
     named = read_latest(load_dir) if tag is None else tag
     if named is None:
         return load(training, load_dir, None, wanted)
-    content, error = save_agreement.attempt(lambda: _read(load_dir / named, sizes))
+    parts, error = save_agreement.attempt(lambda: _read(load_dir / named, sizes))
     save_agreement.agree(model.group, error, doing)
-    assert content is not None
-    others = Others(model.group, content["counters"])
-    loaded, error = save_agreement.attempt(
-        lambda: load(training, load_dir / named, part_name(model.group.rank), wanted, others)
-    )
+    assert parts is not None
+    others = Others(model.group, parts.counters)
+    name = part_name(model.group.rank, parts.generation)
+    loaded, error = save_agreement.attempt(lambda: load(training, load_dir / named, name, wanted, others))
     save_agreement.agree(model.group, error, doing)
     return None if loaded is None else loaded._replace(directory=loaded.directory.parent)
 
@@ -170,26 +183,19 @@ def load_recut(
     return load(training._replace(group=everyone), load_dir, tag, wanted, opener=opener)
 
 
-def _read(directory: Path, sizes: Mapping[str, int]) -> dict[str, Any]:
-    path = directory / PARTS
-    try:
-        content = json.loads(path.read_bytes())
-    except (FileNotFoundError, NotADirectoryError):
+def _read(directory: Path, sizes: Mapping[str, int]) -> Parts:
+    parts = read_parts(directory)
+    if parts is None:
         if (directory / FILE_NAME).is_file():
             raise CheckpointError(
                 f"{directory} holds the complete model, and here {_shown(sizes)} share one; load it without these axes"
-            ) from None
-        raise CheckpointError(f"there is no checkpoint {directory} of a model in parts") from None
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}; load another tag") from None
-    if content.get("format") != _FORMAT or content.get("version") != _VERSION:
-        raise CheckpointError(f"{path} is of another format or version; load another tag")
-    if content["axes"] != dict(sizes):
+            )
+        raise CheckpointError(describe_foreign(directory))
+    if parts.axes != dict(sizes):
         raise CheckpointError(
-            f"{directory} was saved with {_shown(content['axes'])}, and here there are {_shown(sizes)}; expected the same "
-            "sizes"
+            f"{directory} was saved with {_shown(parts.axes)}, and here there are {_shown(sizes)}; expected the same sizes"
         )
-    return dict(content)
+    return parts
 
 
 def _shown(sizes: Mapping[str, int]) -> str:

@@ -7,17 +7,17 @@ loads reads the parameters that it has by name, and this module finds the checkp
 from __future__ import annotations
 
 import dataclasses
-import json
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from zero_runtime.checkpoint.files.checkpoint_manifest import PARTS, Manifest, part_name
+from zero_runtime.checkpoint.files.checkpoint_manifest import PARTS, Manifest
 from zero_runtime.checkpoint.files.checkpoint_reader import Checkpoint
 from zero_runtime.checkpoint.opened import OpenCheckpoint
 from zero_runtime.checkpoint.ranks.merged_slices import SlicedCheckpoint
+from zero_runtime.checkpoint.ranks.parts_file import Parts, read_parts
 from zero_runtime.checkpoint.ranks.split_ranks import PartedCheckpoint
 from zero_runtime.errors import CheckpointError
 from zero_runtime.groups.process_grid import MODEL, PIPE
@@ -110,8 +110,11 @@ def saved_axes(directory: Path) -> dict[str, int]:
     Raises:
         CheckpointError: its ``parts.json`` cannot be read.
     """
-    content = _content(directory)
-    axes = {} if content is None else content["axes"]
+    return _several(read_parts(directory))
+
+
+def _several(parts: Parts | None) -> dict[str, int]:
+    axes = {} if parts is None else parts.axes
     return {axis: int(size) for axis, size in axes.items() if int(size) > 1}
 
 
@@ -142,22 +145,23 @@ def open_stages(
     Raises:
         CheckpointError: a part is missing or damaged, is partitioned along another axis, or is of another step.
     """
-    axes, content = saved_axes(directory), _content(directory)
+    parts = read_parts(directory)
+    axes = _several(parts)
     if set(axes) > {PIPE, MODEL}:
         raise CheckpointError(
             f"{directory} was saved by ranks along {axes}; expected {PIPE} and {MODEL} only, whose shards can be joined"
         )
     stages, shards_per_stage = axes.get(PIPE, 1), axes.get(MODEL, 1)
-    if content is None:
+    if parts is None:
         checkpoint = Checkpoint(directory, rounding)
         return JoinedCheckpoint(directory, [SlicedCheckpoint(directory, [checkpoint], cuts or {})], names)
-    checkpoints = list(_open_parts(directory, stages * shards_per_stage, rounding))
+    checkpoints = [Checkpoint(directory / name, rounding) for name in parts.names(stages * shards_per_stage)]
     for checkpoint in checkpoints:
-        if checkpoint.manifest.counters != content["counters"]:
+        if checkpoint.manifest.counters != parts.counters:
             raise CheckpointError(
                 f"{checkpoint.directory} is of step {checkpoint.manifest.counters.get('global_steps')}, and "
-                f"{directory / PARTS} of step "
-                f"{content['counters'].get('global_steps')}: a save was cut off; load the tag before it"
+                f"{directory / PARTS} of step {parts.counters.get('global_steps')}: a save was cut off; load the tag "
+                "before it"
             )
     joined = [
         SlicedCheckpoint(
@@ -166,22 +170,3 @@ def open_stages(
         for stage in range(stages)
     ]
     return JoinedCheckpoint(directory, joined, names)
-
-
-def _open_parts(
-    directory: Path, count: int, rounding: Mapping[str, torch.dtype] | None
-) -> Iterator[Checkpoint]:
-    for number in range(count):
-        yield Checkpoint(directory / part_name(number), rounding)
-
-
-def _content(directory: Path) -> dict[str, Any] | None:
-    path = directory / PARTS
-    try:
-        content = json.loads(path.read_bytes())
-        dict(content["axes"]), dict(content["counters"])
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}; load another tag") from None
-    return dict(content)
