@@ -153,6 +153,7 @@ def test_one_state_dict_of_all_stages(tmp_path):
     """Read back by others: torch and safetensors."""
     outcomes = run_ranks(2, _weights, tmp_path)
     consolidated = consolidated_state_dict(tmp_path, "here")
+    assert open_checkpoint(tmp_path, "here").manifest.tag == "here"
     file = torch.load(tmp_path / "pytorch_model.bin", weights_only=True)
     some = load_file(tmp_path / "new" / "model.safetensors")
     frozen = {name for _, _, names in outcomes for name in names}
@@ -303,3 +304,47 @@ def test_other_stages_save_the_same_tag(tmp_path):
         files = ["manifest.json", "rank-00000-1.safetensors"]
         assert _names(tmp_path / "best") == (parts if stages > 1 else files)
         assert open_checkpoint(tmp_path).manifest.client_state == {"number": number}
+
+
+# Param groups.
+
+
+def _grouped(rank, world, directory, stages, decays):
+    """The first of two stages has no vectors, and so no param group of them."""
+    layers = [
+        *(zero_runtime.LayerSpec(nn.Linear, WIDTH, WIDTH, bias=False) for _ in range(2)),
+        zero_runtime.LayerSpec(Normed),
+        zero_runtime.LayerSpec(nn.Linear, WIDTH, 1),
+    ]
+    model = zero_runtime.PipelineModule(
+        layers,
+        num_stages=stages,
+        loss_fn=lambda outputs, targets: (outputs - targets).square().mean(),
+        partition_method="uniform",
+    )
+
+    def optimizer(parameters):
+        parameters = list(parameters)
+        groups = [
+            {"params": [each for each in parameters if (each.dim() > 1) == matrices], "weight_decay": decay}
+            for matrices, decay in zip((False, True), decays, strict=True)
+        ]
+        return torch.optim.AdamW([group for group in groups if group["params"]], lr=0.01)
+
+    config = {
+        "train_micro_batch_size_per_gpu": 4,
+        "gradient_accumulation_steps": MICRO_BATCHES,
+        "zero_optimization": {"stage": 0},
+    }
+    engine, *_ = zero_runtime.initialize(model=model, optimizer=optimizer, config=config)
+    if decays == (0.0, 0.1):
+        train(engine, range(1))
+        engine.save_checkpoint(directory, tag="here")
+    else:
+        engine.load_checkpoint(directory)
+    return [group["weight_decay"] for group in engine.optimizer.param_groups]
+
+
+def test_stages_with_other_param_groups(tmp_path):
+    assert run_ranks(2, _grouped, tmp_path, 2, (0.0, 0.1)) == [[0.1], [0.0, 0.1]]
+    assert run_ranks(1, _grouped, tmp_path, 1, (0.5, 0.6)) == [[0.0, 0.1]]

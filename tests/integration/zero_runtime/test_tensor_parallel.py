@@ -295,6 +295,26 @@ def test_a_checkpoint_goes_on_with_another_tp_size(tmp_path, name):
         assert found == pytest.approx(wanted, rel=2e-5)
 
 
+def _saved_by_replicas(rank: int, world: int, folder: str):
+    engine = training.engine(_config(1, 1, world))
+    torch.manual_seed(100 + rank)
+    engine.save_checkpoint(folder)
+
+
+def _numbers_after_loading(rank: int, world: int, folder: str):
+    engine = training.engine(_config(2, 1, world))
+    torch.manual_seed(5)
+    engine.load_checkpoint(folder)
+    return torch.rand(3).tolist()
+
+
+def test_ranks_that_share_a_model_draw_equal_numbers_after_loading(tmp_path):
+    """Replicas have saved it, each with random generators of its own."""
+    run_ranks(2, _saved_by_replicas, str(tmp_path))
+    first, second = run_ranks(2, _numbers_after_loading, str(tmp_path))
+    assert first == second
+
+
 def _sharded_and_saved(rank: int, world: int, folder: str):
     given = training.config(3, **HALVED, **_plan())
     engine = training.engine(given)

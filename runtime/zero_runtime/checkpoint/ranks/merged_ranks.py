@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from zero_runtime.checkpoint.files.checkpoint_manifest import PARTS, Manifest
+from zero_runtime.checkpoint.files.checkpoint_manifest import PARTS, Manifest, ParameterFacts
 from zero_runtime.checkpoint.files.checkpoint_reader import Checkpoint
 from zero_runtime.checkpoint.opened import OpenCheckpoint
 from zero_runtime.checkpoint.ranks.merged_slices import SlicedCheckpoint
@@ -38,7 +38,7 @@ class JoinedCheckpoint(PartedCheckpoint):
         self, directory: Path, checkpoints: Sequence[OpenCheckpoint], names: Collection[str] | None = None
     ) -> None:
         super().__init__(directory, checkpoints)
-        self.manifest = _joined([checkpoint.manifest for checkpoint in checkpoints], names)
+        self.manifest = _joined(directory, [checkpoint.manifest for checkpoint in checkpoints], names)
         self._part_of: dict[str, OpenCheckpoint] = {}
         for checkpoint in reversed(checkpoints):
             manifest = checkpoint.manifest
@@ -47,14 +47,15 @@ class JoinedCheckpoint(PartedCheckpoint):
             )
 
     def decode(self, value: Any) -> Any:
-        """A value of the manifest as it was passed to ``save``: the first part's, or those of all parts in one dict."""
-        if isinstance(value, tuple):
-            decoded = [
-                checkpoint.decode(encoded)
-                for checkpoint, encoded in zip(self._checkpoints, value, strict=True)
-            ]
-            return {name: state for states in reversed(decoded) for name, state in states.items()}
-        return self._checkpoints[0].decode(value)
+        """A value of the manifest as it was passed to ``save``: the first part's, or those of all parts together."""
+        if not isinstance(value, tuple):
+            return self._checkpoints[0].decode(value)
+        decoded = [
+            checkpoint.decode(encoded) for checkpoint, encoded in zip(self._checkpoints, value, strict=True)
+        ]
+        if isinstance(decoded[0], list):
+            return [each for values in decoded for each in values]
+        return {name: state for states in reversed(decoded) for name, state in states.items()}
 
     def read_value(self, name: str, start: int, target: torch.Tensor) -> None:
         """Fill the 1-D ``target`` with elements from ``start`` of parameter ``name``."""
@@ -85,16 +86,26 @@ class JoinedCheckpoint(PartedCheckpoint):
         return self._part_of[name].buffer(name, 0)
 
 
-def _joined(manifests: Sequence[Manifest], names: Collection[str] | None) -> Manifest:
+def _joined(directory: Path, manifests: Sequence[Manifest], names: Collection[str] | None) -> Manifest:
     def selected(candidates: Iterable[str]) -> list[str]:
         return [name for name in dict.fromkeys(candidates) if names is None or name in names]
 
-    parameters = {
-        name: each for manifest in reversed(manifests) for name, each in manifest.parameters.items()
-    }
+    # A part lacks the param groups of which it has no parameter, so the numbers of groups may differ between parts.
+    is_alike = all(manifest.param_groups == manifests[0].param_groups for manifest in manifests)
+    parameters: dict[str, ParameterFacts] = {}
+    first_group = 0
+    for manifest in manifests:
+        for name, facts in manifest.parameters.items():
+            group = facts.group if is_alike or facts.group is None else first_group + facts.group
+            parameters.setdefault(name, dataclasses.replace(facts, group=group))
+        first_group += len(manifest.param_groups)
     aliases = {name: each for manifest in reversed(manifests) for name, each in manifest.aliases.items()}
     return dataclasses.replace(
         manifests[0],
+        tag=directory.absolute().name,
+        param_groups=manifests[0].param_groups
+        if is_alike
+        else tuple(manifest.param_groups for manifest in manifests),
         parameters={name: parameters[name] for name in selected(parameters)},
         aliases={name: aliases[name] for name in selected(aliases)},
         buffers=selected(name for manifest in manifests for name in manifest.buffers),

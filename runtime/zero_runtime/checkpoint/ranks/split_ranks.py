@@ -34,12 +34,7 @@ class PartedCheckpoint(OpenCheckpoint):
             checkpoint.verify([number])
 
     def random_states(self, rank: int) -> dict[str, torch.Tensor]:
-        """The states of the random generators of ``rank``, numbered through all checkpoints."""
-        for checkpoint in self._checkpoints:
-            files = len(checkpoint.manifest.files)
-            if rank < files:
-                return checkpoint.random_states(rank)
-            rank -= files
+        """Empty: ranks that share a model must draw equal numbers, and other ranks shared it when this was saved."""
         return {}
 
     def residuals(self, rank: int) -> dict[str, torch.Tensor]:
