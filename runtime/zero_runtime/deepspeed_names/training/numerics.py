@@ -13,6 +13,7 @@ import torch
 from zero_runtime.deepspeed_names.devices.accelerator import get_accelerator
 from zero_runtime.deepspeed_names.training.tiling import bounds
 from zero_runtime.errors import ConfigError, UnsupportedError, UsageError
+from zero_runtime.pipeline.model.stage_partition import balanced
 from zero_runtime.sharding.shards import shard_of
 
 
@@ -216,27 +217,10 @@ def prefix_sum_inc(weights: Sequence[float]) -> list[float]:
 
 
 def partition_balanced(weights: Sequence[float], num_parts: int) -> list[int]:
-    """The starts of parts of consecutive ``weights``, and the end of the last, with the lightest heaviest part."""
-    count = len(weights)
-    if count <= num_parts:
-        return partition_uniform(count, num_parts)
-    sums = [0.0, *prefix_sum_inc(weights)]
-    # lightest[n]: the heaviest part of the first n weights in the parts so far; cuts: the start of the last of them.
-    lightest = sums[:]
-    cuts: list[list[int]] = []
-    for _ in range(1, num_parts):
-        before, cut = lightest, [0] * (count + 1)
-        lightest = [0.0] * (count + 1)
-        for end in range(1, count + 1):
-            heaviest, cut[end] = min(
-                (max(before[begin], sums[end] - sums[begin]), begin) for begin in range(end)
-            )
-            lightest[end] = heaviest
-        cuts.append(cut)
-    ends = [count]
-    for cut in reversed(cuts):
-        ends.append(cut[ends[-1]])
-    return [0, *reversed(ends)]
+    """The starts of parts of consecutive ``weights``, and the end of the last, as of the stages of a pipeline."""
+    if len(weights) <= num_parts:
+        return partition_uniform(len(weights), num_parts)
+    return balanced(weights, num_parts)
 
 
 def call_to_str(base: str, *args: Any, **kwargs: Any) -> str:

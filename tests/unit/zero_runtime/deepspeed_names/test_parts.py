@@ -189,6 +189,9 @@ def test_numbers_and_partitions():
     assert numerics.get_global_norm_of_tensors([torch.tensor([float("nan")])]) == -1
     assert numerics.partition_uniform(10, 4) == [0, 3, 6, 8, 10]
     assert numerics.partition_balanced([1, 1, 1, 9, 1, 1], 3) == [0, 3, 4, 6]
+    # DeepSpeed 0.19.8's answers; it does not always find the lightest heaviest part.
+    assert numerics.partition_balanced([2, 3, 2], 2) == [0, 2, 3]
+    assert numerics.partition_balanced([0, 2, 3, 5, 9, 2], 3) == [0, 3, 4, 6]
     moved = numerics.move_to_device({"a": [torch.ones(1), 3]}, "meta")
     assert moved["a"][0].device.type == "meta" and moved["a"][1] == 3
     assert numerics.required_torch_version(min_version=2.0) and not numerics.required_torch_version(
