@@ -12,6 +12,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -319,6 +320,11 @@ class SyntheticRun:
                     "unseen": self.unseen if rank == self.recorded_ranks[0] else 0,
                     "raised": statuses.count((rank, attempt, "raised")),
                     "incomplete": statuses.count((rank, attempt, "incomplete")),
+                    "summed": sum(
+                        row["calls"]
+                        for row in self.rows["aggregates"]
+                        if (row["rank"], row["attempt"]) == (rank, attempt)
+                    ),
                     "faults": 0,
                     "recorder_ns": self.recorder_ns,
                     "stopped_reason": None,
@@ -369,6 +375,7 @@ class SyntheticRun:
             torn=self.torn,
             raised=statuses.count("raised"),
             incomplete=statuses.count("incomplete"),
+            summed=sum(row["calls"] for row in self.rows["aggregates"]),
             ranks_expected=self.world_size,
             ranks_recorded=len(self.recorded_ranks),
             missing_ranks=missing,
@@ -404,3 +411,27 @@ def _buffers(op: str, payload_bytes: int, size: int, rank: int, peer: int) -> tu
         "recv": (0, payload_bytes),
         "barrier": (0, 0),
     }[op]
+
+
+_SUMMED_BY = (
+    *("rank", "attempt", "pid", "step", "after_step", "phase", "op", "intended_op", "purpose"),
+    *("pg", "group_ranks", "group_size", "is_p2p"),
+)
+
+
+def with_sums(run: SyntheticRun, steps: tuple[int, ...] | None = None) -> SyntheticRun:
+    """``run`` with the records of ``steps`` (default: of all) as sums."""
+    run.rows["groups"] = run._groups()
+    sums: dict[tuple[Any, ...], Counter[str]] = defaultdict(Counter)
+    left = []
+    for row in run.rows["collectives"]:
+        if steps is not None and row["step"] not in steps:
+            left.append(row)
+            continue
+        measures = {name: row[name] for name in ("payload_bytes", "input_bytes", "output_bytes")}
+        measures |= {"calls": 1, "host_ns": row["return_ns"] - row["issue_ns"]}
+        sums[tuple(row.get(key) for key in _SUMMED_BY)].update(measures)
+    run.rows["collectives"] = left
+    for key, values in sums.items():
+        run.add("aggregates", **dict(zip(_SUMMED_BY, key, strict=True)), **values)
+    return run

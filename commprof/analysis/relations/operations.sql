@@ -75,14 +75,12 @@ of_messages as (
 of_sums as (
     select
         s.*,
-        cast(null as int) as after_step,
         cast(null as int) as micro_step,
         cast(null as int) as bucket,
         cast(null as int) as owner,
         cast(null as varchar(1)) as dtype,
         cast(null as varchar(1)) as reduce_op,
         cast(null as varchar(1)) as device,
-        cast(null as varchar(1)) as group_desc,
         cast(null as varchar(1)) as api,
         cast(null as varchar(1)) as call_site,
         -1 as root,
@@ -126,7 +124,8 @@ located as (
         case
             when c.sender is not null and a.host is not null and b.host is not null
             then case when a.host = b.host then 'within_host' else 'between_hosts' end
-            when c.op = 'recv' and g.span = 'between_hosts' then null -- of a recv from any source
+            -- A message of sums, or a recv from any source: its other rank is not known, but in a group of two.
+            when c.op in ('send', 'recv') and g.span = 'between_hosts' and c.group_size > 2 then null
             when c.sender is null or c.sender < 0 then g.span
         end as span
     from counted c

@@ -1,9 +1,9 @@
 -- The collectives and messages of a run that was recorded with --aggregate, from its sums.
 --
--- grain: one row per attempt, pg, group_ranks, group_size, step, phase, op, intended_op, purpose and is_p2p
+-- grain: one row per attempt, pg, group_ranks, group_size, step, after_step, phase, op, intended_op, purpose and is_p2p
 -- inputs: aggregates, groups
 -- A combination has as many collectives as the rank with most of them issued, and the time of a mean rank. A message counts
--- at its send. The backend is that of the group, if it has one for all devices.
+-- at its send. The backend is that of the group, if it has one for all devices; group_desc is its name.
 with named as (
     select
         pg,
@@ -21,15 +21,20 @@ backends as (
         and min(first) <> ''
         and max(case when second in ('', first) and third in ('', first) and others = '' then 0 else 1 end) = 0
 ),
+described as (
+    select attempt, pg, group_ranks, max(group_desc) as group_desc
+    from groups
+    group by attempt, pg, group_ranks
+),
 of_rank as (
     select
-        attempt, pg, group_ranks, group_size, step, phase, op, intended_op, purpose, is_p2p, rank,
+        attempt, pg, group_ranks, group_size, step, after_step, phase, op, intended_op, purpose, is_p2p, rank,
         cast(sum(calls) as bigint) as calls,
         cast(sum(payload_bytes) as bigint) as payload_bytes,
         sum(host_ns) as host_ns,
         sum(exposed_ns) as exposed_ns
     from aggregates
-    group by attempt, pg, group_ranks, group_size, step, phase, op, intended_op, purpose, is_p2p, rank
+    group by attempt, pg, group_ranks, group_size, step, after_step, phase, op, intended_op, purpose, is_p2p, rank
 )
 select
     s.attempt,
@@ -37,7 +42,9 @@ select
     s.group_ranks,
     s.group_size,
     b.backend,
+    d.group_desc,
     s.step,
+    s.after_step,
     s.phase,
     s.op,
     s.intended_op,
@@ -57,4 +64,7 @@ select
     cast(case when s.is_p2p then sum(s.exposed_ns) else avg(s.exposed_ns) end as double) as exposed_ns
 from of_rank s
 left join backends b on b.pg = s.pg
-group by s.attempt, s.pg, s.group_ranks, s.group_size, b.backend, s.step, s.phase, s.op, s.intended_op, s.purpose, s.is_p2p
+left join described d on d.attempt = s.attempt and d.pg = s.pg and d.group_ranks = s.group_ranks
+group by
+    s.attempt, s.pg, s.group_ranks, s.group_size, b.backend, d.group_desc, s.step, s.after_step, s.phase, s.op, s.intended_op,
+    s.purpose, s.is_p2p

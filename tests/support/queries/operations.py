@@ -34,7 +34,18 @@ def operations(records: Iterable[Row], sums: Iterable[Row] = ()) -> list[Row]:
         uses[number, record["rank"]] += 1
         collectives[number, uses[number, record["rank"]]].append(record)
     combinations: dict[Any, dict[int, Counter[str]]] = defaultdict(lambda: defaultdict(Counter))
-    keys = ("step", "phase", "op", "intended_op", "purpose", "group_size", "attempt", "pg", "group_ranks")
+    keys = (
+        "step",
+        "phase",
+        "op",
+        "intended_op",
+        "purpose",
+        "group_size",
+        "attempt",
+        "pg",
+        "group_ranks",
+        "after_step",
+    )
     for each in sums:
         of_rank = combinations[tuple(each[key] for key in keys)][each["rank"]]
         of_rank.update(

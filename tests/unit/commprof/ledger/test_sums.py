@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import collections
 import re
 
 import pytest
 
 from commprof.analysis import api
 from commprof.cli import execute
-from support.runs import SyntheticRun
+from support.runs import SyntheticRun, with_sums
 
 SIZES = {"a.weight": 600, "b.weight": 400}
 
@@ -38,37 +37,6 @@ def whole_run(**keys) -> SyntheticRun:
         run.add_collective(
             "all_gather", payload_bytes=4000, step=step, phase="optimizer", purpose="parameter_gather"
         )
-    return run
-
-
-def with_sums(run: SyntheticRun, steps=None) -> SyntheticRun:
-    """``run`` with the records of ``steps`` (default: of all) as sums."""
-    keys = (
-        "rank",
-        "attempt",
-        "pid",
-        "step",
-        "phase",
-        "op",
-        "purpose",
-        "pg",
-        "group_ranks",
-        "group_size",
-        "is_p2p",
-    )
-    measures = ("payload_bytes", "input_bytes", "output_bytes")
-    run.rows["groups"] = run._groups()
-    sums, left = collections.defaultdict(collections.Counter), []
-    for row in run.rows["collectives"]:
-        if steps is None or row["step"] in steps:
-            sums[tuple(row.get(key) for key in keys)].update(
-                {"calls": 1, **{name: row[name] for name in measures}}
-            )
-        else:
-            left.append(row)
-    run.rows["collectives"] = left
-    for key, values in sums.items():
-        run.add("aggregates", **dict(zip(keys, key, strict=True)), **{"host_ns": 10, **values})
     return run
 
 
