@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from typing import Final, NamedTuple
 
+from commprof.errors import UsageError
 from commprof.ledger.levels import INIT, Unexplained, Verdict
 from commprof.ledger.limits import UNTAGGED, Budget, Limit
 from commprof.ledger.records.issued import COLUMNS, Issued, Message, StepKey, issued
@@ -27,7 +28,7 @@ class Violation(NamedTuple):
 
 
 class _Scope(NamedTuple):
-    """The messages of one step, of the time before the first, or of the run."""
+    """The messages of one step, of the time before the first, or of the run. Those between steps are of the run only."""
 
     name: str
     messages: Mapping[Message, int]
@@ -61,7 +62,11 @@ def _issued_by(run: WholeRun) -> Issued:
 
 def _scopes(sent: Issued) -> dict[str, list[_Scope]]:
     init = [_Scope(_name(key), messages) for key, messages in sorted(sent.items()) if key.step < 0]
-    steps = [_Scope(_name(key), messages) for key, messages in sorted(sent.items()) if key.step >= 0]
+    steps = [
+        _Scope(_name(key), {message: count for message, count in messages.items() if not message.outside})
+        for key, messages in sorted(sent.items())
+        if key.step >= 0
+    ]
     of_run: dict[Message, int] = defaultdict(int)
     for messages in sent.values():
         for message, count in messages.items():
@@ -152,8 +157,18 @@ def _unexplained_text(item: Unexplained) -> str:
 
 
 def budget_of(run: WholeRun) -> str:
-    """The tightest budget that ``run`` itself meets, as TOML."""
+    """The tightest budget that ``run`` itself meets, as TOML.
+
+    Raises:
+        UsageError: its records do not suffice to show that it meets any.
+    """
     scopes = _scopes(_issued_by(run))
+    missing = gaps(run, sum(map(len, scopes.values())))
+    if missing:
+        raise UsageError(
+            f"{run.path} meets no budget, so none is written: {'; '.join(missing)}. Record a complete run, without "
+            "--aggregate, --steps or --max-size"
+        )
     verdict = verify(run)
     clean = not _not_requested(verdict)
     lines = [f"# The tightest budget that {run.path.name} meets: see docs/verify.md."]

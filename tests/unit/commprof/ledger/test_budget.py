@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from commprof.cli import execute
-from support.runs import SyntheticRun
+from support.runs import SyntheticRun, with_sums
 
 
 @pytest.fixture
@@ -135,6 +135,32 @@ def test_a_budget_of_a_run_is_kept_by_it_and_broken_by_more(capsys, run, tmp_pat
     assert execute(["check", "run", "--budget", "own.toml"]) == 1
     assert execute(["check", "run", "--write-budget", "own.toml"]) == 2
     assert "exists already" in capsys.readouterr().err
+
+
+def test_what_is_sent_between_steps_counts_in_the_run_and_in_no_step(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    made = SyntheticRun(world_size=2)
+    for step in (0, 1):
+        made.add_step(step)
+        made.add_collective("all_reduce", payload_bytes=100, step=step)
+        outside = {"step": -1, "after_step": step, "phase": ("evaluation", "checkpoint")[step]}
+        made.add_collective("all_gather", payload_bytes=9000, **outside)
+    made.write(tmp_path / "run")
+    assert check(capsys, "[step]\nmax_payload_bytes = 100\nallowed_ops = ['all_reduce']")[0] == 0
+    assert check(capsys, "[run]\nmax_payload_bytes = 18200")[0] == 0
+    assert check(capsys, "[run]\nmax_payload_bytes = 18199")[0] == 1
+    assert execute(["check", "run", "--write-budget", "own.toml"]) == 0
+    assert "max_payload_bytes = 100\n" in (tmp_path / "own.toml").read_text()
+
+
+def test_of_a_run_of_sums_no_budget_is_written(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    made = SyntheticRun(world_size=2)
+    made.add_step(0)
+    made.add_collective("all_reduce", payload_bytes=100, step=0)
+    with_sums(made).write(tmp_path / "run")
+    assert execute(["check", "run", "--write-budget", "own.toml"]) == 2
+    assert "meets no budget" in capsys.readouterr().err and not (tmp_path / "own.toml").exists()
 
 
 def test_nothing_can_be_shown_of_a_run_with_lost_records(capsys, tmp_path, monkeypatch):
