@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, Final
 
 from commprof.trace.rank_files.events import Events
 from commprof.trace.rank_files.layout import SUM_FIELDS
 from commprof.trace.rank_files.steps import StepTable
+
+_IN_MEMORY: Final = 2  # steps whose sums a rank has not written yet
 
 
 def sums_of(
@@ -37,6 +39,23 @@ def sums_of(
                 "group_ranks": group.get("group_ranks", ""),
                 "group_size": group.get("group_size", 0),
             }
+
+
+def step_rows(events: Events, steps: StepTable) -> Iterator[Mapping[str, Any]]:
+    """The rows of ``steps``, without the end of those whose sums are missing.
+
+    A rank writes the sums of a step when the next but one begins. Until it has ended its recording, those of its last two
+    steps are in its memory only, so what these steps sent is not known.
+    """
+    is_missing = bool(events.rows["aggregate"] or _sums_only(events)) and events.last("end") is None
+    known = len(steps.rows) - (_IN_MEMORY if is_missing else 0)
+    for number, row in enumerate(steps.rows):
+        yield row if number < known else {**row, "end_ns": None}
+
+
+def _sums_only(events: Events) -> bool:
+    options = (events.last("begin") or {}).get("options")
+    return isinstance(options, dict) and options.get("aggregate") is True
 
 
 def recorded_part(events: Events) -> dict[str, Any]:

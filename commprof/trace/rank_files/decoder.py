@@ -13,7 +13,7 @@ import pyarrow as pa
 
 from commprof.errors import TraceError
 from commprof.schema import OPS
-from commprof.trace.rank_files.aggregates import recorded_part, sums_of
+from commprof.trace.rank_files.aggregates import recorded_part, step_rows, sums_of
 from commprof.trace.rank_files.columns import CollectiveColumns, encoded_schema
 from commprof.trace.rank_files.engines import engines_of
 from commprof.trace.rank_files.events import Events, read_events
@@ -211,7 +211,7 @@ def _side_tables(
     here = {**same, "host": str((events.last("begin") or {}).get("host") or "")}
     rows: dict[str, Iterable[Mapping[str, Any]]] = {
         "groups": ({**row, **same, "host": here["host"] or None} for row in groups.values()),
-        "steps": ({**row, **same} for row in steps.rows),
+        "steps": ({**row, **same} for row in step_rows(events, steps)),
         "outside_steps": ({**row, **same} for row in steps.outside_rows),
         "metrics": ({**_metric(row, steps), **same} for row in events.rows["metrics"]),
         "parameters": events.rows["parameters"],

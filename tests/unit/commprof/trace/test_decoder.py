@@ -281,3 +281,18 @@ def test_a_damaged_line_of_an_expert_load_is_left_out_and_counted(tmp_path, dama
         (1, 1, 1, 0),
     ]
     assert trace.entry["torn_events"] == whole + 1
+
+
+@pytest.mark.parametrize("ended", [True, False], ids=["ended", "killed"])
+@pytest.mark.parametrize("lines", [0, 2])
+def test_steps_whose_sums_a_killed_rank_had_not_written_have_no_end(tmp_path, ended, lines):
+    """Of the steps 0 to 3 the first three have ended; a rank writes the sums of a step when the next but one begins."""
+    stem = write_rank(tmp_path, records=20, ended=False, options={"aggregate": True})
+    with stem.with_name(f"{stem.name}.events").open("ab") as events:
+        for step in range(lines):
+            sums = ["backward", "all_reduce", None, None, "0", False, 5, 160, 160, 160, 50, None]
+            events.write(encode_row("aggregate", {"step": step, "sums": [sums]}))
+        if ended:
+            events.write(encode_row("end", {"time_ns": 20_000}))
+    steps = read_rank(stem).tables["steps"].to_pylist()
+    assert [row["end_ns"] is not None for row in steps] == [True, True, ended, False]
