@@ -129,6 +129,20 @@ def test_steps_that_the_run_lacks_or_that_go_backwards_are_refused_in_place(dire
         assert told in text and "All steps are shown" in text
 
 
+def test_bytes_without_a_known_root_are_those_of_a_step_where_the_matrix_is_of_a_step(tmp_path):
+    run = SyntheticRun(world_size=2)
+    for step in range(4):
+        run.add_step(step)
+        run.add_collective("broadcast", payload_bytes=1 << 20, step=step, peer=9)  # of no rank of the group
+    run.write(tmp_path / "run")
+    for measure in ("wire", "issued"):
+        assert "1.00 MiB per step are in no cell" in text_of(
+            draw(tmp_path, f"/matrix?run=run&measure={measure}")
+        )
+        total = text_of(draw(tmp_path, f"/matrix?run=run&measure={measure}&per=total"))
+        assert "4.00 MiB are in no cell" in total
+
+
 def test_the_matrix_shows_a_step_and_the_step_of_another_page(directory):
     steps = sorted(set(api.step_times(directory / "plain")["step"]))
     warm = api.matrix(directory / "plain", steps=(steps[1], steps[-1]))

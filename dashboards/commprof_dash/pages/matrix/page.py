@@ -113,7 +113,7 @@ def render(runs: Runs, query: Query, scheme: Scheme) -> Drawing:
             _matrix(_per_step(frame, count), measure, chosen, hosts, when, balance, scheme),
             *experts,
             _owners(matrix_data.owners(runs, name, steps), _together(steps), scheme),
-            _model(frame, measure),
+            _model(frame, measure, count),
         ]
 
     return draw_run(runs, query, answers)
@@ -298,7 +298,8 @@ def _unplaced(measure: Measure) -> str:
     return "executed_unplaced_bytes" if measure is EXECUTED else "unplaced_bytes"
 
 
-def _model(frame: pd.DataFrame, measure: Measure) -> Component:
+def _model(frame: pd.DataFrame, measure: Measure, count: int) -> Component:
+    """Who sends to whom in the model, and the bytes in no cell: the mean of ``count`` steps, as in the matrix."""
     if measure is EXECUTED and frame.attrs["executed_reason"]:
         measure = ISSUED
     models = frame.attrs["executed_models" if measure is EXECUTED else "models"]
@@ -306,7 +307,10 @@ def _model(frame: pd.DataFrame, measure: Measure) -> Component:
     unplaced = frame.attrs[_unplaced(measure)]
     if unplaced:
         lines.append(
-            html.Li(f"{api.format_bytes(unplaced)} are in no cell: their root or receiver is not known.")
+            html.Li(
+                f"{api.format_bytes(unplaced / count)}{' per step' if count > 1 else ''} are in no cell: their root or "
+                "receiver is not known."
+            )
         )
     if not lines:
         return messages.message("No model", "The selection sends no bytes.")
