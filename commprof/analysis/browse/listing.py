@@ -57,6 +57,7 @@ def _read(path: Path) -> dict[str, Any]:
         "world_size": manifest.world_size,
         "backend": group_backends(run.table("groups")),
         "records": health.records,
+        "summed": health.summed,
         "lost": health.lost,
         "unseen": health.unseen,
         "steps": training.group_by(["attempt", "step"]).aggregate([]).num_rows,

@@ -428,6 +428,7 @@ RUNS: Final = Table(
         Column("world_size", "int64", "ranks", True),
         Column("backend", "string", "backends of its groups", True),
         Column("records", "int64", "records", True),
+        Column("summed", "int64", "collectives of which only sums were recorded", True),
         Column("lost", "int64", "dropped records", True),
         Column("unseen", "int64", "unseen collectives", True),
         Column("steps", "int64", "training steps", True),

@@ -18,7 +18,7 @@ from commprof_dash.data import Runs
 from commprof_dash.pages import PAGES
 from commprof_dash.pages.overview import data as overview_data
 from commprof_dash.pages.runs.data import KnownFacts, range_text, read_some, table_rows
-from support.runs import SyntheticRun
+from support.runs import SyntheticRun, with_sums
 
 pytestmark = pytest.mark.shared_answers
 
@@ -137,6 +137,18 @@ def test_a_sweep_is_one_row_with_the_ranges_of_its_runs(tmp_path):
     assert alone["verdict"] == "cannot tell", "no parameters were published"
     assert alone["sent_text"] == api.format_bytes(setting["executed_wire_bytes_per_step"])
     assert " to " in rows["sweep:of-two"]["sent_text"], "gloo's reduce sends other bytes than its all_reduce"
+
+
+def test_a_run_of_sums_has_its_step_time_and_its_bytes(tmp_path):
+    run = SyntheticRun(world_size=2)
+    for step in range(3):
+        run.add_step(step, duration_ns=5_000_000)
+        run.add_collective("all_reduce", payload_bytes=1 << 20, step=step)
+    with_sums(run).write(tmp_path / "sums")
+    runs, known = Runs(tmp_path), KnownFacts()
+    assert read_some(runs, known, ["sums"], 60.0) == (["sums"], [])
+    (row,) = table_rows(runs.listing(), known)
+    assert (row["step_time_text"], row["sent_text"], row["exposed_text"]) == ("5.00 ms", "1.00 MiB", "-")
 
 
 def test_what_cannot_be_read_has_no_facts_and_no_place_in_compare(tmp_path):

@@ -78,7 +78,7 @@ class KnownFacts:
         return known
 
     def _read(self, runs: Runs, row: Mapping[str, Any]) -> Facts | None:
-        if row["state"] == _UNREADABLE or not row["records"] or pd.isna(row["records"]):
+        if row["state"] == _UNREADABLE or not (row["records"] or row["summed"]):
             return NOTHING
         ask = runs.run_beside if row["records"] > _MOST_RECORDS else runs.of_run
         try:
