@@ -1,12 +1,13 @@
 -- The gradient buckets, each once for the ranks that reduce it together, with what reduced it.
 --
 -- grain: one row per attempt, step, micro_step, bucket and group of ranks that reduce it
--- inputs: bucket_groups, bucket_contents, bucket_times, operations
+-- inputs: bucket_groups, bucket_contents, bucket_times, operations, aggregates
 -- requested: attempt, step, micro_step, bucket, op, intended_op, purpose, group_ranks, group_size
 -- fill is numel over capacity. op and intended_op name all operations that reduced it, joined by ', '. wire_bytes,
 -- executed_wire_bytes and between_hosts_bytes (the part of wire_bytes whose span is between_hosts) are those of a mean rank
 -- of all that reduce it; the last two are null where they are not known. padding_bytes is null where no runtime says it.
--- duration_ns and exposed_ns are null where no record carries the number of the bucket.
+-- duration_ns and exposed_ns are null where no record carries the number of the bucket. Of a step of which sums were recorded
+-- (--aggregate, --max-size) all bytes and collectives are null: sums do not name buckets.
 with sizes as (
     select attempt, group_ranks, count(*) as members
     from bucket_groups
@@ -82,6 +83,12 @@ sent as (
         case when sum(unlocated) = 0 then sum(between_hosts_bytes) end as between_hosts_bytes
     from reducing
     group by attempt, step, micro_step, bucket, group_ranks
+),
+summed as (
+    select attempt, step
+    from aggregates
+    where step >= 0
+    group by attempt, step
 )
 select
     c.attempt,
@@ -102,12 +109,12 @@ select
     c.time_ns,
     s.op,
     s.intended_op,
-    coalesce(s.collectives, 0) as collectives,
-    coalesce(s.payload_bytes, 0) as payload_bytes,
-    s.padding_bytes,
-    coalesce(s.wire_bytes, 0.0) as wire_bytes,
-    case when s.attempt is null then 0.0 else s.executed_wire_bytes end as executed_wire_bytes,
-    case when s.attempt is null then 0.0 else s.between_hosts_bytes end as between_hosts_bytes,
+    case when m.step is null then coalesce(s.collectives, 0) end as collectives,
+    case when m.step is null then coalesce(s.payload_bytes, 0) end as payload_bytes,
+    case when m.step is null then s.padding_bytes end as padding_bytes,
+    case when m.step is null then coalesce(s.wire_bytes, 0.0) end as wire_bytes,
+    case when m.step is not null then null when s.attempt is null then 0.0 else s.executed_wire_bytes end as executed_wire_bytes,
+    case when m.step is not null then null when s.attempt is null then 0.0 else s.between_hosts_bytes end as between_hosts_bytes,
     t.duration_ns,
     t.exposed_ns
 from bucket_contents c
@@ -123,3 +130,4 @@ left join bucket_times t
     and t.micro_step = c.micro_step
     and t.bucket = c.bucket
     and t.group_ranks = c.group_ranks
+left join summed m on m.attempt = c.attempt and m.step = c.step

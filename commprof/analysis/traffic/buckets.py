@@ -48,6 +48,7 @@ def bucket_flushes(run: Run, operations: pa.Table) -> pa.Table:
     tables = {
         "buckets": run.scan("buckets", _FEWEST_SCANNED),
         "collectives": run.scan("collectives", _FEWEST_SCANNED),
+        "aggregates": run.table("aggregates"),
     }
     return in_order(evaluate(BUCKET_FLUSHES.name, tables, known={"operations": operations}))
 

@@ -124,7 +124,7 @@ def _told(bucket: pd.Series[Any], mean: bool) -> Component:
     fill = "" if pd.isna(bucket["fill"]) else f", {100 * bucket['fill']:.0f} % of its capacity"
     why = " or ".join(_REASONS.get(one, one) for one in _reasons_in(bucket["flush_reason"]))
     sent = [f"It was sent {why}" if why else "It was sent, its runtime does not report why"]
-    if bucket["collectives"]:
+    if pd.notna(bucket["collectives"]) and bucket["collectives"]:
         sent.append(f"reduced by {_of(str(bucket['series']), bucket['collectives'])}")
     if pd.notna(bucket["exposed_ns"]):
         over = "median of the steps after the first" if mean else "mean of the ranks"

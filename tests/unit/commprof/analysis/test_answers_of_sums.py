@@ -91,3 +91,20 @@ def test_messages_of_sums_may_leave_a_host_only_in_groups_across_hosts():
     )
     assert records == {"0-1-2-3": 0, "1-2": 100, "2-3": 0}
     assert sums == {"0-1-2-3": pytest.approx(nan, nan_ok=True), "1-2": 100, "2-3": 0}
+
+
+@pytest.mark.parametrize("steps", [None, (2, 3)], ids=["all of them", "after some records"])
+def test_sums_do_not_name_buckets_so_their_bytes_are_null_and_not_0(steps):
+    run = with_sums(a_run(), steps).open()
+    frame = api.bucket_flushes(run)
+    summed = frame["step"].isin(range(STEPS) if steps is None else steps)
+    measures = ["collectives", "payload_bytes", "wire_bytes", "executed_wire_bytes", "between_hosts_bytes"]
+    assert frame.loc[summed, measures].isna().all(axis=None) and frame["numel"].eq(100).all()
+    assert frame.loc[~summed, "wire_bytes"].tolist() == [600.0] * (0 if steps is None else 4)
+    of_steps = api.bucket_steps(run).set_index("step")
+    assert of_steps["buckets"].tolist() == [2] * STEPS
+    assert of_steps["wire_bytes"].isna().sum() == (STEPS if steps is None else 2)
+    (per_step,) = api.buckets_per_step(run).to_dict("records")
+    assert (per_step["buckets"], per_step["bytes"]) == (2, 800)
+    assert steps is not None or per_step["wire_bytes"] != per_step["wire_bytes"]
+    assert len(api.bucket_means(run)) == 2
