@@ -74,8 +74,11 @@ def plant(run: Path, hosts: int, steps: int) -> int:
     write_parquet(first, records[0])
     tables = host_files.tables_of(
         pa.concat_tables(records),
-        pa.concat_tables([steps_of(rank, steps) for rank in range(EACH)]),
-        empty_table("stalls"),
+        [
+            pa.concat_tables([steps_of(rank, steps) for rank in range(EACH)]),
+            empty_table("stalls"),
+            empty_table("outside_steps"),
+        ],
         EACH,
         world,
     )

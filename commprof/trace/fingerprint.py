@@ -14,9 +14,18 @@ from typing import Final
 from commprof.trace.directory import COLLECTIVES_DIRECTORY
 from commprof.trace.rank_files.layout import EVENTS_SUFFIX, RECORDS_SUFFIX
 
-VERSION: Final = 22  # of what is derived: the index and the summaries
+VERSION: Final = 23  # of what is derived: the index and the summaries
 _GROWING: Final = (RECORDS_SUFFIX, EVENTS_SUFFIX, ".jsonl")
-_INPUTS: Final = ("clocks", "clock_offsets", "steps", "aggregates", "buckets", "groups", "stalls")
+_INPUTS: Final = (
+    "clocks",
+    "clock_offsets",
+    "steps",
+    "aggregates",
+    "buckets",
+    "groups",
+    "stalls",
+    "outside_steps",
+)
 _INPUT_FILES: Final = {f"{name}.parquet": place for place, name in enumerate(_INPUTS)}
 
 

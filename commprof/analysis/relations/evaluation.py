@@ -18,7 +18,7 @@ from commprof.analysis.relations.sql_engine import (
     query_text,
     register,
 )
-from commprof.analysis.time.stalls import stall_times
+from commprof.analysis.time.stalls import stall_times, training_parts
 from commprof.errors import TraceError, UsageError
 from commprof.schema import TABLES
 from commprof.trace.reader import Run, Scan
@@ -91,10 +91,9 @@ class RunViews:
             rows = made_of(name, lambda question: self.engine.sql(query_text(question)).to_arrow_table())
             self.engine.register(name, rows)
         elif name == "process_exposure":
-            steps, stalls = (self._run.table(each) for each in ("steps", "stalls"))
-            self.engine.register(
-                name, stall_times(self._run.scan("collectives", _MOST_IN_MEMORY), steps, ("purpose",), stalls)
-            )
+            parts = training_parts(self._run.table("steps"), self._run.table("outside_steps"))
+            records = self._run.scan("collectives", _MOST_IN_MEMORY)
+            self.engine.register(name, stall_times(records, parts, ("purpose",), self._run.table("stalls")))
         elif name in relation_graph.MADE:
             self.engine.register(name, _made(self._run, name))
         elif name in relation_graph.names():

@@ -17,7 +17,7 @@ from commprof.analysis.relations import relation_graph
 from commprof.analysis.relations.evaluation import BY
 from commprof.analysis.relations.spark import SparkRelations, first_line
 from commprof.analysis.relations.sql_engine import MADE
-from commprof.analysis.time.stalls import COLUMNS, stall_times
+from commprof.analysis.time.stalls import COLUMNS, stall_times, training_parts
 from commprof.errors import TraceError, UsageError
 from commprof.schema import TABLES
 from commprof.trace.reader import Run
@@ -90,7 +90,8 @@ def query(session: SparkSession, run: Run, sql: str) -> pa.Table:
         by = BY if re.search(r"(select|,|\.)\s*\*", sql, re.IGNORECASE) else [x for x in BY if x in words]
         for name in sorted(named, key=lambda name: name in relation_graph.names()):
             if name == "process_exposure":
-                beside = {each: run.table(each) for each in ("steps", "stalls")}
+                parts = training_parts(run.table("steps"), run.table("outside_steps"))
+                beside = {"steps": parts, "stalls": run.table("stalls")}
                 relations.view(name, relations.of_processes(COLUMNS, beside, process_exposure)[0])
             else:
                 relations.make(name, by)

@@ -18,6 +18,7 @@ from commprof.analysis.storage.index_sums import exposures_from, process_times
 from commprof.analysis.storage.index_totals import BUCKET_FLUSHES, OPERATIONS
 from commprof.analysis.storage.run_totals import SUMMARISED, summary_tables
 from commprof.analysis.time.stalls import COLUMNS as STALL_COLUMNS
+from commprof.analysis.time.stalls import training_parts
 from commprof.analysis.traffic import buckets
 from commprof.errors import TraceError, UsageError
 from commprof.trace.directory import COLLECTIVES_DIRECTORY, MANIFEST_NAME
@@ -119,7 +120,8 @@ def _on_spark(session: SparkSession, run: Run) -> dict[tuple[str, ...], pa.Table
     relations = relations_of(session, run)
     operations = relations.table("operations", SUMMARISED)
     steps, stalls = run.table("steps"), run.table("stalls")
-    times = relations.of_processes(STALL_COLUMNS, {"steps": steps, "stalls": stalls}, process_times)
+    parts = training_parts(steps, run.table("outside_steps"))
+    times = relations.of_processes(STALL_COLUMNS, {"steps": parts, "stalls": stalls}, process_times)
     tables = {(OPERATIONS, *SUMMARISED): operations}
     tables |= {(name,): rows for name, rows in exposures_from(times, steps, stalls).items()}
     if len(run.table("buckets")):

@@ -34,6 +34,7 @@ from commprof.analysis.storage.index_sums import EXPOSURES, process_times
 from commprof.analysis.storage.index_totals import HELD_COLUMNS, OPERATIONS
 from commprof.analysis.stragglers import arrival_sample
 from commprof.analysis.time import exposure, training_steps
+from commprof.analysis.time.stalls import training_parts
 from commprof.errors import TraceError
 from commprof.trace.directory import COLLECTIVES_DIRECTORY, HOSTS_DIRECTORY
 from commprof.trace.finaliser import convert_host
@@ -58,7 +59,7 @@ _STALL_SUMS: Final = {  # columns of stall_times, which have other meanings in o
 }
 _COUNTS: Final = ("records", "timed", "sampled", "unwaited", "bounded", "ended", "unsampled", "summed_ns")
 
-_OTHERS: Final = ("steps", "stalls")
+_OTHERS: Final = ("steps", "stalls", "outside_steps")
 
 Tables = Mapping[str, pa.Table]
 T = TypeVar("T")
@@ -80,9 +81,9 @@ class HostFile(NamedTuple):
 
 
 def tables_of(
-    collectives: pa.Table | Scan, of_steps: pa.Table, stalls: pa.Table, ranks: int, world: int
+    collectives: pa.Table | Scan, others: Sequence[pa.Table], ranks: int, world: int
 ) -> dict[str, pa.Table]:
-    """The tables of a host, from the records, steps and stalls of its ranks.
+    """The tables of a host, from the records of its ranks and their rows of the other tables (:data:`_OTHERS`).
 
     Args:
         ranks: how many these are, of ``world`` in the run.
@@ -90,7 +91,8 @@ def tables_of(
     Raises:
         TraceError: a file is damaged.
     """
-    *stood, counted = process_times(collectives, of_steps, stalls)
+    of_steps, stalls, outside_steps = others
+    *stood, counted = process_times(collectives, training_parts(of_steps, outside_steps), stalls)
     tables = {
         _ISSUED: evaluate(_ISSUED, {"collectives": collectives}, COLUMNS),
         _STEPS: evaluate(_STEPS, {"steps": of_steps}),
@@ -198,9 +200,9 @@ def keep_host(path: Path, host: str) -> None:
             return
         stems = {trace.identity.stem for trace in traces}
         present = record_files(path)
-        of_steps, stalls = (pa.concat_tables([trace.tables[name] for trace in traces]) for name in _OTHERS)
+        others = [pa.concat_tables([trace.tables[name] for trace in traces]) for name in _OTHERS]
         world = max(trace.entry.get("world_size") or 0 for trace in traces)
-        tables = tables_of(_scan(path, stems), of_steps, stalls, len(traces), world)
+        tables = tables_of(_scan(path, stems), others, len(traces), world)
         write(file_of(path, stems), host, {stem: present[stem] for stem in stems}, tables)
     elif not rank_files(path):  # the process that finalises the job was quicker
         run = open_run(path)
@@ -240,10 +242,10 @@ def file_of(run: Path, stems: Iterable[str]) -> Path:
 
 def _of_ranks(run: Run, stems: Iterable[str], ranks: Iterable[int]) -> dict[str, pa.Table]:
     mine = pa.array(sorted(ranks), pa.int32())
-    others = (run.table(name) for name in _OTHERS)
-    of_steps, stalls = (rows.filter(pc.is_in(rows["rank"], mine)) for rows in others)
+    every = (run.table(name) for name in _OTHERS)
+    others = [rows.filter(pc.is_in(rows["rank"], mine)) for rows in every]
     world = len({entry["rank"] for entry in run.manifest.ranks})
-    return tables_of(_scan(run.path, stems), of_steps, stalls, len(mine), world)
+    return tables_of(_scan(run.path, stems), others, len(mine), world)
 
 
 def _scan(run: Path, stems: Iterable[str]) -> pa.Table | Scan:

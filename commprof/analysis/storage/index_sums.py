@@ -22,7 +22,7 @@ from commprof.analysis.storage.index_totals import TransferTimes, append, rows_o
 from commprof.analysis.stragglers import arrivals, straggling
 from commprof.analysis.time import exposure, transfers
 from commprof.analysis.time.partitions import IndexedParts, columns_of
-from commprof.analysis.time.stalls import stall_times_by
+from commprof.analysis.time.stalls import stall_times_by, training_parts
 from commprof.trace.reader import Run, Scan
 from commprof.trace.tables import empty_table
 
@@ -121,16 +121,20 @@ def exposure_tables(run: Run) -> dict[str, pa.Table]:
         TraceError: a file of the run is damaged.
     """
     collectives, of_steps = run.scan("collectives", _FEWEST_SCANNED), run.table("steps")
-    stalls = run.table("stalls")
-    exposures = exposures_from(process_times(collectives, of_steps, stalls), of_steps, stalls)
+    stalls, parts = run.table("stalls"), training_parts(of_steps, run.table("outside_steps"))
+    exposures = exposures_from(process_times(collectives, parts, stalls), of_steps, stalls)
     give_back()  # the columns that were read are not needed again
     return exposures
 
 
-def process_times(collectives: pa.Table | Scan, of_steps: pa.Table, stalls: pa.Table) -> list[pa.Table]:
-    """The input of :func:`exposures_from`. For several processes: the tables of each, concatenated."""
+def process_times(collectives: pa.Table | Scan, parts: pa.Table, stalls: pa.Table) -> list[pa.Table]:
+    """The input of :func:`exposures_from`. For several processes: the tables of each, concatenated.
+
+    Args:
+        parts: of the steps (:func:`training_parts`).
+    """
     return [
-        *stall_times_by(collectives, of_steps, list(EXPOSURES), stalls),
+        *stall_times_by(collectives, parts, list(EXPOSURES), stalls),
         exposure.counts(collectives, max(EXPOSURES, key=len), stalls),
     ]
 

@@ -112,7 +112,8 @@ def _evaluated(run: Run, key: tuple[str, ...]) -> pa.Table:
     if name == BUCKET_FLUSHES:
         return _flushes(run, lambda: _operations(run, (*buckets.COLUMNS, "backend")))
     by = next(by for by, exposed in EXPOSURES.items() if exposed == name)
-    return exposure_module.answer(run.scan("collectives"), run.table("steps"), by, run.table("stalls"))
+    steps, stalls, outside_steps = (run.table(table) for table in ("steps", "stalls", "outside_steps"))
+    return exposure_module.answer(run.scan("collectives"), steps, by, stalls, outside_steps=outside_steps)
 
 
 def summarise(path: Path) -> bool:
@@ -178,9 +179,8 @@ def exposure(run: Run, by: Sequence[str]) -> pd.DataFrame:
     """Exposed and overlapped time of ``run``: see :func:`commprof.analysis.api.exposure`."""
     wanted = tuple(dict.fromkeys(by))
     if wanted not in EXPOSURES:
-        return exposure_module.exposure(
-            run.scan("collectives"), run.table("steps"), wanted, run.table("stalls")
-        )
+        steps, stalls, outside_steps = (run.table(table) for table in ("steps", "stalls", "outside_steps"))
+        return exposure_module.exposure(run.scan("collectives"), steps, wanted, stalls, outside_steps)
     return exposure_module.as_frame(exposure_rows(run, wanted), wanted)
 
 

@@ -17,7 +17,7 @@ import pyarrow as pa
 from commprof.analysis.columns.answers import EXPOSURE, EXPOSURE_BY, EXPOSURE_PER_STEP
 from commprof.analysis.columns.frames import from_arrow, from_rows
 from commprof.analysis.relations.sql_engine import ask
-from commprof.analysis.time.stalls import stall_times
+from commprof.analysis.time.stalls import stall_times, training_parts
 from commprof.analysis.time.warm_steps import warm_steps
 from commprof.errors import UsageError
 from commprof.trace.reader import Scan
@@ -29,10 +29,15 @@ _OF_DURATIONS = ("attempt", "rank", "step")  # the duration of a step may differ
 
 
 def exposure(
-    collectives: pa.Table | Scan, steps: pa.Table, by: Sequence[str], stalls: pa.Table
+    collectives: pa.Table | Scan,
+    steps: pa.Table,
+    by: Sequence[str],
+    stalls: pa.Table,
+    outside_steps: pa.Table,
 ) -> pd.DataFrame:
     """:func:`answer` as a frame."""
-    return as_frame(answer(collectives, steps, by, stalls), tuple(dict.fromkeys(by)))
+    rows = answer(collectives, steps, by, stalls, outside_steps=outside_steps)
+    return as_frame(rows, tuple(dict.fromkeys(by)))
 
 
 def as_frame(answer: pa.Table, by: Sequence[str]) -> pd.DataFrame:
@@ -54,6 +59,7 @@ def answer(
     stall_rows: pa.Table | None = None,
     counted: pa.Table | None = None,
     participating: pa.Table | None = None,
+    outside_steps: pa.Table | None = None,
 ) -> pa.Table:
     """Exposed and overlapped time for each combination of the columns ``by``; without any, one row.
 
@@ -62,6 +68,7 @@ def answer(
         stall_rows: the rows of :func:`stall_times` by these columns, if known.
         counted: :func:`counts` by these columns at least, if known.
         participating: how many ranks have part in each combination without the step, if known.
+        outside_steps: the checkpoints within steps, unless ``stall_rows`` are given.
 
     Raises:
         UsageError: a column of ``by`` cannot be grouped by.
@@ -79,12 +86,15 @@ def answer(
     partition = [name for name in by if name != "step"]
     if counted is None:
         counted = counts(collectives, by, stalls)
+    if stall_rows is None:
+        parts = steps if outside_steps is None else training_parts(steps, outside_steps)
+        stall_rows = stall_times(collectives, parts, by, stalls)
     if participating is None:
         participating = ask("exposure_ranks", {"counts": counted}, partition=_listed(partition))
     return ask(
         "exposure",
         {
-            "stall_times": stall_times(collectives, steps, by, stalls) if stall_rows is None else stall_rows,
+            "stall_times": stall_rows,
             "counts": counted,
             "participating": participating,
             "steps": steps,

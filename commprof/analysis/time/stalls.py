@@ -18,8 +18,9 @@ processes, and the memory of one process.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
-from itertools import pairwise
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import Final, NamedTuple, TypeAlias
 
@@ -81,6 +82,35 @@ class _Steps(NamedTuple):
 
     times: Numbers
     steps: pa.Array
+
+
+def training_parts(steps: pa.Table, outside_steps: pa.Table) -> pa.Table:
+    """``steps``, each step divided into the parts between the checkpoints within it, for :func:`stall_times`.
+
+    The time of a step leaves these out (``outside_ns``), and so do its exposed and overlapped time.
+    """
+    is_divided = pc.and_(pc.greater(pc.fill_null(steps["outside_ns"], 0), 0), steps["end_ns"].is_valid())
+    if not pc.any(is_divided).as_py():
+        return steps
+    passes: dict[tuple[int, ...], list[tuple[int, ...]]] = {}
+    for row in outside_steps.filter(outside_steps["end_ns"].is_valid()).to_pylist():
+        passes.setdefault(tuple(row[name] for name in PROCESS), []).append((row["begin_ns"], row["end_ns"]))
+    for of_process in passes.values():
+        of_process.sort()
+    parts = []
+    for row in steps.filter(is_divided).to_pylist():
+        begin, of_process = row["begin_ns"], passes.get(tuple(row[name] for name in PROCESS), [])
+        for first, end in islice(of_process, bisect_left(of_process, (begin,)), None):
+            if end > row["end_ns"]:
+                break
+            if begin <= first:
+                parts.append(row | {"begin_ns": begin, "end_ns": first})
+                begin = end
+        parts.append(row | {"begin_ns": begin})
+    divided = [part for part in parts if part["begin_ns"] < part["end_ns"]]
+    return pa.concat_tables(
+        [steps.filter(pc.invert(is_divided)), pa.Table.from_pylist(divided, steps.schema)]
+    )
 
 
 def stall_times(

@@ -94,6 +94,29 @@ def test_what_lies_outside_of_steps_stands_apart_and_in_no_share():
     assert (total["exposed_ns"], total["step_ns"], total["exposed_share"]) == (550, 1_000, 0.25)
 
 
+def test_a_checkpoint_within_a_step_is_in_neither_the_time_of_the_step_nor_its_waits():
+    run = SyntheticRun(world_size=1)
+    run.add_step(0, begin_ns=1_000, end_ns=6_000, outside_ns=3_500)
+    for begin, end in ((2_000, 4_500), (5_000, 6_000)):
+        run.add("outside_steps", rank=0, attempt=0, pid=run.pid(0), phase="checkpoint", after_step=0, begin_ns=begin,
+                end_ns=end, passes=1)  # fmt: skip
+        stood(run, 0, begin, end, step=-1, after_step=0, phase="checkpoint")
+    stood(run, 0, 1_100, 1_400, step=0)
+    # Under way for 100 in the step, then beside the checkpoint, then 200.
+    waited(run, 0, 1_900, 4_600, 4_700, step=0)
+    run.add_step(1, begin_ns=6_000, end_ns=7_000)
+    stood(run, 0, 6_000, 6_200, step=1)
+    shown = ("step", "exposed_ns", "overlapped_at_most_ns", "step_ns", "exposed_share")
+    assert values(times(run, "step"), *shown) == [
+        (-1, 0, 0, None, None),
+        (0, 400, 200, 1_500, pytest.approx(4 / 15)),
+        (1, 200, 0, 1_000, 0.2),
+        (None, 3_500, None, None, None),
+    ]
+    steps = api.step_times(run.open())
+    assert steps[["duration_ns", "exposed_ns"]].values.tolist() == [[1_500, 400], [1_000, 200]]
+
+
 def test_a_sampled_end_says_how_long_it_really_ran():
     run = SyntheticRun(world_size=1)
     run.add_step(0, begin_ns=0, end_ns=10_000)
