@@ -149,10 +149,26 @@ def _notes(
             f"{extent}, but the last "
             "self-check, the totals and the buckets of its last step are missing"
         )
+    notes += _several_processes(entries)
     notes += _parts(entries)
     notes += _incidents(entries)
     notes += _unseen(groups)
     return notes
+
+
+def _several_processes(entries: Sequence[Mapping[str, Any]]) -> list[str]:
+    """A note on ranks that several processes recorded in one attempt, such as two jobs of one shell script."""
+    processes: dict[tuple[int, int], set[int]] = {}
+    for entry in entries:
+        processes.setdefault((entry["rank"], entry["attempt"]), set()).add(entry["pid"])
+    several = [rank for (rank, _), pids in processes.items() if len(pids) > 1]
+    if not several:
+        return []
+    most = max(map(len, processes.values()))
+    return [
+        f"{_ranks(several)}: {most} processes recorded as one rank (several jobs in one run?), and what a step sent is the "
+        "sum over them; record each job with a commprof run of its own"
+    ]
 
 
 def _parts(entries: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -38,6 +38,7 @@ def write_rank(
     records: int = 10,
     ended: bool = True,
     raised: Collection[int] = (),
+    first_pid: int = 4_000_000,
     **begin: Any,
 ) -> Path:
     """Write the files of one rank into ``run``; returns their path without suffix. The process that wrote is dead.
@@ -45,7 +46,7 @@ def write_rank(
     The calls whose numbers are in ``raised`` raise, each when the call after it has been recorded already.
     """
     run.mkdir(parents=True, exist_ok=True)
-    identity = RankFile(rank, 0, 4_000_000 + rank, 1)
+    identity = RankFile(rank, 0, first_pid + rank, 1)
     stem = run / identity.stem
     file, events = RecordFile(stem, identity), EventFile(stem)
     about = {

@@ -204,6 +204,14 @@ def test_missing_and_killed_ranks_are_named(tmp_path):
     assert any("run.json was missing" in note for note in health.notes)
 
 
+def test_two_jobs_in_one_run_are_noted(tmp_path):
+    run = two_ranks(tmp_path / "run")
+    assert not any("as one rank" in note for note in open_run(run).health.notes)
+    two_ranks(run, first_pid=5_000_000)
+    for health in (open_run(run).health, finalise(run), open_run(run).health):
+        assert any("ranks 0, 1: 2 processes recorded as one rank" in note for note in health.notes)
+
+
 def test_a_run_that_still_works_is_left_alone(tmp_path):
     run = tmp_path / "run"
     mine = {"pid": os.getpid(), "host": socket.gethostname(), "start_ticks": start_ticks(os.getpid())}
