@@ -77,7 +77,7 @@ def run_job(job: Job, say: Callable[[str], None]) -> Finished:
         LaunchError: a process could not be started.
         TraceError: the run directory cannot be created.
     """
-    _check_ranks(job)
+    check_ranks(job.program, job.ranks)
     run = job.out or directory.default_run_directory(job.program.stem, datetime.now())
     ranks = _rank_count(job)
     log = job_log.ask(job.nccl_log, run)
@@ -108,18 +108,21 @@ def create(
         TraceError: the directory cannot be created.
     """
     config_file = job.derived or find_config(job.program)
+    # Read before an earlier run is removed: the config may be a file of that run.
+    config_text = _config_text(job, config_file)
     manifest.create_run(run, _first_manifest(job, config_file, ranks, launcher, log), force=job.force)
-    _keep_config(run, job, config_file)
+    _keep_config(run, config_text)
     if config_file is not None and config_file.problem is not None:
         say(
             f"warning: {config_file.problem}. commprof only reads this file; {job.program.target} decides what to do with it"
         )
 
 
-def _check_ranks(job: Job) -> None:
-    if job.ranks is not None and job.program.kind is Kind.COMMAND:
+def check_ranks(program: Program, ranks: int | None) -> None:
+    """Raise UsageError if a number of ranks is given for a command that starts its own."""
+    if ranks is not None and program.kind is Kind.COMMAND:
         raise UsageError(
-            f"--nproc cannot be used with '-- {job.program.target}', which starts its own ranks; "
+            f"--nproc cannot be used with '-- {program.target}', which starts its own ranks; "
             "give the number of ranks to that command"
         )
 
@@ -173,14 +176,23 @@ def _torch_version() -> str | None:
         return None
 
 
-def _keep_config(run: Path, job: Job, config_file: ConfigFile | None) -> None:
+def _config_text(job: Job, config_file: ConfigFile | None) -> bytes | None:
+    """The text of the copy of the config in the run; None without a config."""
     if config_file is None or config_file.content is None:
+        return None
+    if job.derived is not None:
+        return f"{json.dumps(config_file.content, indent=2)}\n".encode()
+    try:
+        return config_file.path.read_bytes()
+    except OSError as error:
+        raise LaunchError(f"the config {config_file.path} cannot be read: {error.strerror}") from error
+
+
+def _keep_config(run: Path, text: bytes | None) -> None:
+    if text is None:
         return
     try:
-        if job.derived is not None:
-            (run / CONFIG_NAME).write_text(json.dumps(config_file.content, indent=2) + "\n")
-        else:
-            (run / CONFIG_NAME).write_bytes(config_file.path.read_bytes())
+        (run / CONFIG_NAME).write_bytes(text)
     except OSError as error:
         raise LaunchError(f"{run / CONFIG_NAME} cannot be written: {error.strerror}") from error
 

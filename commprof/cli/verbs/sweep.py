@@ -118,12 +118,13 @@ def sweep(  # noqa: PLR0913 - a parameter for each option of the command
 
     from commprof.launch.sweeps import campaign as campaigns
 
-    # Check all settings against the config before the first run: a sweep may take hours.
+    # Check everything before anything is removed or run: a sweep may take hours.
+    campaigns.check_launch(parsed, ranks)
     position, config = campaigns.find_config_argument(parsed, config_argument)
     for turn in planned:
         derive(config.content or {}, turn.point)
     directory = out or campaigns.default_directory(parsed, datetime.now())
-    campaigns.make_room(directory, force)
+    campaigns.check_room(directory, force)
     campaign = campaigns.Campaign(
         program=parsed,
         turns=planned,
@@ -138,21 +139,32 @@ def sweep(  # noqa: PLR0913 - a parameter for each option of the command
         recording=recording,
     )
     predictions = None if predict is None else _predict(campaign, predict, calibration)
+    campaigns.make_room(directory, force)
+    if predictions is not None:
+        _write_predictions(directory, predictions)
     return _carry_out(campaign, fail_fast, predictions)
 
 
 def _predict(campaign: Campaign, run: str, calibration: Path | None) -> PredictionsFile:
-    """Predict all points from ``run`` and write the predictions into the directory of the sweep."""
+    """Predict all points from ``run``, which must not be a run that the sweep replaces."""
     with needed("analysis", "to predict"):
         from commprof.calibration.file import read_calibration
         from commprof.launch.sweeps.sweep_predictions import predicted_points
-        from commprof.trace.predictions_file import PREDICTIONS_NAME, write_predictions
 
         measured = None if calibration is None else read_calibration(calibration)
-        content = predicted_points(campaign, opened(run), measured, datetime.now().astimezone())
-    write_predictions(campaign.out, content)
-    say(f"predictions in {campaign.out / PREDICTIONS_NAME}, {content.written}, SHA-256 {content.sha256}")
-    return content
+        recorded = opened(run)
+        if recorded.path.resolve().is_relative_to(campaign.out.resolve()):
+            raise UsageError(
+                f"--predict {run}: this run is in {campaign.out}, whose runs --force replaces. Choose another --out"
+            )
+        return predicted_points(campaign, recorded, measured, datetime.now().astimezone())
+
+
+def _write_predictions(directory: Path, content: PredictionsFile) -> None:
+    from commprof.trace.predictions_file import PREDICTIONS_NAME, write_predictions
+
+    write_predictions(directory, content)
+    say(f"predictions in {directory / PREDICTIONS_NAME}, {content.written}, SHA-256 {content.sha256}")
 
 
 def _carry_out(campaign: Campaign, fail_fast: bool, predictions: PredictionsFile | None) -> int:

@@ -15,7 +15,7 @@ from typing import Any, Final, NamedTuple
 from commprof.deepspeed_provider import Engine
 from commprof.errors import CommprofError, TraceError, UsageError
 from commprof.launch import injection
-from commprof.launch.job import OUTPUT_NAME, Finished, Job, run_job
+from commprof.launch.job import OUTPUT_NAME, Finished, Job, check_ranks, run_job
 from commprof.launch.logs.nccl_log import Mode
 from commprof.launch.sweeps.config_file import ConfigFile, read_config
 from commprof.launch.sweeps.points import Turn, derive, label, mismatches
@@ -84,12 +84,23 @@ def default_directory(program: Program, now: datetime) -> Path:
     return directory.default_run_directory(f"{program.stem}-sweep", now)
 
 
-def make_room(out: Path, force: bool) -> None:
-    """Prepare ``out`` so that it contains only the runs of this sweep.
+def check_launch(program: Program, ranks: int | None) -> None:
+    """Raise UsageError if this process cannot start ranks of ``program``."""
+    check_ranks(program, ranks)
+    here = place(os.environ)
+    if here is not None:
+        raise UsageError(
+            f"this process is rank {here.rank} of {here.world_size} already ({here.launcher}), and a sweep starts ranks of "
+            "its own. Unset the variables that say so, or give commprof run to the launcher"
+        )
+
+
+def check_room(out: Path, force: bool) -> list[Path]:
+    """Return the earlier runs in ``out``, which :func:`make_room` removes. Changes nothing.
 
     Raises:
         UsageError: ``out`` is not empty; with ``force``, it contains something that is not a run, or predictions.
-        TraceError: ``out`` cannot be read or emptied.
+        TraceError: ``out`` cannot be read.
     """
     try:
         if out.exists() and not out.is_dir():
@@ -111,7 +122,19 @@ def make_room(out: Path, force: bool) -> None:
             )
         for child in children:
             manifest.check_replaceable(child)
-        for child in children:
+    except OSError as error:
+        raise TraceError(f"{out} cannot be used: {error.strerror}. Choose another --out") from error
+    return children
+
+
+def make_room(out: Path, force: bool) -> None:
+    """Remove the earlier runs from ``out``, so that it contains only the runs of this sweep.
+
+    Raises:
+        UsageError, TraceError: as :func:`check_room`, or an earlier run cannot be removed.
+    """
+    try:
+        for child in check_room(out, force):
             shutil.rmtree(child)
     except OSError as error:
         raise TraceError(f"{out} cannot be used: {error.strerror}. Choose another --out") from error
@@ -123,12 +146,6 @@ def carry_out(campaign: Campaign, say: Callable[[str], None]) -> Iterator[TurnRe
     Raises:
         UsageError, TraceError, LaunchError: as :func:`commprof.launch.job.run_job`.
     """
-    here = place(os.environ)
-    if here is not None:
-        raise UsageError(
-            f"this process is rank {here.rank} of {here.world_size} already ({here.launcher}), and a sweep starts ranks of "
-            "its own. Unset the variables that say so, or give commprof run to the launcher"
-        )
     for turn in campaign.turns:
         run = campaign.out / directory_name(turn)
         content = derive(campaign.config.content or {}, turn.point)

@@ -240,6 +240,16 @@ def test_an_existing_run_is_replaced_only_by_force(tmp_path):
     assert commprof("run", "--force", *words, cwd=tmp_path).returncode == 0
 
 
+def test_a_run_is_replaced_by_one_with_the_config_of_that_run(tmp_path):
+    write(tmp_path / "train.py", "import sys; print(open(sys.argv[2]).read())")
+    write(tmp_path / "ds.json", '{"stage": 2}')
+    words = ["--nproc", "1", "--force", "--out", "run", "train.py", "--config"]
+    assert commprof("run", *words, "ds.json", cwd=tmp_path).returncode == 0
+    again = commprof("run", *words, "run/config.json", cwd=tmp_path)
+    assert (again.returncode, again.stdout) == (0, '{"stage": 2}\n'), again.stderr
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["config"] == {"stage": 2}
+
+
 def test_a_run_directory_that_vanishes_does_not_change_the_exit_code(tmp_path):
     write(tmp_path / "train.py", "import shutil; shutil.rmtree('run'); raise SystemExit(4)")
     done = commprof("run", "--nproc", "1", "--out", "run", "train.py", cwd=tmp_path)

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from commprof.analysis import api
-from support.command import ROOT, commprof
+from commprof.trace.manifest import COMPLETE, Manifest, create_run, read_manifest
+from support.command import ROOT, commprof, environment
 
 READS = "import json, sys; c = json.load(open(sys.argv[sys.argv.index('--config') + 1])); print(c)\n"
 CONFIG = {"stage": 1, "deep": {"x": 1}}
@@ -78,6 +79,24 @@ def test_a_failing_point_does_not_stop_the_others(script):
     fast = sweep(script, "--out", "f", "--fail-fast", *words)
     assert fast.returncode == 1
     assert "2 runs, 1 failed, 1 not run" in fast.stderr.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("words", "variables", "message"),
+    [
+        (["--nproc", "2", "--", "true"], {}, "--nproc cannot be used with"),
+        (["--", "true"], {"RANK": "0", "WORLD_SIZE": "2"}, "this process is rank 0 of 2 already"),
+        (["--predict", "nowhere", "--", "true"], {}, "nowhere does not exist"),
+        (["--predict", "s/01", "--", "true"], {}, "this run is in s, whose runs --force replaces"),
+    ],
+)
+def test_a_sweep_that_is_refused_replaces_nothing(script, words, variables, message):
+    create_run(script / "s" / "01", Manifest(script="earlier", state=COMPLETE))
+    place = words.index("true") + 1
+    words = ["--force", "--out", "s", "--set", "stage=1,2", *words[:place], "--config", "ds.json"]
+    done = commprof("sweep", *words, cwd=script, env=environment(**variables))
+    assert done.returncode != 0 and message in done.stderr, done.stderr
+    assert read_manifest(script / "s" / "01").script == "earlier"
 
 
 @pytest.mark.long
