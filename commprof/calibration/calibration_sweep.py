@@ -12,8 +12,9 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from statistics import quantiles
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
 from commprof import hooks
 from commprof.calibration.calibration_plan import DTYPES, Plan
@@ -24,10 +25,13 @@ from commprof.errors import CommprofError, UsageError
 if TYPE_CHECKING:
     import torch
 
+T = TypeVar("T")
+
 TIMEOUT_SECONDS: Final = 120
 _SIZE_NS: Final = 600_000_000  # for the iterations of one operation and size
 _LEAST_ITERATIONS: Final = 5
 _NAME_BYTES: Final = 256  # of a host, as it travels
+_ANOTHER: Final = "another rank could not carry it out"
 _ENVIRONMENT: Final = ("NCCL_", "GLOO_", "OMP_", "TORCH_NCCL_")
 
 
@@ -130,16 +134,11 @@ class _Sweep:
         """Time ``op`` at every size; it stops at the first size that cannot be carried out."""
         timings: dict[int, Timing] = {}
         for size in self._counts():
-            try:
-                ready, why = self._checked(op, size), None
-            except (RuntimeError, ValueError) as error:  # no such operation in this backend, no memory
-                ready, why = None, str(error).strip().partition("\n")[0][:200] or type(error).__name__
-            if not self._all(ready is not None):
+            ready, why = self._ready(op, size)
+            if ready is None:
                 payload = size * self.empty.element_size()
-                reason = why or "another rank could not carry it out"
-                self.skipped[op] = f"from {payload} bytes on: {reason}" if timings else reason
+                self.skipped[op] = f"from {payload} bytes on: {why}" if timings else why
                 break
-            assert ready is not None
             timings[size] = self._timed(ready, size)
         if timings:
             self.timings[op] = list(timings.values())
@@ -150,18 +149,27 @@ class _Sweep:
         item = DTYPES[self.plan.dtype]
         return sorted({max(1, size // (item * unit)) * unit for size in self.plan.sizes})
 
-    def _checked(self, op: str, count: int) -> Trial:
-        """Prepare ``op``, carry it out once, and check its result."""
-        ready = trial(op, self.member.rank, count, Buffers(self.member.world_size, self.empty))
-        ready.call()
-        wrong = self._total(ready.wrong())
-        if wrong:
+    def _ready(self, op: str, count: int) -> tuple[Trial | None, str]:
+        """Prepare ``op`` on all ranks, carry it out once, and check its result; None and the reason if a rank cannot.
+
+        No rank calls ``op`` before all have their buffers: the others would wait for one that has no memory left.
+        """
+        ready, why = _attempt(
+            lambda: trial(op, self.member.rank, count, Buffers(self.member.world_size, self.empty))
+        )
+        if not self._all(ready is not None) or ready is None:
+            return None, why or _ANOTHER
+        wrong, why = _attempt(partial(_carried_out, ready))
+        if not self._all(wrong is not None) or wrong is None:
+            return None, why or _ANOTHER
+        total = self._total(wrong)
+        if total:
             raise CommprofError(
-                f"{self.backend} gave wrong data: {wrong} elements of {op} with {count} {self.plan.dtype} are not what was "
+                f"{self.backend} gave wrong data: {total} elements of {op} with {count} {self.plan.dtype} are not what was "
                 "sent. What such a machine reaches is no measure of anything; have it looked at"
             )
         ready.sent.zero_()
-        return ready
+        return ready, ""
 
     def _timed(self, ready: Trial, count: int) -> Timing:
         warm = [self._times(ready, 1)[0] for _ in range(max(1, self.plan.warmup))]
@@ -287,6 +295,20 @@ class _Sweep:
             timings={op: tuple(timings) for op, timings in self.timings.items()},
             skipped=dict(self.skipped),
         )
+
+
+def _attempt(action: Callable[[], T]) -> tuple[T | None, str]:
+    """The result of ``action``; None and the reason if torch refuses: no such operation in this backend, no memory."""
+    try:
+        return action(), ""
+    except (RuntimeError, ValueError) as error:
+        return None, str(error).strip().partition("\n")[0][:200] or type(error).__name__
+
+
+def _carried_out(ready: Trial) -> int:
+    """Carry out ``ready`` once and return the number of wrong elements on this rank."""
+    ready.call()
+    return ready.wrong()
 
 
 def _nccl_version() -> str:

@@ -33,8 +33,11 @@ def run(words: list[str], **options) -> subprocess.CompletedProcess:
     return subprocess.run(words, capture_output=True, text=True, timeout=110, **{"env": QUIET, **options})
 
 
-def measured(rank: int, world: int, plan: Plan, wrong: bool = False):
-    """One rank of a sweep in a forked process; with ``wrong`` the backend loses what rank 1 sends."""
+def measured(rank: int, world: int, plan: Plan, wrong: bool = False, most: int | None = None):
+    """One rank of a sweep in a forked process.
+
+    With ``wrong`` the backend loses what rank 1 sends. Rank 1 has no memory for more than ``most`` elements.
+    """
     import torch.distributed as dist
 
     from commprof.calibration import calibration_sweep
@@ -47,6 +50,15 @@ def measured(rank: int, world: int, plan: Plan, wrong: bool = False):
             *rest,
             **named,
         )
+    if most is not None and rank == 1:
+        prepare = calibration_sweep.trial
+
+        def refuse(op, rank, count, buffers):
+            if count > most:
+                raise RuntimeError("out of memory")
+            return prepare(op, rank, count, buffers)
+
+        calibration_sweep.trial = refuse
     said: list[str] = []
     try:
         found = calibration_sweep.measure(
@@ -91,6 +103,17 @@ def test_wrong_data_end_the_calibration_on_every_rank():
     plan = Plan(ops=("all_reduce",), sizes=(4096,), device="cpu", iterations=1, warmup=0)
     for message in of_ranks(2, plan, wrong=True):
         assert "wrong data" in message and "all_reduce" in message
+
+
+def test_a_size_for_which_one_rank_has_no_memory_is_left_out():
+    plan = Plan(ops=("all_reduce", "reduce"), sizes=(4096, 65536), device="cpu", iterations=1, warmup=0)
+    found, said = of_ranks(2, plan, wrong=False, most=1024)[0]
+    assert {op: [each.payload_bytes for each in timings] for op, timings in found.timings.items()} == {
+        "all_reduce": [4096],
+        "reduce": [4096],
+    }
+    why = "from 65536 bytes on: another rank could not carry it out"
+    assert found.skipped == {"all_reduce": why, "reduce": why} and why in said[0]
 
 
 def test_the_command_starts_its_ranks_and_writes_one_file(tmp_path):
