@@ -8,18 +8,30 @@ from __future__ import annotations
 
 import difflib
 import os
+import shlex
 import shutil
 import sys
 from collections.abc import Collection, Sequence
 from enum import StrEnum
 from pathlib import Path
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from commprof.deepspeed_provider import PACKAGE as DEEPSPEED
 from commprof.deepspeed_provider import RUNTIME, Engine, is_installed, missing
 from commprof.errors import UsageError
 
 CONFIG_ARGUMENTS = ("--config", "--deepspeed_config", "--deepspeed-config", "--ds_config", "--ds-config")
+
+# They are started once, and start the ranks: as scripts or modules they would be started on every rank.
+_LAUNCHER_COMMANDS: Final = ("torchrun", "accelerate", DEEPSPEED)
+_LAUNCHER_MODULES: Final = (
+    "torch.distributed.run",
+    "torch.distributed.launch",
+    "accelerate.commands.launch",
+    "accelerate.commands.accelerate_cli",
+    f"{DEEPSPEED}.launcher.runner",
+    f"{RUNTIME}.launch",
+)
 
 
 class Kind(StrEnum):
@@ -140,15 +152,32 @@ def check_program(program: Program) -> None:
             raise UsageError(f"no such command: {program.target}. Is it installed, and on PATH?{instead}")
         return
     if program.kind is Kind.MODULE:
+        if program.target in _LAUNCHER_MODULES:
+            raise UsageError(_starts_ranks(f"-m {program.target}", f"python -m {program.target}"))
         return
     path = Path(program.target)
     if path.is_dir():
         if not (path / "__main__.py").is_file():
             raise UsageError(f"{program.target} is a directory without __main__.py; name the script to run")
     elif not path.exists():
+        if shutil.which(program.target) is not None:
+            once = f"commprof run -- {shlex.quote(program.target)} ..."
+            if path.name.startswith("python"):
+                once = f"commprof run SCRIPT (on every rank), or {once} (once)"
+            raise UsageError(f"{program.target} is a command, not a script. Write: {once}")
         raise UsageError(f"no such script: {program.target}.{_suggestion(path)}")
     elif not os.access(path, os.R_OK):
         raise UsageError(f"no permission to read the script {program.target}")
+    elif path.name in _LAUNCHER_COMMANDS:
+        raise UsageError(_starts_ranks(program.target, shlex.quote(program.target)))
+    elif path.suffix == ".sh":
+        raise UsageError(
+            f"{program.target} is a shell script. Write: commprof run -- bash {shlex.quote(program.target)} ..."
+        )
+
+
+def _starts_ranks(what: str, command: str) -> str:
+    return f"{what} starts ranks of its own, so it is started once. Write: commprof run -- {command} ..."
 
 
 def _suggestion(path: Path) -> str:

@@ -144,3 +144,27 @@ def test_a_readable_script_is_no_error(tmp_path):
     script = Path(tmp_path / "s")
     script.touch()
     check_program(Program(Kind.SCRIPT, str(script)))
+
+
+@pytest.mark.parametrize(
+    ("line", "instead"),
+    [
+        ("bash train.sh", "commprof run -- bash ..."),
+        ("python train.py", "commprof run SCRIPT (on every rank), or commprof run -- python ... (once)"),
+        (
+            "-m torch.distributed.run --nproc-per-node 2 train.py",
+            "commprof run -- python -m torch.distributed.run ...",
+        ),
+        ("bin/torchrun train.py", "commprof run -- bin/torchrun ..."),
+        ("train.sh 1", "commprof run -- bash train.sh ..."),
+    ],
+)
+def test_what_starts_its_own_ranks_is_not_started_on_every_rank(line, instead, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "bin").mkdir()
+    for name in ("bin/torchrun", "bin/bash", "bin/python", "train.sh"):
+        (tmp_path / name).touch(0o755)
+    monkeypatch.setenv("PATH", "bin")
+    with pytest.raises(UsageError) as refused:
+        check_program(parse(line)[1])
+    assert str(refused.value).endswith(f"Write: {instead}")
