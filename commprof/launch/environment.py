@@ -83,6 +83,8 @@ def thread_defaults(environment: Mapping[str, str], ranks: int) -> dict[str, str
 
 
 def python_command() -> list[str]:
-    """Return this interpreter and those of its flags that affect the program (``-O``, ``-W``, ``-X``, ...)."""
+    """Return this interpreter and those of its flags that affect the program (``-O``, ``-W``, ``-X``, ``-u``, ...)."""
     flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
-    return [sys.executable, *(flag for flag in flags if flag not in _DROPPED_FLAGS)]
+    # torchrun starts its ranks with -u, which sys.flags does not have.
+    unbuffered = ["-u"] if getattr(sys.__stdout__, "write_through", False) else []
+    return [sys.executable, *unbuffered, *(flag for flag in flags if flag not in _DROPPED_FLAGS)]

@@ -134,9 +134,10 @@ def _run_child(
         **log.set,
     }
     command_line = job.program.command_line(environment.python_command())
-    death_signal = signal.SIGTERM if job.program.kind is Kind.COMMAND else signal.SIGKILL
+    is_command = job.program.kind is Kind.COMMAND
+    death_signal = signal.SIGTERM if is_command else signal.SIGKILL
     ranks = [Rank(place.rank, command_line, variables, reads_stdin=True)]
-    group = RankGroup(ranks, say, death_signal=death_signal)
+    group = RankGroup(ranks, say, death_signal=death_signal, is_command=is_command)
     started_ns = time.time_ns()
     group.start()
     pids = group.pids

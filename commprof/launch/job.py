@@ -23,7 +23,7 @@ from commprof.errors import CommprofError, LaunchError, UsageError
 from commprof.launch import environment, injection, last_line
 from commprof.launch.logs import job_log, nccl_log
 from commprof.launch.observers import observed
-from commprof.launch.ranks import GRACE_SECONDS, Outcome, Rank, RankGroup
+from commprof.launch.ranks import Outcome, Rank, RankGroup
 from commprof.launch.sweeps.config_file import ConfigFile, find_config
 from commprof.launch.user_program import Kind, Program
 from commprof.recorder.process.recorder_options import DEFAULTS, Options
@@ -234,7 +234,9 @@ def _run_ranks(
     started_ns = time.time_ns()
     with _output(run, job) as output:
         planned = [rank._replace(output=output) for rank in ranks]
-        group = RankGroup(planned, say, death_signal=signal.SIGTERM if is_command else signal.SIGKILL)
+        group = RankGroup(
+            planned, say, death_signal=signal.SIGTERM if is_command else signal.SIGKILL, is_command=is_command
+        )
         try:
             group.start()
         except LaunchError:
@@ -280,7 +282,7 @@ def describe_failure(outcome: Outcome) -> str:
     text = f"rank {outcome.first_failed_rank} {how} first; exit code {outcome.exit_code}"
     if outcome.stopped_ranks:
         listed = ", ".join(map(str, outcome.stopped_ranks))
-        text += f". Still running {GRACE_SECONDS:g} s later, and stopped: {listed}"
+        text += f". Still running {outcome.grace_seconds:g} s later, and stopped: {listed}"
     return text
 
 

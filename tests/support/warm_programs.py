@@ -57,7 +57,7 @@ class Popen(subprocess.Popen):  # type: ignore[type-arg]
 
     def _execute_child(self, args, executable, *more):
         words = [] if isinstance(args, str | bytes | os.PathLike) else [os.fsdecode(word) for word in args]
-        if words[1:2] == ["-B"]:  # PYTHONDONTWRITEBYTECODE
+        while words[1:2] in (["-B"], ["-u"]):  # of PYTHONDONTWRITEBYTECODE and PYTHONUNBUFFERED
             del words[1]
         if executable is not None or not _is_known(words):
             super()._execute_child(args, executable, *more)

@@ -1,5 +1,6 @@
 """The supervisor, with real processes that do not import torch."""
 
+import functools
 import os
 import signal
 import subprocess
@@ -119,7 +120,8 @@ import os, sys
 from commprof.launch.ranks import Rank, RankGroup
 program = sys.argv[1]
 ranks = [Rank(n, [sys.executable, "-S", "-c", program, str(n)], os.environ, n == 0) for n in range(2)]
-group = RankGroup(ranks, lambda text: print(text, file=sys.stderr, flush=True))
+grace = float(os.environ.get("GRACE", "5"))
+group = RankGroup(ranks, lambda text: print(text, file=sys.stderr, flush=True), grace_seconds=grace)
 group.start()
 raise SystemExit(group.wait().exit_code)
 """
@@ -216,6 +218,113 @@ def test_a_second_interrupt_kills():
     _, err = started.communicate(timeout=10)
     assert started.returncode == 128 + signal.SIGINT
     assert "interrupted again" in err
+
+
+def test_a_descriptor_that_was_opened_for_the_program_reaches_it():
+    """A shell's <(command) is one, and what an MPI talks to its ranks through."""
+    program = """
+import os, sys, time
+os.write(1, b"ready\\n")
+time.sleep(0.5)
+if sys.argv[1] == "0":
+    os.write(1, os.read(int(os.environ["OPENED"]), 100))
+"""
+    read_end, write_end = os.pipe()
+    os.write(write_end, b"words")
+    started = driver(program, pass_fds=[read_end], env={**os.environ, "OPENED": str(read_end)})
+    out, err = started.communicate(timeout=20)
+    os.close(read_end)
+    os.close(write_end)
+    assert (out, err, started.returncode) == ("words", "", 0)
+
+
+def test_output_that_is_not_buffered_stays_so():
+    """torchrun starts its ranks, and so a commprof in them, with -u."""
+    program = "from commprof.launch.environment import python_command; print('-u' in python_command())"
+    buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    for words, expected in ((["-u"], "True\n"), ([], "False\n")):
+        done = subprocess.run(
+            [sys.executable, *words, "-c", program],
+            capture_output=True,
+            text=True,
+            check=True,
+            env=buffered,
+            cwd=Path(__file__).parents[4],
+        )
+        assert done.stdout == expected
+
+
+@pytest.mark.parametrize("name", ["SIGHUP", "SIGINT"])
+def test_a_signal_that_is_ignored_from_the_start_reaches_nobody(name):
+    """As below nohup, and in a background job of a shell script."""
+    ignore = functools.partial(signal.signal, getattr(signal, name), signal.SIG_IGN)
+    started = driver(COUNTING, preexec_fn=ignore)
+    for _ in range(2):  # a second interrupt would kill
+        started.send_signal(getattr(signal, name))
+    out, err = started.communicate(timeout=20)
+    assert (sorted(out.split()), err, started.returncode) == (["0:", "1:"], "", 0)
+
+
+def test_a_rank_that_writes_a_checkpoint_on_sigterm_gets_the_time():
+    program = """
+import os, signal, sys, time
+def save(*_):
+    time.sleep(1.5)
+    os.write(1, b"saved\\n")
+    os._exit(0)
+if sys.argv[1] == "0":
+    signal.signal(signal.SIGTERM, save)
+os.write(1, b"ready\\n")
+time.sleep(60)
+"""
+    started = driver(program, env={**os.environ, "GRACE": "0.2"})
+    started.send_signal(signal.SIGTERM)
+    out, _ = started.communicate(timeout=20)
+    assert (out, started.returncode) == ("saved\n", 128 + signal.SIGTERM)
+
+
+COMMAND_DRIVER = """
+import os, sys
+from commprof.launch.ranks import Rank, RankGroup
+group = RankGroup([Rank(0, ["bash", "-c", *sys.argv[1:]], os.environ)], print, is_command=True)
+group.start()
+raise SystemExit(group.wait().exit_code)
+"""
+
+
+def command(*words: str) -> subprocess.Popen:
+    """A driver of ``bash -c`` with ``words``."""
+    return subprocess.Popen(
+        [sys.executable, "-c", COMMAND_DRIVER, *words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        start_new_session=True,
+        cwd=Path(__file__).parents[4],
+    )
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
+def test_the_program_of_a_shell_script_ends_with_the_script(name):
+    """The shell dies of SIGTERM and leaves its program; on SIGINT it waits for its program."""
+    program = "import os, time; os.write(1, f'{os.getpid()}\\n'.encode()); time.sleep(60)"
+    started = command('"$0" -S -c "$1"; exit $?', sys.executable, program)
+    pid = int(started.stdout.readline())
+    os.killpg(started.pid, getattr(signal, name))  # as timeout does
+    started.communicate(timeout=20)
+    assert started.returncode == 128 + getattr(signal, name)
+    assert not _alive(pid)
+
+
+def test_a_second_interrupt_reaches_a_command_which_stops_its_own_ranks():
+    """torchrun stops ranks that an interrupt did not stop. They are in sessions of their own and would be left."""
+    started = command("trap 'n=x$n; [ $n = xx ] && exit 7' INT; echo ready; while :; do sleep 0.1; done")
+    assert started.stdout.readline() == "ready\n"
+    for _ in range(2):
+        started.send_signal(signal.SIGINT)
+        time.sleep(0.5)
+    started.communicate(timeout=20)
+    assert started.returncode == 7
 
 
 def test_ranks_do_not_outlive_their_launcher():
