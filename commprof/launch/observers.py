@@ -76,5 +76,5 @@ def make_samplers(run: Path, recording: Options, say: Callable[[str], None]) -> 
                 "--sample stacks: no samples of stacks: py-spy is not installed (pip install 'commprof[sampling]')"
             )
         else:
-            samplers.append(StackSampler(lambda: local_ranks(run)))
+            samplers.append(StackSampler(lambda: local_ranks(run), say))
     return samplers

@@ -272,20 +272,32 @@ class StackSampler:
     """The stacks of each rank on this host by py-spy, for flame graphs: one sample of value 1 for each thread.
 
     ``name`` is the stack in folded form, the outermost frame first, joined by ``;``.
+
+    Args:
+        say: called once with a line of text if py-spy cannot read a rank that runs.
     """
 
     def __init__(
-        self, ranks: Callable[[], list[RankProcess]], clock: Callable[[], int] = time.perf_counter_ns
+        self,
+        ranks: Callable[[], list[RankProcess]],
+        say: Callable[[str], None],
+        clock: Callable[[], int] = time.perf_counter_ns,
     ) -> None:
         self._ranks = ranks
+        self._say = say
         self._clock = clock
+        self._has_said = False
 
     def read(self) -> list[Sample]:
         """One sample for each thread of each rank."""
         samples = []
         for process in self._ranks():
             now = self._clock()
-            for stack in spy(process.pid).threads:
+            stacks = spy(process.pid)
+            if stacks.source is None and not self._has_said and state_of(process) is State.RUNS:
+                self._has_said = True
+                self._say(f"--sample stacks: no stack of {process.name}: {stacks.problem}")
+            for stack in stacks.threads:
                 device = f"{process.name} {stack.thread}"
                 samples.append(Sample(PY_SPY, device, folded(stack), 1.0, now))
         return samples

@@ -15,6 +15,7 @@ from commprof.sampling import stacks
 from commprof.sampling.processes import ProcessSampler, RankProcess, State, state_of, usage_of
 from commprof.sampling.stacks import (
     Frame,
+    StackSampler,
     ask_process,
     catches,
     explain_refusal,
@@ -137,6 +138,17 @@ def test_a_py_spy_that_is_refused_leaves_faulthandler_to_answer(tmp_path, monkey
 def test_output_of_py_spy_that_is_something_else(tmp_path, monkeypatch):
     fake_py_spy(tmp_path, monkeypatch, "echo '{\"a\": 1}'")
     assert spy(1).problem == "what py-spy printed is not the JSON that it is known to print"
+
+
+def test_a_sampler_whose_py_spy_is_refused_says_so_once(tmp_path, monkeypatch):
+    fake_py_spy(tmp_path, monkeypatch, 'echo "Error: Permission denied (os error 13)" >&2; exit 1')
+    said: list[str] = []
+    sampler = StackSampler(lambda: [RankProcess(rank, os.getpid()) for rank in range(2)], said.append)
+    assert sampler.read() == sampler.read() == []
+    (text,) = said
+    assert text.startswith("--sample stacks: no stack of rank 0: py-spy was refused")
+    gone = StackSampler(lambda: [RankProcess(0, os.getpid(), start_ticks=1)], said.append)
+    assert gone.read() == [] and len(said) == 1, "a rank that has ended meanwhile is no failure"
 
 
 class answering_child:  # noqa: N801 - reads as a statement
