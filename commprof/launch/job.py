@@ -78,8 +78,8 @@ def run_job(job: Job, say: Callable[[str], None]) -> Finished:
         TraceError: the run directory cannot be created.
     """
     check_ranks(job.program, job.ranks)
-    run = job.out or directory.default_run_directory(job.program.stem, datetime.now())
     ranks = _rank_count(job)
+    run = job.out or directory.claim_run_directory(job.program.stem, datetime.now())
     log = job_log.ask(job.nccl_log, run)
     create(job, run, ranks=ranks, launcher=_this_process(), log=log, say=say)
     planned = _plan_ranks(job, run, ranks, log, say)

@@ -44,6 +44,27 @@ def default_run_directory(script: str, now: datetime, traces: Path = TRACES) -> 
     return candidate
 
 
+def claim_run_directory(script: str, now: datetime, traces: Path = TRACES) -> Path:
+    """Create the directory that :func:`default_run_directory` names. Of jobs that start together each gets its own.
+
+    Raises:
+        TraceError: it cannot be created.
+    """
+    while True:
+        path = default_run_directory(script, now, traces)
+        try:
+            path.mkdir(parents=True)
+        except FileExistsError:
+            if not path.exists():
+                raise TraceError(f"{path} cannot be created: a link of that name leads nowhere") from None
+        except OSError as error:
+            raise TraceError(
+                f"{path} cannot be used for the run: {error.strerror}. Choose a directory that you may write to with --out"
+            ) from None
+        else:
+            return path
+
+
 def run_name(script: str, now: datetime) -> str:
     """``<script stem>-<YYYYmmdd-HHMMSS>``: of ``pkg.train`` and of ``a/train.py`` the stem is ``train``."""
     return f"{script_stem(script)}-{now:%Y%m%d-%H%M%S}"

@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import socket
+from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
 
 import pytest
@@ -17,7 +18,7 @@ from commprof.cli import execute
 from commprof.errors import SchemaError, TraceError, UsageError
 from commprof.schema import TABLES
 from commprof.trace import collective_files, finaliser
-from commprof.trace.directory import default_run_directory, find_runs, is_run, resolve
+from commprof.trace.directory import claim_run_directory, default_run_directory, find_runs, is_run, resolve
 from commprof.trace.finaliser import finalise, finalise_ended
 from commprof.trace.manifest import Manifest, create_run, read_manifest, write_manifest
 from commprof.trace.process import start_ticks
@@ -40,6 +41,13 @@ def test_names_of_new_runs(tmp_path):
     first.mkdir()
     assert default_run_directory("examples/train_gpt.py", NOW, tmp_path).name == "train_gpt-20260304-050607-2"
     assert default_run_directory("package.module", NOW, tmp_path).name == "module-20260304-050607"
+
+
+def test_jobs_that_start_in_the_same_second_get_a_directory_each(tmp_path):
+    traces = tmp_path / "traces"
+    with ThreadPoolExecutor(8) as pool:
+        claimed = list(pool.map(lambda _: claim_run_directory("train.py", NOW, traces), range(16)))
+    assert len(set(claimed)) == 16 and set(claimed) == set(traces.iterdir())
 
 
 def test_finding_and_resolving_runs(tmp_path):
