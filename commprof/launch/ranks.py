@@ -223,6 +223,9 @@ class RankGroup:
             self._forget_pidfds()
             self._epoll.close()
             self._signals.close()
+            if self._asked_to_stop in _SCHEDULERS:
+                # timeout sends its signal twice, to the process and to its group. The run has yet to be closed.
+                signal.signal(self._asked_to_stop, signal.SIG_IGN)
             signal.pthread_sigmask(signal.SIG_SETMASK, self._old_mask)
         return self._outcome()
 
@@ -291,15 +294,14 @@ class RankGroup:
         A signal to the group of this process (timeout, a batch system) does not reach that group.
         """
         assert self._epoll is not None and self._signals is not None
-        deadline = time.monotonic() + self._stop_grace_seconds
+        grace = self._stop_grace_seconds if number in _SCHEDULERS else self._grace_seconds
+        deadline = time.monotonic() + grace
         if _members(self._leader):
             self._signal_group(number)
         while left := _members(self._leader):
             if time.monotonic() > deadline:
                 pids = ", ".join(map(str, left))
-                self._say(
-                    f"still running {self._stop_grace_seconds:g} s after {number.name}: processes {pids}"
-                )
+                self._say(f"still running {grace:g} s after {number.name}: processes {pids}")
                 return
             self._epoll.poll(0.05)
             for received in self._signals.take():
