@@ -158,11 +158,11 @@ def test_one_rank_of_a_large_world_issues_what_plan_predicts(tmp_path, stage, ra
     check_plan(run, config(stage), world)
 
 
-def check_plan(run, settings, world, framework="zero_runtime"):
-    """Compare the messages of the last step with those that plan predicts, and their padding."""
+def check_plan(run, settings, world, framework="zero_runtime", last=STEPS - 1):
+    """Compare the messages of step ``last`` with those that plan predicts, and their padding."""
     issued, padding = Counter(), Counter()
     for row in open_run(run).table("collectives").to_pylist():
-        if row["step"] == STEPS - 1 and row["op"] != "barrier":
+        if row["step"] == last and row["op"] != "barrier":
             issued[row["rank"], row["purpose"], row["op"], row["payload_bytes"]] += 1
             padding[row["rank"], row["purpose"], row["op"]] += row["padding_bytes"] or 0
     ranks = {rank for rank, *_ in issued}
@@ -249,33 +249,40 @@ run, rank, world, config = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), json
 dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
 commprof.attach(run)
 import deepspeed
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+step, overflows, agree = 0, int(sys.argv[6]), DeepSpeedZeroOptimizer.has_overflow
+DeepSpeedZeroOptimizer.has_overflow = lambda self, *given: agree(self, *given) or step == overflows
 model = nn.Sequential(nn.Linear(64, 256), nn.Linear(256, 256), nn.Linear(256, 64))
 engine, *_ = deepspeed.initialize(
     model=model, model_parameters=model.parameters(), config=config, dist_init_required=False
 )
-inputs = torch.ones(2, 64, dtype=torch.bfloat16 if config["bf16"]["enabled"] else torch.float32)
-for _ in range(4):
-    engine.backward(engine(inputs).float().square().mean())
+inputs = torch.ones(2, 64, dtype=next(model.parameters()).dtype)
+for step in range(int(sys.argv[5])):
+    engine.backward(engine(inputs * (float("inf") if step == overflows else 1.0)).float().square().mean())
     engine.step()
 commprof.detach()
+print("skipped", engine.skipped_steps)
 dist.destroy_process_group()
 """
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("is_bf16", [False, True])
+@pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_the_real_deepspeed_issues_what_plan_predicts(tmp_path, stage, is_bf16):
+def test_the_real_deepspeed_issues_what_plan_predicts(tmp_path, stage, precision):
     """The first and the last rank of DeepSpeed itself; the ledger closes what they issue.
 
-    At stage 3 a rank compares its order of modules with that of the first rank, which a fake group does not send.
+    In one step of fp16 the input is infinite. At stages 1 and 2 a rank looks at its own shard, which is padding on the last
+    rank, so it is scripted that another rank found the overflow. At stage 3 a rank compares its order of modules with that
+    of the first rank, which a fake group does not send.
     """
     python = os.environ.get(REAL)
     if not python:
         pytest.skip(f"{REAL} names no interpreter that has the real DeepSpeed")
     run, script, world = tmp_path / "run", tmp_path / "script.py", 1024
     script.write_text(DEEPSPEED)
-    settings = config(stage) | {"bf16": {"enabled": is_bf16}}
+    settings = config(stage) | PRECISIONS[precision]
+    steps, overflows = (STEPS_WITH_OVERFLOW, OVERFLOWS) if precision == "fp16" else (STEPS, -1)
     settings["optimizer"]["params"]["torch_adam"] = True
     for rank in (0, world - 1) if stage < 3 else (0,):
         environment = {
@@ -289,10 +296,21 @@ def test_the_real_deepspeed_issues_what_plan_predicts(tmp_path, stage, is_bf16):
             "MASTER_PORT": "29500",
             "OMP_NUM_THREADS": "1",
         }
-        words = [python, str(script), str(run), str(rank), str(world), json.dumps(settings)]
+        words = [
+            python,
+            str(script),
+            str(run),
+            str(rank),
+            str(world),
+            json.dumps(settings),
+            str(steps),
+            str(overflows),
+        ]
         done = subprocess.run(
             words, capture_output=True, text=True, timeout=300, env=environment, cwd=tmp_path
         )
         assert done.returncode == 0, done.stderr[-3000:]
-    _verified(run)
-    check_plan(run, settings, world, "deepspeed")
+        assert f"skipped {int(precision == 'fp16')}" in done.stdout
+    sentences = _verified(run).sentences
+    assert any(each.startswith(f"Step {overflows}: ") for each in sentences) == (precision == "fp16")
+    check_plan(run, settings, world, "deepspeed", steps - 1)
