@@ -145,13 +145,25 @@ def get_global_rank(group: ProcessGroup, group_rank: int) -> int:
 
 
 def new_group(ranks: Sequence[int], name: str | None = None) -> ProcessGroup:
-    """A group of the given global ranks; every rank must call it.
+    """A group of the given global ranks, with the time limit of the group of all ranks; every rank must call it.
 
     Args:
         ranks: its members, in the order of their ranks within it.
         name: its name in traces, such as the axis of a topology; it need not be unique.
     """
-    return dist.new_group(list(ranks), group_desc=name)
+    return dist.new_group(list(ranks), timeout=_time_limit(default_group()), group_desc=name)
+
+
+def _time_limit(group: ProcessGroup) -> datetime.timedelta | None:
+    """How long the collectives of ``group`` may take; None for the default of its backend, which a new group has too.
+
+    torch gives a new group that default (10 minutes with NCCL), and not what the program chose for all ranks.
+    """
+    for device in ("cuda", "cpu"):
+        with suppress(RuntimeError, AttributeError):  # no backend for this device, or one without options
+            limit: datetime.timedelta = group._get_backend(torch.device(device)).options._timeout
+            return limit
+    return None
 
 
 def default_group() -> ProcessGroup:

@@ -5,6 +5,7 @@ The losses of unusual models are DeepSpeed 0.19.8's (tests/golden/stage3_models.
 
 from __future__ import annotations
 
+import datetime
 import functools
 import json
 import tempfile
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -318,3 +320,18 @@ def test_the_messages_are_those_that_are_requested(name):
         assert sent == Counter(
             {key: n for key, n in want.items() if key[0] in ("parameter_gather", "gradient_reduce")}
         ), micro
+
+
+def time_limits(rank, world, folder):
+    """Of all groups, in seconds, where the program has chosen 77 s for the group of all ranks."""
+    dist.init_process_group(
+        "gloo", f"file://{folder}/store", datetime.timedelta(seconds=77), world_size=world, rank=rank
+    )
+    engine_of(config_of({"stage": 3, "stage3_gather_unit": "block"}))
+    groups = dist.distributed_c10d._world.pg_map
+    return [each._get_backend(torch.device("cpu")).options._timeout.total_seconds() for each in groups]
+
+
+def test_the_group_that_gathers_blocks_has_the_time_limit_of_all_ranks(tmp_path):
+    """It had torch's default, 10 minutes with NCCL, although the program waited longer for a slow rank."""
+    assert run_ranks(2, time_limits, str(tmp_path), process_group=False) == [[77, 77], [77, 77]]
