@@ -13,6 +13,10 @@ _KILLED: Final = (
     "a process that was killed or has crashed cannot say so; look for its exit status and its last lines (gloo aborts a "
     "process that receives another size than it expects), and whether the kernel was out of memory"
 )
+_SILENT: Final = (
+    "a process that is stopped, or in code that keeps Python's lock, cannot answer; look for what it does, such as by the "
+    "stacks of py-spy dump, and on another host whether it was killed"
+)
 
 
 class Message(NamedTuple):
@@ -144,18 +148,29 @@ def departure(rank: int, step: int, waiting: int, issued: Issued) -> str:
     )
 
 
-def loss(ranks: Sequence[int], ended: Mapping[int, int], waiting: int, issued: Issued) -> str:
-    """The sentence about ranks that are gone without a word, and a rank whose message needs them.
+def loss(
+    ranks: Sequence[int],
+    ended: Mapping[int, int | None],
+    waiting: int,
+    issued: Issued,
+    running: Mapping[int, int] | None = None,
+) -> str:
+    """The sentence about ranks that are gone without a word, or do not answer, and a rank whose message needs them.
 
     Args:
-        ranks: that are gone.
-        ended: the processes that are known to have ended, by rank.
+        ranks: of which nothing is heard.
+        ended: the processes that are known to have ended, by rank; None where only the number is not known.
         waiting: a rank that remains.
         issued: its message.
+        running: the processes of the host of ``waiting`` that have not ended, by rank.
     """
+    if ended.keys() >= set(ranks):
+        what, advice = _gone(ranks, ended), _KILLED
+    else:
+        what, advice = _silent(ranks, running or {}), _SILENT
     return (
-        f"traffic_contract: at {issued.place.described()} {_gone(ranks, ended)}, and rank {waiting} issues "
-        f"{issued.message.described()}; {_KILLED}"
+        f"traffic_contract: at {issued.place.described()} {what}, and rank {waiting} issues "
+        f"{issued.message.described()}; {advice}"
     )
 
 
@@ -191,15 +206,21 @@ def absence(ranks: Sequence[int], waiting: int, issued: Issued) -> str:
     )
 
 
-def _gone(ranks: Sequence[int], ended: Mapping[int, int]) -> str:
-    one = len(ranks) == 1
-    processes = [ended[rank] for rank in ranks if rank in ended]
-    if len(processes) < len(ranks):
-        why = "its process does not answer" if one else "their processes do not answer"
-    else:
-        numbers = ", ".join(map(str, processes[:_LISTED]))
-        why = f"its process {numbers} has ended" if one else f"their processes {numbers} have ended"
-    return f"{_listed(ranks)} {'is' if one else 'are'} gone: {why}"
+def _gone(ranks: Sequence[int], ended: Mapping[int, int | None]) -> str:
+    numbers = ", ".join(str(ended[rank]) for rank in ranks[:_LISTED] if ended[rank] is not None)
+    numbers += " " if numbers else ""
+    if len(ranks) == 1:
+        return f"{_listed(ranks)} is gone: its process {numbers}has ended"
+    return f"{_listed(ranks)} are gone: their processes {numbers}have ended"
+
+
+def _silent(ranks: Sequence[int], running: Mapping[int, int]) -> str:
+    numbers = [str(running[rank]) for rank in ranks[:_LISTED] if rank in running]
+    where = ""
+    if numbers:
+        exist = "process {} of this host exists" if len(numbers) == 1 else "processes {} of this host exist"
+        where = f" ({exist.format(', '.join(numbers))})"
+    return f"{_listed(ranks)} {'does' if len(ranks) == 1 else 'do'} not answer{where}"
 
 
 def _first_difference(rank: int, found: Message, other: int, expected: Message) -> str:

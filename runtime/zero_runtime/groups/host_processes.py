@@ -31,13 +31,24 @@ class HostProcesses:
 
     def ended(self) -> dict[int, int]:
         """The processes that have ended, by rank. Others than those of this host are not known."""
+        return self._where(ended=True)
+
+    def running(self) -> dict[int, int]:
+        """The processes of this host that have not ended, stopped ones too, by rank."""
+        return self._where(ended=False)
+
+    def _where(self, ended: bool) -> dict[int, int]:
         while len(self._known) < self._store.add(self._key, 0):
             entry = f"{self._key}/{len(self._known) + 1}"
             if not self._store.check([entry]):
                 break  # another rank is just writing it
             rank, pid, started = json.loads(self._store.get(entry))
             self._known[rank] = pid, started
-        return {rank: pid for rank, (pid, started) in self._known.items() if _started(str(pid)) != started}
+        return {
+            rank: pid
+            for rank, (pid, started) in self._known.items()
+            if (_started(str(pid)) != started) is ended
+        }
 
 
 def _host() -> str | None:

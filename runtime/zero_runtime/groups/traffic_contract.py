@@ -352,7 +352,8 @@ class TrafficContract:
 
     def _is_explained(self, number: int, timed_out: bool) -> bool:
         """Whether a rank is why the collective of message ``number`` has failed on this one."""
-        patience = 2 * _VOTE_S
+        # Another rank waits for the answers, and then until its sentence has been read, by silent ranks too.
+        patience = 3 * _VOTE_S
         try:
             if not self._failed_within(2 * _POLL_S) and self._compare_all(number, timed_out):
                 patience = _VOTE_S  # for a rank that is just leaving
@@ -381,7 +382,9 @@ class TrafficContract:
             lost = sorted(set(self._group.global_ranks) - said.keys() - self._departed().keys())
             late = sorted(rank for rank, each in said.items() if each.end <= failed)
             if lost:
-                self._fail_for_all(loss(lost, self._ended_processes(), self._rank, self._at(failed)))
+                processes = self.verdict.processes
+                running = {} if processes is None else processes.running()
+                self._fail_for_all(loss(lost, self._ended_processes(), self._rank, self._at(failed), running))
             elif timed_out and late:
                 self._fail_for_all(absence(late, self._rank, self._at(failed)))
         return True
@@ -412,7 +415,7 @@ class TrafficContract:
         if self._rank == 0 or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
             self.verdict.off = True  # the collective itself will fail
         else:
-            self.verdict.failure = loss([0], {}, self._rank, self._at(number))
+            self.verdict.failure = loss([0], {0: None}, self._rank, self._at(number))
 
     # Answers, by a thread of its own: the other one may wait in a collective.
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import time
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -314,6 +316,72 @@ def test_a_slow_rank_delays_the_others_by_no_more_than_its_own_time():
     assert max(run_ranks(2, waited, timeout=60)) < 4.0
 
 
+def stopped(rank, world, folder, seconds, limit):
+    """Rank 1 is stopped in step 2: the steps of each rank, and its error."""
+    dist.init_process_group(
+        "gloo", f"file://{folder}/store", timedelta(seconds=limit), world_size=world, rank=rank
+    )
+    done = 0
+    try:
+        engine, *_ = zero_runtime.initialize(model=Net(), config=config(2, "stop"))
+        for number in range(STEPS):
+            if rank == 1 and number == 2:
+                resume = f"sleep {seconds}; kill -CONT {os.getpid()}"
+                subprocess.Popen(["sh", "-c", resume], start_new_session=True)
+                os.kill(os.getpid(), signal.SIGSTOP)
+            step(engine)
+            done += 1
+    except ZeroRuntimeError as error:
+        return done, str(error)
+    return done, ""
+
+
+def test_a_process_that_is_stopped_for_a_while_is_waited_for(tmp_path):
+    arguments = (3, stopped, str(tmp_path), 5, 60)
+    assert run_ranks(*arguments, timeout=60, process_group=False) == [(STEPS, "")] * 3
+
+
+@pytest.mark.long
+def test_a_process_that_is_stopped_beyond_the_time_limit_is_not_said_to_be_gone(tmp_path):
+    arguments = (3, stopped, str(tmp_path), 20, 6)
+    found = run_ranks(*arguments, timeout=60, process_group=False)
+    ((done, text),) = set(found)
+    assert done == 2 and "message 0 rank 1 does not answer (process" in text
+    assert "is gone" not in text
+
+
+OVERFLOWS = {
+    "stage 1": ({"stage": 1}, 1),
+    "stage 2, accumulation": ({"stage": 2, "overlap_comm": True}, 2),
+    "stage 3": ({"stage": 3}, 1),
+    "stage 3, blocks": (STAGES["blocks"], 1),
+}
+
+
+def overflowing(rank, world, zero, accumulation):
+    """The skipped steps after each step in fp16; the gradients of rank 1 overflow in steps 2, 3 and 5."""
+    settings = config(2, "stop") | {
+        "zero_optimization": zero,
+        "gradient_accumulation_steps": accumulation,
+        "fp16": {"enabled": True, "initial_scale_power": 8, "loss_scale_window": 2, "hysteresis": 1},
+    }
+    engine, *_ = zero_runtime.initialize(model=Net(), config=settings)
+    skipped = []
+    for number in range(7):
+        for _ in range(accumulation):
+            value = 60_000 if rank == 1 and number in (2, 3, 5) else 1
+            engine.backward(engine(torch.full((4, 64), value, dtype=torch.half)))
+            engine.step()
+        skipped.append(engine.skipped_steps)
+    return skipped
+
+
+@pytest.mark.sampled("stage 2, accumulation")
+@pytest.mark.parametrize("name", OVERFLOWS)
+def test_skipped_steps_are_no_deviation(name):
+    assert run_ranks(2, overflowing, *OVERFLOWS[name], timeout=60) == [[0, 0, 1, 2, 2, 3, 3]] * 2
+
+
 def process(rank, world):
     processes = HostProcesses(dist.distributed_c10d._get_default_store(), "test", rank)
     dist.barrier()
@@ -349,7 +417,17 @@ def test_sentences_about_ranks_that_are_gone_or_late():
         "for its exit status and its last lines (gloo aborts a process that receives another size than it expects), and "
         "whether the kernel was out of memory"
     )
-    assert "ranks 1, 2 are gone: their processes do not answer, and" in loss([1, 2], {1: 4711}, 0, issued)
+    assert loss([1], {}, 0, issued, {0: 4710, 1: 4711}) == (
+        "traffic_contract: at step 7, micro-batch 1, message 4 rank 1 does not answer (process 4711 of this host exists), "
+        "and rank 0 issues all_reduce of 1 elements (float32) for norm; a process that is stopped, or in code that keeps "
+        "Python's lock, cannot answer; look for what it does, such as by the stacks of py-spy dump, and on another host "
+        "whether it was killed"
+    )
+    assert "message 4 ranks 1, 2 do not answer, and rank 0" in loss([1, 2], {1: 4711}, 0, issued)
+    assert "rank 0 is gone: its process has ended, and" in loss([0], {0: None}, 1, issued)
+    assert "ranks 1, 2 are gone: their processes 5, 6 have ended, and" in loss(
+        [1, 2], {1: 5, 2: 6}, 0, issued
+    )
     assert "rank 0 has waited for ranks 1, 2 in all_reduce" in absence([1, 2], 0, issued)
 
 
