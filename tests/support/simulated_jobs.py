@@ -21,6 +21,7 @@ from support.runs import SyntheticRun
 MS = 1_000_000
 FAST = 8_000.0  # Mbit/s
 _LATENCY = 20_000  # ns of any transfer
+_COPIES_NS = 100_000  # of gradients, after C++ has waited
 _FROM_ROOT = ("broadcast", "scatter")
 _TO_ROOT = ("reduce", "gather")
 
@@ -49,13 +50,18 @@ class Call:
     pg: str = "0"
     peer: int = -1
     is_async: bool = False
+    layer: str = "process_group"
 
 
 @dataclass(frozen=True)
 class Wait:
-    """For all asynchronous calls so far. ``is_recorded``: whether the recorder sees it."""
+    """For all asynchronous calls so far. ``is_recorded``: whether the recorder sees it.
+
+    With ``apart_ns`` C++ waits: that it was blocked is recorded as a stall, whose bounds are so far apart.
+    """
 
     is_recorded: bool = True
+    apart_ns: int | None = None
 
 
 @dataclass
@@ -76,6 +82,7 @@ class _Rank:
     counts: dict[object, int] = field(default_factory=dict)
     pending: list[dict] = field(default_factory=list)
     called: tuple[_Instance, dict] | None = None
+    stalled: tuple[int, int, int] | None = None  # the rank, its first call, and when it began to wait
 
 
 class Job:
@@ -131,7 +138,7 @@ class Job:
         elif isinstance(action, Compute):
             rank.now += action.ns
         elif isinstance(action, Wait):
-            return self._wait(rank, action)
+            return self._wait(rank, action, run)
         else:
             return self._call(number, rank, action, run)
         return True
@@ -156,7 +163,10 @@ class Job:
         rank.called = None
         return True
 
-    def _wait(self, rank, wait) -> bool:
+    def _wait(self, rank, wait, run) -> bool:
+        if wait.apart_ns is not None and rank.stalled is None and rank.pending:
+            first = rank.pending[0]
+            rank.stalled = (first["rank"], first["row"]["issue_ns"], rank.now)
         while rank.pending:
             mine = rank.pending[0]
             instance, row, number = mine["instance"], mine["row"], mine["rank"]
@@ -165,10 +175,19 @@ class Job:
                 return False
             begin = rank.now
             rank.now = max(begin, instance.ended[number])
-            if wait.is_recorded:
+            if wait.is_recorded and wait.apart_ns is None:
                 shift = self.shifts.get(self.hosts[number], 0)
                 row["wait_begin_ns"], row["wait_end_ns"] = begin + shift, rank.now + shift
             rank.pending.pop(0)
+        if rank.stalled is not None:
+            (number, since, begin), rank.stalled = rank.stalled, None
+            shift, blocked = self.shifts.get(self.hosts[number], 0), rank.now - begin
+            run.add(
+                "stalls", rank=number, attempt=0, pid=run.pid(number), step=rank.step, place="backward",
+                since_ns=since, begin_ns=begin + shift, end_ns=rank.now + shift + _COPIES_NS,
+                exposed_low_ns=max(0, blocked - wait.apart_ns), exposed_high_ns=blocked,
+            )  # fmt: skip
+            rank.now += _COPIES_NS
         return True
 
     def _members(self, call, number):
@@ -275,7 +294,7 @@ class Job:
         run.add_collective(
             call.op, ranks=(number,), group=tuple(range(self.world)) if is_message else members, pg=call.pg,
             payload_bytes=call.payload, step=rank.step, peer=call.peer, issue_ns=rank.now + shift,
-            is_async=call.is_async, **({"group_rank": 0} if is_message else {}),
+            is_async=call.is_async, layer=call.layer, **({"group_rank": 0} if is_message else {}),
         )  # fmt: skip
         return run.rows["collectives"][-1]
 

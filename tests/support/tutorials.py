@@ -44,7 +44,7 @@ def steps(page: Path) -> list[Step]:
 
 def plain(text: str) -> str:
     """``text`` without measured times, rules of tables and the width of columns."""
-    return " ".join(_MEASURED.sub("TIME", re.sub(r"─+", "", text)).split())
+    return _MEASURED.sub("TIME", " ".join(re.sub(r"─+", "", text).split()))
 
 
 def missing(shown: str, output: str) -> str | None:

@@ -16,6 +16,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from commprof.align.ranks.cpp_waits import COLUMNS
 from commprof.align.sequences.group_ids import numbered, split_by
 
 Numbers = npt.NDArray[np.int64]
@@ -57,7 +58,7 @@ class _Blocked(NamedTuple):
 
 
 def with_own_times(records: pa.Table) -> pa.Table:
-    """``records`` (:data:`SOURCES`; all of some processes) with :data:`OWN_COLUMNS`."""
+    """``records`` (:data:`SOURCES`; all of some processes; maybe cpp_waits.COLUMNS) with :data:`OWN_COLUMNS`."""
     if OWN_COLUMNS[0] in records.column_names:
         return records
     for name, column in zip(OWN_COLUMNS, own_times(records).columns(), strict=True):
@@ -72,7 +73,7 @@ def no_own_times(count: int) -> OwnTimes:
 
 
 def own_times(records: pa.Table) -> OwnTimes:
-    """The own times of ``records`` (:data:`SOURCES`), all those of some processes."""
+    """The own times of ``records`` (:data:`SOURCES`, and cpp_waits.COLUMNS if known), all those of some processes."""
     count = len(records)
     times = no_own_times(count)
     if not count:
@@ -162,7 +163,9 @@ def _is_rooted(op: pa.ChunkedArray) -> Flags:
 
 
 def _blocked_intervals(records: pa.Table, issue: Numbers) -> _Blocked:
-    """A synchronous CPU call blocks its program throughout, others during a wait; on a device the measured time counts."""
+    """A synchronous CPU call blocks its program throughout, others during a wait, also one of C++; on a device the measured
+    time counts.
+    """
     device = records["device"]
     text = device.cast(pa.string()) if pa.types.is_dictionary(device.type) else device
     on_cpu = pc.fill_null(pc.equal(text, "cpu"), True).to_numpy(zero_copy_only=False)
@@ -171,6 +174,12 @@ def _blocked_intervals(records: pa.Table, issue: Numbers) -> _Blocked:
         _numbers(records[name], _UNKNOWN)
         for name in ("return_ns", "wait_begin_ns", "wait_end_ns", "device_end_ns", "exposed_ns")
     )
+    if COLUMNS[0] in records.column_names:
+        in_cpp, until = (_numbers(records[name], _UNKNOWN) for name in COLUMNS)
+        waiting, waited = (
+            np.where(in_cpp > _UNKNOWN, in_cpp, waiting),
+            np.where(in_cpp > _UNKNOWN, until, waited),
+        )
     end = np.where(on_cpu, np.where(is_async | (waited > _UNKNOWN), waited, returned), done)
     begin = np.where(is_async, np.where(waiting > _UNKNOWN, waiting, waited), issue)
     begin = np.where(on_cpu, begin, done - np.maximum(exposed, 0))

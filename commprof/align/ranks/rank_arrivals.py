@@ -10,6 +10,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from commprof.align.ranks.collectives import COLUMNS, matchable, together
+from commprof.align.ranks.cpp_waits import COLUMNS as CPP_WAITS
 from commprof.align.ranks.own_times import OWN_COLUMNS, with_own_times
 from commprof.align.ranks.reference_clock import ReferenceClock
 from commprof.align.sequences.row_groups import Flags, Groups, Values
@@ -56,10 +57,12 @@ def arrivals(collectives: pa.Table, reference: ReferenceClock, also: Sequence[st
     Times of ranks that share a clock are compared directly, others on the reference clock.
     The columns are those of the answer ``arrivals``, ``ended_ns`` (after the first arrival; where the end is known), what
     :func:`_delays` and :func:`_rooted` add for ranks that others wait for, and of the records those named in ``also``.
-    Records without :data:`OWN_COLUMNS` are all those of their processes.
+    Records without :data:`OWN_COLUMNS` are all those of their processes. The waits of C++ (cpp_waits.COLUMNS, if the records
+    have them) say for how long the program was blocked, and not when a collective ended.
     """
     collectives = with_own_times(collectives)
-    rows = matchable(collectives.select(tuple(dict.fromkeys((*NEEDED, *also)))))
+    in_cpp = [name for name in CPP_WAITS if name in collectives.column_names]
+    rows = matchable(collectives.select(tuple(dict.fromkeys((*NEEDED, *in_cpp, *also)))))
     order_of_rows, collective = together(rows)
     # Reordering a chunked table is far slower.
     rows = _encoded(rows).combine_chunks().take(pa.array(order_of_rows))
@@ -97,7 +100,8 @@ class _Times:
         issue = rows["issue_ns"].to_numpy() + shift
         self.base = int(issue.min()) if len(issue) else 0
         self.issue = issue - self.base
-        moved = {name: _floats(rows[name], shift - self.base) for name in _TIMES[1:-1]}
+        in_cpp = [name for name in CPP_WAITS if name in rows.column_names]
+        moved = {name: _floats(rows[name], shift - self.base) for name in (*_TIMES[1:-1], *in_cpp)}
         self.device_begin = moved["device_begin_ns"]
         self.exposed = _floats(rows["exposed_ns"], np.int64(0))
         is_async = rows["is_async"].to_numpy(zero_copy_only=False)
@@ -107,6 +111,10 @@ class _Times:
         # A synchronous call blocks the program from its beginning, an asynchronous one only while it is waited for.
         self.blocked_from = np.where(is_async, moved["wait_begin_ns"], self.issue)
         self.blocked_until = np.where(is_async, moved["wait_end_ns"], returned)
+        if in_cpp:
+            begin, end = (moved[name] for name in CPP_WAITS)
+            self.blocked_from = np.where(np.isnan(begin), self.blocked_from, begin)
+            self.blocked_until = np.where(np.isnan(end), self.blocked_until, end)
         waited = moved["wait_end_ns"] - moved["wait_begin_ns"] > REAL_WAIT_NS
         host_end = np.where(is_async, np.where(waited, moved["wait_end_ns"], np.nan), returned)
         self.end = np.where(np.isnan(moved["device_end_ns"]), host_end, moved["device_end_ns"])

@@ -27,6 +27,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from commprof.align.ranks.cpp_waits import CppWaits
 from commprof.analysis.relations.relation_graph import statement
 from commprof.analysis.relations.sql_engine import connect, evaluate, register
 from commprof.analysis.storage import summaries
@@ -96,7 +97,7 @@ def tables_of(
     tables = {
         _ISSUED: evaluate(_ISSUED, {"collectives": collectives}, COLUMNS),
         _STEPS: evaluate(_STEPS, {"steps": of_steps}),
-        SAMPLE: arrival_sample.of_host(collectives, ranks, world),
+        SAMPLE: arrival_sample.of_host(collectives, ranks, world, CppWaits(stalls) if len(stalls) else None),
     }
     for (by, name), rows in zip(EXPOSURES.items(), stood, strict=True):
         times = _summed(rows, by, tuple(_STALL_SUMS)).rename_columns([*by, *_STALL_SUMS.values()])

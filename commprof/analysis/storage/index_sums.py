@@ -16,6 +16,7 @@ from typing import Final, NamedTuple
 import duckdb
 import pyarrow as pa
 
+from commprof.align.ranks import cpp_waits
 from commprof.align.ranks.rank_arrivals import NEEDED
 from commprof.analysis.relations.memory import give_back
 from commprof.analysis.storage.index_totals import TransferTimes, append, rows_of
@@ -96,12 +97,14 @@ def _parts(
 ) -> Iterator[_PartAnswer]:
     """The answers of the partitions in order; the next ones are evaluated while the caller stores one."""
     aligned = arrivals.aligned(run, transfers.ALSO)
-    indexed_parts = IndexedParts(lambda sql: engine.sql(sql).to_arrow_table(), _COLUMNS)
+    waits = arrivals.cpp_waits(run)
+    columns = _COLUMNS if waits is None else columns_of(_COLUMNS, cpp_waits.SOURCES)
+    indexed_parts = IndexedParts(lambda sql: engine.sql(sql).to_arrow_table(), columns)
 
     def work(condition: str) -> _PartAnswer:
         with engine.cursor() as cursor:
             rows = indexed_parts.read(condition, lambda sql: cursor.sql(sql).to_arrow_table())
-        arrived = aligned(rows)
+        arrived = aligned(rows if waits is None else waits.beside(rows))
         return _PartAnswer(transfers.timed(arrived), arrived)
 
     under_way: deque[Future[_PartAnswer]] = deque()

@@ -16,6 +16,8 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from commprof.align.ranks import cpp_waits
+from commprof.align.ranks.cpp_waits import CppWaits
 from commprof.align.ranks.reference_clock import ReferenceClock
 from commprof.analysis.columns.distinct_combinations import Combinations
 from commprof.analysis.storage.record_spans import (
@@ -28,6 +30,7 @@ from commprof.analysis.storage.record_spans import (
     spans,
     with_spans,
 )
+from commprof.analysis.stragglers import arrivals
 from commprof.errors import TraceError
 from commprof.schema import COLLECTIVES
 from commprof.trace.reader import Run, Scan
@@ -70,7 +73,8 @@ class SpanSource:
         self.unknown_clocks = 0
         self.failure: TraceError | None = None
         self._sources = sorted(
-            _sources(run.scan("collectives", _FEWEST_SCANNED), self.clock), key=lambda source: source.key
+            _sources(run.scan("collectives", _FEWEST_SCANNED), self.clock, arrivals.cpp_waits(run)),
+            key=lambda source: source.key,
         )
         self.is_in_order = len(self._sources) <= _MOST_OPEN and all(
             source.is_in_order for source in self._sources
@@ -142,28 +146,37 @@ def _sorted(tables: Sequence[pa.Table]) -> pa.Table:
     return rows.take(pa.array(np.argsort(rows["begin_ns"].to_numpy(), kind="stable")))
 
 
-def _sources(collectives: pa.Table | Scan, clock: ReferenceClock | None) -> Iterator[_Source]:
+def _sources(
+    collectives: pa.Table | Scan, clock: ReferenceClock | None, waits: CppWaits | None
+) -> Iterator[_Source]:
     if not isinstance(collectives, Scan):
-        yield _of_table(collectives)
+        yield _of_table(collectives, waits)
         return
     for file in collectives.files:
-        yield _of_file(file, clock)
+        yield _of_file(file, clock, waits)
     if len(collectives.rest):
-        yield _of_table(collectives.rest)
+        yield _of_table(collectives.rest, waits)
 
 
-def _of_table(rows: pa.Table) -> _Source:
-    return _Source(own(rows.select(TIME_COLUMNS)), (), False, lambda _: iter([rows]))
+def _of_table(rows: pa.Table, waits: CppWaits | None) -> _Source:
+    return _Source(_own(rows, waits), (), False, lambda _: iter([rows]))
 
 
-def _of_file(file: Path, clock: ReferenceClock | None) -> _Source:
-    times = read_columns(file, TIME_COLUMNS)
+def _own(records: pa.Table, waits: CppWaits | None) -> Own:
+    return own(records.select(TIME_COLUMNS) if waits is None else waits.beside(records))
+
+
+def _of_file(file: Path, clock: ReferenceClock | None, waits: CppWaits | None) -> _Source:
+    times = read_columns(file, tuple(dict.fromkeys((*TIME_COLUMNS, *(cpp_waits.SOURCES if waits else ())))))
     begin = begins(times, clock)
     key = tuple(int(times[name][0].as_py()) if len(times) else 0 for name in ORDER[1:])
     is_one = all(_is_constant(times[name].to_numpy()) for name in ORDER[1:-1])
     in_order = is_one and _is_in_order(begin, times["seq"].to_numpy())
     return _Source(
-        own(times), key, in_order, lambda rows: column_parts(file, "collectives", COLLECTIVES.names, rows)
+        _own(times, waits),
+        key,
+        in_order,
+        lambda rows: column_parts(file, "collectives", COLLECTIVES.names, rows),
     )
 
 

@@ -19,7 +19,9 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from commprof.align.ranks import cpp_waits
 from commprof.align.ranks.collectives import matchable
+from commprof.align.ranks.cpp_waits import CppWaits
 from commprof.align.ranks.own_times import OWN_COLUMNS, with_own_times
 from commprof.align.ranks.rank_arrivals import NEEDED
 from commprof.trace.reader import Scan
@@ -73,8 +75,11 @@ def schema() -> pa.Schema:
     return pa.schema([field.remove_metadata().with_nullable(True) for field in fields])
 
 
-def of_host(collectives: pa.Table | Scan, ranks: int, world: int) -> pa.Table:
+def of_host(collectives: pa.Table | Scan, ranks: int, world: int, waits: CppWaits | None = None) -> pa.Table:
     """The sample of a host with ``ranks`` ranks of ``world`` in all; its schema has the facts of :class:`Sample`.
+
+    Args:
+        waits: of C++ in its processes, for the own times.
 
     Raises:
         TraceError: a file cannot be read.
@@ -98,9 +103,11 @@ def of_host(collectives: pa.Table | Scan, ranks: int, world: int) -> pa.Table:
     lowest = np.ones(len(steps), np.int64) if is_halved else counts
     below = _bound(steps, lowest, _FEWEST_STEPS if is_halved else most)
     needed = tuple(name for name in NEEDED if name not in OWN_COLUMNS)
+    needed = tuple(dict.fromkeys((*needed, *(cpp_waits.SOURCES if waits else ()))))
     halvings = 0
     sampled = schema().empty_table()
     for rows in _processes(collectives, needed):
+        rows = rows if waits is None else waits.beside(rows)
         part = _of_steps(_compared(with_own_times(rows)), below, halvings)
         sampled = pa.concat_tables([sampled, part.select(schema().names).cast(schema())])
         while len(sampled) > most and halvings < _MOST_HALVINGS:

@@ -8,6 +8,7 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from commprof.align.ranks.cpp_waits import CppWaits
 from commprof.align.ranks.rank_arrivals import arrivals as align
 from commprof.align.ranks.reference_clock import ReferenceClock
 from commprof.analysis.columns.answers import ARRIVALS
@@ -30,6 +31,12 @@ def reference_clock(run: Run) -> ReferenceClock:
         run.table("clock_offsets").to_pylist(),
         one_host=len(run.manifest.hosts) < 2,
     )
+
+
+def cpp_waits(run: Run) -> CppWaits | None:
+    """When C++ waited in the processes of ``run``; None where it did not."""
+    stalls = run.table("stalls")
+    return CppWaits(stalls) if len(stalls) else None
 
 
 def hosts_of(run: Run) -> dict[int, str]:

@@ -93,6 +93,7 @@ class Findings(NamedTuple):
         inherited: by rank, the waiting for it because the collective before had ended late for it.
         elsewhere: by rank, the waiting for it because waits in other groups or for messages had blocked it longer.
         untold: by rank, the waiting of unknown cause, since some wait was not recorded.
+        untold_late: the ranks that stand out by it, and the step from which on each was late, as of a LateRank.
         warm: the steps without warm-up, each with its attempt as one number.
         waits: what of the waiting for each rank is for its own delay, inherited, or of unknown cause.
         share: the share of the collectives of the steps that were compared.
@@ -106,6 +107,7 @@ class Findings(NamedTuple):
     inherited: dict[int, int]
     elsewhere: dict[int, int]
     untold: dict[int, int]
+    untold_late: dict[int, int | None]
     warm: set[int]
     waits: Waits
     share: float = 1.0
@@ -137,22 +139,27 @@ class LastRanks:
         part = {name: values[is_told] for name, values in part.items()}
         self._batches.append(part)
 
-    def findings(self, span_ns: int, least_share: float = 0.0) -> Findings:
+    def findings(self, span_ns: int, least_share: float = 0.0, share: float = 1.0) -> Findings:
         """The evidence of all rows, in a run of ``span_ns``.
 
         Args:
             least_share: the least probability of a rank to be last by chance. Ranks that wait for roots cannot come late, so
                 few ranks remain that can.
+            share: the share of the collectives of the steps that were added.
         """
         events = _Events(self._batches)
         steps = warm_steps(self.steps)
         warm = events.of(steps)
         cost = np.where(events.is_timed, events["others_waited_own_ns"], events["own_lead_ns"])
         waited = np.where(events.is_timed, events["others_waited_ns"], events["lead_ns"])
-        cost, waited = (np.where(events.is_certain, each, 0).astype(np.int64) for each in (cost, waited))
+        counts = events.is_certain if share < 1 else events.is_certain & events.counts_once()
+        cost, waited = (np.where(counts, each, 0).astype(np.int64) for each in (cost, waited))
         known, untold = warm & events.is_known, warm & ~events.is_known
         delays = _OwnDelays.of(events, cost, known)
         late, own_ns, turns = _late_ranks(delays, span_ns, least_share)
+        of_unknown_cause, *_ = _late_ranks(
+            _OwnDelays.of(events, waited, untold), span_ns, least_share, np.unique(events.step_codes()[warm])
+        )
         lead = np.maximum(events["lead_ns"], 1)
         elsewhere = np.minimum(_rounded(waited * (events["elsewhere_lead_ns"] / lead)), waited - cost)
         rank = events["rank"]
@@ -180,8 +187,10 @@ class LastRanks:
             _by_rank(inherited_by, inherited),
             _by_rank(rank[known], elsewhere[known]),
             _by_rank(rank[untold], waited[untold]),
+            {each.rank: each.since for each in of_unknown_cause if not each.is_hidden},
             steps,
             waits,
+            share,
         )
 
 
@@ -215,6 +224,20 @@ class _Events:
         is_close = ~self.is_certain | (self["lead_ns"] < _TOGETHER * self["second_lead_ns"])
         both = (self["members"] > 2) & is_close
         return both, np.where(both, self["second_waited_ns"], 0)
+
+    def counts_once(self) -> Flags:
+        """Rows whose waits were recorded, and of the others the one with the largest lead of a rank in a step.
+
+        Without waits in between, a rank that is late for one collective is as late for the next ones: the others wait once.
+        """
+        rows = np.flatnonzero(~self.is_timed)
+        order = rows[np.lexsort((-self["lead_ns"][rows], self["rank"][rows], self.step_codes()[rows]))]
+        rank, code = self["rank"][order], self.step_codes()[order]
+        is_largest = np.ones(len(order), bool)
+        is_largest[1:] = (np.diff(rank) != 0) | (np.diff(code) != 0)
+        counts = self.is_timed.copy()
+        counts[order[is_largest | (code < 0)]] = True
+        return counts
 
     def second_share(self) -> Floats:
         """The share of its lead that the second last rank has by its own delay."""
@@ -298,9 +321,13 @@ class _OwnDelays(NamedTuple):
 
 
 def _late_ranks(
-    delays: _OwnDelays, span_ns: int, least_share: float
+    delays: _OwnDelays, span_ns: int, least_share: float, steps_of_run: Numbers | None = None
 ) -> tuple[list[LateRank], int, dict[int, int]]:
-    """The culprits in turn: each is removed, and the rank that was hidden behind it takes its place."""
+    """The culprits in turn: each is removed, and the rank that was hidden behind it takes its place.
+
+    Args:
+        steps_of_run: the codes of the steps in which a rank can be late; default: those of ``delays``.
+    """
     blamed, cost, members = (each.copy() for each in (delays.rank, delays.cost_ns, delays.members))
     codes, seen, behind, behind_cost = delays.codes, delays.is_seen, delays.behind, delays.behind_ns
     hidden = np.zeros(len(blamed), bool)
@@ -317,7 +344,7 @@ def _late_ranks(
         steps = len(np.unique(codes[main]))
         # The heaviest leave out steps that cost a little less.
         as_late = mine & (2 * cost >= np.median(cost[main]))
-        since = _since(np.unique(codes[as_late]), np.unique(codes))
+        since = _since(np.unique(codes[as_late]), np.unique(codes) if steps_of_run is None else steps_of_run)
         late.append(
             LateRank(
                 culprit, int(cost[mine].sum()), len(main), steps, is_hidden, bool(seen[mine].any()), since

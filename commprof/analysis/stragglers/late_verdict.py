@@ -234,9 +234,12 @@ def _untold(findings: Findings, by_rank: Mapping[int, pd.Series], span_ns: int) 
     sentences = []
     for rank, waited in sorted(findings.untold.items(), key=lambda each: -each[1]):
         row = by_rank[rank]
-        if not row["stands_out"] or waited < _WORTH_SAYING * span_ns:
+        stands_out = row["stands_out"] or rank in findings.untold_late
+        if not stands_out or waited < _WORTH_SAYING * span_ns:
             continue
+        since = findings.untold_late.get(rank)
         came = f"Rank {rank} arrived last in {_share(row)}"
+        came += "" if since is None else f", and in nearly all from step {since} on"
         if pd.isna(row["others_waited_ns"]):
             came += f"; it alone was missing for {_cost(waited, findings)}"
             came += ", and whether the others waited was not recorded"

@@ -29,6 +29,7 @@ from commprof.analysis.stragglers import arrival_sample
 from commprof.analysis.stragglers import arrivals as arrivals_module
 from commprof.analysis.stragglers import straggling as straggling_module
 from commprof.analysis.stragglers.arrival_sample import Sample
+from commprof.analysis.stragglers.arrivals import cpp_waits
 from commprof.analysis.stragglers.straggling import Straggling, apart
 from commprof.analysis.time import transfers
 from commprof.analysis.time.partitions import columns_of, of_scan
@@ -111,7 +112,7 @@ def arrival_parts(run: Run, steps: tuple[int, int] | None) -> Iterator[pa.Table]
     align = arrivals_module.aligned(run)
     with connect() as engine:
         collectives = 0
-        for part in of_scan(run.scan("collectives"), NEEDED, engine):
+        for part in of_scan(run.scan("collectives"), NEEDED, engine, cpp_waits(run)):
             arrived = align(part)
             place = arrived.column_names.index("collective")
             moved = pc.add(arrived["collective"], pa.scalar(collectives, pa.int64()))
@@ -131,7 +132,7 @@ def straggling(run: Run, limit: int, first_step: bool = True) -> Straggling:
 
     def from_files() -> Straggling:
         with connect() as engine:
-            partitions = of_scan(run.scan("collectives"), NEEDED, engine)
+            partitions = of_scan(run.scan("collectives"), NEEDED, engine, cpp_waits(run))
             if not first_step:
                 partitions = _without_first_step(run, partitions)
             align, hosts = arrivals_module.aligned(run), arrivals_module.hosts_of(run)

@@ -85,7 +85,7 @@ class Collector:
         span = 0 if self._first is None or self._last is None else int(self._last - self._first)
         span = round((span if span_ns is None else span_ns) * share)
         ranks = self._ranks.stragglers()
-        findings = self._last_ranks.findings(span, 0.5 if self._rooted else 0.0)._replace(share=share)
+        findings = self._last_ranks.findings(span, 0.5 if self._rooted else 0.0, share)
         if span_ns is not None:
             # The first late step of a sample need not be the first of the run.
             findings = findings._replace(late=[late._replace(since=None) for late in findings.late])

@@ -16,6 +16,8 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from commprof.align.ranks import cpp_waits
+from commprof.align.ranks.cpp_waits import CppWaits
 from commprof.align.ranks.own_times import (
     OWN_COLUMNS,
     SOURCES,
@@ -89,29 +91,38 @@ def _ranges(counted: pa.Table, most_rows: int) -> Iterator[tuple[int, int]]:
 
 
 def of_scan(
-    collectives: pa.Table | Scan, columns: Sequence[str], engine: duckdb.DuckDBPyConnection
+    collectives: pa.Table | Scan,
+    columns: Sequence[str],
+    engine: duckdb.DuckDBPyConnection,
+    waits: CppWaits | None = None,
 ) -> Iterator[pa.Table]:
     """The partitions of a table or of files; a table in memory is one partition.
 
     Args:
         columns: of the table ``collectives``, and :data:`OWN_COLUMNS`.
+        waits: of C++; then the partitions have its columns too.
 
     Raises:
         TraceError: a file cannot be read.
     """
     has_own_times = OWN_COLUMNS[0] in columns
+    columns = [*columns, *(cpp_waits.COLUMNS if waits else ())]
     if not isinstance(collectives, Scan):
-        yield (with_own_times(collectives) if has_own_times else collectives).select(columns)
+        rows = _beside(collectives, waits)
+        yield (with_own_times(rows) if has_own_times else rows).select(columns)
         return
     try:
         engine.register("rest_of_parts", collectives.rest)
         engine.register("rows_of_parts", scanned(engine, collectives, "rest_of_parts"))
         ask: Ask = lambda sql: engine.sql(sql).to_arrow_table()  # noqa: E731 - one line is clearer here
-        own = _OwnTimesOfFiles(collectives) if has_own_times else None
-        names = ", ".join(name for name in columns if name not in OWN_COLUMNS)
+        own = _OwnTimesOfFiles(collectives, waits) if has_own_times else None
+        added = (*OWN_COLUMNS, *cpp_waits.COLUMNS)
+        names = columns_of(
+            (name for name in columns if name not in added), cpp_waits.SOURCES if waits else ()
+        )
         for condition in conditions(ask, "rows_of_parts", _MOST_SCANNED):
-            rows = ask(f"select {names} from rows_of_parts where {condition}")
-            yield rows if own is None else own.beside(rows)
+            rows = _beside(ask(f"select {', '.join(names)} from rows_of_parts where {condition}"), waits)
+            yield (rows if own is None else own.beside(rows)).select(columns)
     except duckdb.Error as error:
         message = str(error).strip().partition("\n")[0]
         raise TraceError(
@@ -120,15 +131,20 @@ def of_scan(
         ) from None
 
 
+def _beside(rows: pa.Table, waits: CppWaits | None) -> pa.Table:
+    return rows if waits is None else waits.beside(rows)
+
+
 class _OwnTimesOfFiles:
     """The own times of all records, which need all records of a process; partitions look them up."""
 
-    def __init__(self, collectives: Scan) -> None:
+    def __init__(self, collectives: Scan, waits: CppWaits | None) -> None:
         self._numbers: dict[tuple[int, ...], Numbers] = {}  # of each process, in order
         self._times: dict[tuple[int, ...], OwnTimes] = {}
-        needed = tuple(dict.fromkeys((*_PROCESS, "seq", *SOURCES)))
+        needed = columns_of(_PROCESS, ("seq",), SOURCES, cpp_waits.SOURCES if waits else ())
         files = (read_columns(file, needed) for file in collectives.files)
         for rows in chain(files, [collectives.rest.select(needed)]):
+            rows = _beside(rows, waits)
             times, seq = own_times(rows), rows["seq"].to_numpy()
             for process, mine in _by_process(rows):
                 mine = mine[np.argsort(seq[mine], kind="stable")]

@@ -29,6 +29,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from commprof.align.ranks.cpp_waits import unseen_waits
 from commprof.align.sequences.group_ids import numbered, placed_by
 from commprof.errors import TraceError
 from commprof.trace.reader import Scan
@@ -288,7 +289,7 @@ def _stalled_at(rows: pa.Table, stalls: pa.Table, blocked: _Intervals, on_device
     begins, ends = (
         _known(stalls, f"device_{name}" if on_device else name).values for name in ("begin_ns", "end_ns")
     )
-    records = np.flatnonzero(_unseen_waits(rows, on_device))
+    records = np.flatnonzero(unseen_waits(rows, on_device))
     issue = _known(rows, "issue_ns").values[records]
     of_record = np.searchsorted(issue_ends, issue, "left")
     inside = of_record < len(issue_ends)
@@ -312,17 +313,6 @@ def _length_until(moments: Numbers, starts: Numbers, stops: Numbers, edges: Numb
     last = np.maximum(before - 1, 0)
     beyond = np.where(before > 0, np.maximum(stops[last] - moments, 0), 0)
     return np.asarray(edges[before] - beyond)
-
-
-def _unseen_waits(rows: pa.Table, on_device: bool) -> Flags:
-    """The records, of devices or of the host, that C++ may have waited for: no recorded wait, issued or reduced by C++."""
-    device, layer, purpose = (rows[name].cast(pa.string()) for name in ("device", "layer", "purpose"))
-    of_reducer = pc.or_kleene(pc.equal(layer, "c10d"), pc.equal(purpose, "gradient_reduce"))
-    on_host = pc.fill_null(pc.equal(device, "cpu"), True)
-    unseen = pc.and_(pc.fill_null(of_reducer, False), pc.invert(on_host) if on_device else on_host)
-    for known in (rows["wait_end_ns"], rows["exposed_ns"]):
-        unseen = pc.and_(unseen, pc.is_null(known))
-    return np.asarray(pc.and_(unseen, rows["is_async"]).to_numpy())
 
 
 def _bounds(stalled: _Stalls, codes: Numbers, cuts: _Steps, places: int) -> dict[int, tuple[int, int]]:

@@ -13,6 +13,7 @@ import pyarrow.compute as pc
 import pytest
 
 from commprof.analysis import api
+from commprof.analysis.storage import index
 from commprof.analysis.stragglers import late_verdict, slow_paths
 from commprof.analysis.stragglers.arrivals import arrivals
 from commprof.analysis.stragglers.late_verdict import LATE_RANK, NOBODY, SLOW_TRANSFER, TRANSFERS, UNTOLD
@@ -395,6 +396,65 @@ def test_waits_that_were_not_recorded_leave_the_cause_untold():
 
 
 @pytest.mark.sampled
+def of_ddp(world=2, late_ns=20 * MS, since=0, apart_ns=50_000, count=40, seed=1):
+    """Three buckets in each step, for which C++ waits at the end of the backward pass; rank 1 is late by ``late_ns``."""
+    job, chance = Job(world), random.Random(seed)
+    for step in range(count):
+        for rank in range(world):
+            delay = late_ns * (rank == 1 and step >= since)
+            job.do(rank, Step(step), Compute(10 * MS + delay + chance.randrange(MS // 10)))
+            for _ in range(3):
+                job.do(rank, Compute(2 * MS), Call("all_reduce", MIB, is_async=True, layer="c10d"))
+            job.do(rank, Wait(apart_ns=apart_ns))
+    return job
+
+
+def saved(job, path):
+    run = job.run()
+    for step in range(40):
+        run.add_step(step, begin_ns=0)
+    return run.write(path)
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_in_ddp_a_late_rank_is_late_by_its_own_delay_and_since_a_step(world, tmp_path):
+    """The waits of DDP are in C++: the cause was unknown, and a rank that became late halfway stood out by nothing."""
+    found = api.straggling(saved(of_ddp(world, since=15), tmp_path / "run"))
+    said = found.ranks.attrs
+    assert (said["culprit"], said["late"], said["since"]) == (LATE_RANK, [1], [[1, 15]])
+    assert said["statement"].startswith("Rank 1 is a straggler, from step 15 on: it arrived last in ")
+    # By hand: 25 of 39 steps, each 20 ms, of which the others wait once and not for each bucket.
+    own_ns = found.steps.groupby("rank")["others_waited_own_ns"].sum()[1]
+    assert own_ns == pytest.approx(25 * 20 * MS, rel=0.03)
+    assert api.straggling(saved(of_ddp(world, late_ns=0), tmp_path / "even")).ranks.attrs["culprit"] == NOBODY
+
+
+def test_in_ddp_files_and_the_index_have_the_answer_of_all_records(tmp_path, monkeypatch):
+    expected = api.straggling(saved(of_ddp(since=15), tmp_path / "run"))
+    assert expected.ranks.attrs["since"] == [[1, 15]]
+    indexed = saved(of_ddp(since=15), tmp_path / "indexed")
+    monkeypatch.setattr(index, "_FEWEST_IN_FILE", 0)
+    assert api.index(indexed)["in_file"]
+    for name in ("ranks", "steps"):
+        pd.testing.assert_frame_equal(getattr(api.straggling(indexed), name), getattr(expected, name))
+    monkeypatch.setattr(reader, "_MOST_ROWS", 10)
+    monkeypatch.setattr(partitions, "_MOST_SCANNED", 60)  # several parts, which divide steps too
+    divided = api.straggling(saved(of_ddp(since=15), tmp_path / "divided"), first_step=False)
+    assert divided.ranks.attrs["since"] == [[1, 15]]
+    own_ns = divided.steps["others_waited_own_ns"].sum()
+    assert own_ns == pytest.approx(expected.steps["others_waited_own_ns"].sum(), rel=0.15)
+
+
+def test_in_ddp_bounds_that_are_far_apart_leave_the_cause_unknown(tmp_path):
+    found = api.straggling(saved(of_ddp(apart_ns=15 * MS), tmp_path / "run")).ranks.attrs
+    assert found["culprit"] == UNTOLD and "It is not known" in found["statement"]
+    # Once in each step of 20 ms, and not for each of its three buckets.
+    assert re.search(r"(20\.\d|19\.\d) ms per step", found["statement"]), found["statement"]
+    late = api.straggling(saved(of_ddp(apart_ns=15 * MS, since=25), tmp_path / "late")).ranks.attrs
+    assert late["culprit"] == UNTOLD
+    assert re.search(r"collectives, and in nearly all from step 2[56] on; ", late["statement"])
+
+
 @pytest.mark.parametrize("kind", ["ring", "messages", "roots"])
 def test_the_verdict_does_not_depend_on_how_the_records_are_divided(kind, monkeypatch):
     job = Job(3, hosts=HOSTS, rates={"h1": (20, 20)})
