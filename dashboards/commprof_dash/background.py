@@ -1,30 +1,42 @@
 """Computes answers that take seconds in another process, so that no page waits for them.
 
-The process has a low priority, computes one answer at a time and exits after each, which frees its memory.
+The process has a low priority, computes one answer and exits, which frees its memory. It is a new interpreter that imports
+this module and not the program of the dashboard, which may be a script that starts it without a condition.
 """
 
 from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Hashable
-from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from multiprocessing import get_context, parent_process
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from typing import Any, Final
 
 _MOST_WAITING: Final = 64  # answers that no page has read yet
 _NICENESS: Final = 10
+_CODE: Final = (
+    "import sys; from multiprocessing.connection import Connection; connection = Connection(int(sys.argv[1])); "
+    "sys.path[:] = connection.recv(); from commprof_dash import background; background.answer_question(connection)"
+)
 
 
 class Background:
-    """The answers that another process computes or has computed, until a page reads them."""
+    """The answers that another process computes or has computed, until a page reads them.
+
+    Attributes:
+        process: the one that computes an answer now; None without one.
+    """
 
     def __init__(self) -> None:
+        self.process: subprocess.Popen[bytes] | None = None
         self._lock = threading.Lock()
-        self._pool: ProcessPoolExecutor | None = None
+        self._pool = ThreadPoolExecutor(1, "commprof answers")
         self._asked: dict[Hashable, Future[Any]] = {}
 
     def ask(self, key: Hashable, answer: Callable[[Any], Any], argument: Any) -> Any | None:
@@ -40,21 +52,35 @@ class Background:
         with self._lock:
             future = self._asked.get(key)
             if future is None:
-                future = self._asked[key] = self._submit(answer, argument)
+                future = self._asked[key] = self._pool.submit(self._answer, answer, argument)
                 self._forget_the_oldest()
             if not future.done():
                 return None
             del self._asked[key]
-            if isinstance(future.exception(), BrokenProcessPool):
-                self._pool = None
         return future.result()
 
-    def _submit(self, answer: Callable[[Any], Any], argument: Any) -> Future[Any]:
-        if self._pool is not None:
-            with suppress(BrokenProcessPool):
-                return self._pool.submit(answer, argument)
-        self._pool = ProcessPoolExecutor(1, get_context("spawn"), _stand_back, max_tasks_per_child=1)
-        return self._pool.submit(answer, argument)
+    def _answer(self, answer: Callable[[Any], Any], argument: Any) -> Any:
+        mine, its = Pipe()
+        arguments = [sys.executable, "-c", _CODE, str(its.fileno())]
+        # In a group of its own: Ctrl-C in the dashboard's terminal is not for it. It exits when the connection ends.
+        with mine, its, subprocess.Popen(arguments, pass_fds=[its.fileno()], process_group=0) as process:
+            self.process = process
+            its.close()
+            try:
+                mine.send(sys.path)
+                mine.send((answer, argument))
+                is_answer, value = mine.recv()
+            except (EOFError, ConnectionError):
+                raise RuntimeError(
+                    f"the process that computes {answer.__name__} ended with {process.wait()} and no answer; look for its "
+                    "last lines in the terminal of the dashboard, and whether the kernel was out of memory"
+                ) from None
+            finally:
+                mine.close()
+                self.process = None
+        if is_answer:
+            return value
+        raise value
 
     def _forget_the_oldest(self) -> None:
         done = [key for key, future in self._asked.items() if future.done()]
@@ -62,21 +88,25 @@ class Background:
             del self._asked[key]
 
 
-def _stand_back() -> None:
-    # Ctrl-C in the dashboard's terminal comes here too. The dashboard ends this process, before a library can say what it
-    # thinks of an interpreter that ends in the middle of its work.
+def answer_question(connection: Connection) -> None:
+    """Answer the question that comes over ``connection``, with its answer or its error."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with suppress(OSError):
         os.nice(_NICENESS)
-    threading.Thread(target=_exit_with_parent, daemon=True).start()
+    try:
+        answer, argument = connection.recv()
+        threading.Thread(target=_exit_with_dashboard, args=[connection], daemon=True).start()
+        connection.send((True, answer(argument)))
+    except Exception as error:
+        connection.send((False, error))
+    os._exit(0)
 
 
-def _exit_with_parent() -> None:
-    """Exit with a dashboard that was killed: this process would wait for its next question for ever."""
-    parent = parent_process()
-    if parent is not None:
-        parent.join()
-        os._exit(0)
+def _exit_with_dashboard(connection: Connection) -> None:
+    """Exit with a dashboard that has ended or was killed: the connection ends then."""
+    with suppress(EOFError, OSError):
+        connection.recv()
+    os._exit(0)
 
 
 background: Final = Background()

@@ -7,7 +7,6 @@ import contextlib
 import errno
 import ipaddress
 import logging
-import multiprocessing
 import os
 import secrets
 import signal
@@ -97,13 +96,11 @@ def dashboard(
 
 
 def _leave(_signal: int, _frame: FrameType | None) -> NoReturn:
-    """End this process and its child processes now.
+    """End this process now; the process that computes an answer exits when its input ends.
 
     A thread may be in the middle of a query. A normal exit of the interpreter would unwind that thread through a library's
     C++, which aborts. So this calls the cleanup functions itself and then skips the interpreter's exit.
     """
-    for process in multiprocessing.active_children():
-        process.kill()
     atexit._run_exitfuncs()
     os._exit(0)
 

@@ -57,16 +57,17 @@ def test_an_error_is_raised_and_asked_anew(background):
 
 
 INTERRUPTED = """
-import multiprocessing, os, signal, sys, time
+import os, signal, sys, time
 from commprof.cli.verbs.dashboard import _leave
 from commprof_dash.background import Background
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, _leave)
-    Background().ask("long", time.sleep, 60)
-    while not multiprocessing.active_children():
+    background = Background()
+    background.ask("long", time.sleep, 60)
+    while background.process is None:
         time.sleep(0.02)
-    print(multiprocessing.active_children()[0].pid, flush=True)
+    print(background.process.pid, flush=True)
     os.killpg(0, signal.SIGINT)
     time.sleep(60)
 """
@@ -104,13 +105,11 @@ from commprof_dash.background import Background
 
 if __name__ == "__main__":
     background = Background()
-    while (pid := background.ask("pid", os.getpgid, 0)) is None:
-        time.sleep(0.02)
-    import multiprocessing
-    while not multiprocessing.active_children():
+    background.ask("long", time.sleep, 60)
+    while background.process is None:
         time.sleep(0.02)
     time.sleep(2)
-    print(multiprocessing.active_children()[0].pid, flush=True)
+    print(background.process.pid, flush=True)
     os.kill(os.getpid(), 9)
 """
 
@@ -124,3 +123,34 @@ def test_it_exits_with_a_dashboard_that_was_killed(tmp_path):
     while runs(pid) and time.monotonic() < until:
         time.sleep(0.1)
     assert not runs(pid)
+
+
+UNGUARDED = """
+import os, time
+from commprof_dash.background import Background
+
+print("started", flush=True)
+background = Background()
+while (found := background.ask("a", os.path.basename, "runs/first")) is None:
+    time.sleep(0.02)
+print(found)
+"""
+
+
+def test_a_script_without_a_main_guard_is_not_run_again(tmp_path):
+    """A spawned process of multiprocessing would import it, and so train or serve a second time."""
+    script = tmp_path / "serve.py"
+    script.write_text(UNGUARDED)
+    done = subprocess.run(
+        [sys.executable, str(script)], capture_output=True, text=True, timeout=50, check=False
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "started\nfirst\n", "")
+
+
+def ends(argument):
+    os._exit(argument)
+
+
+def test_a_process_that_ends_without_an_answer_is_an_error(background):
+    with pytest.raises(RuntimeError, match=r"computes ends ended with 3 and no answer"):
+        answer_of(background, "ends", ends, 3)
