@@ -75,7 +75,7 @@ class CppWaits:
             issue = records["issue_ns"].to_numpy()
             code, first = numbered(records.select(_PROCESS))
             keys = records.select(_PROCESS).take(pa.array(first)).to_pylist()
-            for mine in split_by(code[rows], rows) if len(rows) else []:
+            for mine in split_by(code, rows):
                 waits = self._intervals.get(_key(keys[code[mine[0]]]))
                 if waits is None:
                     continue

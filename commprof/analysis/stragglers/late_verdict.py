@@ -102,14 +102,15 @@ def _late(late: LateRank, row: pd.Series, findings: Findings) -> str:
     if late.is_hidden:
         return f"Without it, rank {late.rank} would be a straggler: the others would wait {cost} for its own delay."
     if (
-        findings.compared
+        late.since is None
+        and findings.compared
         and findings.share == 1  # else it may have been late in collectives of a step that were not compared
         and late.collectives < _ALL_MOST * findings.compared
         and late.steps < _ALL_MOST * findings.steps
     ):
         each = format_ns(late.cost_ns / max(late.steps, 1))
         return (
-            f"Rank {late.rank} is a straggler in {late.steps:,} of {findings.steps:,} steps{since}: the others waited about "
+            f"Rank {late.rank} is a straggler in {late.steps:,} of {findings.steps:,} steps: the others waited about "
             f"{each} for its own delay in each of them, {cost} over all steps."
         )
     error = f", to within {format_ns(float(row['error_ns']))}" if row["error_ns"] else ""
