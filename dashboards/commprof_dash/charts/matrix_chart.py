@@ -16,6 +16,8 @@ from commprof_dash.charts.rank_charts import rank_axis
 from commprof_dash.theme import OP_COLOURS, PAPER, SETTING_COLOURS, TEXT, Scheme, template
 
 _MOST_TICKS: Final = 12
+_MOST_LONG_TICKS: Final = 5  # side by side, of texts like 240-243: more would be turned, into the title
+_LONG: Final = 4  # characters
 _FAINTEST: Final = 0.16  # of the colour, in the smallest cell that is not empty
 _TICKS_APART: Final = 0.25  # of the colour bar, so that their texts do not lie over each other
 _EDGE: Final = 0.06
@@ -75,14 +77,15 @@ def heat(
         hovertemplate="%{customdata}<extra></extra>",
         hoverongaps=False,
     )
-    ticks = _ticks(names)
+    is_long = max(map(len, names), default=0) > _LONG
     is_square = size <= _SQUARE or size > _MOST_WRITTEN
     figure.update_layout(
         shapes=_host_frames(firsts, width, hosts or {}, scheme),
         height=500,
         margin={"l": 8, "r": 8, "t": 8, "b": 110},
-        xaxis=ticks | {"title": {"text": "Receiving rank"}, "constrain": "domain"},
-        yaxis=ticks
+        xaxis=_ticks(names, _MOST_LONG_TICKS if is_long else _MOST_TICKS)
+        | {"title": {"text": "Receiving rank"}, "constrain": "domain"},
+        yaxis=_ticks(names, _MOST_TICKS)
         | {
             "title": {"text": "Sending rank"},
             "autorange": "reversed",
@@ -162,8 +165,8 @@ def _hover(sender: str, receiver: str, value: float | None) -> str:
     return f"Rank {sender} to rank {receiver}<br><b>{api.format_bytes(value)}</b>"
 
 
-def _ticks(names: Sequence[str]) -> dict[str, Any]:
-    every = max(1, -(-len(names) // _MOST_TICKS))
+def _ticks(names: Sequence[str], most: int) -> dict[str, Any]:
+    every = max(1, -(-len(names) // most))
     return {
         "tickvals": list(range(0, len(names), every)),
         "ticktext": list(names[::every]),

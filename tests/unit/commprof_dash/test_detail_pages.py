@@ -635,6 +635,15 @@ def test_cells_of_many_ranks_say_which_they_are():
     assert "Rank 0-15 to rank 16-29" in figure.data[0].customdata[0][1]
 
 
+def test_long_names_of_receivers_are_not_turned_into_the_title():
+    """At 256 ranks the turned names lay over the title of the axis, and that over the title of the colors."""
+    firsts = range(0, 256, 4)
+    frame = pd.DataFrame({"sender": [*firsts], "receiver": [*reversed(firsts)], "wire_bytes": 8.0})
+    frame.attrs = {"ranks": 256, "ranks_per_cell": 4}
+    layout = matrix_chart.heat(frame, "wire_bytes", "Wire bytes", None, "light").layout
+    assert len(layout.xaxis.ticktext) == 5 and len(layout.yaxis.ticktext) > 5
+
+
 def test_equal_cells_have_a_colour_and_a_tick():
     frame = pd.DataFrame({"sender": [0, 1], "receiver": [1, 0], "wire_bytes": [1000.0, 1000.0]})
     frame.attrs = {"ranks": 2, "ranks_per_cell": 1}
