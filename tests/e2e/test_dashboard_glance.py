@@ -203,6 +203,17 @@ def test_every_other_page_answers_in_its_first_600_pixels(view, base_url, path):
     assert path == "/plan" or answer.bounding_box()["y"] + answer.bounding_box()["height"] <= 600
 
 
+def test_the_columns_of_records_show_their_text_and_fit_the_page(view, base_url):
+    """Those shown first: a purpose that is cut after "gradient_" is no purpose."""
+    view.open(f"{base_url}/records?run=late&filter=purpose:=:parameter_broadcast", ready=".ag-row")
+    cut = view.page.evaluate(
+        "() => [...document.querySelectorAll('.ag-header-cell-text, .ag-row .ag-cell-value')]"
+        ".filter((one) => one.scrollWidth > one.clientWidth + 1).map((one) => one.innerText)"
+    )
+    viewport = view.page.locator("#records-grid .ag-body-horizontal-scroll-viewport")
+    assert cut == [] and viewport.evaluate("(one) => one.scrollWidth - one.clientWidth") <= 0
+
+
 @pytest.mark.long
 def test_the_timeline_is_in_the_window_and_begins_in_its_first_half(view, base_url):
     view.open(f"{base_url}/timeline?run=late")

@@ -56,7 +56,16 @@ WRITTEN: Final = "records-written"
 DETAILS: Final = "records-details"  # a drawer with all about the row that was clicked
 _BLOCK: Final = 100  # rows that the grid asks for at a time
 _LONGEST: Final = 300  # characters of a cell
-_LONG_TEXTS: Final = ("parameters", "call_site", "module", "sizes")
+# Pixels, so that "parameter_broadcast" and "reduce_scatter" fit, and the columns shown first fit a screen of 1440.
+_WIDTHS: Final = {
+    **dict.fromkeys(("parameters", "call_site", "module", "sizes"), 200),
+    **dict.fromkeys(("op", "intended_op"), 128),
+    **dict.fromkeys(("phase", "exposed_ns"), 100),
+    "purpose": 168,
+    "payload_bytes": 120,
+}
+_NUMBER_WIDTH: Final = 76
+_WIDTH: Final = 106
 
 
 def render(runs: Runs, query: Query, scheme: Scheme) -> Drawing:
@@ -162,7 +171,7 @@ def column_definitions(shown: tuple[str, ...], sort: str | None) -> list[dict[st
             "cellRenderer": "markdown",
             "sortable": False,
             "filter": False,
-            "width": 92,
+            "width": 88,
         }
     ]
     for name in order:
@@ -178,7 +187,7 @@ def column_definitions(shown: tuple[str, ...], sort: str | None) -> list[dict[st
                 "filter": "agNumberColumnFilter" if number else "agTextColumnFilter",
                 "filterParams": {"maxNumConditions": 1, "debounceMs": 300, "buttons": ["reset"]},
                 "type": "rightAligned" if number else None,
-                "width": 200 if name in _LONG_TEXTS else 86 if number and not column.unit else 106,
+                "width": _WIDTHS.get(name, _NUMBER_WIDTH if number and not column.unit else _WIDTH),
                 "initialSort": None if sort is None or sort.lstrip("-") != name else _way(sort),
             }
         )
