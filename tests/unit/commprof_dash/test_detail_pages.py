@@ -18,7 +18,8 @@ from commprof_dash.pages.matrix.page import parse_steps
 from commprof_dash.pages.timeline.data import record_text, view_in
 from support.detailed_runs import aligned_run, detailed_run
 from support.expert_runs import uneven_experts
-from support.runs import SyntheticRun
+from support.kinds_of_runs import import_kineto
+from support.runs import SyntheticRun, with_sums
 
 pytestmark = pytest.mark.shared_answers
 
@@ -490,6 +491,25 @@ def test_a_run_without_buckets_says_who_publishes_them(tmp_path):
     run.write(tmp_path / "run")
     text = text_of(draw(tmp_path, "/buckets?run=run"))
     assert "No gradient buckets" in text and "commprof run train.py" in text
+
+
+def test_the_buckets_of_a_run_of_sums_say_why_their_times_are_not_known(tmp_path):
+    """Nothing is missing there: sums have no bucket numbers."""
+    with_sums(detailed_run()).write(tmp_path / "sums")
+    parts = draw(tmp_path, "/buckets?run=sums")
+    text = text_of(parts)
+    assert text.count("Not known: only sums per step were recorded (--aggregate") == 2
+    assert "only sums were recorded, without bucket numbers" in text
+    assert "o record has" not in text and "Took, median" not in text
+
+
+def test_overview_asks_for_no_step_call_in_imported_files(tmp_path):
+    import_kineto(tmp_path)
+    text = text_of(draw(tmp_path, "/overview?run=imported-kineto"))
+    assert "This run has no training steps: the imported files name none." in text
+    assert "commprof.step()" not in text and "means per step" not in text
+    duration = text.partition('"Duration"')[2]
+    assert '"not known"' in duration[: duration.index('"Ranks"')]
 
 
 def test_the_straggler_is_named_with_links_to_the_timeline_and_its_record(directory):

@@ -23,13 +23,14 @@ class Shown(NamedTuple):
     ``of_step``: the buckets of the step together, by why they were sent; of a mean step see ``api.buckets_per_step``.
 
     ``step`` is None where ``frame`` has the buckets of a mean step. ``groups``: the ranks that reduce buckets together, as
-    text, one after the other where they are several.
+    text, one after the other where they are several. ``only_sums``: the run has no records, so none of a bucket.
     """
 
     of_steps: pd.DataFrame
     step: int | None
     frame: pd.DataFrame
     of_step: pd.DataFrame
+    only_sums: bool
 
     @property
     def groups(self) -> list[str]:
@@ -58,14 +59,15 @@ def shown(runs: Runs, name: str, wanted: str | None) -> Shown:
     def answer(path: Path) -> Shown:
         run = api.open_run(path)
         of_steps = api.bucket_steps(run)
+        only_sums = run.health.summed > 0 and not run.health.records
         known = of_steps["step"]
         at = step if step is not None and (known == step).any() else None
         if at is None:
             means = api.bucket_means(run)
             if len(means) or not len(known):
-                return Shown(of_steps, None, _labelled(means), api.buckets_per_step(run))
+                return Shown(of_steps, None, _labelled(means), api.buckets_per_step(run), only_sums)
             at = int(known.iloc[-1])  # all of them came before the first step
-        return Shown(of_steps, at, _of_step(run, at), of_steps[known == at])
+        return Shown(of_steps, at, _of_step(run, at), of_steps[known == at], only_sums)
 
     view: Shown = runs.of_run(f"buckets {step}", name, answer)
     return view

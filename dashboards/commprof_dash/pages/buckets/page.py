@@ -47,6 +47,11 @@ _SHORT_REASONS: Final = {
     "end_of_backward": "end of the backward pass",
     "oversized": "gradient larger than a bucket",
 }
+_NO_RECORD: Final = "No record has the number of this bucket."
+_ONLY_SUMS: Final = (
+    "Not known: only sums per step were recorded (--aggregate, or --max-size was reached), which have no bucket numbers and "
+    "no times."
+)
 _MEAN_RULE: Final = (
     "Bytes, fill and counts are means over the steps; times are medians over the steps after the first."
 )
@@ -86,9 +91,9 @@ def render(runs: Runs, query: Query, scheme: Scheme) -> Drawing:
             *(_unlike_ranks(view.of_steps)),
             *(_unlike_steps(frame) if mean else []),
             _table(frame, name, step, group if len(groups) > 1 else None, chosen),
-            cards.columns([_sizes(frame, mean, scheme), _times(frame, mean, scheme)]),
+            cards.columns([_sizes(frame, mean, scheme), _times(frame, mean, scheme, view.only_sums)]),
             _tiles(view, group, len(groups)),
-            *_one(runs, name, bucket, view.step),
+            *_one(runs, name, bucket, view),
         ]
 
     return draw_run(runs, query, answers)
@@ -204,6 +209,8 @@ def _tiles(view: buckets_data.Shown, group: str, groups: int) -> Component:
                 f"modelled for {_wire_of(rows)}: bytes that a rank of a group sends{_as_issued(rows)}"
                 + (f", added up over {groups} groups" if groups > 1 else "")
                 if sent
+                else "only sums were recorded, without bucket numbers"
+                if view.only_sums
                 else "no record has a bucket number",
             ),
             cards.tile(
@@ -275,10 +282,11 @@ def _sizes(frame: pd.DataFrame, mean: bool, scheme: Scheme) -> Component:
     )
 
 
-def _times(frame: pd.DataFrame, mean: bool, scheme: Scheme) -> Component:
+def _times(frame: pd.DataFrame, mean: bool, scheme: Scheme, only_sums: bool) -> Component:
     title = "How long each took"
     if frame["duration_ns"].isna().all():
-        return cards.empty_card("bucket-times", title, "No record has the number of one of these buckets.")
+        why = _ONLY_SUMS if only_sums else "No record has the number of one of these buckets."
+        return cards.empty_card("bucket-times", title, why)
     drawn, cut = _drawn(frame)
     over = "Median over the steps after the first" if mean else "Mean over the ranks"
     return cards.figure_card(
@@ -312,6 +320,19 @@ def _table(frame: pd.DataFrame, name: str, step: str, group: str | None, chosen:
         return ", ".join(one[:60] for one in listed[:2]) + more
 
     took, exposed = ("Took, median", "Exposed, median") if step == MEAN else ("Took", "Exposed")
+    any_record = bool(frame["op"].notna().any())
+    reduced = [
+        Field("series", "Reduced by"),
+        Field("duration_ns", took, api.format_ns, numeric=True),
+        Field("exposed_ns", exposed, api.format_ns, numeric=True),
+    ]
+    sent = [
+        Field("collectives", "Collectives", format_count, numeric=True),
+        Field("executed_wire_bytes", "Wire bytes", api.format_bytes, numeric=True),
+        Field("wire_bytes", "As issued", api.format_bytes, numeric=True),
+        Field("between_hosts_bytes", "Between hosts", api.format_bytes, numeric=True),
+        Field("padding_bytes", "Padding", api.format_bytes, numeric=True),
+    ]
     return cards.table_card(
         "buckets",
         "The buckets of all steps" if step == MEAN else f"The buckets of step {step}",
@@ -325,16 +346,10 @@ def _table(frame: pd.DataFrame, name: str, step: str, group: str | None, chosen:
             Field("fill", "Fill", "{:.0%}".format, numeric=True),
             Field("flush_reason", "Sent because", _short_reasons),
             Field("bytes", "Bytes", api.format_bytes, numeric=True),
-            Field("series", "Reduced by"),
-            Field("duration_ns", took, api.format_ns, numeric=True),
-            Field("exposed_ns", exposed, api.format_ns, numeric=True),
+            *(reduced if any_record else []),
             Field("numel", "Elements", format_count, numeric=True),
             Field("owners", "Owners", _owners),
-            Field("collectives", "Collectives", format_count, numeric=True),
-            Field("executed_wire_bytes", "Wire bytes", api.format_bytes, numeric=True),
-            Field("wire_bytes", "As issued", api.format_bytes, numeric=True),
-            Field("between_hosts_bytes", "Between hosts", api.format_bytes, numeric=True),
-            Field("padding_bytes", "Padding", api.format_bytes, numeric=True),
+            *(sent if any_record else []),
         ],
         most_rows=_TABLE_ROWS,
     )
@@ -346,15 +361,15 @@ def _owners(value: Any) -> Cell:
     return ", ".join(owners[:8]) + more
 
 
-def _one(runs: Runs, name: str, bucket: pd.Series[Any], step: int | None) -> list[Component]:
-    """Parameters and records of one bucket: of ``step``, or of the last step that has one of that number."""
-    selected = buckets_data.chosen(runs, name, bucket, step)
+def _one(runs: Runs, name: str, bucket: pd.Series[Any], view: buckets_data.Shown) -> list[Component]:
+    """Parameters and records of one bucket: of the view's step, or of the last step that has one of that number."""
+    selected = buckets_data.chosen(runs, name, bucket, view.step)
     if selected is None:
         return []
-    which = "" if step is not None else ", the last that has it"
+    which = "" if view.step is not None else ", the last that has it"
     where = f"Bucket {bucket['label']} of step {selected.step}{which}"
     return [
-        _operations(where, name, selected.content.operations),
+        _operations(where, name, selected.content.operations, view.only_sums),
         _parameters(where, selected.content.parameters),
     ]
 
@@ -379,10 +394,10 @@ def _parameters(where: str, frame: pd.DataFrame) -> Component:
     )
 
 
-def _operations(where: str, name: str, frame: pd.DataFrame) -> Component:
+def _operations(where: str, name: str, frame: pd.DataFrame, only_sums: bool) -> Component:
     title = f"{where}: how it was reduced"
     if frame.empty:
-        return cards.empty_card("bucket-operations", title, "No record has the number of this bucket.")
+        return cards.empty_card("bucket-operations", title, _ONLY_SUMS if only_sums else _NO_RECORD)
     rank = int(frame["rank"].iloc[0])
 
     def link(seq: Any) -> Cell:

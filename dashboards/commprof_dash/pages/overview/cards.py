@@ -196,15 +196,29 @@ def straggler(ranks: pd.DataFrame) -> Component | None:
     return None if ranks.attrs["culprit"] == "nobody" else lateness(ranks)
 
 
-def exposed_tile(frame: pd.DataFrame) -> Component:
+def no_steps(facts: Mapping[str, Any]) -> str:
+    """The reason why a run has no training steps."""
+    if is_imported(facts):
+        return "This run has no training steps: the imported files name none."
+    return "This run has no training steps. Call commprof.step() if no engine reports them."
+
+
+def is_imported(facts: Mapping[str, Any]) -> bool:
+    """Whether another tool than commprof's recorder made the records."""
+    return facts["recorder_ns"] is None and facts["records"] > 0
+
+
+def exposed_tile(frame: pd.DataFrame, facts: Mapping[str, Any]) -> Component:
     """Exposed communication of a step: the last row of the answer, as the report and Compare have it."""
     union = {} if frame.empty else {str(name): value for name, value in frame.iloc[-1].items()}
     time = api.exposed_time(union) if union else None
     share = api.exposed_share(union) if union else None
+    only_sums = facts["summed"] and not facts["records"]
+    why = "only sums were recorded, without times" if only_sums else "no step has a recorded wait"
     return cards.tile(
         "Exposed communication",
         time or "not known",
-        f"{share} of the step" if share else "of no step is it known",
+        f"{share} of the step" if share else why,
     )
 
 
@@ -220,7 +234,7 @@ def exposure(frame: pd.DataFrame, facts: Mapping[str, Any], scheme: Scheme) -> C
     if frame.empty:
         why = "No training step of this run ended."
         if facts["steps"] == 0:
-            why = "This run has no training steps. Call commprof.step() if no engine reports them."
+            why = no_steps(facts)
         return cards.empty_card("exposure", _EXPOSED, why)
     union = {str(name): value for name, value in frame.iloc[-1].items()}
     if not known:
@@ -308,7 +322,6 @@ def _communication_share(row: Mapping[str, Any]) -> str | None:
 def cost(facts: Mapping[str, Any]) -> Component:
     """The cost of recording, and what was not recorded to reduce it."""
     spent, share = facts["recorder_ns"], facts["recorder_share"]
-    imported = spent is None and facts["records"] > 0
     values: dict[str, Cell] = {
         "Time in the recorder": (
             f"{api.format_ns(spent)} per rank, mean" if spent is not None else "not known"
@@ -325,7 +338,7 @@ def cost(facts: Mapping[str, Any]) -> Component:
     }
     remark = (
         "This run was not recorded by commprof, or its recorder did not report its cost."
-        if imported
+        if is_imported(facts)
         else "CPU time of the recorder in the process, sampled. Indirect costs of its memory traffic are not included."
     )
     return cards.text_card("cost", "What recording cost", remark, [tables.facts(values)])

@@ -84,7 +84,7 @@ def _traffic(
     if not facts["whole_steps"]:
         why = "No training step of this run ended."
         if not facts["steps"]:
-            why = "This run has no training steps. Call commprof.step() if no engine reports them."
+            why = overview_cards.no_steps(facts)
         frame = runs.traffic_by_step(name)
         shown = [] if frame.empty else [_by_step(frame, measure, scheme)]
         return [messages.line("No values per step", why, "note"), *shown]
@@ -146,7 +146,7 @@ def _summary(
         cards.tile("Step time", _or_none(facts["step_time_ns"], api.format_ns), _interval(facts)),
         cards.tile("Exposed communication", "...", "on its way")
         if exposure is None
-        else overview_cards.exposed_tile(exposure),
+        else overview_cards.exposed_tile(exposure, facts),
         cards.tile(
             "Wire bytes per step",
             api.format_bytes(sent["wire_bytes_per_step"].sum()) if len(sent) else "none",
@@ -236,7 +236,7 @@ def _what_ran(facts: Mapping[str, Any]) -> Component:
     values: dict[str, Any] = {
         "Command": html.Code(shlex.join(map(str, facts["command"]))) if facts["command"] else "not known",
         "Started": _moment(facts["started_realtime_ns"]),
-        "Duration": _or_none(facts["wall_ns"], api.format_ns),
+        "Duration": "not known" if facts["wall_ns"] is None else api.format_ns(facts["wall_ns"]),
         "Ranks": f"{_ranks(facts)}, {facts['backends'] or 'no backend'}",
         "Steps": f"{format_count(facts['steps'])}, {facts['whole_steps']:,} whole",
         "Wire bytes of the whole run": _whole_wire(facts),
@@ -357,7 +357,7 @@ def _outside_steps(frame: pd.DataFrame, steps: int) -> Component:
     return cards.table_card(
         "outside-steps",
         title,
-        "Totals; means per step do not include them.",
+        "Totals; means per step do not include them." if steps else "Totals.",
         frame,
         [
             *([Field("when", "When")] if steps else []),
