@@ -176,6 +176,9 @@ def _keys_to_show(manifests: Sequence[Manifest], of_runs: Sequence[Mapping[str, 
         return differing
     # Other differences within a sweep follow from its keys. The ranks and the script may differ by the caller's choice.
     facts = {key for manifest in manifests for key in _facts(manifest)}
+    if len({manifest.engine for manifest in manifests} - {None}) < 2:
+        # A run that failed before its engine started names none.
+        facts.discard("engine")
     shown = [key for key in swept if key in differing] + [key for key in differing if key in facts]
     return shown or swept
 

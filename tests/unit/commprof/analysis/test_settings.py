@@ -186,6 +186,17 @@ def test_a_sweep_labels_its_runs_by_its_point_alone():
     assert labels(sweep(False)) == ["reduce_scatter=false"]
 
 
+def test_the_engine_that_a_failed_run_of_a_sweep_never_started_is_no_setting():
+    manifests = [sweep(value).open().manifest for value in (True, False, "other")]
+    manifests[0].engine = manifests[1].engine = "zero_runtime 0.1.0"
+    names = ["a", "b", "c"]
+    assert [one.label for one in settings_of(manifests, names)] == [
+        *("reduce_scatter=true", "reduce_scatter=false", "reduce_scatter=other")
+    ]
+    manifests[1].engine = "deepspeed 0.19.8"
+    assert settings_of(manifests, names)[1].label == "reduce_scatter=false, engine=deepspeed 0.19.8"
+
+
 def test_a_sweep_is_shown_in_the_order_in_which_it_ran_and_other_runs_as_given():
     swept = [sweep(True, started_realtime_ns=5), sweep(False, started_realtime_ns=3)]
     assert in_order([run.open().manifest for run in swept]) == [1, 0]
