@@ -63,6 +63,7 @@ class Candidate(NamedTuple):
     shape: str
     executed: bool = False
     moved_bytes: float | None = None
+    failed: bool = False
 
     @property
     def step_time_ns(self) -> float | None:
@@ -139,6 +140,7 @@ def candidates(runs: Sequence[Measured], rows: Sequence[Mapping[str, Any]]) -> l
                 shape=", or ".join(sorted({run.shape for run in repeats})),
                 executed=executed,
                 moved_bytes=_mean_moved(repeats),
+                failed=all(run.failed for run in repeats),
             )
         )
     return settings
@@ -221,7 +223,11 @@ def _changes_the_work(key: str) -> bool:
 
 
 def _left_out(settings: Sequence[Candidate]) -> dict[str, str]:
-    reasons = {one.label: "no whole training step" for one in settings if one.wire_bytes is None}
+    reasons = {
+        one.label: "failed before the end of a training step" if one.failed else "no whole training step"
+        for one in settings
+        if one.wire_bytes is None
+    }
     lossy = [one for one in settings if one.losses and one.label not in reasons]
     if len({steps for one in lossy for steps in one.steps_of_runs}) > 1 or not lossy:
         return reasons  # losses after different numbers of steps are not compared

@@ -22,6 +22,7 @@ from commprof.analysis.traffic import model_sharding, moved_bytes, rank_bytes, r
 from commprof.requested.errors import RequestedError
 from commprof.requested.wrappers.arguments import arguments_of
 from commprof.trace.coverage import uncovered
+from commprof.trace.manifest import FAILED, KILLED
 from commprof.trace.reader import Run
 
 if TYPE_CHECKING:
@@ -164,6 +165,7 @@ def _measure(run: Run) -> Measured:
         usage=run_resources.usage(times, manifest.effective_config or manifest.config, manifest.world_size),
         shape=model_sharding.shape(operations),
         moved_bytes=moved_bytes.moved_per_step(moved, int(times["duration_ns"].notna().sum())),
+        failed=run.health.state in (FAILED, KILLED),
     )
 
 

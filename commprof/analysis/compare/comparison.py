@@ -32,6 +32,7 @@ class Measured(NamedTuple):
 
     ``durations`` are of the steps after the first, in ns; ``shape`` is the answer of
     :func:`model_sharding.shape`; ``moved_bytes`` is what all hosts sent in the run, divided by its steps that ended.
+    ``failed``: the run failed or was killed.
     """
 
     name: str
@@ -43,6 +44,7 @@ class Measured(NamedTuple):
     usage: Usage
     shape: str
     moved_bytes: float | None = None
+    failed: bool = False
 
 
 def by_label(runs: Sequence[Measured]) -> dict[str, list[Measured]]:

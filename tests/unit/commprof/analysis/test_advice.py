@@ -128,6 +128,16 @@ def test_a_setting_with_a_higher_loss_is_left_out():
     assert "gradient_reduction=reduce is left out: its loss ends at 2.1" in found.sentences[1]
 
 
+@pytest.mark.parametrize(
+    ("state", "why"),
+    [("failed", "failed before the end of a training step"), ("complete", "no whole training step")],
+)
+def test_a_setting_without_a_step_is_left_out_and_said_to_have_failed_only_if_it_did(state, why):
+    config = {"zero_optimization": {"stage": 7}}
+    found = api.advice(opened(run(stage=1), run(stage=2), SyntheticRun(2, config=config, state=state)))
+    assert any(f"stage=7 is left out: {why}." in sentence for sentence in found.sentences)
+
+
 def test_a_loss_that_repeats_explain_counts_as_equal():
     found = api.advice(
         opened(*(run("reduce", t, loss=x, **REDUCE) for t, x in ((10, 2.2), (11, 1.9), (12, 2.1))))
