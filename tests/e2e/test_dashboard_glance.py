@@ -208,7 +208,7 @@ def test_the_columns_of_records_show_their_text_and_fit_the_page(view, base_url)
     view.open(f"{base_url}/records?run=late&filter=purpose:=:parameter_broadcast", ready=".ag-row")
     cut = view.page.evaluate(
         "() => [...document.querySelectorAll('.ag-header-cell-text, .ag-row .ag-cell-value')]"
-        ".filter((one) => one.scrollWidth > one.clientWidth + 1).map((one) => one.innerText)"
+        ".filter((one) => one.scrollWidth > one.clientWidth).map((one) => one.innerText)"
     )
     viewport = view.page.locator("#records-grid .ag-body-horizontal-scroll-viewport")
     assert cut == [] and viewport.evaluate("(one) => one.scrollWidth - one.clientWidth") <= 0

@@ -59,12 +59,12 @@ _LONGEST: Final = 300  # characters of a cell
 # Pixels, so that "parameter_broadcast" and "reduce_scatter" fit, and the columns shown first fit a screen of 1440.
 _WIDTHS: Final = {
     **dict.fromkeys(("parameters", "call_site", "module", "sizes"), 200),
-    **dict.fromkeys(("op", "intended_op"), 128),
+    **dict.fromkeys(("op", "intended_op"), 122),
     **dict.fromkeys(("phase", "exposed_ns"), 100),
-    "purpose": 168,
+    "purpose": 167,
     "payload_bytes": 120,
 }
-_NUMBER_WIDTH: Final = 76
+_NUMBER_WIDTH: Final = 79
 _WIDTH: Final = 106
 
 
