@@ -159,9 +159,8 @@ def test_ranks_count_alike_when_an_optimizer_takes_the_place_of_one_that_is_gone
     run, outcomes = record(tmp_path / "run", 2, body)
     (stages, told, places), (_, _, kept) = (each["result"] for each in outcomes)
     assert told and places < stages == kept
-    assert said(run, "step") == [
-        stage * 2 + step for stage in range(stages) for step in ((0, 1, 2) if stage == 0 else (1, 1, 2))
-    ]
+    # Each optimizer trains three steps of its own, whether or not it has the address of one before.
+    assert said(run, "step") == list(range(3 * stages))
 
 
 @pytest.mark.long

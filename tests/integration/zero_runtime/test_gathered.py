@@ -427,36 +427,3 @@ def test_secondary_slices_that_do_not_fit():
             installed(whole_model(), ResidencyPolicy(secondary_size=2))
 
     run_ranks(3, ask, timeout=60)
-
-
-def disagree(rank, world):
-    class Either(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layers = nn.ModuleList(nn.Linear(3, 3) for _ in range(2))
-
-        def forward(self, batch):
-            for layer in self.layers if rank == 0 else reversed(self.layers):
-                batch = layer(batch)
-            return batch.sum()
-
-    made = Either()
-    residency = installed(made)
-    made(torch.ones(2, 3)).backward()
-    residency.finish_backward()
-    if rank == 0:  # has nothing to object to, and may or may not see that the other has gone
-
-        def stop(module, inputs):
-            raise InterruptedError
-
-        made.register_forward_pre_hook(stop)
-        with pytest.raises((InterruptedError, RuntimeError)):
-            made(torch.ones(2, 3))
-    else:
-        with pytest.raises(errors.UsageError, match="rank 1 ran its modules in another order than rank 0"):
-            made(torch.ones(2, 3))
-
-
-@pytest.mark.long
-def test_ranks_that_run_their_modules_in_different_orders():
-    run_ranks(2, disagree, timeout=60)  # ranks of their own, since messages are left over
