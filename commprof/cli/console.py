@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 
 from commprof.printable import escaped
 
 
-def say(text: str) -> None:
-    """Print ``text`` on standard error, marked as commprof's."""
+def say(text: str, below: Iterable[str] = ()) -> None:
+    """Print ``text`` on standard error, marked as commprof's, and the lines ``below`` it as they are."""
     _write(f"commprof: {text}")
+    for line in below:
+        _write(line)
 
 
 def error(text: str) -> None:

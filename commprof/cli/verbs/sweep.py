@@ -184,7 +184,8 @@ def _carry_out(campaign: Campaign, fail_fast: bool, predictions: PredictionsFile
             progress.end()
             results.append(result)
             if result.problem is not None:
-                say(f"run {result.turn.number + 1}, {label(result.turn.point)}, failed: {result.problem}")
+                problem, *output = result.problem.split("\n")
+                say(f"run {result.turn.number + 1}, {label(result.turn.point)}, failed: {problem}", output)
             interrupted = result.asked_to_stop or asked_to_stop()
             if interrupted or (fail_fast and result.problem is not None):
                 break

@@ -74,6 +74,7 @@ def test_a_failing_point_does_not_stop_the_others(script):
     done = sweep(script, "--out", "s", *words)
     assert done.returncode == 1
     assert "run 2, stage=3, failed: rank 0 failed first, with exit code 3" in done.stderr
+    assert "\\n" not in done.stderr  # the end of its output is shown as lines
     assert "    the reason" in done.stderr
     assert done.stderr.splitlines()[-1].startswith("commprof: s  3 runs, 2 failed")
     fast = sweep(script, "--out", "f", "--fail-fast", *words)
