@@ -19,9 +19,7 @@ def resources(runs: Sequence[Measured]) -> pd.DataFrame:
     rows = []
     for label, repeats in by_label(runs).items():
         used = [run.usage for run in repeats]
-        rates = [median(one.rates) for one in used if one.rates]
-        reach = t_quantile(len(rates) - 1) * stdev(rates) / len(rates) ** 0.5 if len(rates) > 1 else None
-        center = fmean(rates) if rates else None
+        center, low, high = _over_mean_time([median(one.rates) for one in used if one.rates])
         sources = {one.rates_from for one in used if one.rates_from}
         rows.append(
             {
@@ -35,13 +33,28 @@ def resources(runs: Sequence[Measured]) -> pd.DataFrame:
                     (one.device_peak for one in used if one.device_peak is not None), default=None
                 ),
                 "samples_per_second": center,
-                "samples_low": None if center is None or reach is None else max(0.0, center - reach),
-                "samples_high": None if center is None or reach is None else center + reach,
+                "samples_low": low,
+                "samples_high": high,
                 "samples_from": ", ".join(sorted(sources)) or None,
                 **_exposed([one.exposed for one in used if one.exposed is not None]),
             }
         )
     return from_rows(rows, RESOURCES.columns)
+
+
+def _over_mean_time(rates: Sequence[float]) -> tuple[float | None, float | None, float | None]:
+    """The rate over the mean time of a sample, and its 95 % interval, from the ``rates`` of repeats.
+
+    The step time of a setting is the mean over its repeats. A mean of rates would contradict it where repeats differ much.
+    """
+    if not rates or min(rates) <= 0:
+        return (0.0 if rates else None), None, None
+    times = [1 / rate for rate in rates]
+    mean = fmean(times)
+    if len(times) < 2:
+        return 1 / mean, None, None
+    reach = t_quantile(len(times) - 1) * stdev(times) / len(times) ** 0.5
+    return 1 / mean, 1 / (mean + reach), 1 / (mean - reach) if reach < mean else None
 
 
 def _exposed(steps: Sequence[pd.DataFrame]) -> dict[str, float | None]:
