@@ -13,6 +13,7 @@ Nothing of the product is used but the columns of its tables.
 
 from __future__ import annotations
 
+import random
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -311,3 +312,28 @@ class Job:
                     run.add(name, rank=rank, attempt=0, pid=run.pid(rank), host=host, **row | (
                         {"time_ns": time} if name == "clock_offsets" else {}
                     ))  # fmt: skip
+
+
+def of_ddp(world=2, late_ns=20 * MS, since=0, apart_ns=50_000, count=40, seed=1, metric=False):
+    """Three buckets in each step, for which C++ waits at the end of the backward pass; rank 1 is late by ``late_ns``.
+
+    With ``metric`` the program sends one more all_reduce before and after the backward pass, and waits for it.
+    """
+    job, chance = Job(world), random.Random(seed)
+    for step in range(count):
+        for rank in range(world):
+            delay = late_ns * (rank == 1 and step >= since)
+            own = [Call("all_reduce", 4)] * metric
+            job.do(rank, Step(step), *own, Compute(10 * MS + delay + chance.randrange(MS // 10)))
+            for _ in range(3):
+                job.do(rank, Compute(2 * MS), Call("all_reduce", 1 << 20, is_async=True, layer="c10d"))
+            job.do(rank, Wait(apart_ns=apart_ns), *own)
+    return job
+
+
+def saved(job, path, count=40):
+    """The run directory of a job with so many steps."""
+    run = job.run()
+    for step in range(count):
+        run.add_step(step, begin_ns=0)
+    return run.write(path)

@@ -104,7 +104,11 @@ select r.*, k.* exclude (kind),
     case when still > 0 then held_end_ns - still end as exposed_begin_ns,
     case when still > 0 then held_end_ns end as exposed_end_ns
 from (
-    select *, least(coalesce(exposed_ns, 0), coalesce(held_end_ns - begin_ns, 0)) as still
+    select *, case
+        -- C++ waited: still_ns is the whole wait, because nothing else blocked the program then.
+        when exposed_ns is null then still_ns
+        else least(exposed_ns, coalesce(held_end_ns - begin_ns, 0))
+    end as still
     from records r where {window} {ranks} limit {most}
 ) r
 join kinds k using (kind)

@@ -1,10 +1,11 @@
 """Spans of time on one clock, one for each record: the input of the index of a run.
 
 A span lasts from the issue of a record to its last known time: its return, the end of its wait, or the end on the
-device. Spans of one process overlap. To attribute each moment to one span, each has an own part, ``busy_ns``: the final
-part of the span, after the end of every span that began earlier. Own parts do not overlap, so their lengths add up to
-the time in which any collective was under way. ``still_ns`` is the same for the exposed time (``exposed_ns``, up to
-``held_end_ns``).
+device. Where C++ waited for several records (:mod:`commprof.align.ranks.cpp_waits`), the last of them has the wait.
+
+Spans of one process overlap. To attribute each moment to one span, each has an own part, ``busy_ns``: the final part of
+the span, after the end of every span that began earlier. Own parts do not overlap, so their lengths add up to the time in
+which any collective was under way. ``still_ns`` is the same for the exposed time (``exposed_ns``, up to ``held_end_ns``).
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from commprof.align.ranks import own_times
+from commprof.align.ranks.cpp_waits import COLUMNS as CPP_WAITS
 from commprof.align.ranks.reference_clock import ReferenceClock
 from commprof.align.sequences.group_ids import numbered, split_by
 from commprof.analysis.columns.distinct_combinations import Combinations
@@ -128,7 +130,8 @@ def _end(records: pa.Table, issue: Numbers) -> Numbers:
     end = issue.copy()
     for name in _ENDS:
         np.maximum(end, _filled(records[name], -_FARTHEST), out=end)
-    return end
+    _, in_cpp, is_long = _cpp_waits(records)
+    return np.maximum(end, np.where(is_long, in_cpp, end))
 
 
 def _narrow(lengths: Numbers) -> npt.NDArray[np.unsignedinteger]:
@@ -159,7 +162,21 @@ def _exposed(records: pa.Table) -> tuple[Numbers, Numbers, npt.NDArray[np.bool_]
     until = pc.if_else(on_host, records["wait_end_ns"], records["device_end_ns"])
     exposed = _filled(records["exposed_ns"], 0)
     known = pc.is_valid(until).to_numpy(zero_copy_only=False) & (exposed > 0)
-    return _filled(until, 0), exposed, known
+    begin, end, is_long = _cpp_waits(records)
+    return (
+        np.where(is_long, end, _filled(until, 0)),
+        np.where(is_long, end - begin, exposed),
+        known | is_long,
+    )
+
+
+def _cpp_waits(records: pa.Table) -> tuple[Numbers, Numbers, npt.NDArray[np.bool_]]:
+    """Begin and end of the wait of C++ for each record, and which have one that is longer than 0."""
+    if CPP_WAITS[0] not in records.column_names:
+        none = np.zeros(len(records), np.int64)
+        return none, none, none > 0
+    begin, end = (_filled(records[name], 0) for name in CPP_WAITS)
+    return begin, end, end > begin
 
 
 def own_parts(begin: Numbers, end: Numbers) -> Numbers:

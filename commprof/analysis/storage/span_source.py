@@ -159,25 +159,27 @@ def _sources(
 
 
 def _of_table(rows: pa.Table, waits: CppWaits | None) -> _Source:
-    return _Source(_own(rows, waits), (), False, lambda _: iter([rows]))
+    rows = _beside(rows, waits)
+    return _Source(own(rows), (), False, lambda _: iter([rows]))
 
 
-def _own(records: pa.Table, waits: CppWaits | None) -> Own:
-    return own(records.select(TIME_COLUMNS) if waits is None else waits.beside(records))
+def _beside(records: pa.Table, waits: CppWaits | None) -> pa.Table:
+    return records if waits is None else waits.beside(records)
 
 
 def _of_file(file: Path, clock: ReferenceClock | None, waits: CppWaits | None) -> _Source:
-    times = read_columns(file, tuple(dict.fromkeys((*TIME_COLUMNS, *(cpp_waits.SOURCES if waits else ())))))
+    needed = dict.fromkeys((*TIME_COLUMNS, *(cpp_waits.SOURCES if waits else ())))
+    times = _beside(read_columns(file, tuple(needed)), waits)
     begin = begins(times, clock)
     key = tuple(int(times[name][0].as_py()) if len(times) else 0 for name in ORDER[1:])
     is_one = all(_is_constant(times[name].to_numpy()) for name in ORDER[1:-1])
     in_order = is_one and _is_in_order(begin, times["seq"].to_numpy())
-    return _Source(
-        _own(times, waits),
-        key,
-        in_order,
-        lambda rows: column_parts(file, "collectives", COLLECTIVES.names, rows),
-    )
+
+    def rows(most_rows: int) -> Iterator[pa.Table]:
+        parts = column_parts(file, "collectives", COLLECTIVES.names, most_rows)
+        return (_beside(part, waits) for part in parts)
+
+    return _Source(own(times), key, in_order, rows)
 
 
 def _is_constant(values: npt.NDArray[np.int32]) -> bool:

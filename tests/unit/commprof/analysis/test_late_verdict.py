@@ -21,7 +21,7 @@ from commprof.analysis.stragglers.slow_paths import SlowPath
 from commprof.analysis.stragglers.straggling import straggling
 from commprof.analysis.time import partitions
 from commprof.trace import reader
-from support.simulated_jobs import MS, Call, Compute, Job, Step, Wait
+from support.simulated_jobs import MS, Call, Compute, Job, Step, Wait, of_ddp, saved
 
 STEPS = 20
 MIB = 1 << 20
@@ -396,30 +396,6 @@ def test_waits_that_were_not_recorded_leave_the_cause_untold():
 
 
 @pytest.mark.sampled
-def of_ddp(world=2, late_ns=20 * MS, since=0, apart_ns=50_000, count=40, seed=1, metric=False):
-    """Three buckets in each step, for which C++ waits at the end of the backward pass; rank 1 is late by ``late_ns``.
-
-    With ``metric`` the program sends one more all_reduce before and after the backward pass, and waits for it.
-    """
-    job, chance = Job(world), random.Random(seed)
-    for step in range(count):
-        for rank in range(world):
-            delay = late_ns * (rank == 1 and step >= since)
-            own = [Call("all_reduce", 4)] * metric
-            job.do(rank, Step(step), *own, Compute(10 * MS + delay + chance.randrange(MS // 10)))
-            for _ in range(3):
-                job.do(rank, Compute(2 * MS), Call("all_reduce", MIB, is_async=True, layer="c10d"))
-            job.do(rank, Wait(apart_ns=apart_ns), *own)
-    return job
-
-
-def saved(job, path):
-    run = job.run()
-    for step in range(40):
-        run.add_step(step, begin_ns=0)
-    return run.write(path)
-
-
 @pytest.mark.parametrize(("world", "metric"), [(2, False), (2, True), (4, True)])
 def test_in_ddp_a_late_rank_is_late_by_its_own_delay_and_since_a_step(world, metric, tmp_path):
     """The waits of DDP are in C++: the cause was unknown, and a rank that became late halfway stood out by nothing."""

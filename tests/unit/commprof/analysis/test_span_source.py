@@ -17,6 +17,7 @@ from commprof.analysis.storage.record_spans import SPANS
 from commprof.analysis.storage.span_source import SpanSource, in_time_order
 from support.runs import SyntheticRun
 from support.sample import examples
+from support.simulated_jobs import MS, of_ddp, saved
 
 times = st.lists(st.lists(st.integers(0, 12), max_size=20), max_size=5)
 
@@ -94,3 +95,20 @@ def test_combinations_keep_their_numbers_and_tell_null_apart():
     assert table["kind"].to_pylist() == [0, 1, 2, 3, 4]
     assert table.drop_columns("kind").to_pylist() == [*first.to_pylist(), second.to_pylist()[2]]
     assert Combinations(schema).table().num_rows == 0
+
+
+@pytest.mark.parametrize("in_file", [False, True])
+def test_the_last_bucket_of_ddp_has_the_wait_in_cpp(tmp_path, monkeypatch, in_file):
+    """On the timeline DDP's buckets ended when they were issued, and nothing was exposed."""
+    path = saved(of_ddp(late_ns=20 * MS, count=6), tmp_path / "run", count=6)
+    if in_file:
+        monkeypatch.setattr(index, "_FEWEST_IN_FILE", 0)
+        monkeypatch.setattr(span_source, "_FEWEST_SCANNED", 0)
+        assert api.index(path)["in_file"]
+    bars = api.timeline(path, ranks=[0]).bars
+    exposed = bars[bars["exposed_begin_ns"].notna()]
+    assert exposed.groupby("step").size().tolist() == [1] * 6
+    assert (exposed["end_ns"] >= exposed["exposed_end_ns"]).all()
+    # Rank 0 waits for rank 1, which is 20 ms late, and for the transfer of three buckets.
+    took = exposed["exposed_end_ns"] - exposed["exposed_begin_ns"]
+    assert took.between(20 * MS, 26 * MS).all()
