@@ -34,7 +34,7 @@ SAID = {  # by kind and page: words that have to be there, besides those of EVER
     ("sums", "/stragglers"): "Only sums were recorded",
     ("sums", "/bandwidth"): "Only sums were recorded",
     ("sums", "/records"): "Only sums were recorded",
-    ("sums", "/buckets"): "no record has a bucket number",
+    ("sums", "/buckets"): "only sums were recorded, without bucket numbers",
     ("sums", "/matrix"): "Bytes from rank to rank",
     ("killed", "/"): "killed",
     ("killed", "/overview"): "What is missing",

@@ -138,6 +138,14 @@ os.write(1, f"{sys.argv[1]}:{','.join(got)}\\n".encode())
 """
 
 
+@pytest.fixture(autouse=True)
+def a_terminal_that_closes_ends_programs():
+    """Below nohup SIGHUP is ignored, which programs inherit and the product keeps."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
 def driver(program: str, supervisor: str = DRIVER, **options) -> subprocess.Popen:
     started = subprocess.Popen(
         [sys.executable, "-c", supervisor, program],
