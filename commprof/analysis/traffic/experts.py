@@ -121,6 +121,8 @@ def _with_load(loads: pd.DataFrame) -> pd.DataFrame:
 
 def imbalance(run: Run) -> pd.DataFrame:
     """See :func:`commprof.analysis.api.expert_imbalance`."""
+    if not has_loads(run):
+        return as_declared(pd.DataFrame(columns=EXPERT_IMBALANCE.names), EXPERT_IMBALANCE.columns)
     rows = sums(run)
     of_expert, of_rank = experts(run), ranks(run)
     by_layer = of_expert.groupby(_LAYER)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from base64 import b64encode
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, NamedTuple, TypeAlias
-from urllib.parse import quote
 
 import dash_mantine_components as dmc
 import pandas as pd
@@ -110,9 +110,10 @@ def rows_text(rows: int) -> str:
 
 def csv_link(name: str, frame: pd.DataFrame) -> html.A:
     """A link that downloads ``frame`` as it stands, with every digit; it works without the server."""
+    content = b64encode(api.frame_csv(frame).encode()).decode()  # percent signs take 100 times as long
     return html.A(
         "CSV",
-        href="data:text/csv;charset=utf-8," + quote(api.frame_csv(frame)),
+        href="data:text/csv;charset=utf-8;base64," + content,
         download=f"commprof-{name}.csv",
         className="card-action",
         title="Download the numbers of this card as CSV",

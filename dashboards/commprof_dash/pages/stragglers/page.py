@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any, Final
 
 import pandas as pd
@@ -57,7 +58,9 @@ def render(runs: Runs, query: Query, scheme: Scheme) -> Drawing:
         statement = whole.ranks.attrs["statement"]
         if whole.lateness.empty:
             return [], [no_records(runs, name) or _nothing(statement, runs.overview(name)["ranks_recorded"])]
-        everything = asked or not _has_warm_steps(runs, name)
+        steps, records = _size(runs, name)
+        # Without the first step all records are read anew.
+        everything = asked or steps <= 1 or records > _MOST_RECORDS
         detailed: api.Straggling = (
             whole
             if everything
@@ -68,8 +71,7 @@ def render(runs: Runs, query: Query, scheme: Scheme) -> Drawing:
         shown = controls.segmented(
             FIRST, "First step in the charts", _FIRST_STEP, INCLUDED if asked else LEFT_OUT
         )
-        is_only = runs.overview(name)["steps"] <= 1
-        which = "" if everything == asked else _ONLY_FIRST if is_only else _ALSO_FIRST
+        which = "" if everything == asked else _ONLY_FIRST if steps <= 1 else _ALSO_FIRST
         return [shown], [
             overview_cards.lateness(whole.ranks),  # as on Overview and in the report
             *_over_steps(whole, asked, scheme),
@@ -84,10 +86,16 @@ def render(runs: Runs, query: Query, scheme: Scheme) -> Drawing:
     return draw_run(runs, query, answers)
 
 
-def _has_warm_steps(runs: Runs, name: str) -> bool:
-    """Whether the page can leave out the first step: there is another, and the records are few enough to be read anew."""
-    facts = runs.overview(name)
-    return facts["steps"] > 1 and facts["records"] <= _MOST_RECORDS
+def _size(runs: Runs, name: str) -> tuple[int, int]:
+    """How many training steps and records a run has; ``runs.overview`` would compute its step times too."""
+
+    def answer(path: Path) -> tuple[int, int]:
+        run = api.open_run(path)
+        numbers = run.table("steps")["step"].to_numpy()
+        return len(pd.unique(numbers[numbers >= 0])), run.health.records
+
+    steps, records = runs.of_run("size", name, answer)
+    return steps, records
 
 
 def _nothing(statement: str | None, ranks: int) -> Component:
