@@ -112,7 +112,13 @@ CASES = {
         "zero_runtime", "zero_runtime", {**SCATTER, "overlap_parameter_gather": True}
     ),
     **{
-        name: Case("zero_runtime", "zero_runtime stage 3", {"stage": 3, **options}, peer=peer)
+        # By block in processes of its own: the engine sets the allocator of its process.
+        name: Case(
+            "zero_runtime",
+            f"zero_runtime stage 3{', by block' * ('stage3_gather_unit' in options)}",
+            {"stage": 3, **options},
+            peer=peer,
+        )
         for name, options, peer in (
             ("zero_runtime, stage 3", {}, torch_peers.FSDP2_NO_RESHARD),
             ("zero_runtime, stage 3, gathered again", {"stage3_max_reuse_distance": 0}, torch_peers.FSDP2),

@@ -10,6 +10,7 @@ NCCL does not.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import random
 import signal
@@ -304,14 +305,12 @@ def main() -> None:
     rows, figures = [], {}
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
-        with started(deepspeed_python(args.deepspeed_python)) as pairs:
-            for model in args.model or MODELS:
-                for name in args.stage or VARIANTS:
-                    found = figures[f"{model}, stage {name}"] = measure(
-                        pairs, model, VARIANTS[name], args.rounds
-                    )
-                    rows.append(row(model, name, found))
-                    print(" | ".join(rows[-1]), file=sys.stderr, flush=True)
+        python = deepspeed_python(args.deepspeed_python)
+        for model, name in itertools.product(args.model or MODELS, args.stage or VARIANTS):
+            with started(python) as pairs:  # new ones: an engine sets the allocator of its process
+                found = figures[f"{model}, stage {name}"] = measure(pairs, model, VARIANTS[name], args.rounds)
+            rows.append(row(model, name, found))
+            print(" | ".join(rows[-1]), file=sys.stderr, flush=True)
     finally:
         # What has been measured counts, also where the rest takes too long.
         if rows:

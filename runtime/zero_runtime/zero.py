@@ -29,6 +29,7 @@ from zero_runtime.configuration.blocks.offload_block import AIO, read_aio
 from zero_runtime.configuration.blocks.offload_param_block import slice_offload_of
 from zero_runtime.configuration.reading import key_table
 from zero_runtime.errors import ConfigError, UnsupportedError, UsageError
+from zero_runtime.sharding.gather_schedule.gathered_blocks import MODULE
 from zero_runtime.sharding.gather_schedule.leaves import (
     get_z3_leaf_modules,
     set_z3_leaf_module,
@@ -119,7 +120,10 @@ class Init:
         self._gathers_in_apply = zero.get("override_module_apply", True)
         group = DataParallelGroup(data_parallel_group)
         storage = SliceStorage(
-            _offload(config_values, remote_device, pin_memory), group.device, comm.get_rank()
+            _offload(config_values, remote_device, pin_memory),
+            group.device,
+            comm.get_rank(),
+            by_block=zero.get("stage3_gather_unit", MODULE) != MODULE,
         )
         self._cutter = Cutter(group, storage, dtype or _dtype(config_values))
         if module is not None:

@@ -82,7 +82,7 @@ class Residency:
         limits = Limits(prefetch, policy.reuse_distance, policy.max_live)
         kind = BlockIteration if by_block else Iteration
         self._iteration = kind(group, self._gatherer, limits, policy.report_trace)
-        self._storage = SliceStorage(policy.offload, group.device, comm.get_rank())
+        self._storage = SliceStorage(policy.offload, group.device, comm.get_rank(), by_block)
         self._handles: list[Any] = []
         self._flagged: list[torch.nn.Module] = []  # leaf modules by the policy's granularity
 

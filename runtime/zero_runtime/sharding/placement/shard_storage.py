@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 
 from zero_runtime import log
-from zero_runtime.offload.allocation import give_back_freed_memory
+from zero_runtime.offload.allocation import give_back_freed_memory, keep_freed_memory
 from zero_runtime.sharding.gather_schedule.policy import SliceOffload
 from zero_runtime.sharding.placement.pages import Pager
 from zero_runtime.sharding.placement.place import Place
@@ -22,19 +22,26 @@ class SliceStorage:
         offload: that block.
         device: of the gathered parameters.
         rank: of this process.
+        by_block: parameters are gathered block by block.
 
     Attributes:
         place: the memory of shards.
         pager: keeps shards in files; None without NVMe.
     """
 
-    def __init__(self, offload: SliceOffload, device: torch.device, rank: int) -> None:
+    def __init__(
+        self, offload: SliceOffload, device: torch.device, rank: int, by_block: bool = False
+    ) -> None:
         self._offload = offload
         self._rank = rank
-        if device.type == "cpu" and huge_pages_in_use():
-            # Gathered parameters are allocated and freed all the time. With pages of 4 KiB this would cost too much time.
-            give_back_freed_memory()
         on_host = offload.device != "none"
+        if device.type == "cpu":
+            if by_block and not on_host:
+                # The blocks and their gradients have the same sizes in every step, so that freed memory fits again.
+                keep_freed_memory()
+            elif huge_pages_in_use():
+                # Gathered parameters are allocated and freed all the time: with pages of 4 KiB that takes too long.
+                give_back_freed_memory()
         pinned = on_host and offload.pinned and device.type == "cuda"
         self.place = Place(torch.device("cpu") if on_host else None, pinned)
         self.pager = Pager(offload, rank, pinned) if offload.device == "nvme" else None

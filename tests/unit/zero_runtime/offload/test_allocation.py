@@ -9,6 +9,8 @@ import sys
 
 import pytest
 
+from zero_runtime.startup.huge_pages import huge_pages_state
+
 VARIABLE = "MALLOC_MMAP_THRESHOLD_"
 MIB = 2**20
 # Every second of 40 tensors of 4 MiB is freed; how much of the 80 MiB is resident no more. First a larger one is freed,
@@ -26,20 +28,31 @@ before = resident()
 del tensors[::2]
 print((before - resident()) // {MIB})
 """
-# Page faults of tensors of 1 MiB, 40 MiB together, that are allocated again.
-AGAIN = f"""
+KEEP = "from zero_runtime.offload.allocation import keep_freed_memory; keep_freed_memory()"
+BY_BLOCK = """
+from zero_runtime.sharding.gather_schedule.policy import SliceOffload
+from zero_runtime.sharding.placement.shard_storage import SliceStorage
+SliceStorage(SliceOffload({offload!r}), torch.device("cpu"), 0, by_block={by_block})
+"""
+
+
+def faults_again(setting=KEEP, mib=1, **variables):
+    """Page faults of tensors of ``mib`` MiB, 40 MiB together, that are allocated again."""
+    program = f"""
 import resource
+import zero_runtime
 import torch
-from zero_runtime.offload.allocation import keep_freed_memory
-keep_freed_memory()
+{setting}
 faults = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 for _ in range(3):
     before = faults()
-    tensors = [torch.ones({MIB} // 4) for _ in range(40)]
+    tensors = [torch.ones({mib * MIB // 4}) for _ in range({40 // mib})]
     after = faults()
     del tensors
 print(after - before)
 """
+    return printed(program, **variables)
+
 
 pytestmark = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="mallopt is glibc's")
 
@@ -66,8 +79,22 @@ def test_the_users_own_setting_stays():
 
 
 def test_kept_memory_costs_no_page_faults():
-    assert printed(AGAIN) < 500
+    assert faults_again() < 500
 
 
 def test_the_users_setting_of_the_end_of_the_heap_stays():
-    assert printed(AGAIN, MALLOC_TRIM_THRESHOLD_=str(128 * 1024)) > 5000
+    assert faults_again(MALLOC_TRIM_THRESHOLD_=str(128 * 1024)) > 5000
+
+
+@pytest.mark.parametrize(("offload", "by_block", "stays"), [
+    ("none", True, True),
+    ("none", False, False),
+    ("cpu", True, False),
+])  # fmt: skip
+@pytest.mark.skipif(
+    not huge_pages_state().startswith("for"),
+    reason="without huge pages, stage 3 leaves glibc's setting alone",
+)
+def test_memory_of_stage_3_stays_if_it_gathers_by_block_without_offload(offload, by_block, stays):
+    faults = faults_again(BY_BLOCK.format(offload=offload, by_block=by_block), mib=3)
+    assert faults < 500 if stays else faults > 1000, faults
