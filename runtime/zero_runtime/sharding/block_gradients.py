@@ -1,7 +1,8 @@
 """Reduction of gradients block by block (stage 3): one reduce_scatter for the parameters that are gathered by one message.
 
-Each gradient is copied into the rows of its block when it is ready: row r has shard r of every parameter, padded with zeros
-to ceil(numel / ranks) elements. The rows are sent when the last gradient has arrived, during the backward pass.
+Each gradient is copied into the rows of its block, and divided, when it is ready: row r has shard r of every parameter,
+padded with zeros to ceil(numel / ranks) elements. The rows are sent when the last gradient has arrived, during the backward
+pass.
 At the end of the pass a block without some of its gradients is sent with zeros for them, and one without any is not sent.
 """
 
@@ -155,24 +156,30 @@ class BlockGradients(ShardedGradients):
             self._send_message(message, FULL)
 
     def _lay(self, message: _Message, member: _Member, gradient: torch.Tensor) -> None:
-        """Copy a gradient into its places of the rows; add it, if it is there already."""
+        """Copy a gradient to its places in the rows, divided; add it, if there is one already."""
         world = self._group.world_size
         if message.rows is None:
             rows = self._memory.take(world * message.width, message.dtype, gradient.device)
             message.rows = rows.view(world, message.width)
         places = message.rows.narrow(1, member.start, member.width)
-        divisor = self._policy.scaling.bucket_divisor
-        if divisor != 1.0:
-            gradient = gradient / divisor
-        again = member in message.arrived
-        message.arrived.add(member)
+        divisor = self._policy.scaling.divisor
         whole, rest = divmod(member.numel, member.width)
-        put = torch.Tensor.add_ if again else torch.Tensor.copy_
+        parts = []
         if whole:
-            put(places[:whole], gradient[: whole * member.width].view(whole, member.width))
+            parts.append((places[:whole], gradient[: whole * member.width].view(whole, member.width)))
         if rest:
-            put(places[whole, :rest], gradient[whole * member.width :])
-        if not again and whole < world:
+            parts.append((places[whole, :rest], gradient[whole * member.width :]))
+        if member in message.arrived:
+            for place, part in parts:
+                place.add_(part.to(place.dtype).div(divisor))
+            return
+        message.arrived.add(member)
+        for place, part in parts:
+            if part.dtype is place.dtype:
+                torch.div(part, divisor, out=place)
+            else:
+                place.copy_(part).div_(divisor)
+        if whole < world:
             places[whole, rest:].zero_()
             places[whole + 1 :].zero_()
 
@@ -191,8 +198,6 @@ class BlockGradients(ShardedGradients):
         message.rows = None
         message.arrived = set()
         scaling = self._policy.scaling
-        if scaling.divisor != 1.0:
-            rows.div_(scaling.divisor)
         if scaling.factor_before != 1.0:
             rows.mul_(scaling.factor_before)
         bucket = Bucket(

@@ -38,6 +38,11 @@ class Block(NamedTuple):
         return any(each.active for each in self.shards)
 
     @property
+    def available(self) -> bool:
+        """Whether all its parameters are gathered."""
+        return all(each.available for each in self.shards)
+
+    @property
     def missing(self) -> list[Shard]:
         """The shards of its released parameters."""
         return [each for each in self.shards if each.status is Status.NOT_AVAILABLE]
@@ -180,9 +185,13 @@ class BlockIteration(Iteration):
 
     def _gather(self, index: int) -> None:
         """Gather a block that is used now, and wait for it."""
-        self._start_block(index)
         self._ahead.discard(index)
-        for shard in self._blocks[index].shards:
+        block = self._blocks[index]
+        if block.available:  # as for all modules of a block but its first
+            self._gathered[index] = None
+            return
+        self._start_block(index)
+        for shard in block.shards:
             shard.wait()
 
     def _start_block(self, index: int) -> None:
