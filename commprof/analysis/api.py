@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from commprof.calibration.results import Calibration
     from commprof.ledger.levels import Verdict
     from commprof.trace.fingerprint import fingerprint
+    from commprof.trace.health import Health
     from commprof.trace.reader import Run, open_run
 
 __all__ = [
@@ -69,6 +70,7 @@ __all__ = [
     "Comparison",
     "ExpertSummary",
     "Filter",
+    "Health",
     "PredictedStep",
     "Record",
     "RecordsPage",
@@ -86,6 +88,7 @@ __all__ = [
     "answer_cache",
     "arrivals",
     "arrivals_parts",
+    "backends",
     "bandwidth",
     "bandwidth_both",
     "bandwidth_times",
@@ -116,7 +119,9 @@ __all__ = [
     "format_bytes",
     "format_ns",
     "frame_csv",
+    "has_exposed_times",
     "has_index",
+    "health",
     "index",
     "matrix",
     "moved",
@@ -140,6 +145,7 @@ __all__ = [
     "sampled_stragglers",
     "settings",
     "several_trainings",
+    "step_numbers",
     "step_times",
     "step_window",
     "stragglers",
@@ -171,6 +177,7 @@ _ELSEWHERE: Final = {
     "BucketContent": "commprof.analysis.traffic.buckets",
     "Comparison": "commprof.analysis.compare.compared_runs",
     "Filter": "commprof.analysis.browse.record_pages",
+    "Health": "commprof.trace.health",
     "PredictedStep": "commprof.analysis.compare.predicted_steps",
     "Record": "commprof.analysis.browse.record_details",
     "Run": "commprof.trace.reader",
@@ -203,7 +210,8 @@ def __getattr__(name: str) -> Any:
         return import_module("commprof.analysis.traffic.experts").Summary
     if name not in _ELSEWHERE:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_ELSEWHERE[name]), name)
+    value = globals()[name] = getattr(import_module(_ELSEWHERE[name]), name)  # the next use finds it at once
+    return value
 
 
 AnyRun: TypeAlias = "Run | Path | str"
@@ -222,9 +230,9 @@ TRAFFIC_BY: Final = (
 
 
 def _opened(run: AnyRun) -> Run:
-    from commprof.trace.reader import open_run
+    from commprof.analysis.storage.opened_runs import opened
 
-    return open_run(Path(run)) if isinstance(run, str | Path) else run
+    return opened(Path(run)) if isinstance(run, str | Path) else run
 
 
 def find_runs(directory: Path | str) -> pd.DataFrame:
@@ -423,6 +431,14 @@ def bucket_content(
         return None
     last = wanted[wanted["attempt"] == wanted["attempt"].max()].iloc[0]
     return buckets.content(last, run.table("parameters"), run_totals.reducing(run, last))
+
+
+def step_numbers(run: AnyRun) -> list[int]:
+    """The numbers of the training steps of a run, in order: those of :func:`step_times`."""
+    import pyarrow.compute as pc
+
+    numbers = pc.unique(_opened(run).table("steps")["step"]).to_pylist()
+    return sorted(number for number in numbers if number >= 0)
 
 
 def step_times(run: AnyRun) -> pd.DataFrame:
@@ -700,6 +716,14 @@ def exposure_per_step(run: AnyRun) -> pd.DataFrame:
     return run_totals.exposure_per_step(run)
 
 
+def has_exposed_times(run: AnyRun) -> bool:
+    """Whether the last row of :func:`exposure_per_step` has an exposed time."""
+    from commprof.analysis.storage import run_totals
+
+    run = _opened(run)
+    return run_totals.has_exposed_times(run)
+
+
 def one_offs(run: AnyRun) -> pd.DataFrame:
     """One-off traffic: what single training steps sent beyond the recurring traffic, by step, purpose, operation and group.
 
@@ -779,6 +803,21 @@ def overview(run: AnyRun) -> dict[str, Any]:
         operation_totals.traffic(operations, ()),
         moved(run),
     )
+
+
+def health(run: AnyRun) -> Health:
+    """How a run ended, what was recorded of it, and what is missing."""
+    return _opened(run).health
+
+
+def backends(run: AnyRun) -> str | None:
+    """The ``backends`` of :func:`overview`: of the collectives, or of the process groups of a run without collectives."""
+    from commprof.analysis.compare import run_overview
+    from commprof.analysis.storage import run_totals
+
+    run = _opened(run)
+    used = run_overview.used_backends(run_totals.operations(run, ("backend",)))
+    return used or run_overview.group_backends(run.table("groups"))
 
 
 def several_trainings(run: AnyRun) -> str | None:

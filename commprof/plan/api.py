@@ -306,9 +306,9 @@ def read_job(path: Path) -> RecordedJob:
     Raises:
         CommprofError: it cannot be read.
     """
-    from commprof.trace.reader import open_run
+    from commprof.analysis.storage.opened_runs import opened
 
-    return recorded_job(open_run(path))
+    return recorded_job(opened(path))
 
 
 def latency_sentences(plan: Plan, found: Prediction) -> list[str]:

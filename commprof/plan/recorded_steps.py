@@ -49,7 +49,7 @@ class RecordedStep(NamedTuple):
 class RecordedJob(NamedTuple):
     """What a run is trained with, as the options of ``commprof plan`` say it; empty where that is not known.
 
-    ``has_times``: the computation of its steps is known (:func:`recorded_step`).
+    ``has_times``: the computation of its steps is known (:func:`recorded_step`). ``host_names``: of its hosts, in order.
     """
 
     world: str
@@ -58,26 +58,25 @@ class RecordedJob(NamedTuple):
     framework: str
     has_model: bool
     has_times: bool
+    host_names: tuple[str, ...] = ()
 
 
 def recorded_job(run: Run) -> RecordedJob:
     """Return the job of ``run``."""
+    from commprof.analysis import api
+
     manifest = run.manifest
     world, hosts = manifest.world_size or run.health.ranks_expected or 1, len(manifest.hosts)
     backends = {str(name) for name in run.table("groups")["backend"].unique().to_pylist()}
     on_nccl = any("nccl" in name for name in backends)
-    try:
-        recorded_step(run)
-        has_times = True
-    except UsageError:
-        has_times = False
     return RecordedJob(
         str(world),
         f"{hosts}x{world // hosts}" if hosts > 1 and world % hosts == 0 else "",
         "nccl" if on_nccl else "gloo" if any("gloo" in name for name in backends) else "",
         "deepspeed" if str(manifest.engine or "").lower().startswith("deepspeed") else "zero_runtime",
         run.table("parameters").num_rows > 0,
-        has_times,
+        api.has_exposed_times(run),
+        tuple(map(str, manifest.hosts)),
     )
 
 

@@ -138,6 +138,15 @@ class Run:
         none = arrow_schema("collectives").empty_table()
         return replace(self, state=Opening(), _tables={**self._tables, "collectives": none})
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tables that were read."""
+        return sum(table.nbytes for table in self._tables.values())
+
+    def without_tables(self) -> Run:
+        """The same run, of which only the table of its groups has been read, as :func:`open_run` returns it."""
+        return replace(self, _tables={"groups": self._tables["groups"]})
+
     def _read(self, name: str) -> pa.Table:
         schema = arrow_schema(name)
         if name == "collectives":

@@ -79,12 +79,11 @@ class Runs:
 
     def select(self, names: Sequence[str]) -> Selection:
         """Sort ``names`` into readable, unknown and broken runs."""
-        listed = {str(row["name"]): row for row in self.listing().to_dict("records")}
+        listing = self.listing()
+        listed = dict(zip(listing["name"], zip(listing["state"], listing["note"], strict=True), strict=True))
         chosen = list(dict.fromkeys(names))
         broken = {
-            name: str(listed[name]["note"])
-            for name in chosen
-            if name in listed and listed[name]["state"] == _UNREADABLE
+            name: str(listed[name][1]) for name in chosen if name in listed and listed[name][0] == _UNREADABLE
         }
         readable = tuple(name for name in chosen if name in listed and name not in broken)
         return Selection(readable, tuple(name for name in chosen if name not in listed), broken)
@@ -92,6 +91,11 @@ class Runs:
     def overview(self, name: str) -> dict[str, Any]:
         """The plain facts of a run."""
         return self.of_run("overview", name, api.overview)
+
+    def health(self, name: str) -> api.Health:
+        """What was recorded of a run and what is missing, without the values of :meth:`overview`."""
+        health: api.Health = self.of_run("health", name, api.health)
+        return health
 
     def traffic_by_step(self, name: str) -> pd.DataFrame:
         """Traffic per training step: step, steps (how many a row is the mean of), series, and each measure per step."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Final, Literal
 
 import plotly.graph_objects as go
@@ -60,6 +61,7 @@ def scheme_of(value: str | None) -> Scheme:
     return "dark" if (value or "").partition(" ")[0] == "dark" else "light"
 
 
+@cache
 def template(scheme: Scheme) -> go.layout.Template:
     """The plotly template of ``scheme``. Cards draw the background and the title, so figures have neither."""
     axis = {

@@ -15,11 +15,12 @@ from commprof.analysis.columns.frames import from_rows
 from commprof.analysis.compare.run_overview import group_backends, script_name
 from commprof.analysis.compare.settings import settings_of, value_text
 from commprof.analysis.storage.answer_cache import answer_cache
+from commprof.analysis.storage.opened_runs import opened
 from commprof.errors import CommprofError
 from commprof.trace.directory import find_runs
 from commprof.trace.manifest import COMPLETE, FAILED, KILLED
 from commprof.trace.rank_files.layout import rank_files
-from commprof.trace.reader import Run, open_run
+from commprof.trace.reader import Run
 
 _ZERO_KEYS: Final = (
     "stage",
@@ -46,7 +47,7 @@ def _name(path: Path, directory: Path) -> str:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    run = open_run(path)
+    run = opened(path)
     manifest, health = run.manifest, run.health
     steps = run.table("steps")
     training = steps.filter(pc.greater_equal(steps["step"], 0))

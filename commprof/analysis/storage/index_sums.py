@@ -19,9 +19,9 @@ import pyarrow as pa
 from commprof.align.ranks import cpp_waits
 from commprof.align.ranks.rank_arrivals import NEEDED
 from commprof.analysis.relations.memory import give_back
-from commprof.analysis.storage.index_totals import TransferTimes, append, rows_of
+from commprof.analysis.storage.index_totals import OPERATIONS, SUMS, TransferTimes, append, rows_of
 from commprof.analysis.stragglers import arrivals, straggling
-from commprof.analysis.time import exposure, transfers
+from commprof.analysis.time import exposure, training_steps, transfers
 from commprof.analysis.time.partitions import IndexedParts, columns_of
 from commprof.analysis.time.stalls import stall_times_by, training_parts
 from commprof.trace.reader import Run, Scan
@@ -38,6 +38,8 @@ EXPOSURES: Final = {  # by these columns
     ("attempt", "step"): "exposure_of_steps",
     ("attempt", "step", "purpose"): "exposure_of_purposes",
 }
+STEP_TIMES: Final = "step_times"
+_STEP: Final = ("attempt", "step")
 _COLUMNS: Final = columns_of(NEEDED, transfers.ALSO)
 _WORKERS: Final = 2
 _FEWEST_SCANNED: Final = 100_000  # rows that are read file by file
@@ -88,8 +90,15 @@ def fill_sums(
         facts = _keep_straggling(engine, straggler_answer.result())
         for name, rows in exposures.result().items():
             append(engine, name, rows)
+        append(engine, STEP_TIMES, _step_times(engine, run, exposures.result()[EXPOSURES[_STEP]]))
     progress(1, 1)
     return facts
+
+
+def _step_times(engine: duckdb.DuckDBPyConnection, run: Run, exposed: pa.Table) -> pa.Table:
+    columns = ", ".join((*training_steps.COLUMNS, "wire_ranks"))
+    operations = engine.sql(f"select {columns}, {SUMS} from {OPERATIONS} group by {columns}").to_arrow_table()
+    return training_steps.answer(run.table("steps"), exposed, operations)
 
 
 def _parts(

@@ -22,13 +22,14 @@ from commprof.analysis.relations.sql_engine import ask, query_text
 from commprof.analysis.storage import host_files, summaries
 from commprof.analysis.storage.answer_cache import answer_cache
 from commprof.analysis.storage.index import by_index
-from commprof.analysis.storage.index_sums import EXPOSURES, exposure_tables
+from commprof.analysis.storage.index_sums import EXPOSURES, STEP_TIMES, exposure_tables
 from commprof.analysis.storage.index_totals import BUCKET_FLUSHES, BUCKET_MEANS, OPERATIONS, SUMS, rows_of
 from commprof.analysis.storage.index_totals import HELD_COLUMNS as HELD_COLUMNS
 from commprof.analysis.stragglers import arrival_sample
 from commprof.analysis.stragglers.arrival_sample import Sample
 from commprof.analysis.time import exposure as exposure_module
 from commprof.analysis.time import training_steps
+from commprof.analysis.time.warm_steps import warm_steps
 from commprof.analysis.traffic import buckets, operation_totals
 from commprof.analysis.traffic.steady_steps import EXECUTED
 from commprof.errors import CommprofError
@@ -42,7 +43,6 @@ from commprof.trace.reader import Run, Scan, open_run
 _FEWEST_SCANNED: Final = 100_000  # records that the engine reads from the files; fewer are read into memory
 # The columns of a summary of operations.
 SUMMARISED: Final = tuple(dict.fromkeys((*HELD_COLUMNS, *buckets.COLUMNS)))
-STEP_TIMES: Final = "step_times"
 _STEP: Final = ("attempt", "step")
 _LOWEST_RANK: Final = "cast(regexp_extract(group_ranks, '[0-9]+') as bigint) nulls first"
 
@@ -108,7 +108,8 @@ def _evaluated(run: Run, key: tuple[str, ...]) -> pa.Table:
         tables |= {name: run.table(name) for name in ("aggregates", "groups")}
         return operation_totals.operations(tables, columns)
     if name == STEP_TIMES:
-        return _step_times(run)
+        exposed = exposure_rows(run, _STEP)
+        return training_steps.answer(run.table("steps"), exposed, operations(run, training_steps.COLUMNS))
     if name == BUCKET_FLUSHES:
         return _flushes(run, lambda: _operations(run, (*buckets.COLUMNS, "backend")))
     by = next(by for by, exposed in EXPOSURES.items() if exposed == name)
@@ -163,16 +164,20 @@ def summary_tables(
 
 def step_times(run: Run) -> pd.DataFrame:
     """The training steps of ``run``: see :func:`commprof.analysis.api.step_times`."""
-    key = (STEP_TIMES,)
-    return training_steps.as_frame(
-        by_index(run, lambda _: _step_times(run), lambda: _from_files(run, key), key)
-    )
+    return training_steps.as_frame(_step_times(run))
+
+
+def has_exposed_times(run: Run) -> bool:
+    """Whether ``run`` has warm steps, and the exposed time of each is known."""
+    rows = _step_times(run).select(["attempt", "step", "duration_ns", "exposed_ns"])
+    warm = warm_steps(rows.to_pandas())
+    return bool(len(warm) and warm["exposed_ns"].notna().all())
 
 
 def _step_times(run: Run) -> pa.Table:
-    return training_steps.answer(
-        run.table("steps"), exposure_rows(run, _STEP), operations(run, training_steps.COLUMNS)
-    )
+    key = (STEP_TIMES,)
+    text = f"select * from {STEP_TIMES} order by attempt, step"
+    return by_index(run, lambda index: index.ask(text), lambda: _from_files(run, key), key)
 
 
 def exposure(run: Run, by: Sequence[str]) -> pd.DataFrame:

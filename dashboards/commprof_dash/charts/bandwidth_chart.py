@@ -13,7 +13,8 @@ from commprof.schema import Op
 from commprof_dash.charts.axis_ticks import log_axis
 from commprof_dash.charts.labels import escape
 from commprof_dash.charts.listed import listed
-from commprof_dash.theme import EXPOSED_COLOUR, OP_COLOURS, OTHER_COLOUR, TEXT, Scheme, template
+from commprof_dash.charts.sketch import Sketch
+from commprof_dash.theme import EXPOSED_COLOUR, OP_COLOURS, OTHER_COLOUR, TEXT, Scheme
 
 _SYMBOLS: Final = ("circle", "square", "triangle-up", "diamond", "cross", "star", "hexagon", "pentagon")
 _DASHES: Final = {"reached": "solid", "ceiling": "dash"}
@@ -53,7 +54,7 @@ def against_size(
         strange: rows of ``api.bandwidth_times`` that are outliers or impossible.
         curve: rows of ``api.ceiling``.
     """
-    figure = go.Figure(layout={"template": template(scheme)})
+    figure = Sketch(scheme)
     groups = list(dict.fromkeys(sizes["group_ranks"]))
     for (op, group), part in sizes.groupby(["op", "group_ranks"], sort=False):
         _add_reached(figure, part, str(op), str(group), rate, groups)
@@ -65,10 +66,10 @@ def against_size(
     _add_marks(figure, odd, "impossible, not in the average", "diamond-open", EXPOSED_COLOUR, rate)
     figure.update_layout(
         height=440,
-        xaxis=log_axis(*_ends(value for trace in figure.data for value in trace.x), "Payload"),
-        yaxis=log_axis(*_ends(value for trace in figure.data for value in trace.y), rate.name, "/s"),
+        xaxis=log_axis(*_ends(value for trace in figure.traces for value in trace["x"]), "Payload"),
+        yaxis=log_axis(*_ends(value for trace in figure.traces for value in trace["y"]), rate.name, "/s"),
     )
-    return figure
+    return figure.figure()
 
 
 def colour_of(op: str) -> str:
@@ -77,7 +78,7 @@ def colour_of(op: str) -> str:
 
 
 def _add_reached(
-    figure: go.Figure, part: pd.DataFrame, op: str, group: str, rate: Rate, groups: list[str]
+    figure: Sketch, part: pd.DataFrame, op: str, group: str, rate: Rate, groups: list[str]
 ) -> None:
     part = part.sort_values("payload_bytes")
     name = op if len(groups) < 2 else f"{op}, ranks {group}"
@@ -98,7 +99,7 @@ def _add_reached(
     )
 
 
-def _add_ceiling(figure: go.Figure, part: pd.DataFrame, op: str, group_size: str, rate: Rate) -> None:
+def _add_ceiling(figure: Sketch, part: pd.DataFrame, op: str, group_size: str, rate: Rate) -> None:
     part = part[part["time_ns"].notna()].sort_values("payload_bytes")
     if part.empty:
         return
@@ -117,9 +118,7 @@ def _add_ceiling(figure: go.Figure, part: pd.DataFrame, op: str, group_size: str
     )
 
 
-def _add_marks(
-    figure: go.Figure, part: pd.DataFrame, name: str, symbol: str, colour: str, rate: Rate
-) -> None:
+def _add_marks(figure: Sketch, part: pd.DataFrame, name: str, symbol: str, colour: str, rate: Rate) -> None:
     part = part[part[_column(rate)] > 0]  # what took no time has no place on the axis; the table has it
     if part.empty:
         return

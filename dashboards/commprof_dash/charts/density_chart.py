@@ -9,11 +9,11 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 import pandas as pd
-import plotly.graph_objects as go
 
 from commprof.analysis import api
 from commprof.schema import OPS
 from commprof_dash.charts.labels import escape
+from commprof_dash.charts.sketch import Sketch
 from commprof_dash.theme import EXPOSED_COLOUR, OP_COLOURS, OTHER_COLOUR, PAPER, Scheme
 
 OTHER_GROUPS: Final = "other groups"
@@ -94,7 +94,7 @@ def names_of(lanes: Sequence[Called]) -> dict[tuple[int, int], str]:
 
 
 def draw_density(
-    drawn: go.Figure, density: pd.DataFrame, lanes: Sequence[LaneRow], origin: int, scheme: Scheme
+    drawn: Sketch, density: pd.DataFrame, lanes: Sequence[LaneRow], origin: int, scheme: Scheme
 ) -> None:
     """One heatmap: how busy each lane was, in the color of its main operation, and each rank's exposed communication."""
     if density.empty or not lanes:
@@ -173,7 +173,7 @@ def heat_shares(density: pd.DataFrame, rows: Sequence[Sequence[int]], origin: in
 
 
 def draw_heat(
-    drawn: go.Figure,
+    drawn: Sketch,
     density: pd.DataFrame,
     labels: Sequence[str],
     rows: Sequence[Sequence[int]],

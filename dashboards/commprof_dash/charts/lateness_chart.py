@@ -13,6 +13,7 @@ from commprof_dash.charts.axis_ticks import axis, step_ticks
 from commprof_dash.charts.listed import listed
 from commprof_dash.charts.rank_charts import rank_axis
 from commprof_dash.charts.series import hatched
+from commprof_dash.charts.sketch import Sketch
 from commprof_dash.theme import (
     EXPOSED_COLOUR,
     OTHER_COLOUR,
@@ -20,7 +21,6 @@ from commprof_dash.theme import (
     STEP_COLOUR,
     TEXT,
     Scheme,
-    template,
 )
 
 CAUSES: Final = {
@@ -82,7 +82,7 @@ def over_steps(
         since: the step from which a rank is late, if it is not late from the start.
         error_ns: the error of the clocks; a line where it is not 0.
     """
-    figure = go.Figure(layout={"template": template(scheme)})
+    figure = Sketch(scheme)
     steps = lines["step"].tolist()
     texts = [
         f"step {step}" if count == 1 else f"steps {step} to {step + count - 1}, mean"
@@ -124,10 +124,10 @@ def over_steps(
         shapes=[_mark(step, scheme) for step in set(since.values())],
         annotations=_begins(since, steps),
     )
-    return figure
+    return figure.figure()
 
 
-def _add_grey_lines(figure: go.Figure, lines: pd.DataFrame, steps: list[int], texts: list[str]) -> None:
+def _add_grey_lines(figure: Sketch, lines: pd.DataFrame, steps: list[int], texts: list[str]) -> None:
     """All ranks that are not late as one trace, with a gap between two ranks."""
     ranks = [name.split("_")[1] for name in lines.columns]
     x: list[int | None] = []
@@ -149,7 +149,7 @@ def _add_grey_lines(figure: go.Figure, lines: pd.DataFrame, steps: list[int], te
     )
 
 
-def _add_band(figure: go.Figure, lines: pd.DataFrame, steps: list[int], texts: list[str]) -> None:
+def _add_band(figure: Sketch, lines: pd.DataFrame, steps: list[int], texts: list[str]) -> None:
     low, middle, high = (_numbers(lines[name]) for name in _OTHERS)
     figure.add_scatter(
         name="the other ranks, lowest to highest",
@@ -230,7 +230,7 @@ def boxes(frame: pd.DataFrame, scheme: Scheme) -> go.Figure:
     Args:
         frame: one row per rank: ``rank``, ``p5_ns``, ``p25_ns``, ``median_ns``, ``p75_ns``, ``p95_ns``, ``error_ns``.
     """
-    figure = go.Figure(layout={"template": template(scheme)})
+    figure = Sketch(scheme)
     figure.add_box(
         name="middle half, and 5 to 95 %",
         x=frame["rank"].tolist(),
@@ -274,7 +274,7 @@ def boxes(frame: pd.DataFrame, scheme: Scheme) -> go.Figure:
         xaxis=rank_axis(frame["rank"]),
         yaxis=axis(highest, "ns", "After the first rank", room=1.08),
     )
-    return figure
+    return figure.figure()
 
 
 def causes(frame: pd.DataFrame, scheme: Scheme) -> go.Figure:
@@ -283,7 +283,7 @@ def causes(frame: pd.DataFrame, scheme: Scheme) -> go.Figure:
     Args:
         frame: columns ``rank``, ``cause``, ``collectives``, ``time_ns``.
     """
-    figure = go.Figure(layout={"template": template(scheme)})
+    figure = Sketch(scheme)
     for cause, (name, colour, hatch) in CAUSES.items():
         part = frame[frame["cause"] == cause]
         figure.add_bar(
@@ -304,4 +304,4 @@ def causes(frame: pd.DataFrame, scheme: Scheme) -> go.Figure:
         xaxis=rank_axis(frame["rank"]),
         yaxis=axis(highest, "ns", "Time in collectives", room=1.05),
     )
-    return figure
+    return figure.figure()

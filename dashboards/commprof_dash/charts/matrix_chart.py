@@ -13,7 +13,8 @@ from commprof.analysis import api
 from commprof.schema import Op
 from commprof_dash.charts.axis_ticks import axis
 from commprof_dash.charts.rank_charts import rank_axis
-from commprof_dash.theme import OP_COLOURS, PAPER, SETTING_COLOURS, TEXT, Scheme, template
+from commprof_dash.charts.sketch import Sketch
+from commprof_dash.theme import OP_COLOURS, PAPER, SETTING_COLOURS, TEXT, Scheme
 
 _MOST_TICKS: Final = 12
 _MOST_LONG_TICKS: Final = 5  # side by side, of texts like 240-243: more would be turned, into the title
@@ -59,7 +60,7 @@ def heat(
     least, high = (math.log2(min(positive)), math.log2(max(positive))) if positive else (0.0, 1.0)
     low = least - 1 if high - least < 1 else least
     colour = OP_COLOURS.get(op or "", SETTING_COLOURS[0])
-    figure = go.Figure(layout={"template": template(scheme)})
+    figure = Sketch(scheme)
     figure.add_heatmap(
         name=title,
         z=[[None if value is None else math.log2(value) for value in row] for row in sizes],
@@ -93,7 +94,7 @@ def heat(
             **({"scaleanchor": "x"} if is_square else {}),
         },
     )
-    return figure
+    return figure.figure()
 
 
 def _host_frames(
@@ -127,7 +128,7 @@ def received_by_owner(frame: pd.DataFrame, scheme: Scheme) -> go.Figure:
     """
     received = frame["received_bytes"].astype(float)
     mean = float(received.mean()) if len(frame) else 0.0
-    figure = go.Figure(layout={"template": template(scheme)})
+    figure = Sketch(scheme)
     figure.add_bar(
         name="received as owner",
         x=frame["rank"].tolist(),
@@ -149,7 +150,7 @@ def received_by_owner(frame: pd.DataFrame, scheme: Scheme) -> go.Figure:
         xaxis=rank_axis(frame["rank"]),
         yaxis=axis(float(received.max()) if len(frame) else 0.0, "bytes", "Wire bytes received", room=1.05),
     )
-    return figure
+    return figure.figure()
 
 
 def _firsts(frame: pd.DataFrame, ranks: int, width: int) -> list[int]:

@@ -15,6 +15,7 @@ from commprof_dash.charts.axis_ticks import step_size
 from commprof_dash.charts.density_chart import Called, LaneRow, draw_density, draw_heat, lane_rows, names_of
 from commprof_dash.charts.labels import escape
 from commprof_dash.charts.series import marker, series_in_order, with_series
+from commprof_dash.charts.sketch import Sketch
 from commprof_dash.theme import (
     EXPOSED_COLOUR,
     GRID,
@@ -22,7 +23,6 @@ from commprof_dash.theme import (
     OTHER_COLOUR,
     TEXT,
     Scheme,
-    template,
 )
 
 PHASE_COLOURS: Final[dict[str, str]] = {
@@ -76,7 +76,7 @@ def figure(
         selected: records (rank, attempt, pid, seq) that are outlined: the same collective on its ranks.
         heat: the rows, where ranks are too many for lanes.
     """
-    drawn = go.Figure(layout={"template": template(scheme)})
+    drawn = Sketch(scheme)
     origin = shown.run_begin_ns
     lanes: list[LaneRow] = []
     if shown.bars is not None:
@@ -130,7 +130,7 @@ def figure(
             "zeroline": False,
         },
     )
-    return drawn
+    return drawn.figure()
 
 
 def _heat_height(rows: int) -> int:
@@ -223,7 +223,7 @@ def rows_of(bars: pd.DataFrame, ranks: Sequence[int]) -> list[Row]:
 
 
 def _draw_bars(
-    drawn: go.Figure,
+    drawn: Sketch,
     shown: api.Timeline,
     rows: Sequence[Row],
     origin: int,
@@ -239,7 +239,7 @@ def _draw_bars(
         part = frame[frame["series"] == one.name]
         looks = marker(one) | {"line": {"width": 0.6, "color": one.colour}}
         drawn.add_bar(name=one.name, **_spans(part, "begin_ns", "end_ns", origin), marker=looks)
-        drawn.data[-1].update(
+        drawn.traces[-1].update(
             customdata=list(zip(map(list, _keys(part)), part["text"], strict=True)),
             hoverinfo="none",  # the line above the figure tells it: a box would cover the neighbours
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import dash_mantine_components as dmc
 import pandas as pd
@@ -186,4 +187,12 @@ def image_buttons(name: str) -> list[Component]:
 
 
 def _has_graph(body: Sequence[Component | None]) -> bool:
-    return any(isinstance(part, dcc.Graph) for part in html.Div(list(body))._traverse())
+    parts: list[Any] = list(body)
+    while parts:
+        part = parts.pop()
+        if isinstance(part, dcc.Graph):
+            return True
+        if not isinstance(part, dmc.Table):  # of thousands of cells, without a graph
+            below = getattr(part, "children", None)
+            parts += below if isinstance(below, list | tuple) else [below] if below is not None else []
+    return False

@@ -47,13 +47,13 @@ def still_going() -> Component:
 
 def no_records(runs: Runs, name: str) -> Component | None:
     """The reason why a run has no records; None if it has some."""
-    facts = runs.overview(name)
-    if facts["records"]:
+    health = runs.health(name)
+    if health.records:
         return None
-    if facts["summed"]:
+    if health.summed:
         return messages.message(
             "Only sums were recorded",
-            f"This run recorded only sums per step of its {facts['summed']:,} collectives (--aggregate, or "
+            f"This run recorded only sums per step of its {health.summed:,} collectives (--aggregate, or "
             "--max-size was reached). So the time of a single collective and its waits are not known. The pages "
             "Overview, Compare and Traffic matrix show the traffic. To record each collective:",
             ["commprof run train.py"],
@@ -62,10 +62,10 @@ def no_records(runs: Runs, name: str) -> Component | None:
         return messages.message(
             "No records yet", "The first collective appears here as soon as it is issued."
         )
-    if facts["outside"]:
+    if health.outside:
         return messages.message(
             "Nothing was recorded",
-            f"All {facts['outside']:,} collectives of this run were issued outside of the recorded steps (--steps, "
+            f"All {health.outside:,} collectives of this run were issued outside of the recorded steps (--steps, "
             "--warmup). Record more steps:",
             ["commprof run train.py"],
         )

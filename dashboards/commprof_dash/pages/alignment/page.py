@@ -117,9 +117,10 @@ def _unaligned(
     runs: Runs, name: str, edges: pd.DataFrame, query: Query, scheme: Scheme
 ) -> tuple[Sequence[Component], Sequence[Component]]:
     controls_shown, shown = _topology(edges, query, scheme)
-    note = no_records(runs, name) or _how_to_align(
-        str(runs.overview(name)["backends"] or ""), shlex.quote(str(runs.directory / name)[:1000])
-    )
+    note = no_records(runs, name)
+    if note is None:
+        backends = runs.of_run("backends", name, lambda path: api.backends(path) or "")
+        note = _how_to_align(backends, shlex.quote(str(runs.directory / name)[:1000]))
     return controls_shown, [note, *(shown if len(edges) else [])]
 
 

@@ -39,8 +39,8 @@ def matrix(runs: Runs, name: str, steps: Steps, op: str | None, purpose: str | N
 
 def steps_of(runs: Runs, name: str) -> list[int]:
     """The training steps of a run, in order."""
-    times = runs.step_times(name)
-    return sorted({int(step) for step in times["step"] if step >= 0})
+    steps: list[int] = runs.of_run("step numbers", name, api.step_numbers)
+    return steps
 
 
 def steps_taken(runs: Runs, name: str) -> tuple[list[int], int | None]:

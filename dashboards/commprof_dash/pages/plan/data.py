@@ -188,8 +188,7 @@ def _of_run(runs: Runs, name: str) -> dict[str, str]:
         job: plan_api.RecordedJob = runs.of_run("recorded job", name, plan_api.read_job)
     except CommprofError:
         return {}
-    hosts = [str(host) for host in runs.overview(name)["hosts"]]
-    calibration = calibration_of(runs, name, hosts)
+    calibration = calibration_of(runs, name, job.host_names)
     return {
         "model": f"{_RECORDED}{name}" if job.has_model else "",
         "world": job.world,

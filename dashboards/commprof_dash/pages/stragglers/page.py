@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any, Final
 
 import pandas as pd
@@ -16,10 +15,11 @@ from commprof_dash import address
 from commprof_dash.address import Query
 from commprof_dash.charts import lateness_chart
 from commprof_dash.components import cards, controls, messages
-from commprof_dash.components.tables import Cell, Field
+from commprof_dash.components.tables import Cell, Field, filled
 from commprof_dash.data import Runs
 from commprof_dash.measures import format_count
 from commprof_dash.pages.index_wait import builds, waiting_for_index
+from commprof_dash.pages.matrix.data import steps_of
 from commprof_dash.pages.one_run import draw_run, no_records
 from commprof_dash.pages.overview import cards as overview_cards
 from commprof_dash.pages.page import Drawing, Page
@@ -57,8 +57,8 @@ def render(runs: Runs, query: Query, scheme: Scheme) -> Drawing:
         whole: api.Straggling = runs.of_run("straggling", name, api.straggling)
         statement = whole.ranks.attrs["statement"]
         if whole.lateness.empty:
-            return [], [no_records(runs, name) or _nothing(statement, runs.overview(name)["ranks_recorded"])]
-        steps, records = _size(runs, name)
+            return [], [no_records(runs, name) or _nothing(statement, runs.health(name).ranks_recorded)]
+        steps, records = len(steps_of(runs, name)), runs.health(name).records
         # Without the first step all records are read anew.
         everything = asked or steps <= 1 or records > _MOST_RECORDS
         detailed: api.Straggling = (
@@ -84,18 +84,6 @@ def render(runs: Runs, query: Query, scheme: Scheme) -> Drawing:
         ]
 
     return draw_run(runs, query, answers)
-
-
-def _size(runs: Runs, name: str) -> tuple[int, int]:
-    """How many training steps and records a run has; ``runs.overview`` would compute its step times too."""
-
-    def answer(path: Path) -> tuple[int, int]:
-        run = api.open_run(path)
-        numbers = run.table("steps")["step"].to_numpy()
-        return len(pd.unique(numbers[numbers >= 0])), run.health.records
-
-    steps, records = runs.of_run("size", name, answer)
-    return steps, records
 
 
 def _nothing(statement: str | None, ranks: int) -> Component:
@@ -323,6 +311,8 @@ def _costs(whole: api.Straggling) -> tuple[pd.DataFrame, int]:
 def _collectives(frame: pd.DataFrame, name: str, run_begin_ns: int, which: str) -> Component:
     rows = frame.assign(links=range(len(frame)), skew=range(len(frame)))
     records = frame.to_dict("records")
+    blanks = {text: dcc.Link(text, href="") for text in ("timeline", "record")}
+    span = html.Span(className="run-links")
 
     def links(position: int) -> Cell:
         row = records[position]
@@ -332,17 +322,16 @@ def _collectives(frame: pd.DataFrame, name: str, run_begin_ns: int, which: str) 
         place = f"{row['op']} of step {row['step']}, number {row['pg_seq']} in group {row['pg']}"
         record = [f"rank:=:{row['last_rank']}", f"seq:=:{row['seq']}"]
         shown = [
-            dcc.Link(
-                "timeline", href=address.link("/timeline", run=name, **window), title=f"Timeline: {place}"
+            filled(
+                blanks["timeline"],
+                href=address.link("/timeline", run=name, **window),
+                title=f"Timeline: {place}",
             )
         ]
         if not pd.isna(row["last_rank"]):
-            shown.append(
-                dcc.Link(
-                    "record", href=address.link("/records", run=name, filter=record), title=f"Record: {place}"
-                )
-            )
-        return html.Span(shown, className="run-links")
+            href = address.link("/records", run=name, filter=record)
+            shown.append(filled(blanks["record"], href=href, title=f"Record: {place}"))
+        return filled(span, children=shown)
 
     def skew(position: int) -> Cell:
         row = records[position]
