@@ -55,8 +55,9 @@ class Runs:
 
     def _finalised(self, listing: pd.DataFrame) -> pd.DataFrame:
         """Return ``listing`` after finalising runs that were killed while this server watched them. Tries each once."""
-        ended = listing[listing["state"].isin(_ENDED) & ~listing["finalised"].astype(bool)]
-        due = [path for path in map(str, ended["path"]) if path not in self._tried]
+        rows = zip(listing["path"], listing["state"], listing["finalised"], strict=True)
+        ended = [path for path, state, finalised in rows if state in _ENDED and not finalised]
+        due = [path for path in ended if path not in self._tried]
         self._tried.update(due)
         done = [api.finalise(path) for path in due]
         return api.find_runs(self.directory) if any(done) else listing

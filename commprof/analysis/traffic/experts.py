@@ -11,7 +11,7 @@ from typing import Any, Final, NamedTuple
 import pandas as pd
 
 from commprof.analysis.columns.expert_answers import EXPERT_IMBALANCE, EXPERT_RANKS, EXPERTS
-from commprof.analysis.columns.frames import as_declared
+from commprof.analysis.columns.frames import as_declared, from_rows
 from commprof.analysis.relations.sql_engine import ask
 from commprof.analysis.storage.answer_cache import answer_cache
 from commprof.trace.reader import Run, Scan
@@ -122,7 +122,7 @@ def _with_load(loads: pd.DataFrame) -> pd.DataFrame:
 def imbalance(run: Run) -> pd.DataFrame:
     """See :func:`commprof.analysis.api.expert_imbalance`."""
     if not has_loads(run):
-        return as_declared(pd.DataFrame(columns=EXPERT_IMBALANCE.names), EXPERT_IMBALANCE.columns)
+        return from_rows([], EXPERT_IMBALANCE.columns)
     rows = sums(run)
     of_expert, of_rank = experts(run), ranks(run)
     by_layer = of_expert.groupby(_LAYER)

@@ -59,21 +59,28 @@
     nodes.splice(0, nodes.length, ...sorted);
   };
   window.commprof.runs_ready = (api) => {
-    const query = new URLSearchParams(window.location.search);
+    const query = new URLSearchParams(window.location.search), before = [...open].join("\n");
     open = new Set(query.getAll("open"));
-    try {
-      api.setFilterModel(query.get("where") ? JSON.parse(query.get("where")) : null);
-    } catch {
-      // An address may hold anything; what is no filter filters nothing.
+    // Each of these draws the table again: of an address that asks for nothing it is there as it should be.
+    if (query.get("where")) {
+      try {
+        api.setFilterModel(JSON.parse(query.get("where")));
+      } catch {
+        // An address may hold anything; what is no filter filters nothing.
+      }
     }
-    api.setGridOption("quickFilterText", query.get("find") || "");
+    if (query.get("find")) {
+      api.setGridOption("quickFilterText", query.get("find"));
+    }
     const hidden = api.getColumns().filter((column) => !column.isVisible());
     const room = document.getElementById("runs-grid").clientWidth - ALL_COLUMNS_PIXELS;
     if (hidden.length && room >= 0) {
       api.setColumnsVisible(hidden, true);
     }
-    api.onFilterChanged();
-    api.refreshCells({columns: ["name"], force: true});
+    if ([...open].join("\n") !== before) {
+      api.onFilterChanged();
+      api.refreshCells({columns: ["name"], force: true});
+    }
   };
   functions.runsKey = ({event}) => {
     if (event.key === "Enter") {

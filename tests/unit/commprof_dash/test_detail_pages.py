@@ -4,8 +4,9 @@ import json
 import math
 
 import pandas as pd
+import plotly.graph_objects as go
 import pytest
-from dash import dcc
+from dash import dcc, html
 from plotly.utils import PlotlyJSONEncoder
 
 from commprof.analysis import api
@@ -13,6 +14,7 @@ from commprof.cli import execute
 from commprof_dash.address import link, parse
 from commprof_dash.app import draw_page, find_page
 from commprof_dash.charts import alignment_chart, lateness_chart, matrix_chart, rank_charts, topology_chart
+from commprof_dash.components.tables import filled
 from commprof_dash.data import Runs
 from commprof_dash.pages.matrix.page import parse_steps
 from commprof_dash.pages.timeline.data import record_text, view_in
@@ -52,6 +54,24 @@ def text_of(parts):
 def figures_of(parts):
     found = (part for root in parts for part in root._traverse() if isinstance(part, dcc.Graph))
     return {part.id["name"]: part.figure for part in found}
+
+
+def test_figures_that_are_made_in_one_go_pass_the_checks_of_plotly(directory):
+    checked = 0
+    for run in ("plain", "aligned"):
+        for path in ("/matrix", "/stragglers", "/bandwidth", "/timeline"):
+            for figure in figures_of(draw(directory, link(path, run=run))).values():
+                whole = json.loads(figure.to_json())
+                assert json.loads(go.Figure(whole).to_json()) == whole
+                checked += 1
+    assert checked >= 8
+
+
+def test_a_filled_cell_is_written_as_one_that_was_constructed(directory):
+    blank = html.Td(className="number", **{"data-label": "Rank"})
+    whole = html.Td("7", className="number", **{"data-label": "Rank"})
+    assert filled(blank, children="7").to_plotly_json() == whole.to_plotly_json()
+    assert blank.children is None
 
 
 def drawn_cells(figure):

@@ -168,8 +168,8 @@ def hosts_of(path: Path) -> dict[int, str]:
 
 def _hosts_of(path: Path) -> dict[int, str]:
     groups = api.table(path, "groups")
-    groups = groups[groups["host"].notna()].drop_duplicates("rank", keep="last")
-    return dict(zip(groups["rank"].astype(int).tolist(), groups["host"].astype(str).tolist(), strict=True))
+    pairs = zip(groups["rank"].tolist(), groups["host"].tolist(), strict=True)
+    return {rank: host for rank, host in pairs if isinstance(host, str)}
 
 
 def lateness_of(path: Path) -> dict[int, float]:

@@ -17,8 +17,8 @@ import pyarrow as pa
 import pytest
 
 from commprof.analysis import api
-from commprof.analysis.browse import listing
 from commprof.analysis.relations import memory
+from commprof.analysis.storage import opened_runs
 from commprof.analysis.storage.answer_cache import AnswerCache, answer_cache
 from commprof.errors import UsageError
 from commprof.trace.fingerprint import fingerprint
@@ -40,13 +40,13 @@ def a_run(path, steps=2, payload=400):
 def opened(monkeypatch):
     """The runs that the listing opens, in order."""
     found = []
-    original = listing.open_run
+    original = opened_runs.open_run
 
     def watched(path):
         found.append(path.name)
         return original(path)
 
-    monkeypatch.setattr(listing, "open_run", watched)
+    monkeypatch.setattr(opened_runs, "open_run", watched)
     return found
 
 

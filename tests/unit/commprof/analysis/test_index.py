@@ -226,6 +226,20 @@ def test_one_group_has_no_lanes_and_neither_have_ranks_of_one_each(run, tmp_path
     assert {lane.rank for lane in api.timeline(run, most_bars=0, ranks=[1]).lanes} == {1}
 
 
+def test_the_step_times_of_an_index_are_those_of_the_records(tmp_path, in_file):
+    run = busy_run(random.Random(5))
+    for step in range(4):
+        run.add_step(step, begin_ns=step * 25_000, end_ns=step * 25_000 + 24_000)
+    run.write(tmp_path / "run")
+    expected = api.step_times(tmp_path / "run")
+    assert len(expected) == 4 and api.step_numbers(tmp_path / "run") == expected["step"].tolist()
+    api.answer_cache.clear()
+    assert api.index(tmp_path / "run")["in_file"]
+    opened = index.index_of(tmp_path / "run")
+    assert opened.ask("select count(*) as steps from step_times")["steps"].to_pylist() == [4]
+    pd.testing.assert_frame_equal(api.step_times(tmp_path / "run"), expected)
+
+
 @pytest.mark.long
 def test_an_index_of_another_version_is_built_again(tmp_path, in_file, monkeypatch):
     path = small_run(tmp_path / "run")

@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from commprof.analysis import api
 from commprof.errors import UsageError
 from commprof.plan.api import Question, compare, make_plan
 from commprof.plan.durations import StepTime, narrowed
-from commprof.plan.recorded_steps import RecordedStep, recorded_step
+from commprof.plan.recorded_steps import RecordedStep, recorded_job, recorded_step
 from commprof.trace.reader import open_run
 
 RUNS = Path(__file__).resolve().parents[3] / "golden" / "h100"
@@ -68,3 +69,14 @@ def test_the_plan_takes_computation_and_overlap_from_the_run():
     assert narrow.timed.most_ns == pytest.approx(wide.timed.most_ns - 0.4 * wide.timed.overlapping_ns, abs=1)
     with pytest.raises(UsageError, match="--step-compute is 1s and --recorded run; give one of them"):
         make_plan(question._replace(recorded=told))
+
+
+@pytest.mark.parametrize("run", ["ddp_trace", "deepspeed_stage2", "zero_stage2"])
+def test_what_pages_ask_about_a_run_is_what_its_overview_says(run, tmp_path):
+    path = shutil.copytree(RUNS / run, tmp_path / "run")
+    facts = api.overview(path)
+    assert api.backends(path) == facts["backends"]
+    assert list(recorded_job(open_run(path)).host_names) == facts["hosts"]
+    assert (api.health(path).records, api.health(path).summed) == (facts["records"], facts["summed"])
+    union = api.exposure_per_step(path).iloc[-1:]
+    assert api.has_exposed_times(path) == bool(union["exposed_ns"].notna().any())
