@@ -146,8 +146,10 @@ def test_stragglers_name_the_late_rank(page, base_url, runs):
     assert api.stragglers(runs / "plain").attrs["statement"] in page.page.inner_text(".message-warning")
     assert traces(page, "lateness")[0]["median"] == [float(value) for value in found.lateness["median_ns"]]
     ranks = page.page.locator("#card-late-collectives tbody tr td:nth-child(2)").all_inner_texts()
-    assert ranks == [str(rank) for rank in found.collectives["last_rank"]]
-    assert page.page.locator("#card-late-collectives a >> text=timeline").count() == len(found.collectives)
+    assert ranks == [str(rank) for rank in found.collectives["last_rank"][:50]]
+    assert page.page.locator("#card-late-collectives a >> text=timeline").count() == 50
+    first = f"The first 50 of {len(found.collectives)} rows; the CSV file has all."
+    assert first in page.page.inner_text("#card-late-collectives")
 
 
 @pytest.mark.long
