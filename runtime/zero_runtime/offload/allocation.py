@@ -39,13 +39,15 @@ def give_back_freed_memory() -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
 
-def keep_freed_memory() -> None:
-    """Keep freed blocks of up to 32 MiB, and 64 MiB at the end of the heap, as glibc does in the end; only with glibc.
+def keep_freed_memory(largest: int = _LARGEST) -> None:
+    """Keep freed blocks of up to ``largest`` bytes, and 64 MiB at the end of the heap; only with glibc.
+
+    The default is 32 MiB, as glibc does in the end.
 
     Does nothing if the user has set a threshold, or once :func:`give_back_freed_memory` has been called.
     """
     if not _gives_back:
-        _set(_LARGEST)
+        _set(largest)
 
 
 def _set(mmap_threshold: int) -> bool:

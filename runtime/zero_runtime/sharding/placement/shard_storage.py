@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Final
 
 import torch
 
@@ -13,6 +14,10 @@ from zero_runtime.sharding.placement.pages import Pager
 from zero_runtime.sharding.placement.place import Place
 from zero_runtime.sharding.shards import Shard
 from zero_runtime.startup.huge_pages import huge_pages_in_use
+
+# Bytes. Gradients of a few MiB seldom begin at a huge page, so each costs a thousand page faults if its memory returns.
+# Larger ones cost few for their size, and would leave hundreds of MiB behind if they stayed.
+_SMALL: Final = 8 << 20
 
 
 class SliceStorage:
@@ -37,8 +42,7 @@ class SliceStorage:
         on_host = offload.device != "none"
         if device.type == "cpu":
             if by_block and not on_host:
-                # The blocks and their gradients have the same sizes in every step, so that freed memory fits again.
-                keep_freed_memory()
+                keep_freed_memory(_SMALL)
             elif huge_pages_in_use():
                 # Gathered parameters are allocated and freed all the time: with pages of 4 KiB that takes too long.
                 give_back_freed_memory()
