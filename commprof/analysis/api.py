@@ -717,7 +717,7 @@ def exposure_per_step(run: AnyRun) -> pd.DataFrame:
 
 
 def has_exposed_times(run: AnyRun) -> bool:
-    """Whether the last row of :func:`exposure_per_step` has an exposed time."""
+    """Whether the exposed time of each warm step is known, so that :func:`exposure_per_step` has that of a step."""
     from commprof.analysis.storage import run_totals
 
     run = _opened(run)
