@@ -1,7 +1,7 @@
 """Collects the traces and the layout of a figure and makes it in one go.
 
 plotly checks every property of every trace, and every change of the layout again: 7 ms for a figure of three bars, of which
-a page has up to five. Tests compare the figures with checked ones (tests/unit/commprof_dash/test_charts.py).
+a page has up to five. Tests compare the figures with checked ones (tests/unit/commprof_dash/test_detail_pages.py).
 """
 
 from __future__ import annotations
