@@ -167,12 +167,16 @@ class ShardedGradients:
         self._bucketer.grow(sum(each.numel for each in groups))
         for number, each in enumerate(groups, first):
             self._shards.append([self._shards_of(each, index) for index in range(len(each.parameters))])
-            like = each.parameters[0]
-            dtype = self._accumulation or like.dtype
-            self.shards.append(torch.zeros(each.layout.shard_numel, dtype=dtype, device=like.device))
+            self.shards.append(self._zeros(each))
             self._places.update((p, (number, index)) for index, p in enumerate(each.parameters))
         if self._policy.stage.reduces_in_hooks:
             self._hook([parameter for each in groups for parameter in each.parameters])
+
+    def _zeros(self, each: ParameterGroup) -> torch.Tensor:
+        """The shard of a group's gradient before the first one is added."""
+        like = each.parameters[0]
+        dtype = self._accumulation or like.dtype
+        return torch.zeros(each.layout.shard_numel, dtype=dtype, device=like.device)
 
     def _shards_of(self, each: ParameterGroup, index: int) -> tuple[ShardRange, ...]:
         """The shards of a parameter, with their owners' ranks among the data-parallel ranks."""
@@ -261,11 +265,16 @@ class ShardedGradients:
 
     def clear(self) -> None:
         """Drop the gradients, after a step."""
-        for total in (*self.shards, *self.unsharded.values()):
+        self._clear_shards()
+        for total in self.unsharded.values():
             total.zero_()
         for each in self._groups:
             for parameter in each.parameters:
                 parameter.grad = None
+
+    def _clear_shards(self) -> None:
+        for total in self.shards:
+            total.zero_()
 
     def _on_gradient(self, number: int, index: int, parameter: torch.Tensor) -> None:
         if not self._paused and self._is_due():

@@ -4,11 +4,14 @@ Each gradient is copied into the rows of its block, and divided, when it is read
 padded with zeros to ceil(numel / ranks) elements. The rows are sent when the last gradient has arrived, during the backward
 pass.
 At the end of the pass a block without some of its gradients is sent with zeros for them, and one without any is not sent.
+
+Of the first pass of a step the shards stay apart, one tensor for each message, until the pass has ended: memory for all of
+them together would be there while most parameters are gathered.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -71,10 +74,19 @@ class _Message:
         return sum(max(0, min(each.width, each.numel - rank * each.width)) for each in self.members)
 
 
+class _Piece(NamedTuple):
+    """Shards that a message has brought: the number of their group, and their first element in its gradient."""
+
+    group: int
+    target: int
+    values: torch.Tensor
+
+
 class BlockGradients(ShardedGradients):
     """A :class:`ShardedGradients` that sends one message for each block and dtype.
 
-    Unpartitioned parameters are in no block; their gradients enter buckets.
+    Unpartitioned parameters are in no block; their gradients enter buckets. Between a step and the end of the next pass
+    there is no memory for ``shards``, unless they are read.
 
     Args:
         blocks: the parameters of each block, in the order of the rows.
@@ -96,7 +108,11 @@ class BlockGradients(ShardedGradients):
         self._memory = memory
         self._messages: list[_Message] = []
         self._message_of: dict[tuple[int, int], tuple[_Message, _Member]] = {}
+        self._totals: list[torch.Tensor] = []
+        self._pieces: list[_Piece] = []
+        self._apart = False
         super().__init__(groups, *arguments)
+        self._clear_shards()
         # One block is filled while one is on its way: a second one would add twice the largest block to the memory.
         self._overlap = Overlap(self._group.device, self._policy.overlap, depth=1)
         self._divide()
@@ -109,10 +125,36 @@ class BlockGradients(ShardedGradients):
         blocks: Sequence[Sequence[torch.nn.Parameter]] | None = None,
     ) -> None:
         """Reduce the gradients of further ``groups`` too; the parameters are in ``blocks`` then."""
+        _ = self.shards
         super().add(groups, dtypes, leaves)
         if blocks is not None:
             self._blocks = blocks
             self._divide()
+
+    @property  # type: ignore[override]
+    def shards(self) -> list[torch.Tensor]:
+        """For each param group, this rank's shard of the reduced gradient."""
+        if self._apart:
+            self._apart = False
+            self._totals = [self._zeros(each) for each in self._groups]
+            while self._pieces:
+                group, target, values = self._pieces.pop(0)
+                add_rounded(self._totals[group].narrow(0, target, values.numel()), values)
+        return self._totals
+
+    @shards.setter
+    def shards(self, totals: list[torch.Tensor]) -> None:
+        self._totals = totals
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """The memory of reduced gradients, where there is some."""
+        yield from self._totals
+        yield from self.unsharded.values()
+
+    def _clear_shards(self) -> None:
+        self._apart = True
+        self._totals = []
+        self._pieces.clear()
 
     def _divide(self) -> None:
         self._messages.clear()
@@ -191,6 +233,8 @@ class BlockGradients(ShardedGradients):
                         message.rows.narrow(1, member.start, member.width).zero_()
                 self._send_message(message, END_OF_BACKWARD)
         super()._finish()
+        self._memory.give_back()
+        _ = self.shards
 
     def _send_message(self, message: _Message, reason: str) -> None:
         rows = message.rows
@@ -242,7 +286,11 @@ class BlockGradients(ShardedGradients):
         if factor != 1.0:
             mine = mine * factor
         for group, target, start, width in message.spans:
-            add_rounded(self.shards[group].narrow(0, target, width), mine.narrow(0, start, width))
+            part = mine.narrow(0, start, width)
+            if self._apart:
+                self._pieces.append(_Piece(group, target, part))
+            else:
+                add_rounded(self._totals[group].narrow(0, target, width), part)
 
 
 def _numel(parameter: torch.nn.Parameter) -> int:

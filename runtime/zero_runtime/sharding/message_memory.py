@@ -11,25 +11,24 @@ import torch
 
 
 class MessageMemory:
-    """Free buffers of one size: that of the last one returned. Others go back to the allocator."""
+    """Free buffers of one size, that of the last one taken. Others go back to the allocator."""
 
     def __init__(self) -> None:
         self._free: list[torch.Tensor] = []
+        self._kind: tuple[int, torch.dtype] | None = None  # elements and dtype of the last buffer taken
 
     def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """A 1-D tensor of ``numel`` elements with undefined values."""
-        if self._free and self._fits(self._free[-1], numel, dtype):
-            return self._free.pop()
-        return torch.empty(numel, dtype=dtype, device=device)
+        if self._kind != (numel, dtype):
+            self._free.clear()
+            self._kind = numel, dtype
+        return self._free.pop() if self._free else torch.empty(numel, dtype=dtype, device=device)
 
     def put(self, buffer: torch.Tensor) -> None:
         """Return ``buffer``, which nothing reads or writes any more."""
-        if buffer.device.type != "cpu":
-            return
-        if self._free and not self._fits(self._free[-1], buffer.numel(), buffer.dtype):
-            self._free.clear()
-        self._free.append(buffer.view(-1))
+        if buffer.device.type == "cpu" and self._kind == (buffer.numel(), buffer.dtype):
+            self._free.append(buffer.view(-1))
 
-    @staticmethod
-    def _fits(free: torch.Tensor, numel: int, dtype: torch.dtype) -> bool:
-        return free.numel() == numel and free.dtype is dtype
+    def give_back(self) -> None:
+        """Return all free buffers to the allocator."""
+        self._free.clear()
