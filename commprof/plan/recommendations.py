@@ -18,7 +18,7 @@ _REASONS: Final = {
     "time": "its {timed} the least time",
     "time and bytes": "its {timed} the least time; of those within 1 % of it, bytes and then memory decide",
     "between hosts": "its hosts send the fewest bytes to other hosts",
-    "per rank": "its ranks send the fewest bytes, and hosts send equally many to other hosts",
+    "per rank": "its ranks send the fewest bytes{hosts}",
     "memory": "it needs the least memory, and sends as many bytes as the next one",
     "nothing": "it is the first of several that send and hold the same",
 }
@@ -138,11 +138,15 @@ def advice(candidates: Sequence[Candidate], capacity: int | None, of_steps: bool
         else "whether a setting fits is not known without --device-memory"
     )
     compared = " for each sample" if chosen.per_sample else ""
-    reason = _REASONS[chosen.decided_by].format(timed="step takes" if of_steps else "messages take")
+    has_hosts = any(each.host_bytes for each in complete)
+    reason = _REASONS[chosen.decided_by].format(
+        timed="step takes" if of_steps else "messages take",
+        hosts=", and hosts send equally many to other hosts" if has_hosts else "",
+    )
+    to_hosts = f"{format_bytes(best.host_bytes)} per host to other hosts and " if has_hosts else ""
     return chosen.chosen, (
-        f"Use {best.name}: {reason}{compared}. It sends {format_bytes(best.host_bytes)} per host to other "
-        f"hosts and {format_bytes(best.rank_bytes)} per rank in a step, and holds {format_bytes(best.on_device)} on each "
-        f"device{_before(best)}; {fits}."
+        f"Use {best.name}: {reason}{compared}. It sends {to_hosts}{format_bytes(best.rank_bytes)} per rank in a step, and "
+        f"holds {format_bytes(best.on_device)} on each device{_before(best)}; {fits}."
     )
 
 

@@ -45,6 +45,9 @@ class _Gradients(NamedTuple):
         copied: bytes of an element that are allocated to send a bucket, beside it.
         overlap: a bucket is sent while the pass goes on.
         late: bytes that are allocated with the first gradient.
+        apart: bytes of shards that are allocated as their gradients leave.
+        messages: by parameter the number and the bytes of the message of its block; empty where gradients enter buckets.
+        arriving: what a message that was sent needs, divided by its bytes.
     """
 
     whole: int
@@ -53,6 +56,9 @@ class _Gradients(NamedTuple):
     copied: int
     overlap: bool
     late: int
+    apart: int
+    messages: Mapping[str, tuple[int, int]]
+    arriving: int
 
 
 def peak_of(
@@ -102,12 +108,15 @@ def peak_of(
         if configuration.stage < 3 and micro_batches == 1:
             late = concatenated + (buckets if in_passes else 0)
             lasting -= concatenated
-    before_release = lasting - round(min(gathered, whole_bytes) * secondary_share)
     types = [configuration.model_dtype or each.dtype for each in parameters]
     # What is prefetched arrives in a buffer, from which the parameters are copied.
     gathering = read_gather_configuration(zero_section(config))
     blocks = gathered_blocks(parameters, gathering) if configuration.stage == 3 else []
     arriving_numel = max((sum(each.numel for each in members) for members in blocks), default=0)
+    # By block the shards of gradients come with the messages, and are joined after the pass.
+    is_apart = blocks and micro_batches == 1 and framework == "zero_runtime"
+    apart = held.get("gradients", 0) if is_apart else 0
+    before_release = lasting - apart - round(min(gathered, whole_bytes) * secondary_share)
     arriving = min(gathered, (arriving_numel or gathering.prefetch_bucket_size) * item_bytes(types[0]))
     gradients = _Gradients(
         0 if in_passes and not waits else whole,
@@ -116,6 +125,16 @@ def peak_of(
         _copied(configuration, types[0]) if in_passes and not blocks else 0,
         reduces_beside_backward(config),
         late,
+        apart,
+        {
+            each.name: (
+                number,
+                sum(one.numel for one in members) * item_bytes(configuration.communication_dtype),
+            )
+            for number, members in enumerate(blocks)
+            for each in members
+        },
+        1 if configuration.reduce_scatter_on(backend) == "native" else 2,
     )
     trained = sum(
         each.numel * item_bytes(configuration.model_dtype or each.dtype)
@@ -132,11 +151,11 @@ def peak_of(
     phases = {
         GATHER: before_release + stays + gathered + arriving,
         PASSES: before_release
-        + (buckets if in_passes and not late else stays)
+        + (0 if blocks else buckets if in_passes and not late else stays)
         + max(_alive(activations, numels, gradients, gathered, trained, secondary_share)),
         REDUCTION: lasting
         + late
-        + (0 if late and in_passes else buckets)
+        + max(0 if late and in_passes else buckets, apart)
         + (0 if configuration.reduces_flat_groups else left),
         STEP: lasting + stays + kept + copies + concatenated + (concatenated if late else 0),
     }
@@ -164,6 +183,7 @@ def _alive(
     """
     total = sum(numels.values()) or 1
     arrived = filled = sent = 0
+    block, rows, sent_rows = -1, 0, 0
     for span in activations.spans:
         done = arrived / total
         rest = gradients.whole if gradients.accumulate else round(gradients.whole * done)
@@ -171,6 +191,12 @@ def _alive(
         still = min(gathered, round(trained * (1 - done)))
         rest += still + round((gathered - still) * secondary_share)
         rest += gradients.late if arrived else 0
+        rest += round(gradients.apart * done)
+        number, numel_bytes = gradients.messages.get(span.parameter, (block, rows))
+        if number != block:
+            # Of a block that was sent there is also what arrives.
+            block, rows, sent_rows = number, numel_bytes, rows * gradients.arriving * gradients.overlap
+        rest += rows + sent_rows
         yield span.most + rest + (sent if gradients.overlap else 0)
         numel = numels.get(span.parameter, 0)
         if filled and (filled + numel > gradients.limit or not span.parameter):

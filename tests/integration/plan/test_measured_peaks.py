@@ -132,6 +132,22 @@ def test_peaks_with_secondary_shards_are_within_five_percent():
     assert large(errors(measured, "zero_runtime", given, 4)) == {}
 
 
+def block_cases():
+    """Stage 3 by block, gathered once or again in the backward pass."""
+    from support.peaks import make_config as config
+
+    return {
+        f"by block, {name}{kind}": (config(3, stage3_gather_unit="block", **zero), kind)
+        for name, zero in (("", {}), ("gathered again, ", {"stage3_max_reuse_distance": 0}))
+        for kind in ("plain", "checkpoints")
+    }
+
+
+def test_peaks_by_block_are_not_below_the_measured_ones_and_at_most_six_percent_above():
+    found = errors(run_ranks(WORLD, measured_peaks, block_cases())[0], "zero_runtime", block_cases())
+    assert {name: error for name, error in found.items() if not -0.001 < error < 0.06} == {}
+
+
 @pytest.mark.sampled
 @pytest.mark.parametrize("world", [WORLD, 4])
 def test_peaks_with_experts_are_within_five_percent(world):

@@ -9,7 +9,7 @@ import pytest
 from commprof.errors import UsageError
 from commprof.plan.hosts import Hosts, Links, parse_hosts, parse_links, sent_by_link
 from commprof.plan.keys import KNOWN, check_keys
-from commprof.plan.recommendations import Candidate, recommend
+from commprof.plan.recommendations import Candidate, advice, recommend
 from commprof.plan.traffic import histogram, median_size, totals_of, traffic_of
 from commprof.requested.expectation import row
 from commprof.schema import Op, Purpose
@@ -130,6 +130,18 @@ def test_recommendations():
     assert recommend([candidate("a", 1, 1, 1), candidate("b", 1, 0, 0, complete=False)], None)[0] == 0
     batches = [candidate("a", 1, 10, 10, samples=8), candidate("b", 2, 10, 10, samples=32)]
     assert recommend(batches, None) == (1, 2, "between hosts", True)
+
+
+def test_other_hosts_are_named_only_where_there_are_some():
+    _, one_host = advice([candidate("a", 90, 20, 0), candidate("b", 90, 10, 0)], None, of_steps=False)
+    assert one_host.startswith(
+        "Use b: its ranks send the fewest bytes. It sends 10 B per rank in a step, and holds 90 B "
+    )
+    _, hosts = advice([candidate("a", 90, 20, 30), candidate("b", 90, 10, 30)], None, of_steps=False)
+    assert hosts.startswith(
+        "Use b: its ranks send the fewest bytes, and hosts send equally many to other hosts. It sends 30 B per host to "
+        "other hosts and 10 B per rank in a step"
+    )
 
 
 def test_times_decide_where_all_are_known():
