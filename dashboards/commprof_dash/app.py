@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import dash
 import dash_ag_grid as dag
@@ -21,6 +22,7 @@ from commprof_dash.access import Access, guard
 from commprof_dash.charts.labels import on_screen
 from commprof_dash.components import controls, messages, shell
 from commprof_dash.data import Runs, reason
+from commprof_dash.early_drawings import EarlyDrawings
 from commprof_dash.malformed import refuse_malformed
 from commprof_dash.pages import PAGES
 from commprof_dash.pages.page import Drawing, Page
@@ -43,15 +45,28 @@ _INDEX: Final = """<!DOCTYPE html>
 </html>"""
 
 
-class _Application(dash.Dash):
-    """Dash, with the code of the grid requested as early as that of Dash itself on the pages that begin with a grid.
+class _Drawn(NamedTuple):
+    """A page with its heading, and the stamp of the runs directory before it was drawn."""
 
-    Dash requests it when the first grid is drawn, after the server's answer, and the grid waits until it is compiled. A
-    chunk of webpack that is there already is not requested again.
+    stamp: str
+    heading: list[Component]
+    drawing: Drawing
+
+
+class _Application(dash.Dash):
+    """Dash, with what a page needs begun when its HTML is requested: its drawing, and the code of its grid.
+
+    Dash requests the code when the first grid is drawn, after the server's answer, and the grid waits until it is compiled.
+    A chunk of webpack that is there already is not requested again.
     """
+
+    early: EarlyDrawings[_Drawn]
 
     def interpolate_index(self, **parts: Any) -> str:
         page = find_page(flask.request.path)
+        if page is not None:
+            query = flask.request.query_string.decode("ascii", "replace")
+            self.early.begin(flask.request.path, f"?{query}" if query else "")
         code = _grid_code() if page is not None and page.has_grid else None
         if code is not None:
             chunk = self.get_relative_path(f"/_dash-component-suites/{code}")
@@ -97,11 +112,20 @@ def create_app(runs_dir: Path | str, access: Access | None = None) -> dash.Dash:
     guard(app.server, access or Access())
     refuse_malformed(app.server)
     app.layout = shell.layout(PAGES)
-    _register(app, runs)
+
+    def drawn(pathname: str | None, search: str, scheme: str | None) -> _Drawn:
+        stamp = runs.stamp()
+        with on_screen(scheme):
+            return _Drawn(stamp, *draw_page(find_page(pathname), runs, pathname, search, scheme))
+
+    app.early = EarlyDrawings(drawn)
+    _register(app, runs, drawn)
     return app
 
 
-def _register(app: dash.Dash, runs: Runs) -> None:
+def _register(
+    app: _Application, runs: Runs, draw_now: Callable[[str | None, str, str | None], _Drawn]
+) -> None:
     @app.callback(
         Output(ids.HEADING, "children"),
         Output(ids.CONTROLS, "children"),
@@ -126,14 +150,13 @@ def _register(app: dash.Dash, runs: Runs) -> None:
         control_ids: list[dict[str, str]],
     ) -> tuple[Any, ...]:
         page = find_page(pathname)
-        stamp = runs.stamp()
         if dash.ctx.triggered_id == ids.FOLLOW and drawn and follow:
-            if drawn[0].get("stamp") == stamp:
+            if drawn[0].get("stamp") == runs.stamp():
                 raise PreventUpdate  # nothing was written since: the page stays as it is
             search = follow["search"]  # the timeline and the grid write it without asking for the page again
         search = _with_kept(search, drawn[0] if drawn else {}, pathname)
-        with on_screen(scheme):
-            heading, drawing = draw_page(page, runs, pathname, search, scheme)
+        early = None if drawn else app.early.take(pathname or "/", search, scheme)
+        stamp, heading, drawing = early or draw_now(pathname, search, scheme)
         # The browser keeps what was drawn, so that the next call knows which controls it has to replace.
         now = {
             "page": pathname,

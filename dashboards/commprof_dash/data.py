@@ -118,6 +118,11 @@ class Runs:
         """One row per training step: see ``api.step_times``."""
         return self.of_run("step_times", name, api.step_times)
 
+    def step_numbers(self, name: str) -> list[int]:
+        """The training steps, in order: see ``api.step_numbers``."""
+        steps: list[int] = self.of_run("step_numbers", name, api.step_numbers)
+        return steps
+
     def several_trainings(self, name: str) -> str:
         """A sentence about a run of several trainings (``api.several_trainings``); empty for a single one."""
         return str(self.of_run("several_trainings", name, lambda path: api.several_trainings(path) or ""))

@@ -275,8 +275,9 @@ def test_overview_draws_every_step(page, runs, base_url):
 
 def test_downloaded_csv_holds_what_is_drawn(page, base_url):
     page.open(f"{base_url}/compare?measure=wire")
-    drawn = drawn_bars(page.page, "reducing")
     page.page.get_by_text("Traffic by operation", exact=True).click()
+    page.settle()
+    drawn = drawn_bars(page.page, "reducing")
     with page.page.expect_download() as caught:
         page.page.locator("#card-reducing .card-action").click()
     assert caught.value.suggested_filename == "commprof-reducing.csv"

@@ -30,6 +30,23 @@
     }
   };
 
+  // The browser compiles the code of the charts while the server draws the page. Dash would load it when the first chart is
+  // there; it waits for a promise in the place of Plotly.
+  const load_plotly = () => {
+    if (!window.Plotly && window._dashPlotlyJSURL) {
+      const script = document.createElement("script");
+      script.src = window._dashPlotlyJSURL;
+      window.Plotly = new Promise((resolve, reject) => {
+        script.onload = () => resolve(window.Plotly);
+        script.onerror = () => {
+          window.Plotly = undefined;  // Dash tries again with the next chart
+          reject(new Error("the code of the charts could not be loaded from " + script.src));
+        };
+      });
+      document.body.append(script);
+    }
+  };
+
   window.commprof = {search_with, replace_search};
 
   const TIMELINE_KEYS = ["from", "to", "ranks", "record", "step", "rows", "by"];
@@ -146,6 +163,12 @@
       link.click();
     }
   };
+  // What is behind a line is drawn when the line is opened first, by a click or by this program.
+  document.addEventListener("toggle", ({target}) => {
+    if (target.open && target.dataset.fold) {
+      window.dash_clientside.set_props({type: "fold", number: Number(target.dataset.fold)}, {opened: true});
+    }
+  }, true);
   document.addEventListener("click", (event) => {
     const button = event.target.closest("[data-image]");
     if (button) {
@@ -384,16 +407,25 @@ window.dash_clientside = Object.assign({}, window.dash_clientside, {
       const path = pathname || window.location.pathname, query = new URLSearchParams(search || "");
       const named = query.getAll(query.has("run") ? "run" : "tick").filter(Boolean);
       const runs = path === "/" ? [] : path === "/compare" ? named : named.slice(0, 1);
-      const [title, question] = pages["/" + path.replace(/^\/+|\/+$/g, "")] || ["No such page", ""];
+      const [title, question, has_charts] = pages["/" + path.replace(/^\/+|\/+$/g, "")] || ["No such page", "", false];
       const is_other = !drawn || drawn.page !== path;
       if (is_other) {
         const heading = [element("H1", {children: title}), element("P", {children: question, className: "question"})];
-        for (const each of Object.keys(pages)) {
-          window.dash_clientside.set_props({type: "page-link", path: each}, {active: each === path});
+        const {set_props} = window.dash_clientside;
+        for (const link of document.querySelectorAll("#navigation a")) {
+          const of = new URL(link.href).pathname, active = of === path;
+          if (active !== link.hasAttribute("data-active")) {
+            set_props({type: "page-link", path: of}, {active});
+          }
         }
-        window.dash_clientside.set_props("heading", {children: heading});
-        window.dash_clientside.set_props("controls", {children: []});
-        window.dash_clientside.set_props("body", {children: []});
+        set_props("heading", {children: heading});
+        if (drawn) {
+          set_props("controls", {children: []});
+          set_props("body", {children: []});
+        }
+      }
+      if (has_charts) {
+        load_plotly();
       }
       const subject = runs.length > 1 ? runs.length + " runs" : runs[0];
       start_reading(subject ? "Reading " + subject + " ..." : "Preparing " + title + " ...", is_other);

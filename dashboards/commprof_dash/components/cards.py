@@ -12,6 +12,7 @@ from dash import dcc, html
 from dash.development.base_component import Component
 
 from commprof_dash import ids
+from commprof_dash.components.folds import fold
 from commprof_dash.components.graph import graph
 from commprof_dash.components.legend import legend
 from commprof_dash.components.tables import Cell, Field, csv_link, rows_text, table
@@ -49,10 +50,7 @@ def figure_card(
             graph(name, figure, f"{title}. {subtitle} The table below has the same numbers."),
             html.Div(
                 [
-                    html.Details(
-                        [html.Summary(f"Table ({rows})"), table(shown, fields, title)],
-                        className="card-table",
-                    ),
+                    fold(f"Table ({rows})", [table(shown, fields, title)]),
                     how,
                 ],
                 className="card-folds",
@@ -127,12 +125,6 @@ def tile(name: str, value: Cell, note: str = "") -> Component:
 def tiles(children: Sequence[Component]) -> Component:
     """Tiles in as many columns as fit."""
     return html.Div(children, className="tiles")
-
-
-def fold(title: str, children: Sequence[Component], is_open: bool = False) -> Component:
-    """Cards behind their title, for what is seldom looked at."""
-    body = html.Div(children, className="fold-body")
-    return html.Details([html.Summary(title), body], open=is_open, className="fold")
 
 
 def columns(children: Sequence[Component]) -> Component:

@@ -11,6 +11,7 @@ from dash import html
 from dash.development.base_component import Component
 
 from commprof_dash.components import cards
+from commprof_dash.components.folds import fold
 from commprof_dash.components.graph import graph
 from commprof_dash.components.legend import legend
 from commprof_dash.components.tables import Field, rows_text, table
@@ -49,10 +50,7 @@ def grid_card(
             html.Div(shown, className="figure-grid", style={"--columns": str(width)}),
             html.Div(
                 [
-                    html.Details(
-                        [html.Summary(f"Table ({rows_text(len(frame))})"), table(frame, fields, title)],
-                        className="card-table",
-                    ),
+                    fold(f"Table ({rows_text(len(frame))})", [table(frame, fields, title)]),
                     how,
                 ],
                 className="card-folds",

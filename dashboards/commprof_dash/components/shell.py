@@ -28,7 +28,9 @@ def layout(pages: Sequence[Page]) -> Component:
             dcc.Store(id=ids.ADDRESS_WRITTEN),
             dcc.Store(id=ids.ARRIVED),
             dcc.Store(id=ids.FOLLOW),
-            dcc.Store(id=ids.PAGES, data={page.path: [page.title, page.question] for page in pages}),
+            dcc.Store(
+                id=ids.PAGES, data={page.path: [page.title, page.question, page.has_charts] for page in pages}
+            ),
             dcc.Interval(id=ids.TICK, interval=_FOLLOW_MS, disabled=True),
             html.A("Skip to the page", href=f"#{ids.PAGE}", className="skip-link"),
             dmc.AppShell(

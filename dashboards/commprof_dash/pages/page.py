@@ -35,7 +35,7 @@ class Page(NamedTuple):
     ``render(runs, query, scheme)`` is called whenever the address or the scheme changes. It holds no state: what the page
     shows is in the query, and its controls (``ids.control``) write there. ``register(app, runs)``, once at the start, adds
     the callbacks of what changes within the page: none of them may write to a component outside of it. ``has_grid``: it
-    begins with a grid, whose code the browser should load at once.
+    begins with a grid, whose code the browser should load at once. ``has_charts``: it begins with charts, as a rule.
     """
 
     path: str
@@ -45,3 +45,4 @@ class Page(NamedTuple):
     render: Callable[[Runs, Query, Scheme], Drawing]
     register: Callable[[dash.Dash, Runs], None] | None = None
     has_grid: bool = False
+    has_charts: bool = True

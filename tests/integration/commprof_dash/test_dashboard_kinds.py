@@ -15,6 +15,7 @@ from commprof.export.csv import export_csv
 from commprof_dash.app import create_app, draw_page, find_page
 from commprof_dash.data import Runs
 from commprof_dash.pages import PAGES
+from support.dash_requests import page_of
 from support.kinds_of_runs import KINDS, STEPS, WORLD, going_run, make_kinds
 
 pytestmark = [pytest.mark.ranks, pytest.mark.shared_answers]
@@ -40,15 +41,15 @@ SAID = {  # by kind and page: words that have to be there, besides those of EVER
     ("killed", "/overview"): "What is missing",
     ("killed", "/buckets"): "What each bucket holds",
     ("killed", "/records"): "records",
-    ("imported-flight", "/overview"): "imported from torch's Flight Recorder",
+    ("imported-flight", "/overview"): "Imported from torch's Flight Recorder",
     ("imported-flight", "/buckets"): "imported from a tool that does not record them",
     ("imported-flight", "/timeline"): "Window: 5.00 ms of 5.00 ms",
-    ("imported-kineto", "/overview"): "imported from torch.profiler (Kineto)",
+    ("imported-kineto", "/overview"): "Imported from torch.profiler (Kineto)",
     ("imported-kineto", "/timeline"): "Window: 5.30 ms of 5.30 ms",
     ("imported-kineto", "/bandwidth"): "Bus bandwidth against size",
-    ("imported-inspector", "/overview"): "imported from NCCL Inspector",
+    ("imported-inspector", "/overview"): "Imported from NCCL Inspector",
     ("imported-inspector", "/bandwidth"): "Bus bandwidth against size",
-    ("imported-comms", "/overview"): "imported from DeepSpeed's comms logger",
+    ("imported-comms", "/overview"): "Imported from DeepSpeed's comms logger",
     ("imported-comms", "/stragglers"): "Only one rank of this run was recorded",
     ("no-steps", "/overview"): "no training steps",
     ("no-steps", "/compare"): "no whole training step",
@@ -76,23 +77,8 @@ def server(base):
 
 def drawn(app, path: str, search: str) -> str:
     """What the server sends for an address, as the text of its JSON; waits for the index of the run."""
-    key = next(key for key in app.callback_map if "heading.children" in key)
-    spec = app.callback_map[key]
-    values = {"address.pathname": path, "address.search": search, "scheme.data": "light"}
-    request = {
-        "output": key,
-        "outputs": [
-            {"id": name, "property": kind}
-            for name, kind in (part.rsplit(".", 1) for part in key.strip(".").split("..."))
-        ],
-        "inputs": [one | {"value": values.get(f"{one['id']}.{one['property']}")} for one in spec["inputs"]],
-        "state": [[] for _ in spec["state"]],
-        "changedPropIds": ["address.pathname"],
-    }
     for _ in range(200):
-        answer = app.server.test_client().post("/_dash-update-component", json=request)
-        text = answer.get_data(as_text=True)
-        assert answer.status_code == 200, text[:2000]
+        text = page_of(app, path, search)
         if "Getting ready" not in text:
             return text
         time.sleep(0.05)

@@ -390,4 +390,5 @@ PAGE: Final = Page(
     "Did NCCL run what was issued, and where do records and log lines diverge?",
     order=80,
     render=render,
+    has_charts=False,
 )

@@ -11,7 +11,6 @@ import pandas as pd
 from commprof.analysis import api
 from commprof.schema import Op
 from commprof_dash.data import Runs
-from commprof_dash.pages.matrix.data import steps_of
 
 MOST_RECORDS: Final = 200_000
 
@@ -49,7 +48,7 @@ def recent_steps(runs: Runs, run: str) -> Steps:
     listing = runs.listing()
     recorded = listing.loc[listing["name"] == run, "records"].iloc[0]
     records = 0 if pd.isna(recorded) else int(recorded)
-    known = steps_of(runs, run) if records > MOST_RECORDS else []
+    known = runs.step_numbers(run) if records > MOST_RECORDS else []
     if len(known) < 2:
         return None
     newest = known[-max(1, MOST_RECORDS * len(known) // records) :]

@@ -13,6 +13,7 @@ from commprof.analysis import api
 from commprof_dash import address
 from commprof_dash.charts import setting_charts
 from commprof_dash.components import cards, messages
+from commprof_dash.components.folds import fold
 from commprof_dash.components.grid import GridCell, grid_card
 from commprof_dash.components.tables import Cell, Field, Order, csv_link, table
 from commprof_dash.measures import COUNT
@@ -110,16 +111,15 @@ def weighed(evidence: api.Advice) -> Component:
         "correction over all pairs). None is faster: no other setting has a measurably shorter step.",
         [
             settings,
-            html.Details(
+            fold(
+                f"Step times, pairs of settings ({len(evidence.pairs):,} pairs)",
                 [
-                    html.Summary(f"Step times, pairs of settings ({len(evidence.pairs):,} pairs)"),
                     html.P(
                         [f"95 % intervals of the difference.{cut} ", csv_link("pairs", evidence.pairs)],
                         className="muted",
                     ),
                     pairs,
                 ],
-                className="card-table",
             )
             if len(evidence.pairs)
             else None,

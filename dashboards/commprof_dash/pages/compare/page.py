@@ -18,6 +18,7 @@ from commprof_dash.charts import loss_chart, traffic
 from commprof_dash.charts.labels import on_screen
 from commprof_dash.charts.series import is_reducing
 from commprof_dash.components import cards, controls, messages, pending
+from commprof_dash.components.folds import fold_of_cards
 from commprof_dash.components.tables import Cell, Field, Order
 from commprof_dash.data import Runs, Selection, reason
 from commprof_dash.measures import MEASURES, WIRE, Measure
@@ -150,21 +151,21 @@ def _folds(
     frame = runs.traffic_by_setting(names)
     groups, unnamed = compare_cards.groups(compared.groups), _unnamed_keys(settings)
     return [
-        cards.fold(
+        fold_of_cards(
             "More columns",
             [compare_cards.more_columns(settings, unnamed)],
             is_open=bool(unnamed),
         ),
-        cards.fold("Evidence of the recommendation", [compare_cards.weighed(compared.advice)]),
-        cards.fold(
+        fold_of_cards("Evidence of the recommendation", [compare_cards.weighed(compared.advice)]),
+        fold_of_cards(
             "Traffic by operation",
             [_reducing(frame, labels, measure, scheme), _others(frame, labels, measure, scheme)],
             is_open=measure != WIRE,
         ),
-        *([] if groups is None else [cards.fold("Traffic by group", [groups])]),
-        cards.fold("Bytes of each rank", [compare_cards.ranks(compared.ranks, labels, scheme)]),
-        cards.fold("Loss", [_loss(runs, settings, scheme)]),
-        cards.fold(
+        *([] if groups is None else [fold_of_cards("Traffic by group", [groups])]),
+        fold_of_cards("Bytes of each rank", [compare_cards.ranks(compared.ranks, labels, scheme)]),
+        fold_of_cards("Loss", [_loss(runs, settings, scheme)]),
+        fold_of_cards(
             "Samples per second and memory",
             [
                 compare_cards.samples(_in_order(compared.resources, labels), scheme),

@@ -37,12 +37,6 @@ def matrix(runs: Runs, name: str, steps: Steps, op: str | None, purpose: str | N
     return frame
 
 
-def steps_of(runs: Runs, name: str) -> list[int]:
-    """The training steps of a run, in order."""
-    steps: list[int] = runs.of_run("step numbers", name, api.step_numbers)
-    return steps
-
-
 def steps_taken(runs: Runs, name: str) -> tuple[list[int], int | None]:
     """The training steps in order, a repeated one several times, and the last that ended; None if none did."""
     times = runs.step_times(name)

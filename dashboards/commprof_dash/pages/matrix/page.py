@@ -84,7 +84,7 @@ def render(runs: Runs, query: Query, scheme: Scheme) -> Drawing:
         written = next(iter(query.get(STEPS, query.get(STEP, ()))), "")[
             :40
         ]  # a step that another page shows, too
-        known = matrix_data.steps_of(runs, name)
+        known = runs.step_numbers(name)
         steps, wrong = parse_steps(written, known)
         per = address.one(query, PER, _PER, STEP if known else TOTAL)
         dead = measure is COUNTERS  # which distinguish nothing

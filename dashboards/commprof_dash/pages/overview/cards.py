@@ -15,6 +15,7 @@ from commprof.analysis import api
 from commprof.prediction import api as prediction_api
 from commprof_dash.charts import exposure_chart, resource_charts
 from commprof_dash.components import cards, messages, tables
+from commprof_dash.components.folds import fold
 from commprof_dash.components.tables import Cell, Field
 from commprof_dash.measures import format_count
 from commprof_dash.pages.overview import data as overview_data
@@ -44,14 +45,10 @@ def verdict(ledger: api.Verdict, facts: Mapping[str, Any]) -> Component:
         [
             messages.line(chip, overview_data.accounted(ledger), severity),
             *([] if reduction is None else _reduction(reduction)),
-            html.Details(
-                [
-                    html.Summary("Requested, issued, executed and moved in sentences"),
-                    listed,
-                    *messages.commands_to_type([_verify(facts)]),
-                ],
-                className="card-table",
-                open=severity == "error",
+            fold(
+                "Requested, issued, executed and moved in sentences",
+                [listed, *messages.commands_to_type([_verify(facts)])],
+                is_open=severity == "error",
             ),
         ],
         className="lines",
@@ -130,10 +127,7 @@ def promising(advised: Advised, path: Path) -> Component | None:
         f"{api.format_ns(answer.recorded_ns)} (mean over ranks) gets shorter.",
         [
             html.Ol(listed, className="changes"),
-            html.Details(
-                [html.Summary("Commands to look further, and to prove it"), *_commands(advised, path)],
-                className="card-table",
-            ),
+            fold("Commands to look further, and to prove it", _commands(advised, path)),
             html.P(notes, className="card-subtitle after-commands"),
         ],
         pd.DataFrame(

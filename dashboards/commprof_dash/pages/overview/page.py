@@ -228,7 +228,8 @@ def _health(facts: Mapping[str, Any]) -> Component:
     steps = f"{format_count(facts['steps'])} step{'' if facts['steps'] == 1 else 's'}"
     told = f"{facts['state'].capitalize()}, {_ended(facts)}; {steps}"
     if facts["notes"]:
-        return messages.line("What is missing", f"{told}; {'; '.join(facts['notes'])}.", "warning")
+        missing = "; ".join(facts["notes"])
+        return messages.line("What is missing", f"{missing[:1].upper()}{missing[1:]}. {told}.", "warning")
     return messages.line("Nothing is missing", f"{told}; every record of {ranks} is there.", "good")
 
 

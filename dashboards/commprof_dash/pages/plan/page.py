@@ -214,4 +214,5 @@ PAGE: Final = Page(
     "What would a config send and hold on 1 to 16,384 ranks, before it runs?",
     order=40,
     render=render,
+    has_charts=False,
 )

@@ -21,7 +21,6 @@ from commprof_dash.components import cards, messages
 from commprof_dash.data import Runs, reason
 from commprof_dash.downloads import download
 from commprof_dash.pages.index_wait import RUN, builds, waiting_for_index
-from commprof_dash.pages.matrix.data import steps_of
 from commprof_dash.pages.one_run import draw_run, no_records
 from commprof_dash.pages.page import Drawing, Page
 from commprof_dash.pages.records.data import (
@@ -85,7 +84,7 @@ def _answers(runs: Runs, name: str, query: Query) -> list[Component]:
     records = int(api.index(path)["records"])
     if not records and (nothing := no_records(runs, name)) is not None:
         return [nothing]
-    steps = steps_of(runs, name)
+    steps = runs.step_numbers(name)
     asked = asked_in(query, steps)
     warm = (
         ""
@@ -372,4 +371,5 @@ PAGE: Final = Page(
     render=render,
     register=register,
     has_grid=True,
+    has_charts=False,
 )

@@ -378,4 +378,5 @@ PAGE: Final = Page(
     render=render,
     register=register,
     has_grid=True,
+    has_charts=False,
 )

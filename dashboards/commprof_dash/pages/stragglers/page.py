@@ -19,7 +19,6 @@ from commprof_dash.components.tables import Cell, Field, filled
 from commprof_dash.data import Runs
 from commprof_dash.measures import format_count
 from commprof_dash.pages.index_wait import builds, waiting_for_index
-from commprof_dash.pages.matrix.data import steps_of
 from commprof_dash.pages.one_run import draw_run, no_records
 from commprof_dash.pages.overview import cards as overview_cards
 from commprof_dash.pages.page import Drawing, Page
@@ -60,7 +59,7 @@ def render(runs: Runs, query: Query, scheme: Scheme) -> Drawing:
         statement = whole.ranks.attrs["statement"]
         if whole.lateness.empty:
             return [], [no_records(runs, name) or _nothing(statement, runs.health(name).ranks_recorded)]
-        steps, records = len(steps_of(runs, name)), runs.health(name).records
+        steps, records = len(runs.step_numbers(name)), runs.health(name).records
         # Without the first step all records are read anew.
         everything = asked or steps <= 1 or records > _MOST_RECORDS
         detailed: api.Straggling = (

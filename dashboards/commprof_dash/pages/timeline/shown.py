@@ -16,6 +16,7 @@ from commprof_dash.charts import timeline_chart
 from commprof_dash.charts.density_chart import OTHER_GROUPS, lane_names
 from commprof_dash.charts.series import series_in_order, with_series
 from commprof_dash.components import tables
+from commprof_dash.components.folds import fold
 from commprof_dash.components.tables import Field
 from commprof_dash.pages.timeline.data import View, heat_rows, record_text
 from commprof_dash.pages.timeline.record import record_section, shortened
@@ -32,10 +33,7 @@ def below(path: Path, name: str, view: View, shown: api.Timeline) -> list[Compon
         html.P(_said(shown, is_heat), className="card-subtitle", role="status"),
         _legend(shown, is_heat),
         *([] if view.record is None else [record_section(path, name, view.record, shown.run_begin_ns)]),
-        html.Details(
-            [html.Summary(_rows_told(shown)), _csv_link(name, view), *_table(name, view, shown)],
-            className="card-table",
-        ),
+        fold(_rows_told(shown), [_csv_link(name, view), *_table(name, view, shown)]),
     ]
 
 
