@@ -30,7 +30,7 @@ class Timeline(NamedTuple):
 
     ``bars`` has a row for each record and ``density`` is None; if the records are too many, the reverse. All times are on
     the clock of rank 0's host. ``run_begin_ns`` and ``run_end_ns`` bound the whole run. ``bands`` are the steps and phases
-    of the lowest rank in the window, unless they are too many.
+    of the lowest rank in the window, unless they are too many. The phase ``init`` is one only before a step.
     """
 
     begin_ns: int
@@ -272,6 +272,7 @@ def _density_frame(cells: pa.Table, lanes: Sequence[Lane], origin: int, width: i
 _BANDS_OF: Final = """
 select * from bands
 where kind = ? and begin_ns < ? and end_ns > ?
+    and (kind = 'step' or name <> 'init' or exists (select 1 from bands where kind = 'step'))
 order by begin_ns, attempt
 limit ?
 """

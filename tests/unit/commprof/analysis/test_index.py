@@ -309,6 +309,16 @@ def test_steps_and_phases_are_bands(run):
         assert inside and inside[0] == band["begin_ns"]
 
 
+def test_a_run_without_steps_has_no_phase_before_the_first(tmp_path):
+    for steps in (0, 1):
+        run = SyntheticRun(2)
+        if steps:
+            run.add_step(0, begin_ns=5_000, duration_ns=1_000)
+        run.add_collective("broadcast", step=-1, phase="init", issue_ns=1_000, host_ns=500, payload_bytes=64)
+        path = run.write(tmp_path / str(steps))
+        assert ("init" in set(api.timeline(path).bands["name"])) == bool(steps)
+
+
 def test_a_window_without_length_is_said(run):
     with pytest.raises(UsageError, match="no length"):
         api.timeline(run, 10, 10)
