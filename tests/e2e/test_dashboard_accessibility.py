@@ -92,6 +92,7 @@ def look(view, scheme: str, width: int) -> None:
 
 def open_details(view) -> None:
     view.page.evaluate("document.querySelectorAll('details').forEach((one) => { one.open = true; })")
+    view.settle()
 
 
 # One page each time; all of them with the long sets.

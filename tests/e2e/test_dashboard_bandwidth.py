@@ -124,6 +124,7 @@ def test_points_curves_table_and_file_hold_the_answers_of_the_library(view, base
     ]
     assert [float(row["busbw_bytes_per_s"]) for row in rows] == expected["busbw_bytes_per_s"].tolist()
     view.page.click("#card-bandwidth summary")
+    view.page.locator("#card-bandwidth tbody tr").first.wait_for()
     assert [row[0] for row in cells(view, "bandwidth")] == expected["op"].tolist()
     assert "9 of 27 collectives have no time" in view.page.inner_text("#body")
 

@@ -168,6 +168,7 @@ def test_compare_draws_the_sums_of_the_exported_csv_in_every_measure(page, runs,
         if name:
             choose_measure(page, name)
             assert f"measure={measure}" in page.page.url
+        open_folds(page)
         drawn = drawn_bars(page.page, "reducing")
         assert set(drawn) == set(SERIES.values())
         for series in SERIES.values():
@@ -446,7 +447,7 @@ def test_every_figure_has_its_table_and_its_csv(page, base_url):
         for i in range(cards.count()):
             card = cards.nth(i)
             card.get_by_text("Table (").click()
-            assert card.locator("tbody tr").first.is_visible()
+            card.locator("tbody tr").first.wait_for()
             assert card.locator("a.card-action[download$='.csv']").count() == 1
 
 
@@ -462,7 +463,7 @@ def test_unknown_runs_and_pages_are_said_in_the_page(page, base_url):
     page.open(f"{base_url}/compare?run={name_of('reduce')}&run=../../etc/passwd", ready=".message")
     assert "No such run" in page.page.inner_text("#page")
     assert "../../etc/passwd" in page.page.inner_text("#page")
-    assert drawn_bars(page.page, "reducing")
+    assert drawn_bars(page.page, "levels")
     page.open(f"{base_url}/overview?run=gone", ready=".message")
     assert "'gone'" in page.page.inner_text("#page")
     page.open(f"{base_url}/nowhere", ready=".message")

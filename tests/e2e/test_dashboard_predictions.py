@@ -131,6 +131,7 @@ def test_the_card_has_what_the_command_prints(page, base, base_url, capsys):
     ]
     check_same(page, text, told)
     page.page.click(f"{CARD} summary")
+    page.page.locator(f"{CARD} .command").first.wait_for()
     commands = page.page.locator(f"{CARD} .command").all_inner_texts()
     assert commands == [
         f"commprof predict {base / 'exposed'} --set zero_optimization.overlap_comm=true",
@@ -150,6 +151,7 @@ def test_a_calibration_beside_the_run_is_used_if_it_is_of_its_hosts(page, base, 
     check_same(page, text, told)
     assert "more device memory" in text and "not predicted" not in text
     page.page.click(f"{CARD} summary")
+    page.page.locator(f"{CARD} .command").first.wait_for()
     assert f"--calibration {calibration}" in page.page.locator(f"{CARD} .command").first.inner_text()
     assert "4 changes were not predicted" in opened(page, base_url, "elsewhere/run")
 

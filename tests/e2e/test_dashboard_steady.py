@@ -94,6 +94,8 @@ def test_the_matrix_draws_what_gloo_runs_and_what_was_issued(page, base_url):
 @pytest.mark.long
 def test_compare_draws_each_rank_and_the_levels_of_a_step(page, base_url):
     page.open(f"{base_url}/compare?run=run")
+    page.page.get_by_text("Bytes of each rank", exact=True).click()
+    page.settle()
     read = "(name) => document.querySelector(name + ' .js-plotly-plot')._fullData.map((trace) => Array.from(trace.x))"
     sent, received = page.page.evaluate(read, "#card-ranks")
     assert sent == pytest.approx([SIZE, SIZE * 2 / 3, SIZE])

@@ -384,6 +384,7 @@ def test_the_scheme_is_changed_without_losing_the_window(page, runs, base_url):
 def test_the_file_of_the_timeline_is_what_is_drawn(page, runs, base_url):
     page.open(f"{base_url}/timeline?run=few&from=0&to=1000000")
     page.page.locator("#card-timeline summary").click()
+    page.page.locator("#card-timeline tbody tr").first.wait_for()
     assert page.page.locator("#card-timeline tbody tr").count() == len(drawn_records(page.page))
     with page.page.expect_download() as caught:
         page.page.locator("#card-timeline a.card-action").click()
