@@ -162,6 +162,7 @@ def choose_measure(view, name: str) -> None:
 @pytest.mark.long
 def test_compare_draws_the_sums_of_the_exported_csv_in_every_measure(page, runs, base_url):
     page.open(f"{base_url}/compare")
+    open_folds(page)
     order = shown_order(page)
     assert sorted(order) == sorted(SERIES)
     for measure, name in (("wire", None), ("payload", "Payload bytes"), ("count", "Collectives")):
@@ -244,6 +245,8 @@ def test_overview_says_the_verdict_and_the_time_that_was_exposed(page, runs, bas
     from commprof.analysis import api
 
     page.open(f"{base_url}/overview?run={name_of('reduce')}")
+    page.page.get_by_text("Requested, issued, executed and moved in sentences").click()
+    page.page.locator(".sentences").wait_for()
     text = page.page.text_content(".page-body")
     verdict = api.verify(runs / "runs" / name_of("reduce"))
     assert all(" ".join(sentence.split()) in " ".join(text.split()) for sentence in verdict.sentences)
@@ -326,7 +329,7 @@ def test_settings_table_names_what_was_issued_and_for_what(page, base_url):
 @pytest.mark.long
 def test_toggle_redraws_the_figures_for_the_dark_scheme(page, base_url):
     page.open(f"{base_url}/compare")
-    colour = "document.querySelector('#card-reducing .js-plotly-plot')._fullLayout.font.color"
+    colour = "document.querySelector('#card-levels .js-plotly-plot')._fullLayout.font.color"
     light = page.page.evaluate(colour)
     page.page.locator("#scheme-toggle").click()
     page.page.wait_for_function(f"{colour} !== {json.dumps(light)}")
