@@ -47,7 +47,14 @@ class EarlyDrawings(Generic[_Drawn]):
         with self._lock:
             self._last = early
         # A thread of its own, which ends: one that waits would keep an engine of DuckDB.
-        threading.Thread(target=self._run, args=[early], name="commprof early drawing", daemon=True).start()
+        thread = threading.Thread(target=self._run, args=[early], name="commprof early drawing", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:
+            # The limit of threads is reached: the page is drawn when the browser asks for it.
+            with self._lock:
+                self._last = None
+            self._is_drawing.release()
 
     def take(self, pathname: str, search: str, scheme: str | None) -> _Drawn | None:
         """Return the drawing for an address and scheme, once; None if it has to be drawn now."""

@@ -86,6 +86,20 @@ def test_what_no_browser_asked_for_is_dropped(drawings, monkeypatch):
     assert drawings.take("/overview", "?run=a", "light wide") is None
 
 
+def test_without_a_thread_the_page_is_drawn_when_the_browser_asks(monkeypatch):
+    drawings = EarlyDrawings(lambda *_: "drawn")
+
+    def refuse(thread):
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", refuse)
+        drawings.begin("/overview", "")
+    assert drawings.take("/overview", "", "light wide") is None
+    drawings.begin("/overview", "")
+    assert drawings.take("/overview", "", "light wide") == "drawn"
+
+
 def test_an_error_reaches_the_browser_and_the_thread_ends():
     def draw(pathname, search, scheme):
         raise OSError("the disk is gone")
