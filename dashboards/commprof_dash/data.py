@@ -45,11 +45,15 @@ class Runs:
         self._tried: set[str] = set()
         self._lock = threading.Lock()
 
-    def listing(self) -> pd.DataFrame:
-        """All runs, the newest first: see ``api.find_runs``."""
+    def listing(self, names: Sequence[str] = ()) -> pd.DataFrame:
+        """All runs, the newest first: see ``api.find_runs``. Not older than any run of ``names``."""
         now = time.monotonic()
         with self._lock:
-            if self._listed is None or now - self._listed[0] > _LISTING_SECONDS:
+            if (
+                self._listed is None
+                or now - self._listed[0] > _LISTING_SECONDS
+                or not set(names) <= set(self._listed[1]["name"])
+            ):
                 self._listed = (now, self._finalised(api.find_runs(self.directory)))
             return self._listed[1]
 
@@ -71,7 +75,7 @@ class Runs:
 
     def is_going(self, names: Sequence[str]) -> bool:
         """Whether one of these runs is still being written."""
-        listing = self.listing()
+        listing = self.listing(names)
         return bool(((listing["state"] == "running") & listing["name"].isin(list(names))).any())
 
     def names(self) -> list[str]:
@@ -80,7 +84,7 @@ class Runs:
 
     def select(self, names: Sequence[str]) -> Selection:
         """Sort ``names`` into readable, unknown and broken runs."""
-        listing = self.listing()
+        listing = self.listing(names)
         listed = dict(zip(listing["name"], zip(listing["state"], listing["note"], strict=True), strict=True))
         chosen = list(dict.fromkeys(names))
         broken = {
@@ -162,8 +166,8 @@ class Runs:
             else pd.DataFrame(columns=["step", "loss", "label"])
         )
 
-    def _paths(self) -> dict[str, Path]:
-        listing = self.listing()
+    def _paths(self, names: Sequence[str]) -> dict[str, Path]:
+        listing = self.listing(names)
         return {str(name): Path(path) for name, path in zip(listing["name"], listing["path"], strict=True)}
 
     def of_run(self, question: str, name: str, answer: Callable[[Path], Any]) -> Any:
@@ -175,12 +179,12 @@ class Runs:
         Raises:
             KeyError: there is no run of that name.
         """
-        path = self._paths()[name]
+        path = self._paths([name])[name]
         return self._cached(question, (path,), lambda: answer(path))
 
     def of_runs(self, question: str, names: Sequence[str], answer: Callable[[list[Path]], Any]) -> Any:
         """The same of several runs."""
-        known = self._paths()
+        known = self._paths(names)
         paths = tuple(known[name] for name in names)
         return self._cached(question, paths, lambda: answer(list(paths)))
 
@@ -190,14 +194,14 @@ class Runs:
         Raises:
             KeyError: there is no run of that name.
         """
-        path = self._paths()[name]
+        path = self._paths([name])[name]
         return self._beside(question, (path,), answer, path)
 
     def runs_beside(
         self, question: str, names: Sequence[str], answer: Callable[[list[Path]], Any]
     ) -> Any | None:
         """The same of several runs."""
-        known = self._paths()
+        known = self._paths(names)
         paths = [known[name] for name in names]
         return self._beside(question, paths, answer, paths)
 

@@ -166,6 +166,15 @@ def test_the_newest_run_is_shown_when_none_is_named(directory):
     assert "sweep/b" in text_of(draw(directory, "/overview"))
 
 
+def test_a_run_written_since_the_runs_were_listed_is_shown_when_it_is_named(tmp_path):
+    write_run(tmp_path / "one")
+    runs = Runs(tmp_path)
+    assert runs.names() == ["one"]
+    write_run(tmp_path / "two")
+    _, drawing = draw_page(find_page("/overview"), runs, "/overview", "?run=two", "light")
+    assert drawing.run == "two" and "No such run" not in text_of(drawing.body)
+
+
 def test_a_run_in_a_folder_is_named_by_its_path(directory):
     page = draw(directory, link("/overview", run="sweep/b"))
     assert "by-step" in figures_of(page)
