@@ -46,8 +46,9 @@ class EarlyDrawings(Generic[_Drawn]):
         early = _Early(_Asked(pathname, search, self._scheme), time.monotonic(), Future[_Drawn]())
         with self._lock:
             self._last = early
-        # A thread of its own, which ends: one that waits would keep an engine of DuckDB.
-        thread = threading.Thread(target=self._run, args=[early], name="commprof early drawing", daemon=True)
+        # A thread of its own, which ends: one that waits would keep an engine of DuckDB. Python waits for it when it exits:
+        # a daemon thread that is in DuckDB then aborts the process.
+        thread = threading.Thread(target=self._run, args=[early], name="commprof early drawing", daemon=False)
         try:
             thread.start()
         except RuntimeError:
