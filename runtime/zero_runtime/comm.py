@@ -347,7 +347,8 @@ class DataParallelGroup:
         self.observers = (*self.observers, observer)
         for method in observer.methods:
             # Only now: a method that nobody observes is called directly and costs nothing more.
-            setattr(self, method, partial(self._issue, method))
+            plain = getattr(DataParallelGroup, method)
+            setattr(self, method, partial(self._issue, method, plain, *_signature(plain)))
 
     def forget(self, observer: Observer) -> None:
         """Show no more calls to ``observer``."""
@@ -361,10 +362,17 @@ class DataParallelGroup:
         group = default_group() if self.group is None else self.group
         group._get_backend(self.device).abort()
 
-    def _issue(self, method: str, *arguments: Any, **options: Any) -> Any:
-        """Pass a call of ``method`` through the observers, the last one first."""
-        plain = getattr(DataParallelGroup, method)
-        call = Call(method, _by_name(plain, arguments, options))
+    def _issue(
+        self,
+        method: str,
+        plain: Callable[..., Any],
+        names: tuple[str, ...],
+        defaults: Mapping[str, Any],
+        *arguments: Any,
+        **options: Any,
+    ) -> Any:
+        """Pass a call of ``method``, which is ``plain``, through the observers, the last one first."""
+        call = Call(method, {**defaults, **dict(zip(names, arguments, strict=False)), **options})
         issue = partial(plain, self, **call.arguments)
         for observer in self.observers:
             if method in observer.methods:
@@ -526,11 +534,10 @@ class DataParallelGroup:
         return work, lambda: sum_of_rows(received.view(self.world_size, width))
 
 
-def _by_name(method: Any, arguments: Sequence[Any], options: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of a call of ``method``, without ``self``, and the defaults of the others."""
+def _signature(method: Any) -> tuple[tuple[str, ...], dict[str, Any]]:
+    """The names of the arguments of ``method``, without ``self``, and the defaults of those that have one."""
     names = method.__code__.co_varnames[1 : method.__code__.co_argcount]
-    defaults = dict(zip(reversed(names), reversed(method.__defaults__), strict=False))
-    return {**defaults, **dict(zip(names, arguments, strict=False)), **options}
+    return names, dict(zip(reversed(names), reversed(method.__defaults__), strict=False))
 
 
 def sum_of_rows(rows: torch.Tensor) -> torch.Tensor:

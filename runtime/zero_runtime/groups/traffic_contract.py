@@ -29,6 +29,7 @@ import weakref
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import count
 from typing import Any, Final
 
@@ -116,8 +117,8 @@ class TrafficContract:
         self._messages: list[Message] = []  # by their ids
         self._tagged: dict[tuple[str, hooks.tag, int], int] = {}  # ids by what identifies a bucket's message
         self._known: set[tuple[int, int]] = set()  # agreed on: a message, and the one before it
-        # Message, place and checksum of all messages until then.
-        self._history: list[tuple[int, Place, int]] = [(-1, Place(-1, -1, 0), 0)] * _KEPT
+        # Message, fields of its place, and checksum of all messages until then.
+        self._history: list[tuple[int, tuple[int, int, int], int]] = [(-1, (-1, -1, 0), 0)] * _KEPT
         self._reached = -1  # number of the last message that this rank issues
         self._asked: set[int] = set()  # numbers of those that this rank itself agrees on
         self._step, self._begins = -1, 0  # the step, and the number of its first message
@@ -175,7 +176,8 @@ class TrafficContract:
         """
         if self.verdict.off:
             return issue()
-        self._refuse()
+        if self.verdict.failure is not None:
+            self._refuse()
         message, number, moment = self._id_of(call), self._reached + 1, hooks.position
         if moment.step != self._step:
             self._step, self._begins = moment.step, number
@@ -185,7 +187,8 @@ class TrafficContract:
         if new:
             self._asked.add(number)
         self._checksum = (self._checksum * 1_000_003 ^ message) & _CHECKSUM_BITS
-        place = Place(moment.step, moment.micro_step, number - self._begins)
+        # Not as a Place, which takes longer to make and few are looked at.
+        place = (moment.step, moment.micro_step, number - self._begins)
         self._history[number % _KEPT] = message, place, self._checksum
         self._reached = number
         if new:
@@ -197,7 +200,8 @@ class TrafficContract:
 
     def _id_of(self, call: Call) -> int:
         """The id of what ``call`` sends, equal for equal messages. Tags of buckets come back in every step."""
-        why, compared = call.why, _COMPARED[call.method]
+        why: hooks.tag | None = call.arguments["why"]
+        compared = _COMPARED[call.method]
         value = None if compared is None else call.arguments[compared]
         tensors = () if value is None else value if isinstance(value, list | tuple) else (value,)
         numel = sum([each.numel() for each in tensors])
@@ -571,7 +575,7 @@ class TrafficContract:
 
     def _at(self, number: int) -> Issued:
         message, place, _ = self._history[number % _KEPT]
-        return Issued(place, self._messages[message])
+        return Issued(Place(*place), self._messages[message])
 
     @property
     def _rank(self) -> int:
@@ -587,6 +591,8 @@ def _call(method: weakref.WeakMethod[Any]) -> None:
 class _Work:
     """A work handle that raises the contract's error if its collective fails because of a deviation."""
 
+    __slots__ = ("_contract", "_number", "_work")
+
     def __init__(self, work: Any, contract: TrafficContract, number: int) -> None:
         self._work = work
         self._contract = contract
@@ -594,7 +600,7 @@ class _Work:
 
     def wait(self, *arguments: Any) -> Any:
         """Wait for it, or as long as an argument says."""
-        return self._contract.run(lambda: self._work.wait(*arguments), self._number, bool(arguments))
+        return self._contract.run(partial(self._work.wait, *arguments), self._number, bool(arguments))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._work, name)
