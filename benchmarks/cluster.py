@@ -11,7 +11,8 @@ The phases are by the clock of a rank, waits included. The processor time is of 
 machine's processors, so a step takes at least the sum over the ranks by the number of processors.
 
 After the rounds commprof records some steps of each case, which are not timed: the bytes that it derives from the records
-are beside those of the interfaces, and its exposed communication beside the step.
+are beside those of the interfaces, and its exposed communication beside the step. Last, each case has ranks of its own for a
+few steps, whose tensors are counted at their peak.
 
 DeepSpeed builds an operation at its first start; do that once outside the hosts, which reach no other network. One that was
 killed while it built leaves ``~/.cache/torch_extensions/*/deepspeed_shm_comm/lock``, for which all others wait.
@@ -188,6 +189,18 @@ def recorded(case: str, ranks: Ranks, folder: Path) -> Recorded | None:
     )
 
 
+def peaks(cases: Mapping[str, Case], folder: Path, python: str) -> dict[str, float]:
+    """MiB of tensors at the peak of a step, of the rank that has most: case -> peak. Each case has processes of its own."""
+    found = {}
+    for name, case in cases.items():
+        with started({name: case}, folder, python) as running:
+            for ranks in running.values():
+                ranks.train(name, WARM_UP)
+                answers = ranks.ask({"case": name, "memory": True})
+                found[name] = max(answer["peak_tensors"] for answer in answers)
+    return found
+
+
 def chosen(words: Sequence[str]) -> dict[str, Case]:
     """The cases whose name holds one of ``words``, the baseline, and what they are compared with; without words, all."""
     wanted = {name for name in CASES if not words or any(word in name for word in words)} | {BASELINE}
@@ -279,6 +292,7 @@ def measure(
 def summarise(
     found: Mapping[str, Mapping[str, list[Any]]],
     records: Mapping[str, Recorded | None],
+    memory: Mapping[str, float],
     gradient_bytes: int,
 ) -> tuple[list[list[str]], dict[str, Any]]:
     """The table and its figures."""
@@ -306,6 +320,8 @@ def summarise(
             of_record = [*(f"{value:.2f}" for value in wire), f"{low:.0f}" if high - low < 1 else shown]
         shown_phases = " + ".join(f"{value:.0f}" for value in phases)
         row = [name, step.text(0), shown_phases, f"{processor:.0f}"]
+        figures[name]["peak_tensors_mib"] = memory.get(name)
+        row.append(f"{memory[name]:.1f}" if name in memory else "-")
         row += [f"{received:.2f}", f"{sent:.2f}", *of_record]
         torchs = found.get(CASES[name].peer)
         beside_torch = None if torchs is None else _ratio(each, torchs)
@@ -354,7 +370,8 @@ def main() -> None:
         with started(cases, Path(folder), python) as running:
             found = measure(cases, running, args.rounds)
             records = {name: recorded(name, running[cases[name].process], Path(folder)) for name in found}
-    rows, figures = summarise(found, records, 4 * parameters)
+        memory = peaks({name: cases[name] for name in found}, Path(folder), python)
+    rows, figures = summarise(found, records, memory, 4 * parameters)
     publish(
         args,
         f"A step on {HOSTS} hosts with links of 1 Gbit/s, {parameters / 1e6:.1f} M parameters in fp32, "
@@ -364,6 +381,7 @@ def main() -> None:
             "step, ms: median (minimum to maximum)",
             "of that forward + backward + update",
             "processor, ms a rank",
+            "peak of tensors, MiB",
             "received, gradient bytes = 1",
             "sent",
             "recorded: wire as issued",

@@ -3,7 +3,7 @@
 Runs under DeepSpeed's Python as well as under this project's. Each line on standard input is ``{"case": name, "steps": n}``;
 the answer is one line of JSON on standard output: seconds and losses of the steps, the seconds of each phase and the
 processor seconds of a mean step, and the bytes that the host's interface received and sent between two barriers.
-With ``"record": folder`` commprof records the steps there.
+With ``"record": folder`` commprof records the steps there. ``{"case": name, "memory": true}`` asks for the memory of a step.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from typing import Any, TextIO
 import torch
 import torch.distributed as dist
 import torch_peers
+from step_memory import tensors
 
 TORCH = "torch"
 EXAMPLE = Path(__file__).resolve().parent.parent / "examples" / "train_gpt.py"
@@ -34,7 +35,7 @@ class Training:
 
     def __init__(self, framework: str, config: dict[str, Any], job: dict[str, Any]) -> None:
         example = load(EXAMPLE)
-        model = example.GPT(**job["model"])
+        self.module = model = example.GPT(**job["model"])
         model.load_state_dict(torch.load(job["weights"], weights_only=True))
         if framework == TORCH:
             self.engine = torch_peers.peer(config["peer"], model, config)
@@ -47,18 +48,21 @@ class Training:
 
     def step(self) -> tuple[float, list[float]]:
         """One optimizer step: the loss, and when the forward pass, the backward pass and the update ended."""
+        loss, ends = self.forward_backward()
+        self.engine.step()
+        return loss.item(), [*ends, time.perf_counter()]
+
+    def forward_backward(self) -> tuple[torch.Tensor, list[float]]:
+        """Up to the optimizer: the loss, and when the forward pass and the backward pass ended."""
         first, second = (
             torch.randint(0, self._vocabulary, self._shape, generator=self._generator) for _ in range(2)
         )
-        loss = self.engine(
-            first, second % 64
-        )  # a part of the vocabulary, so that there is something to learn
+        # A part of the vocabulary, so that there is something to learn.
+        loss = self.engine(first, second % 64)
         ends = [time.perf_counter()]
         self.engine.backward(loss)
         ends.append(time.perf_counter())
-        self.engine.step()
-        ends.append(time.perf_counter())
-        return loss.item(), ends
+        return loss.detach(), ends
 
 
 def load(path: Path) -> Any:
@@ -121,8 +125,13 @@ def serve(job: dict[str, Any], names: list[str], framework: str, answers: TextIO
     print(json.dumps({"ready": os.getpid()}), file=answers, flush=True)
     for line in sys.stdin:
         request = json.loads(line)
+        training = trainings[request["case"]]
         with recorded(request.get("record")):
-            answer = measure(trainings[request["case"]], request["steps"], job["interface"])
+            answer = (
+                tensors(training)
+                if "memory" in request
+                else measure(training, request["steps"], job["interface"])
+            )
         print(json.dumps(answer), file=answers, flush=True)
 
 

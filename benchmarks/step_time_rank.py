@@ -8,7 +8,6 @@ has no answer. An answer is a line of JSON on standard output.
 from __future__ import annotations
 
 import argparse
-import gc
 import importlib
 import importlib.util
 import json
@@ -16,19 +15,17 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
 import torch
 import torch.distributed as dist
 import torch_peers
-from torch.distributed.tensor import DTensor
+from step_memory import tensors
 
 EXAMPLE = Path(__file__).resolve().parent.parent / "examples" / "train_gpt.py"
 SEED = 7
 WITHOUT_ENGINE = ("torch", "plain")  # not to be imported by this name
-MIB = 2**20
 
 
 class Training:
@@ -109,79 +106,6 @@ def forget_peak() -> None:
     Path("/proc/self/clear_refs").write_text("5")
 
 
-def memory(training: Training) -> dict[str, float]:
-    """MiB: peak of the resident memory so far and of one more step's tensors, and what the tensors are for.
-
-    What lives between steps is found by the garbage collector; a profile of a step adds what it allocates and frees.
-    """
-    found = {"peak_rss": peak_rss()}
-    between = categories(training)
-    with torch.profiler.profile(
-        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
-    ) as profile:
-        training.step()
-    found["peak_tensors"] = sum(between.values()) / MIB + _highest(profile) / MIB
-    training.forward_backward()
-    after_backward = categories(training)
-    training.engine.step()
-    return (
-        found
-        | {f"between_{name}": value / MIB for name, value in between.items()}
-        | {f"after_backward_{name}": value / MIB for name, value in after_backward.items()}
-    )
-
-
-def _highest(profile: Any) -> int:
-    """Bytes at the highest point of the profiled allocations, above where they began."""
-    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
-    held = highest = 0
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        held += event.nbytes()
-        highest = max(highest, held)
-    return highest
-
-
-def categories(training: Training) -> dict[str, int]:
-    """Bytes of the live tensors, each storage counted once, under the first use that is known of it."""
-    parameters = [_local(parameter) for parameter in training.module.parameters()]
-    outer = training.engine.optimizer
-    inner = getattr(outer, "optimizer", getattr(outer, "optim", outer))  # "optim": of ZeroRedundancyOptimizer
-    held: dict[str, Iterable[Any]] = {
-        "parameters": parameters,
-        "gradients": [_local(parameter.grad) for parameter in training.module.parameters()],
-        "masters": [_local(tensor) for group in inner.param_groups for tensor in group["params"]],
-        "states": [_local(value) for state in inner.state.values() for value in state.values()],
-        "other": _live(),
-    }
-    seen: set[int] = set()
-    return {name: sum(_fresh(tensors, seen)) for name, tensors in held.items()}
-
-
-def _local(tensor: Any) -> Any:
-    """What this rank has of a DTensor, whose own storage is empty."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def _live() -> list[torch.Tensor]:
-    gc.collect()
-    # isinstance would ask lazy modules for their class, and import them.
-    return [each for each in gc.get_objects() if issubclass(type(each), torch.Tensor)]
-
-
-def _fresh(tensors: Iterable[Any], seen: set[int]) -> Iterator[int]:
-    for tensor in tensors:
-        if (
-            isinstance(tensor, torch.Tensor)
-            and not isinstance(tensor, DTensor)  # what it has of this rank is another tensor
-            and tensor.device.type == "cpu"
-            and tensor.layout is torch.strided
-        ):
-            storage = tensor.untyped_storage()
-            if storage.data_ptr() not in seen:
-                seen.add(storage.data_ptr())
-                yield storage.nbytes()
-
-
 def serve(framework: str, job: dict[str, Any], answers: TextIO) -> None:
     """Join the process group, make the model, say so, and answer requests until the case ends."""
     os.environ["MASTER_PORT"] = str(job["port"])
@@ -197,7 +121,10 @@ def serve(framework: str, job: dict[str, Any], answers: TextIO) -> None:
         request = json.loads(line)
         if "end" in request:
             break
-        _say(measure(training, request["steps"]) if "steps" in request else memory(training), answers)
+        if "steps" in request:
+            _say(measure(training, request["steps"]), answers)
+        else:
+            _say({"peak_rss": peak_rss()} | tensors(training), answers)
 
 
 def _say(answer: dict[str, Any], answers: TextIO) -> None:
