@@ -51,7 +51,7 @@ class Job(NamedTuple):
 
 
 JOBS = {
-    "25 M": Job(512, 7, 8, 128, 2816, 1, 2),
+    "25 M": Job(512, 7, 8, 128, 2816, 1, 4),
     "small, 0.8 M": Job(128, 4, 4, 64, 256, 4, 10),
 }
 
@@ -170,7 +170,7 @@ def measure(job: Job, rounds: int, what: str) -> list[list[tuple[Block, Block]]]
         for process in ranks:
             process.start()
         try:
-            gathered = dict(results.get(timeout=1800) for _ in ranks)
+            gathered = dict(results.get(timeout=3600) for _ in ranks)
         finally:
             for process in ranks:
                 process.join(timeout=30)
