@@ -36,16 +36,19 @@ class Overlap:
         self._asynchronous = enabled and self._stream is None
         self._flights: deque[Flight] = deque()
 
-    def send(self, bucket: Bucket, start: Callable[[Bucket], Finish | None]) -> Flight:
+    def send(
+        self, bucket: Bucket, start: Callable[[Bucket], Finish | None], depth: int | None = None
+    ) -> Flight:
         """Send ``bucket``, once fewer than ``depth`` buckets are in flight.
 
         Args:
             bucket: the bucket.
             start: sends it, and returns the function that processes the sum; None where that has been done.
+            depth: for this bucket; default: that of all.
         """
         if self._stream is not None:
             return self._send_beside(bucket, start, self._stream)
-        while len(self._flights) >= self._depth:
+        while len(self._flights) >= (self._depth if depth is None else depth):
             self._flights.popleft().land()
         bucket.asynchronous = self._asynchronous
         flight = Flight(start(bucket))

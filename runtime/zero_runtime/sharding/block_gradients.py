@@ -92,6 +92,8 @@ class BlockGradients(ShardedGradients):
         blocks: the parameters of each block, in the order of the rows.
         implementation: of a reduce_scatter: ``native``, ``all_to_all``, or None for the backend's.
         memory: of the messages.
+        ahead: elements of parameters that are gathered ahead in the backward pass; None where all stay from the forward
+            pass.
         arguments: the others are those of a ShardedGradients.
     """
 
@@ -100,10 +102,12 @@ class BlockGradients(ShardedGradients):
         blocks: Sequence[Sequence[torch.nn.Parameter]],
         implementation: str | None,
         memory: MessageMemory,
+        ahead: int | None,
         groups: Sequence[ParameterGroup],
         *arguments: Any,
     ) -> None:
         self._blocks = blocks
+        self._ahead = ahead
         self._implementation = implementation
         self._memory = memory
         self._messages: list[_Message] = []
@@ -111,9 +115,12 @@ class BlockGradients(ShardedGradients):
         self._totals: list[torch.Tensor] = []
         self._pieces: list[_Piece] = []
         self._apart = False
+        self._unsent: dict[_Message, None] = {}  # in this backward pass
+        self._last = 0  # bytes of the message that was sent last in it
+        self._most = 0  # bytes, see _depth
         super().__init__(groups, *arguments)
         self._clear_shards()
-        # One block is filled while one is on its way: a second one would add twice the largest block to the memory.
+        # Of buckets, which hold what is in no block; each message has a depth of its own.
         self._overlap = Overlap(self._group.device, self._policy.overlap, depth=1)
         self._divide()
 
@@ -167,6 +174,11 @@ class BlockGradients(ShardedGradients):
                     alike.setdefault(dtypes, []).append(parameter)
             for (dtype, _), parameters in sorted(alike.items(), key=lambda each: str(each[0])):
                 self._add_message(parameters, dtype)
+        self._begin_pass()
+
+    def _begin_pass(self) -> None:
+        self._unsent = dict.fromkeys(self._messages)
+        self._last = self._most = 0
 
     def _add_message(self, parameters: Sequence[torch.nn.Parameter], dtype: torch.dtype) -> None:
         members, start = [], 0
@@ -234,6 +246,7 @@ class BlockGradients(ShardedGradients):
                 self._send_message(message, END_OF_BACKWARD)
         super()._finish()
         self._memory.give_back()
+        self._begin_pass()
         _ = self.shards
 
     def _send_message(self, message: _Message, reason: str) -> None:
@@ -258,7 +271,24 @@ class BlockGradients(ShardedGradients):
             members=self._group.global_ranks,
         )
         bucket.publish()
-        self._overlap.send(bucket, lambda each: self._scatter(message, each))
+        self._overlap.send(bucket, lambda each: self._scatter(message, each), self._depth(message))
+
+    def _depth(self, message: _Message) -> int:
+        """Messages in flight once ``message`` is sent: two if the pass has needed as much memory before, otherwise one.
+
+        A second one keeps the wire busy while the slowest rank fills the next. But each takes twice its bytes, what it sends
+        and what arrives. Early in the pass, when most parameters are gathered, there is no room for it. Later the
+        parameters of the blocks that were sent have left room.
+        """
+        numel = self._group.world_size * message.width
+        self._unsent.pop(message, None)
+        gathered = sum(each.width for each in self._unsent) * self._group.world_size
+        if self._ahead is not None:
+            gathered = min(gathered, self._ahead)
+        before, self._last = self._last, numel * message.dtype.itemsize
+        needed = 2 * self._last + gathered * message.kept.itemsize
+        self._most = max(self._most, needed)
+        return 2 if needed + 2 * before <= self._most else 1
 
     def _scatter(self, message: _Message, bucket: Bucket) -> Finish | None:
         """Send the rows, and add this rank's sum to its shards."""

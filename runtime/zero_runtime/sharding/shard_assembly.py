@@ -81,7 +81,9 @@ class ShardedModel:
         )
         blocks = self._blocks()
         self.gradients = (
-            BlockGradients(blocks, config.zero.reduce_scatter_impl, self.residency.memory, *rest)
+            BlockGradients(
+                blocks, config.zero.reduce_scatter_impl, self.residency.memory, self._ahead(blocks), *rest
+            )
             if blocks
             else ShardedGradients(*rest)
         )
@@ -105,6 +107,15 @@ class ShardedModel:
             self.gradients.add(groups, dtypes, leaves)
         self.parameters.add(groups)
         return groups
+
+    def _ahead(self, blocks: Sequence[Sequence[torch.nn.Parameter]]) -> int | None:
+        """Elements that are gathered ahead in a backward pass; None where all stay gathered from the forward pass."""
+        numels = [sum(shard.numel for shard in shards_of(block)) for block in blocks]
+        limits = self._config.zero.sharding.residency
+        # A block is used again within both passes over the whole model.
+        if limits.reuse_distance > 2 * sum(numels) and limits.max_live >= sum(numels):
+            return None
+        return min(limits.prefetch, max(numels))
 
     def _blocks(self) -> list[list[torch.nn.Parameter]]:
         """The parameters of each block that is gathered and reduced by one message."""

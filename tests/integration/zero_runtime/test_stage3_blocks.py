@@ -322,6 +322,32 @@ def test_the_messages_are_those_that_are_requested(name):
         ), micro
 
 
+def train_alike(rank, world, setting):
+    """Eight blocks of one size, and a loss that has no parameters."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(16, 16, bias=False) for _ in range(8)))
+    engine, *_ = zero_runtime.initialize(
+        model=model, model_parameters=model.parameters(), config=config_of(setting)
+    )
+    for seed in range(3):
+        engine.backward(engine(torch.full((2, 16), seed + 1.0)).square().mean())
+        engine.step()
+
+
+@pytest.mark.parametrize(("setting", "two_from"), [(KEPT, 2), (GIVEN_BACK, 8)], ids=["kept", "given back"])
+def test_two_blocks_are_on_their_way_once_the_parameters_of_two_have_left_room(tmp_path, setting, two_from):
+    made, _ = record(tmp_path / "run", 2, train_alike, setting)
+    rows = made.table("collectives").to_pandas()
+    sent = rows[
+        (rows["rank"] == 0) & (rows["step"] == 2) & (rows["purpose"] == "gradient_reduce")
+    ].sort_values("seq")
+    assert len(sent) == 8
+    alone = [
+        begin < issued for begin, issued in zip(sent["wait_begin_ns"][:-1], sent["issue_ns"][1:], strict=True)
+    ]
+    assert alone == [number < two_from for number in range(1, 8)]
+
+
 def time_limits(rank, world, folder):
     """Of all groups, in seconds, where the program has chosen 77 s for the group of all ranks."""
     dist.init_process_group(
