@@ -195,8 +195,12 @@ def peaks(cases: Mapping[str, Case], folder: Path, python: str) -> dict[str, flo
     for name, case in cases.items():
         with started({name: case}, folder, python) as running:
             for ranks in running.values():
-                ranks.train(name, WARM_UP)
-                answers = ranks.ask({"case": name, "memory": True})
+                try:
+                    ranks.train(name, WARM_UP)
+                    answers = ranks.ask({"case": name, "memory": True})
+                except RuntimeError as error:
+                    print(f"cluster: no peak of {name}: {error}", file=sys.stderr, flush=True)
+                    continue
                 found[name] = max(answer["peak_tensors"] for answer in answers)
     return found
 
