@@ -132,7 +132,7 @@ class BlockGradients(ShardedGradients):
         blocks: Sequence[Sequence[torch.nn.Parameter]] | None = None,
     ) -> None:
         """Reduce the gradients of further ``groups`` too; the parameters are in ``blocks`` then."""
-        _ = self.shards
+        self._join()
         super().add(groups, dtypes, leaves)
         if blocks is not None:
             self._blocks = blocks
@@ -141,12 +141,7 @@ class BlockGradients(ShardedGradients):
     @property  # type: ignore[override]
     def shards(self) -> list[torch.Tensor]:
         """For each param group, this rank's shard of the reduced gradient."""
-        if self._apart:
-            self._apart = False
-            self._totals = [self._zeros(each) for each in self._groups]
-            while self._pieces:
-                group, target, values = self._pieces.pop(0)
-                add_rounded(self._totals[group].narrow(0, target, values.numel()), values)
+        self._join()
         return self._totals
 
     @shards.setter
@@ -157,6 +152,15 @@ class BlockGradients(ShardedGradients):
         """The memory of reduced gradients, where there is some."""
         yield from self._totals
         yield from self.unsharded.values()
+
+    def _join(self) -> None:
+        """Make one shard for each param group of what the messages have brought, if that is still apart."""
+        if self._apart:
+            self._apart = False
+            self._totals = [self._zeros(each) for each in self._groups]
+            while self._pieces:
+                group, target, values = self._pieces.pop(0)
+                add_rounded(self._totals[group].narrow(0, target, values.numel()), values)
 
     def _clear_shards(self) -> None:
         self._apart = True
@@ -247,7 +251,7 @@ class BlockGradients(ShardedGradients):
         super()._finish()
         self._memory.give_back()
         self._begin_pass()
-        _ = self.shards
+        self._join()
 
     def _send_message(self, message: _Message, reason: str) -> None:
         rows = message.rows
