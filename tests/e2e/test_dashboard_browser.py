@@ -194,6 +194,7 @@ def test_compare_draws_what_was_issued_beside_what_was_asked_for(page, runs, bas
     assert texts.count("requested") == texts.count("executed") == len(SERIES)
     assert texts.count("not known") == len(SERIES)  # no such words in DeepSpeed's configs
     page.page.get_by_text("Bytes of each rank", exact=True).first.click()
+    page.settle()
     ranks = page.page.evaluate(
         "document.querySelector('#card-ranks .js-plotly-plot').calcdata.map((points) => points.length)"
     )

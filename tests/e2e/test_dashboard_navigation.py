@@ -101,8 +101,10 @@ def test_the_filters_of_a_page_are_there_when_one_comes_back(page, base_url):
     page.page.wait_for_function("window.location.search.includes('steps=1-2')")
     wait_for_links(page.page, "steps", "1-2")
     go(page, "Timeline")
-    page.page.get_by_label("Zoom in", exact=True).click()
     page.page.wait_for_function("window.location.search.includes('from=')")
+    opened = page.page.url
+    page.page.get_by_label("Zoom in", exact=True).click()
+    page.page.wait_for_function("(url) => window.location.href !== url", arg=opened)
     begin = parse_qs(urlsplit(page.page.url).query)["from"]
     wait_for_links(page.page, "from", begin[0])
     go(page, "Traffic matrix")

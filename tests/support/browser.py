@@ -166,13 +166,14 @@ class Watched:
         self.settle()
 
     def settle(self) -> None:
-        """Wait until every graph on the page has drawn its data, and no callback is under way, in three frames in turn:
-        a graph whose script is still loaded is not on the page for a moment.
+        """Wait until every graph on the page has drawn its data, every open fold has its content, and no callback is under
+        way, in three frames in turn: a graph whose script is still loaded is not on the page for a moment.
         """
         self._settled += 1
         self.page.wait_for_function(
             """(call) => {
                 const calm = !document.querySelector('[data-dash-is-loading="true"]')
+                    && [...document.querySelectorAll('details[data-fold][open]')].every((fold) => fold.children.length > 1)
                     && [...document.querySelectorAll('.dash-graph')].every((graph) => {
                         const plot = graph.querySelector('.js-plotly-plot');
                         return plot && plot.calcdata && plot.querySelector('.main-svg');
