@@ -141,15 +141,14 @@ class Bucket:
 
     def _publication(self) -> Publication:
         if self.publication is None:
-            names = tuple([entry.name for entry in self.entries])
-            owners = tuple(dict.fromkeys(run.owner for run in self.runs))
             self.publication = _publication(
                 self.number,
-                names,
+                tuple([entry.name for entry in self.entries]),
                 self.tensor.numel(),
                 self.limit,
                 self.dtype,
-                tuple(self.members[owner] for owner in owners) if self.members else owners,
+                self.runs,
+                self.members,
                 self.flush_reason,
             )
         return self.publication
@@ -191,10 +190,14 @@ def _publication(
     numel: int,
     limit: int,
     dtype: torch.dtype,
-    owners: tuple[int, ...],
+    runs: tuple[Run, ...],
+    members: tuple[int, ...],
     flush_reason: str,
 ) -> Publication:
     # The same buckets come back every step.
+    owners = tuple(dict.fromkeys(run.owner for run in runs))
+    if members:
+        owners = tuple(members[owner] for owner in owners)
     names = tuple(dict.fromkeys(parameters))
     content = hooks.bucket(
         bucket=number,

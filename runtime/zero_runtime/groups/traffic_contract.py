@@ -33,6 +33,8 @@ from functools import partial
 from itertools import count
 from typing import Any, Final
 
+import torch
+
 from commprof import hooks
 from zero_runtime import comm, log
 from zero_runtime.comm import COLLECTIVES, DEFAULT_TIMEOUT, Call, DataParallelGroup
@@ -55,8 +57,8 @@ from zero_runtime.groups.host_processes import HostProcesses
 OFF: Final = "off"
 STOP: Final = "stop"
 EXIT_CODE: Final = 2
-_POLL_S: Final = 0.2  # how often a thread looks into the store
-_COMPARE_POLLS: Final = 5  # how often it compares the messages so far with those of its neighbor
+_POLL_S: Final = 0.5  # how often a thread looks into the store
+_COMPARE_POLLS: Final = 2  # how often it compares the messages so far with those of its neighbor
 _ASK_S: Final = 0.05  # without an answer for so long, the threads of the other ranks are asked
 _VOTE_S: Final = 3.0  # time for all ranks to say what they issue, and to read the error
 _GRACE_S: Final = 10.0  # time for a collective to fail after the error; then the process exits
@@ -203,7 +205,7 @@ class TrafficContract:
         why: hooks.tag | None = call.arguments["why"]
         compared = _COMPARED[call.method]
         value = None if compared is None else call.arguments[compared]
-        tensors = () if value is None else value if isinstance(value, list | tuple) else (value,)
+        tensors = [value] if isinstance(value, torch.Tensor) else value or ()
         numel = sum([each.numel() for each in tensors])
         if why is not None and why.bucket is not None:
             known = self._tagged.get((call.method, why, numel))
