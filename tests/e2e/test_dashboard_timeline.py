@@ -108,7 +108,7 @@ def click_on_graph(page, x: float, y: float) -> None:
     for number in range(200):
         page.mouse.move(x - number % 2, y)
         page.wait_for_timeout(50)
-        if "rank" in page.inner_text("#timeline-hover"):
+        if page.evaluate("(graph) => document.querySelector(graph)._hoverdata?.length > 0", GRAPH):
             break
     page.mouse.click(x, y)
 
