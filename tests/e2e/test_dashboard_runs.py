@@ -68,8 +68,11 @@ def filled(page) -> None:
     page.wait_for_function("!document.querySelector('#runs-states').innerText.includes('Reading')")
 
 
-def query_of(page) -> dict[str, list[str]]:
-    return parse_qs(urlsplit(page.url).query)
+def wait_for_query(page, key: str, values: list[str]) -> None:
+    page.wait_for_function(
+        "([key, values]) => JSON.stringify(new URLSearchParams(location.search).getAll(key)) === JSON.stringify(values)",
+        arg=[key, values],
+    )
 
 
 MEMBERS = [f"{SWEEP}/stage-{stage}" for stage in (2, 1, 0)]
@@ -81,7 +84,7 @@ def test_a_sweep_is_one_row_that_opens_and_the_address_holds_it(page, base_url):
     toggle = page.page.get_by_role("button", name=f"{SWEEP} (3 runs)")
     toggle.click()
     wait_for_rows(page.page, [SWEEP, *MEMBERS, "slow", "fast"])
-    assert query_of(page.page)["open"] == [SWEEP]
+    wait_for_query(page.page, "open", [SWEEP])
     opened(page, base_url, f"?open={SWEEP}")
     wait_for_rows(page.page, [SWEEP, *MEMBERS, "slow", "fast"])
     page.page.locator("#runs-grid [col-id=name]", has_text=f"{SWEEP} (").focus()
@@ -106,7 +109,7 @@ def test_the_numbers_are_those_of_the_library_and_sort_the_rows(page, runs, base
     wait_for_rows(page.page, ["fast", SWEEP, "slow"])
     header.click()
     wait_for_rows(page.page, ["slow", SWEEP, "fast"])
-    page.page.wait_for_function("location.search.includes('order=-step_time')")
+    wait_for_query(page.page, "order", ["-step_time"])
     opened(page, base_url, "?order=-step_time")
     filled(page.page)
     wait_for_rows(page.page, ["slow", SWEEP, "fast"])
@@ -116,7 +119,7 @@ def test_the_search_and_the_filters_look_into_closed_sweeps(page, base_url):
     opened(page, base_url)
     page.page.locator("#runs-search").fill("stage=1")
     wait_for_rows(page.page, [f"{SWEEP}/stage-1"])
-    assert query_of(page.page)["find"] == ["stage=1"]
+    wait_for_query(page.page, "find", ["stage=1"])
     opened(page, base_url, "?find=stage%3D1")
     wait_for_rows(page.page, [f"{SWEEP}/stage-1"])
     page.page.locator("#runs-search").fill("")
@@ -138,7 +141,7 @@ def test_a_ticked_sweep_stands_for_its_runs_and_goes_to_compare(page, base_url):
     page.page.locator(f"#runs-grid .ag-row[row-id='sweep:{SWEEP}'] input[type=checkbox]").check()
     page.page.locator("#runs-grid .ag-row[row-id='run:slow'] input[type=checkbox]").check()
     page.page.wait_for_function("document.querySelector('#runs-compare-count').innerText === '4 ticked'")
-    assert query_of(page.page)["tick"] == [*MEMBERS, "slow"]
+    wait_for_query(page.page, "tick", [*MEMBERS, "slow"])
     assert parse_qs(urlsplit(page.page.locator("#runs-compare").get_attribute("href")).query)["run"] == [
         *MEMBERS,
         "slow",
