@@ -268,6 +268,8 @@ def test_the_numbers_beside_the_bars_are_those_of_the_bars(page, base_url):
 
 def test_overview_draws_every_step(page, runs, base_url):
     page.open(f"{base_url}/overview?run={name_of('all_to_all')}&measure=wire")
+    assert_nothing_is_cut_or_covered(page)
+    assert brightness(page) > 80, "the system is light"
     drawn = drawn_bars(page.page, "by-step")
     wanted = sums(runs / "csv" / "all_to_all")["wire"]
     for series in ("reduce_scatter as all_to_all", "all_gather"):
@@ -276,20 +278,8 @@ def test_overview_draws_every_step(page, runs, base_url):
     total = sum(sum(values) for values in purposes.values())
     after_the_first = sum(value for (step, _), value in wanted.items() if step)
     assert total == pytest.approx(after_the_first / (STEPS - 1), rel=1e-12)
-
-
-def test_downloaded_csv_holds_what_is_drawn(page, base_url):
-    page.open(f"{base_url}/compare?measure=wire")
-    page.page.get_by_text("Traffic by operation", exact=True).click()
-    page.settle()
-    drawn = drawn_bars(page.page, "reducing")
-    with page.page.expect_download() as caught:
-        page.page.locator("#card-reducing .card-action").click()
-    assert caught.value.suggested_filename == "commprof-reducing.csv"
-    rows = list(csv.DictReader(io.StringIO(Path(caught.value.path()).read_text())))
-    for series in SERIES.values():
-        values = sorted(float(row["wire_bytes_per_step"]) for row in rows if row["series"] == series)
-        assert values == pytest.approx(sorted(value for value in drawn[series] if value), rel=1e-12)
+    open_folds(page)
+    assert_nothing_is_cut_or_covered(page)
 
 
 def test_a_choice_is_in_the_address_and_back_undoes_it(page, base_url):
@@ -339,7 +329,7 @@ def test_toggle_redraws_the_figures_for_the_dark_scheme(page, base_url):
     page.settle()
 
 
-@pytest.mark.sampled
+@pytest.mark.long  # light and 1280 wide, the tests below and above look at these pages, which they open anyway
 @pytest.mark.parametrize(("width", "scheme"), [(420, "dark"), (1280, "light")])
 def test_nothing_is_cut_or_covered_and_the_scheme_is_the_systems(browser, base_url, width, scheme):
     view = watched(browser, viewport={"width": width, "height": 900}, color_scheme=scheme)
@@ -348,9 +338,15 @@ def test_nothing_is_cut_or_covered_and_the_scheme_is_the_systems(browser, base_u
         assert_nothing_is_cut_or_covered(view)
         open_folds(view)
         assert_nothing_is_cut_or_covered(view)
-    background = view.page.evaluate("getComputedStyle(document.body).backgroundColor")
+    background = brightness(view)
     view.close()
-    assert (max(int(part) for part in background.strip("rgb()").split(",")) < 80) == (scheme == "dark")
+    assert (background < 80) == (scheme == "dark")
+
+
+def brightness(view) -> int:
+    """Of the background, from 0 to 255."""
+    background = view.page.evaluate("getComputedStyle(document.body).backgroundColor")
+    return max(int(part) for part in background.strip("rgb()").split(","))
 
 
 SEEN_PLOTS = (
@@ -397,34 +393,47 @@ DRAWN = """() => [...document.querySelectorAll('.fold[open] .js-plotly-plot')].m
     [plot.getBoundingClientRect().width, plot.querySelector('.main-svg').getBoundingClientRect().width])"""
 
 
-def test_a_figure_in_a_fold_is_as_wide_as_its_card_once_it_is_opened(page, base_url):
-    page.open(f"{base_url}/compare")
+def test_the_csv_of_a_figure_in_a_fold_holds_what_is_drawn_and_each_is_as_wide_as_its_card(page, base_url):
+    page.open(f"{base_url}/compare?measure=wire")
+    assert_nothing_is_cut_or_covered(page)
+    page.page.get_by_text("Traffic by operation", exact=True).click()
+    page.settle()
+    drawn = drawn_bars(page.page, "reducing")
+    with page.page.expect_download() as caught:
+        page.page.locator("#card-reducing .card-action").click()
+    assert caught.value.suggested_filename == "commprof-reducing.csv"
+    rows = list(csv.DictReader(io.StringIO(Path(caught.value.path()).read_text())))
+    for series in SERIES.values():
+        values = sorted(float(row["wire_bytes_per_step"]) for row in rows if row["series"] == series)
+        assert values == pytest.approx(sorted(value for value in drawn[series] if value), rel=1e-12)
     open_folds(page)
     page.page.wait_for_function(
         f"({DRAWN})().every(([room, drawn]) => room > 400 && Math.abs(room - drawn) < 2)"
     )
     assert len(page.page.evaluate(DRAWN)) >= 3
+    assert_nothing_is_cut_or_covered(page)
 
 
-@pytest.mark.parametrize(("column", "key"), [("Step time", "step_time_ns"), ("Setting", "setting")])
-def test_a_heading_sorts_the_table_and_the_chart_and_back_undoes_it(page, base_url, column, key):
+def test_a_heading_sorts_the_table_and_the_chart_and_back_undoes_it(page, base_url):
     page.open(f"{base_url}/compare")
     given = shown_order(page)
-    for sort, direction in ((key, "ascending"), (f"-{key}", "descending")):
-        page.page.get_by_role("button", name=column, exact=True).click()
-        page.page.wait_for_selector(f"#card-settings th[aria-sort='{direction}']")
-        assert page.page.url.endswith(f"?sort={sort}")
+    for column, key in (("Step time", "step_time_ns"), ("Setting", "setting")):
+        for sort, direction in ((key, "ascending"), (f"-{key}", "descending")):
+            page.page.get_by_role("button", name=column, exact=True).click()
+            page.page.wait_for_selector(f"#card-settings th[aria-sort='{direction}']")
+            assert page.page.url.endswith(f"?sort={sort}")
+            page.settle()
+            rows = page.page.locator("#card-settings tbody tr").all_inner_texts()
+            order = [text.split()[0].rpartition("gradient_reduction=")[2] for text in rows]
+            assert shown_order(page, "levels") == order
+            if column == "Setting":
+                assert order == sorted(SERIES, reverse=direction == "descending")
+        page.page.go_back()
+        page.page.wait_for_selector("#card-settings th[aria-sort='ascending']")
+        page.page.go_back()
+        page.page.wait_for_function("!document.querySelector('th[aria-sort=ascending]')")
         page.settle()
-        rows = page.page.locator("#card-settings tbody tr").all_inner_texts()
-        order = [text.split()[0].rpartition("gradient_reduction=")[2] for text in rows]
-        assert shown_order(page, "levels") == order
-        if column == "Setting":
-            assert order == sorted(SERIES, reverse=direction == "descending")
-    page.page.go_back()
-    page.page.wait_for_selector("#card-settings th[aria-sort='ascending']")
-    page.page.go_back()
-    page.page.wait_for_function("!document.querySelector('th[aria-sort=ascending]')")
-    assert shown_order(page) == given
+        assert shown_order(page) == given
 
 
 @pytest.mark.long

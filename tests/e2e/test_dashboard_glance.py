@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 
 from commprof.analysis import api
@@ -13,6 +15,7 @@ from support.runs import SyntheticRun
 pytestmark = [pytest.mark.browser, pytest.mark.shared_answers]
 
 SCREEN = {"width": 1440, "height": 900}
+WIDE = 1200  # pixels from which on the server draws for a wide window
 KEYS = ("reduce_scatter", "use_multi_rank_bucket_allreduce")
 NAMES = ("true", "false")
 MIB = 1 << 20
@@ -67,8 +70,37 @@ def view(browser, base_url):
     assert view.foreign_requests(base_url) == []
 
 
-def test_compare_answers_without_scrolling_and_takes_two_screens(view, base_url):
-    view.open(f"{base_url}/compare?{SETTINGS}")
+def awaited_drawing(view):
+    """Waits until the server has drawn the page again."""
+    return view.page.expect_response(lambda answer: "_dash-update-component" in answer.url)
+
+
+@pytest.fixture(scope="module")
+def opened_once(browser, base_url):
+    """Opens the page of an address for several tests, which read it or change the size of its window only."""
+    views = {}
+
+    def open_once(address: str, viewport: dict[str, int] = SCREEN):
+        view = views.get(address)
+        if view is None:
+            view = views[address] = watched(browser, viewport=viewport)
+            view.open(base_url + address)
+        elif view.page.viewport_size != viewport:
+            is_wide, was_wide = (size["width"] >= WIDE for size in (viewport, view.page.viewport_size))
+            with awaited_drawing(view) if is_wide != was_wide else nullcontext():
+                view.page.set_viewport_size(viewport)
+            view.settle()
+        return view
+
+    yield open_once
+    for view in views.values():
+        view.close()
+        assert view.errors == []
+        assert view.foreign_requests(base_url) == []
+
+
+def test_compare_answers_without_scrolling_and_takes_two_screens(opened_once):
+    view = opened_once(f"/compare?{SETTINGS}")
     assert "Set reduce_scatter=true, use_multi_rank_bucket_allreduce=false" in view.page.inner_text(".told")
     assert view.page.evaluate(BOTTOM, ".told") <= 600
     assert view.page.evaluate(BOTTOM, "#card-levels .js-plotly-plot") <= SCREEN["height"]
@@ -78,9 +110,8 @@ def test_compare_answers_without_scrolling_and_takes_two_screens(view, base_url)
     assert view.page.locator("#card-settings summary").all_inner_texts() == ["x2"] * 4
 
 
-def test_on_a_telephone_every_setting_is_seen_and_no_title_is_squeezed(browser, base_url):
-    view = watched(browser, viewport={"width": 400, "height": 900})
-    view.open(f"{base_url}/compare?{SETTINGS}")
+def test_on_a_telephone_every_setting_is_seen_and_no_title_is_squeezed(opened_once):
+    view = opened_once(f"/compare?{SETTINGS}", {"width": 400, "height": 900})
     inside = (
         "[...document.querySelectorAll('#card-settings tbody td')].every((cell) => {"
         " const box = cell.getBoundingClientRect(), card = cell.closest('.card').getBoundingClientRect();"
@@ -100,12 +131,10 @@ def test_on_a_telephone_every_setting_is_seen_and_no_title_is_squeezed(browser, 
     )
     assert widths[0] == widths[1]
     assert view.page.evaluate("document.documentElement.scrollWidth") <= 400
-    view.close()
-    assert view.errors == []
 
 
-def test_overview_answers_in_its_first_600_pixels(view, base, base_url):
-    view.open(f"{base_url}/overview?run=true-true-0")
+def test_overview_answers_in_its_first_600_pixels(opened_once, base):
+    view = opened_once("/overview?run=true-true-0")
     lines = {text.split("\n")[0]: text for text in view.page.locator(".told").all_inner_texts()}
     ledger = api.verify(base / "true-true-0")
     chip = {"closed": "Ledger closed", "mismatch": "Ledger does not close"}[str(ledger.state)]
@@ -126,9 +155,8 @@ def test_overview_answers_in_its_first_600_pixels(view, base, base_url):
 
 
 @pytest.mark.parametrize("width", [1440, 1920])
-def test_the_tiles_of_overview_take_the_width_of_the_page(view, base_url, width):
-    view.page.set_viewport_size({"width": width, "height": 900})
-    view.open(f"{base_url}/overview?run=true-true-0")
+def test_the_tiles_of_overview_take_the_width_of_the_page(opened_once, width):
+    view = opened_once("/overview?run=true-true-0", {"width": width, "height": 900})
     rights = view.page.evaluate(
         "['.tile:last-child', '#card-by-step', '#page'].map((one) => {"
         " const box = document.querySelector(one).getBoundingClientRect(); return box.right; })"
@@ -156,13 +184,13 @@ def test_a_run_without_a_step_has_one_line_in_the_place_of_empty_cards(view, bas
     )
 
 
-def test_the_exposed_time_is_that_of_the_report_on_both_pages(view, base, base_url, capsys):
+def test_the_exposed_time_is_that_of_the_report_on_both_pages(opened_once, base, capsys):
     assert execute(["report", str(base / "true-true-0")]) == 0
     report = " ".join(capsys.readouterr().out.split())
-    view.open(f"{base_url}/compare?run=true-true-0")
+    view = opened_once("/compare?run=true-true-0")
     shown = view.page.locator("#card-settings tbody td").all_inner_texts()
     (compared,) = [text for text in shown if text.endswith("%")]
-    view.open(f"{base_url}/overview?run=true-true-0")
+    view = opened_once("/overview?run=true-true-0")
     _, time, share = view.page.locator(".tile", has_text="Exposed communication").inner_text().split("\n")
     assert compared == f"{time}, {share.removesuffix(' of the step')}"
     assert all(f" {part} " in report for part in compared.split(", "))
@@ -223,7 +251,7 @@ def test_the_timeline_is_in_the_window_and_begins_in_its_first_half(view, base_u
 
 def test_the_grid_is_offered_only_without_holes(view, base_url):
     view.open(f"{base_url}/compare?{SETTINGS}")
-    with view.page.expect_response(lambda answer: "_dash-update-component" in answer.url):
+    with awaited_drawing(view):
         view.page.get_by_text("Grid of the two keys").click()
     view.page.wait_for_selector("#card-levels .grid-cell")
     view.page.wait_for_function("location.search.includes('view=grid')")
@@ -235,19 +263,23 @@ def test_the_grid_is_offered_only_without_holes(view, base_url):
     assert view.page.locator("#card-levels .js-plotly-plot").count() == 1
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_compare_on_a_telephone_is_no_wider_than_it(browser, base_url, scheme):
-    view = watched(browser, viewport={"width": 400, "height": 844}, color_scheme=scheme)
+def test_compare_on_a_telephone_is_no_wider_than_it(browser, base_url):
+    view = watched(browser, viewport={"width": 400, "height": 844})
     view.open(f"{base_url}/compare")
     view.page.get_by_text("Choose runs").click()
-    assert view.page.locator(".control-wide").is_visible()
-    assert view.page.evaluate("document.documentElement.scrollWidth") <= 400
+    for scheme in ("light", "dark"):
+        with awaited_drawing(view) if scheme == "dark" else nullcontext():
+            view.page.emulate_media(color_scheme=scheme)
+        view.settle()
+        assert view.page.evaluate("document.documentElement.dataset.mantineColorScheme") == scheme
+        assert view.page.locator(".control-wide").is_visible()
+        assert view.page.evaluate("document.documentElement.scrollWidth") <= 400, scheme
     view.close()
     assert view.errors == []
 
 
-def test_a_wide_window_has_long_labels_in_one_line_and_a_narrow_one_wraps_them(view, base_url):
-    view.open(f"{base_url}/compare?{SETTINGS}")
+def test_a_wide_window_has_long_labels_in_one_line_and_a_narrow_one_wraps_them(opened_once):
+    view = opened_once(f"/compare?{SETTINGS}")
     lines = """() => Math.max(...[...document.querySelectorAll('#card-levels .annotation-text')]
         .filter((text) => text.textContent.includes('allreduce')).map((text) => text.querySelectorAll('.line').length))"""
     assert view.page.evaluate(lines) == 0, "one line has no parts"
@@ -257,8 +289,8 @@ def test_a_wide_window_has_long_labels_in_one_line_and_a_narrow_one_wraps_them(v
     view.page.wait_for_function(f"({lines})() === 0")
 
 
-def test_the_glossary_is_linked_and_defines_the_terms_of_a_chart(view, base_url):
-    view.open(f"{base_url}/compare?run=true-true-0")
+def test_the_glossary_is_linked_and_defines_the_terms_of_a_chart(opened_once):
+    view = opened_once("/compare?run=true-true-0")
     view.page.get_by_text("How to read this").first.click()
     with view.page.context.expect_page() as opened:
         view.page.locator("#card-levels").get_by_role("link", name="glossary").click()

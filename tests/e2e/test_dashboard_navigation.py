@@ -13,6 +13,7 @@ from urllib.parse import parse_qs, urlsplit
 import pytest
 
 from commprof.trace.process import start_ticks
+from commprof_dash import data
 from commprof_dash.pages import PAGES
 from support.browser import served, watched
 from support.rank_files import write_rank
@@ -77,7 +78,7 @@ def test_the_run_and_the_step_stay_from_page_to_page_and_back_restores(page, bas
     wait_for_links(page.page, "run", "older")
     assert links(page.page) == {path: {"run": ["older"], "step": ["2"]} for path in PATHS}
     assert page.page.title() == "Buckets \u00b7 older \u00b7 commprof"
-    for name in ("Overview", "Traffic matrix", "Stragglers", "Records"):
+    for name in ("Traffic matrix", "Stragglers", "Records"):
         go(page, name)
         query = parse_qs(urlsplit(page.page.url).query)
         assert query["run"] == ["older"] and query["step"] == ["2"]
@@ -87,12 +88,16 @@ def test_the_run_and_the_step_stay_from_page_to_page_and_back_restores(page, bas
     assert parse_qs(urlsplit(page.page.url).query) == {"run": ["older"], "step": ["2"]}
 
 
-@pytest.mark.parametrize("name", ["Stragglers", "Overview"])
-def test_a_page_without_a_run_in_its_address_writes_the_newest_there(page, base_url, name):
+@pytest.mark.parametrize("name", ["Stragglers", pytest.param("Overview", marks=pytest.mark.long)])
+def test_a_page_without_a_run_in_its_address_writes_the_newest_there_and_a_wide_screen_is_used(
+    page, base_url, name
+):
     page.open(f"{base_url}/{name.lower()}")
     page.page.wait_for_function("window.location.search === '?run=newer'")
     wait_for_links(page.page, "run", "newer")
     assert page.page.title() == f"{name} \u00b7 newer \u00b7 commprof"
+    page.page.set_viewport_size({"width": 1920, "height": 1080})
+    page.page.wait_for_function("document.querySelector('.page').clientWidth >= 1700")
 
 
 def test_the_filters_of_a_page_are_there_when_one_comes_back(page, base_url):
@@ -121,35 +126,25 @@ def test_the_filters_of_a_page_are_there_when_one_comes_back(page, base_url):
     assert query.get("to") != ["9"], "the window of a run says nothing about another"
 
 
-@pytest.mark.parametrize("form", ["png", "svg"])
-def test_a_chart_is_downloaded_as_an_image_with_its_title(page, base_url, form):
+def test_a_chart_is_downloaded_as_an_image_with_its_title(page, base_url):
     page.open(f"{base_url}/overview?run=older")
-    with page.page.expect_download() as caught:
-        page.page.get_by_label(f"Download by-step as {form.upper()}").click()
-    assert caught.value.suggested_filename == f"commprof-by-step.{form}"
-    content = Path(caught.value.path()).read_bytes()
-    if form == "png":
-        assert content.startswith(b"\x89PNG")
-        width = page.page.evaluate("document.querySelector('#card-by-step .js-plotly-plot').clientWidth")
-        assert int.from_bytes(content[16:20], "big") == 2 * width
-    else:
-        heading = page.page.inner_text("#card-by-step h2")
-        assert content.startswith(b"<svg") and heading.encode() in content
-    for path in ("/compare", "/timeline", "/matrix", "/stragglers", "/bandwidth"):
-        page.open(f"{base_url}{path}?run=older")
+    images = {}
+    for form in ("png", "svg"):
+        with page.page.expect_download() as caught:
+            page.page.get_by_label(f"Download by-step as {form.upper()}").click()
+        assert caught.value.suggested_filename == f"commprof-by-step.{form}"
+        images[form] = Path(caught.value.path()).read_bytes()
+    assert images["png"].startswith(b"\x89PNG")
+    width = page.page.evaluate("document.querySelector('#card-by-step .js-plotly-plot').clientWidth")
+    assert int.from_bytes(images["png"][16:20], "big") == 2 * width
+    heading = page.page.inner_text("#card-by-step h2")
+    assert images["svg"].startswith(b"<svg") and heading.encode() in images["svg"]
+    for name in ("Compare", "Timeline", "Traffic matrix", "Stragglers", "Bandwidth"):
+        go(page, name)
         cards = page.page.locator(".card:has(.js-plotly-plot)")
         for number in range(cards.count()):
-            assert cards.nth(number).locator(f"button[data-image={form}]").count() == 1, path
-
-
-def test_a_wide_screen_is_used(browser, base_url):
-    view = watched(browser, viewport={"width": 1920, "height": 1080})
-    view.open(f"{base_url}/stragglers?run=older")
-    widths = view.page.evaluate(
-        "[document.querySelector('.page').clientWidth, document.querySelector('.mantine-AppShell-main').clientWidth]"
-    )
-    view.close()
-    assert widths[0] >= 1700
+            for form in images:
+                assert cards.nth(number).locator(f"button[data-image={form}]").count() == 1, name
 
 
 def write_live(run: Path, records: int, ended: bool = False) -> None:
@@ -163,6 +158,18 @@ def write_live(run: Path, records: int, ended: bool = False) -> None:
     shutil.rmtree(elsewhere)
 
 
+TICK_MS = 400
+
+
+@pytest.fixture
+def quick_tick(monkeypatch):
+    """Pages that follow a run ask for news several times in a second; otherwise every 3 s."""
+    from commprof_dash.components import shell
+
+    monkeypatch.setattr(shell, "_FOLLOW_MS", TICK_MS)
+
+
+@pytest.mark.usefixtures("quick_tick")
 @pytest.mark.parametrize(
     ("path", "before"),
     [("/timeline", "No records yet"), pytest.param("/records", "No records yet", marks=pytest.mark.long)],
@@ -176,7 +183,7 @@ def test_a_page_follows_a_run_although_a_drawing_takes_longer_than_a_tick(
 
     def slowly(*arguments):
         drawing = draw_page(*arguments)
-        time.sleep(5)
+        time.sleep(2.5 * TICK_MS / 1000)
         return drawing
 
     monkeypatch.setattr(app, "draw_page", slowly)
@@ -201,6 +208,7 @@ def test_a_page_follows_a_run_although_a_drawing_takes_longer_than_a_tick(
     assert view.errors == []
 
 
+@pytest.mark.usefixtures("quick_tick")
 def test_a_live_page_keeps_folds_focus_and_place_when_it_is_drawn_again(browser, tmp_path):
     directory = tmp_path / "runs"
     directory.mkdir()
@@ -229,14 +237,15 @@ def test_a_live_page_keeps_folds_focus_and_place_when_it_is_drawn_again(browser,
 
 
 @pytest.mark.parametrize("path", ["/timeline", "/stragglers"])
-def test_a_run_that_is_deleted_while_its_page_is_open_is_said(browser, tmp_path, path):
+def test_a_run_that_is_deleted_while_its_page_is_open_is_said(browser, tmp_path, monkeypatch, path):
+    monkeypatch.setattr(data, "_LISTING_SECONDS", 0.1)
     write_run(tmp_path / "runs" / "gone", 1_700_000_000_000_000_000)
     write_run(tmp_path / "runs" / "other", 1_700_000_100_000_000_000)
     with served(tmp_path / "runs") as url:
         view = watched(browser, viewport={"width": 1280, "height": 900})
         view.open(f"{url}{path}?run=gone")
         shutil.rmtree(tmp_path / "runs" / "gone")
-        time.sleep(1.5)  # the list of runs is as old as a second
+        time.sleep(0.2)  # the list of runs is older than that is allowed to be
         if path == "/timeline":
             view.page.locator("#timeline-step").fill("2")
             view.page.locator("#timeline-step").press("Enter")
@@ -312,8 +321,11 @@ def depart(page, base_url, held, path: str) -> float:
 
 
 def test_a_click_shows_the_page_and_what_is_read_for_it_before_the_server_has_drawn_it(page, base_url, held):
-    waits = [depart(page, base_url, held, path) for path in ("/compare", "/stragglers", "/compare")]
-    assert min(waits) < 300  # milliseconds; a machine that does other work delays one or the other
+    waits = [depart(page, base_url, held, path) for path in ("/compare", "/stragglers")]
+    # Milliseconds; a machine that does other work delays one or the other.
+    while min(waits) >= 300 and len(waits) < 5:
+        waits.append(depart(page, base_url, held, "/compare"))
+    assert min(waits) < 300
 
 
 @pytest.mark.long

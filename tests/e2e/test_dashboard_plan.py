@@ -101,7 +101,9 @@ def test_the_figures_and_files_hold_what_the_command_prints(page, base_url, tmp_
         }
 
 
-def test_a_field_is_written_to_the_address_and_back_undoes_it(page, base_url):
+def test_a_field_is_written_to_the_address_back_undoes_it_and_a_config_that_is_typed_is_planned_or_refused(
+    page, base_url
+):
     page.open(f"{base_url}/plan?{ADDRESS}")
     field(page, "world").fill("128")
     page.page.wait_for_url("**world=128**")
@@ -111,10 +113,7 @@ def test_a_field_is_written_to_the_address_and_back_undoes_it(page, base_url):
     page.page.go_back()
     page.page.wait_for_selector("#card-plan-sizes .card-subtitle:has-text('at 32 ranks')")
     assert field(page, "world").input_value() == "32"
-
-
-def test_a_config_that_is_typed_is_planned_or_refused_in_one_line(page, base_url):
-    page.open(f"{base_url}/plan?{ADDRESS}")
+    # A config that is typed is planned, or refused in one line.
     field(page, "config").fill('{"zero_optimization": {"stage": 2},}')
     page.page.wait_for_selector("text=The config is not JSON: line 1, column 35")
     field(page, "config").fill('{"zero_optimization": {"stage": 2}}')

@@ -56,6 +56,14 @@ def rows_of(page, card: str) -> list[list[str]]:
     return [[cell.strip() for cell in row.locator("td").all_text_contents()] for row in texts]
 
 
+def check_width(page) -> None:
+    """In the window of a telephone, whose page the server draws anew, nothing is wider than that."""
+    with page.page.expect_response(lambda answer: "_dash-update-component" in answer.url):
+        page.page.set_viewport_size({"width": 400, "height": 900})
+    page.settle()
+    assert page.page.evaluate("document.documentElement.scrollWidth - window.innerWidth") <= 0
+
+
 def test_the_overview_lists_what_was_sent_once(page, base_url):
     page.open(f"{base_url}/overview?run=run")
     once = [[api.format_bytes(2 / 3 * SIZE), api.format_bytes(SIZE), "1"]]
@@ -64,6 +72,7 @@ def test_the_overview_lists_what_was_sent_once(page, base_url):
         ["step 0", "gradient_reduce", "reduce", *more[0]],
         ["step 3", "checkpoint", "all_gather", *once[0]],
     ]
+    check_width(page)
 
 
 def test_the_matrix_draws_what_gloo_runs_and_what_was_issued(page, base_url):
@@ -89,6 +98,7 @@ def test_the_matrix_draws_what_gloo_runs_and_what_was_issued(page, base_url):
         assert drawn == pytest.approx(wanted, rel=1e-9)
         text = page.page.inner_text("#card-model")
         assert ("against the order of the group" in text) == (measure == "wire")
+    check_width(page)  # the four measures were 80 px wider
 
 
 @pytest.mark.long
@@ -120,7 +130,7 @@ def test_the_buckets_of_a_step_have_both_bytes(page, base_url):
     assert {api.format_bytes(SIZE * 8 / 9), api.format_bytes(SIZE * 2 / 3)} <= set(row)
 
 
-@pytest.mark.sampled
+@pytest.mark.long  # the tests above look at two of these pages, which they open anyway
 @pytest.mark.parametrize(("width", "scheme"), [(400, "dark"), (1280, "light")])
 def test_nothing_is_wider_than_the_window(browser, base_url, width, scheme):
     view = watched(browser, viewport={"width": width, "height": 900}, color_scheme=scheme)

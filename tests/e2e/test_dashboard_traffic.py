@@ -68,6 +68,20 @@ def drawn_sizes(view):
     }
 
 
+def check_charts_and_keys(view):
+    """Every chart has a name, a table and a file; Tab reaches the controls."""
+    for card in view.page.locator(".card:has(.dash-graph)").all():
+        assert card.get_by_role("img").first.get_attribute("aria-label")
+        assert card.locator("details summary").count() == 1
+        assert card.get_by_role("link", name="Download").count() == 1
+    view.page.focus("#page")
+    view.page.keyboard.press("Tab")
+    focused = (
+        "document.activeElement.getAttribute('aria-label') || document.activeElement.labels?.[0]?.innerText"
+    )
+    assert view.page.evaluate(focused) == "Run"
+
+
 def test_the_matrix_and_its_controls(page, base_url, runs):
     def answered(**asked):
         frame = api.matrix(runs / "plain", **asked)
@@ -75,6 +89,8 @@ def test_the_matrix_and_its_controls(page, base_url, runs):
 
     page.open(f"{base_url}/matrix?run=plain&per=total")
     assert answered() == drawn_sizes(page)
+    assert page.page.locator("#card-experts").count() == 0
+    check_charts_and_keys(page)
     choose(page, "Operation", "reduce")
     page.page.wait_for_function("location.search.includes('op=reduce')")
     page.page.wait_for_function(
@@ -121,8 +137,6 @@ def test_the_load_of_experts_and_the_choice_of_the_layer(page, base_url, runs):
     page.page.wait_for_selector("#card-experts >> text=load of blocks.1.moe")
     page.settle()
     assert traces(page, "experts")[0]["z"] == loads("blocks.1.moe")
-    page.open(f"{base_url}/matrix?run=plain")
-    assert page.page.locator("#card-experts").count() == 0
 
 
 @pytest.mark.long
@@ -150,6 +164,7 @@ def test_stragglers_name_the_late_rank(page, base_url, runs):
     assert page.page.locator("#card-late-collectives a >> text=timeline").count() == 50
     first = f"The first 50 of {len(found.collectives)} rows; the CSV file has all."
     assert first in page.page.inner_text("#card-late-collectives")
+    check_charts_and_keys(page)
 
 
 @pytest.mark.long
@@ -167,18 +182,11 @@ def test_an_alignment_with_its_rings(page, base_url, runs):
     page.page.wait_for_selector(f"#card-side-by-side >> text=rank {last['rank']}, group")
 
 
-def test_every_chart_has_a_name_and_its_table_and_keys_reach_the_controls(page, base_url):
-    for path in PATHS:
-        run = "aligned" if path == "/alignment" else "plain"
-        page.open(f"{base_url}{path}?run={run}")
-        for card in page.page.locator(".card:has(.dash-graph)").all():
-            assert card.get_by_role("img").first.get_attribute("aria-label")
-            assert card.locator("details summary").count() == 1
-            assert card.get_by_role("link", name="Download").count() == 1
-        page.page.focus("#page")
-        page.page.keyboard.press("Tab")
-        focused = "document.activeElement.getAttribute('aria-label') || document.activeElement.labels?.[0]?.innerText"
-        assert page.page.evaluate(focused) == "Run"
+@pytest.mark.parametrize("path", ["/buckets", "/alignment"])
+def test_every_chart_has_a_name_and_its_table_and_keys_reach_the_controls(page, base_url, path):
+    """Of the other pages it is looked at where they are opened anyway."""
+    page.open(f"{base_url}{path}?run={'aligned' if path == '/alignment' else 'plain'}")
+    check_charts_and_keys(page)
 
 
 @pytest.mark.long

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
-STEPS = 4
+STEPS = 3
 MICRO_BATCH, SEQUENCE, WIDTH, VOCABULARY, LAYERS = 4, 64, 128, 512, 2
 EXPERTS = 4
 

@@ -15,11 +15,12 @@ from support.checkpoint_training import make_engine, train
 from support.process_group_log import logged
 from support.ranks import run_ranks
 from support.recorded_models import make_batch, make_model
+from support.standing_ranks import run_standing
 
 pytestmark = pytest.mark.ranks
 
 NUMEL = 113_504  # of the model "gpt"
-STEPS = 8
+STEPS = 6  # even, so that the last but one has the batch of the first
 LIMIT = 30_000  # elements of a bucket
 CODECS = {
     "topk": {"algorithm": "topk", "topk_ratio": 0.05},
@@ -82,7 +83,7 @@ def train_all(rank, world):
 
 @functools.cache
 def trained(world=2):
-    return run_ranks(world, train_all, timeout=280)
+    return run_standing(world, train_all, timeout=280)
 
 
 @pytest.mark.parametrize("name", [*SETTINGS, *PRECISIONS])
@@ -217,7 +218,7 @@ def load_alone(rank, world, root):
 
 
 def test_training_goes_on_from_a_checkpoint_bit_by_bit(tmp_path):
-    ranks = run_ranks(2, save_and_resume, str(tmp_path), timeout=200)
+    ranks = run_standing(2, save_and_resume, str(tmp_path), timeout=200)
     for found, steps in ranks:
         assert steps == 3
         for name, (went_on, resumed, same, left) in found.items():
@@ -225,7 +226,7 @@ def test_training_goes_on_from_a_checkpoint_bit_by_bit(tmp_path):
             assert same
             assert bool(left) == ("warming" not in name)
     # One rank gets what two have left over, in sum; with the weights alone, nothing is.
-    ((whole, nothing),) = run_ranks(1, load_alone, str(tmp_path))
+    ((whole, nothing),) = run_standing(1, load_alone, str(tmp_path))
     lefts = [found["topk at stage 2"][3] for found, _ in ranks]
     assert nothing == {} and whole.keys() == lefts[0].keys()
     for name, tensor in whole.items():

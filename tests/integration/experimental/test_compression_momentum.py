@@ -17,6 +17,7 @@ from commprof.ledger.verification import verify
 from support.checkpoint_training import make_engine, train
 from support.ranks import run_ranks
 from support.recording import record
+from support.standing_ranks import run_standing
 
 pytestmark = pytest.mark.ranks
 
@@ -61,14 +62,14 @@ def load_alone(rank, world, root):
 
 
 def test_the_momentum_goes_on_from_a_checkpoint_bit_by_bit(tmp_path):
-    ranks = run_ranks(2, save_and_resume, str(tmp_path), timeout=200)
+    ranks = run_standing(2, save_and_resume, str(tmp_path), timeout=200)
     for found in ranks:
         for name, (went_on, resumed, stored, momenta) in found.items():
             assert resumed == went_on, name
             assert momenta == [0.9, 0.9]
             moved = [each for key, each in stored.items() if key.startswith("corrected momentum of ")]
             assert moved and sum(float(each.abs().sum()) for each in moved) > 0.0, name
-    ((whole, losses),) = run_ranks(1, load_alone, str(tmp_path))
+    ((whole, losses),) = run_standing(1, load_alone, str(tmp_path))
     parts = [found["stage 0"][2] for found in ranks]
     assert whole.keys() == parts[0].keys() and all(loss == loss for loss in losses)
     for name, tensor in whole.items():

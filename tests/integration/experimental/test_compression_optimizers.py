@@ -11,8 +11,8 @@ import torch
 import zero_runtime
 from support.checkpoint_training import make_engine, train
 from support.process_group_log import logged
-from support.ranks import run_ranks
 from support.recorded_models import make_batch, make_model
+from support.standing_ranks import run_standing
 from zero_runtime.errors import ConfigError
 from zero_runtime.experimental.one_bit import measures
 
@@ -61,7 +61,7 @@ def train_all(rank, world):
 
 @functools.cache
 def trained():
-    return run_ranks(2, train_all, timeout=200)
+    return run_standing(2, train_all, timeout=200)
 
 
 WHOLE, COMPRESSED = [("allreduce", "float32", NUMEL)], [("all_gather_single", "uint8", SIGNS)]
@@ -147,7 +147,7 @@ def save_and_resume(rank, world, root):
 
 @pytest.mark.ranks
 def test_training_goes_on_from_a_checkpoint(tmp_path):
-    ranks = run_ranks(2, save_and_resume, str(tmp_path))
+    ranks = run_standing(2, save_and_resume, str(tmp_path))
     for found in ranks:
         for kind, (went_on, resumed, _) in found.items():
             assert resumed == went_on, kind
@@ -215,7 +215,7 @@ def train_in_halves(rank, world, steps):
 @pytest.mark.long
 def test_they_train_models_of_16_bits_on_any_number_of_ranks():
     # Three ranks send signs in two phases; the loss scale of fp16 begins so high that steps are skipped, on all ranks.
-    ranks = run_ranks(3, train_in_halves, 20, timeout=300)
+    ranks = run_standing(3, train_in_halves, 20, timeout=300)
     for key, (_, weights, skipped) in ranks[0].items():
         assert {each[key][1:] for each in ranks} == {(weights, skipped)}, key
         assert bool(skipped) == (key[0] == "fp16")
@@ -247,7 +247,7 @@ def mean_of_noise(rank, world, rounds):
 def test_nothing_is_lost_of_a_mean_in_one_phase_or_two(world):
     """What has arrived, and what the ranks have left over, of the mean or on behalf of all, is what was sent."""
     rounds = 3
-    found = run_ranks(world, mean_of_noise, rounds)
+    found = run_standing(world, mean_of_noise, rounds)
     for number, name in enumerate("ab"):
         sent = sum(numbers[number].double() for numbers, _, _ in found).view(-1) * rounds / world
         arrived = found[0][1][number].double().view(-1)

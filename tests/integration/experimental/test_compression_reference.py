@@ -13,9 +13,9 @@ import pytest
 import torch
 
 import zero_runtime
-from support.ranks import run_ranks
 from support.recorded_models import make_batch, make_model
 from support.simulated_compression import Rules, Workers
+from support.standing_ranks import run_standing
 
 pytestmark = pytest.mark.ranks
 
@@ -137,31 +137,32 @@ def simulate(workers, optimizer, compression, top):
 
 
 @functools.cache
-def trained(world):
-    return run_ranks(world, train_all, CASES if world == 2 else OF_THREE, timeout=280)
+def trained(world, names):
+    return run_standing(world, train_all, {name: (CASES | OF_THREE)[name] for name in names}, timeout=280)
 
 
-def compare(world, name, case):
+def compare(world, name, case, names):
     losses, weights = simulate(world, *case)
-    for rank, found in enumerate(trained(world)):
+    for rank, found in enumerate(trained(world, names)):
         assert found[name][0] == pytest.approx(losses[rank], rel=TOLERANCE), name
         assert float((found[name][1] - weights).norm() / weights.norm()) < OF_WEIGHTS, name
 
 
+@pytest.mark.sampled("corrected, late", "corrected, clipped before", "clipped before, decaying")
 @pytest.mark.parametrize("name", CASES)
-def test_every_step_is_that_of_the_reference(name):
-    compare(2, name, CASES[name])
+def test_every_step_is_that_of_the_reference(cases_that_run, name):
+    compare(2, name, CASES[name], cases_that_run)
 
 
 @pytest.mark.parametrize("name", OF_THREE)
-def test_every_step_of_three_ranks_is_that_of_the_reference(name):
-    compare(3, name, OF_THREE[name])
+def test_every_step_of_three_ranks_is_that_of_the_reference(cases_that_run, name):
+    compare(3, name, OF_THREE[name], cases_that_run)
 
 
 def test_corrected_momentum_without_compression_is_that_of_sgd():
     """A corrected training that compresses only after its last step is the dense one."""
     losses, weights = simulate(2, *CASES["dense"])
     corrected = {**TOPK, "momentum_correction": True, "warmup_steps": STEPS}
-    for rank, (found, weights_found) in enumerate(run_ranks(2, train, MOMENTUM, corrected, {})):
+    for rank, (found, weights_found) in enumerate(run_standing(2, train, MOMENTUM, corrected, {})):
         assert found == pytest.approx(losses[rank], rel=TOLERANCE)
         torch.testing.assert_close(weights_found, weights, rtol=1e-5, atol=1e-7)

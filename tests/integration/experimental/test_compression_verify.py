@@ -14,6 +14,7 @@ import zero_runtime
 from commprof.ledger.verification import verify
 from support.changed_runs import Changed
 from support.recording import record
+from support.standing_ranks import record_standing
 
 pytestmark = pytest.mark.ranks
 
@@ -44,7 +45,7 @@ def train(rank, world, keys):
 @functools.cache
 def recorded(name):
     """The run, and its verdict."""
-    run, _ = record(Path(tempfile.mkdtemp()) / "run", 2, train, CASES[name])
+    run, _ = record_standing(Path(tempfile.mkdtemp()) / "run", 2, train, CASES[name])
     return run, verify(run)
 
 
@@ -158,7 +159,7 @@ def quantised(rank, world, name):
     "name", [pytest.param(name, marks=[pytest.mark.long] * (name != "both")) for name in QUANTISED]
 )
 def test_quantised_messages_of_stage_3_are_explained(tmp_path, name):
-    run, _ = record(tmp_path / "run", 4 if name == "secondary" else 2, quantised, name)
+    run, _ = record_standing(tmp_path / "run", 4 if name == "secondary" else 2, quantised, name)
     verdict = verify(run)
     assert (str(verdict.state), verdict.unexplained) == ("closed", ()), verdict
     rows = [row for row in run.table("collectives").to_pylist() if row["rank"] == 0 and row["step"] == 2]

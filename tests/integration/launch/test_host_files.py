@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from commprof.analysis.storage import host_files
 from commprof.trace.directory import HOSTS_DIRECTORY, SUMMARIES_DIRECTORY
 from commprof.trace.reader import open_run
 from support import hosts as network
+from support.warm_hosts import run_commprof
 
 WHY_NOT = network.why_impossible()
 pytestmark = [pytest.mark.root, pytest.mark.skipif(WHY_NOT is not None, reason=WHY_NOT or "")]
@@ -34,11 +34,11 @@ dist.destroy_process_group()
 """
 
 
-def launch(directory: Path) -> list[str]:
+def launch(directory: Path) -> list[tuple[str, str]]:
     """What `srun commprof run -- torchrun ...` does, with two ranks on each of two hosts; what each launcher has said."""
     with network.hosts(2) as machines:
-        launchers = []
-        for number, machine in enumerate(machines):
+        commands, environments = [], []
+        for number in range(len(machines)):
             variables = {
                 name: value
                 for name, value in network.environment(machines, number).items()
@@ -48,28 +48,12 @@ def launch(directory: Path) -> list[str]:
                 "SLURM_PROCID": str(number), "SLURM_STEP_NUM_TASKS": "2", "SLURM_LOCALID": "0",
                 "SLURM_JOB_ID": "77", "SLURM_STEP_ID": "0",
             }  # fmt: skip
-            words = [
-                "-m",
-                "commprof",
-                "run",
-                "--out",
-                "run",
-                "--",
-                sys.executable,
-                "-m",
-                "torch.distributed.run",
-            ]
+            words = ["run", "--out", "run", "--", sys.executable, "-m", "torch.distributed.run"]
             words += ["--nnodes", "2", "--nproc-per-node", "2", "--node-rank", str(number)]
             words += ["--master-addr", machines[0].address, "--master-port", str(network.PORT), "train.py"]
-            launchers.append(
-                machine.start(
-                    [sys.executable, *words], variables, cwd=directory,
-                    stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-                )
-            )  # fmt: skip
-        said = [launcher.communicate(timeout=200)[0] for launcher in launchers]
-        assert [launcher.returncode for launcher in launchers] == [0, 0], said
-        return said
+            commands.append(words)
+            environments.append(variables)
+        return run_commprof(machines, commands, directory, environments)
 
 
 def test_each_launcher_writes_the_file_of_its_host(tmp_path):

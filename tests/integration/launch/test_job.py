@@ -43,8 +43,12 @@ dist.destroy_process_group()
 """
 
 
-def commprof(*words: str, cwd: Path, env=ENVIRONMENT, input="typed") -> subprocess.CompletedProcess:
-    return command.commprof(*words, cwd=cwd, env=env, input=input, timeout=120, new_interpreters=True)
+def commprof(
+    *words: str, cwd: Path, env=ENVIRONMENT, input="typed", new_interpreters=True
+) -> subprocess.CompletedProcess:
+    return command.commprof(
+        *words, cwd=cwd, env=env, input=input, timeout=120, new_interpreters=new_interpreters
+    )
 
 
 def write(path: Path, text: str) -> Path:
@@ -140,7 +144,8 @@ def test_a_signal_to_commprof_ends_the_ranks_as_it_would_end_the_script(tmp_path
 def test_two_ranks_are_recorded_and_the_last_line_says_so(tmp_path):
     write(tmp_path / "train.py", GLOO)
     write(tmp_path / "ds.json", '{"zero_optimization": {"stage": 2}}\n')
-    done = commprof("run", "--nproc", "2", "train.py", "5", "--config=ds.json", cwd=tmp_path)
+    words = ["--nproc", "2", "train.py", "5", "--config=ds.json"]
+    done = commprof("run", *words, cwd=tmp_path, new_interpreters=False)
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.split("\n")) == ["", "0 32.0", "1 32.0"]
     run = run_of(tmp_path)

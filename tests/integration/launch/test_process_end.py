@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
+
+from support.command import execute
 
 SCRIPT = """
 import os, sys, threading, time, torch, zero_runtime
@@ -29,7 +30,5 @@ atexit.register(ended.set)  # called first of all handlers: the last one registe
 def test_a_thread_of_the_backend_finishes_before_the_interpreter_ends(tmp_path):
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
-    done = subprocess.run(
-        [sys.executable, str(script)], capture_output=True, text=True, check=False, timeout=120
-    )
+    done = execute([sys.executable, str(script)], tmp_path)
     assert (done.returncode, done.stdout.strip().splitlines()[-1:]) == (0, ["done"]), done.stderr

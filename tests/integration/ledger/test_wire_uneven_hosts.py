@@ -15,6 +15,7 @@ import pytest
 
 from support import hosts as network
 from support.command import commprof
+from support.warm_hosts import run_commprof_on_each
 
 ROOT = Path(__file__).parents[3]
 TOLERANCE = 0.02
@@ -149,11 +150,11 @@ dist.destroy_process_group()
 def record(directory, machines, script, *arguments, **planted):
     """Run ``script`` with one rank on each host; what verify says of it: exit code, text in one line, JSON."""
     run = directory / "run"
-    words = ["-m", "commprof", "run", "--wire", "--out", str(run), str(script), *arguments]
+    words = ["run", "--wire", "--out", str(run), str(script), *arguments]
     with pytest.MonkeyPatch.context() as patch:
         for name, value in planted.items():
             patch.setenv(name, str(value))
-        network.run_on_each(machines, [sys.executable, *words], directory)
+        run_commprof_on_each(machines, words, directory)
     said = []
     for options in ([], ["--json"]):
         done = commprof("verify", run, *options, cwd=directory, env=dict(os.environ))

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from commprof.trace.reader import open_run
+from support.command import commprof
 from support.logged_training import issued, results
 from support.recording import calls
 
@@ -21,6 +22,7 @@ import os, signal, sys
 from pathlib import Path
 sys.path.insert(0, sys.argv[2])
 import torch, torch.distributed as dist
+from support.command import commprof
 from support.logged_training import Log, train
 place, ending = Path(sys.argv[1]), sys.argv[3]
 rank = int(os.environ["RANK"])
@@ -93,6 +95,7 @@ import os, sys
 from pathlib import Path
 sys.path.insert(0, sys.argv[2])
 import torch, torch.distributed as dist
+from support.command import commprof
 from support.logged_training import Log, train
 attempt, rank = int(os.environ["TORCHELASTIC_RESTART_COUNT"]), int(os.environ["RANK"])
 torch.set_num_threads(1)
@@ -110,25 +113,11 @@ dist.destroy_process_group()
 def test_an_elastic_restart_keeps_both_attempts_apart(tmp_path):
     program = tmp_path / "program.py"
     program.write_text(_ELASTIC)
-    command = [sys.executable, "-m", "commprof", "run", "--out", str(tmp_path / "run"), "--"]
-    command += [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "1"]
-    command += [
-        "--rdzv-backend",
-        "c10d",
-        "--rdzv-endpoint",
-        "localhost:0",
-        str(program),
-        str(tmp_path),
-        str(ROOT / "tests"),
-    ]
-    environment = {
-        name: value
-        for name, value in os.environ.items()
-        if name not in ("COMMPROF_RUN", "RANK", "WORLD_SIZE")
-    }
-    done = subprocess.run(
-        command, env={**environment, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=150
-    )
+    words = ["run", "--out", str(tmp_path / "run"), "--"]
+    words += [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "1"]
+    words += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
+    words += [str(program), str(tmp_path), str(ROOT / "tests")]
+    done = commprof(*words, cwd=tmp_path, timeout=150)
     assert done.returncode == 0, done.stderr
     run = open_run(tmp_path / "run")
     rows = run.table("collectives").to_pylist()

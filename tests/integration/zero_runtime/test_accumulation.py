@@ -13,7 +13,7 @@ from commprof.requested import Parameter, expected_in_step
 from support.process_group_log import logged
 from support.ranks import run_ranks
 from support.recorded_models import make_batch, make_model
-from support.recording import record
+from support.standing_ranks import record_standing, run_standing
 from zero_runtime import ConfigError, UsageError
 
 pytestmark = pytest.mark.ranks
@@ -109,7 +109,7 @@ def each_and_boundary(rank, world, name):
 @pytest.mark.sampled("reduce_scatter", "stage 3")
 @pytest.mark.parametrize("name", CASES)
 def test_boundary_sends_once_and_has_the_losses_of_each(name):
-    (losses, sums, kept, _), (waiting_losses, waiting_sums, waiting_kept, _) = run_ranks(
+    (losses, sums, kept, _), (waiting_losses, waiting_sums, waiting_kept, _) = run_standing(
         2, each_and_boundary, name
     )[0]
     exact = "bf16" not in name and "fp16" not in name
@@ -186,7 +186,7 @@ def skips(rank, world):
 
 
 def test_an_overflow_skips_the_step_and_drops_the_kept_gradients():
-    assert run_ranks(2, skips) == [(2, 0), (2, 0)]
+    assert run_standing(2, skips) == [(2, 0), (2, 0)]
 
 
 def recorded(rank, world, zero):
@@ -197,7 +197,7 @@ def recorded(rank, world, zero):
     "zero", [{"stage": 2}, {"stage": 3}, {"stage": 3, "stage3_gather_unit": "block"}], ids=str
 )
 def test_verify_closes_a_run_that_decided_for_boundary(tmp_path, zero):
-    run, _ = record(tmp_path / "run", 2, recorded, zero)
+    run, _ = record_standing(tmp_path / "run", 2, recorded, zero)
     verdict = verify(run)
     assert verdict.exit_code == 0, str(verdict)
 
@@ -232,4 +232,4 @@ def not_paused(rank, world):
 
 
 def test_no_sync_at_stage_2_names_the_key():
-    assert re.search("gradient_accumulation_reduce boundary", run_ranks(2, not_paused)[0])
+    assert re.search("gradient_accumulation_reduce boundary", run_standing(2, not_paused)[0])

@@ -17,7 +17,7 @@ from support.recording import record
 from zero_runtime import checkpointing
 
 pytestmark = pytest.mark.ranks
-WIDTH, DEPTH, LAYERS, STEPS = 48, 2, 2, 3
+WIDTH, DEPTH, LAYERS, STEPS = 48, 2, 2, 2
 TIGHT = {
     "stage3_param_persistence_threshold": 0,
     "stage3_prefetch_bucket_size": 0,

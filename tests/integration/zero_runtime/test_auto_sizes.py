@@ -16,6 +16,7 @@ from support.process_group_log import logged
 from support.ranks import run_ranks
 from support.recorded_models import make_batch, make_model
 from support.recording import record
+from support.standing_ranks import run_standing
 from zero_runtime.comm import DataParallelGroup
 from zero_runtime.experimental.topology_aware.costs import Cost
 from zero_runtime.startup import message_sizes
@@ -110,9 +111,9 @@ def test_a_calibration_decides_the_smallest_size_at_90_percent_of_the_bandwidth(
 def test_sizes_are_elements_of_the_dtype_that_is_sent(tmp_path):
     path = calibration(tmp_path / "c.json")
     zero = {"stage": 2, "reduce_bucket_size": "auto", "allgather_bucket_size": "auto"}
-    used = run_ranks(2, train, config(zero, path, bf16={"enabled": True}, communication_data_type="fp32"))[0][
+    used = run_standing(2, train, config(zero, path, bf16={"enabled": True}, communication_data_type="fp32"))[
         0
-    ]
+    ][0]
     assert used["reduce_bucket_size"] * 4 == pytest.approx(KNEE["all_reduce"], rel=0.002)
     assert used["allgather_bucket_size"] * 2 == pytest.approx(KNEE["all_gather"], rel=0.002)
 
@@ -146,7 +147,7 @@ def test_a_calibration_that_cannot_be_used_is_an_error_on_every_rank(tmp_path):
         (path, "no fitted times of all_reduce"),
         (str(tmp_path / "none.json"), "cannot be read"),
     ):
-        found = run_ranks(2, fails, config({"stage": 2, "reduce_bucket_size": "auto"}, file))
+        found = run_standing(2, fails, config({"stage": 2, "reduce_bucket_size": "auto"}, file))
         assert found[0] == found[1]
         assert message in found[0]
 
@@ -176,7 +177,7 @@ def measured(rank, world):
 
 
 def test_all_ranks_measure_the_same():
-    found = run_ranks(2, measured)
+    found = run_standing(2, measured)
     assert found[0] == found[1]
     assert found[0][0] >= 0
     assert found[0][1] > 0

@@ -14,8 +14,8 @@ import zero_runtime
 from support import recorded
 from support.checkpoint_training import FEATURES, Odd, differences, everything_in, make_engine, train
 from support.process_group_log import logged
-from support.ranks import run_ranks
 from support.recorded_models import make_batch, make_model
+from support.standing_ranks import run_standing
 from zero_runtime.checkpoint import consolidated_state_dict
 
 pytestmark = pytest.mark.ranks
@@ -64,7 +64,7 @@ SETTINGS = {
 def saved(tmp_path_factory):
     """The directory of each setting's checkpoint of 2 ranks, and what they did from there."""
     root = tmp_path_factory.mktemp("checkpoints")
-    return root, run_ranks(2, save_and_resume, str(root), timeout=280)
+    return root, run_standing(2, save_and_resume, str(root), timeout=280)
 
 
 def save_and_resume(rank, world, root):
@@ -131,7 +131,7 @@ def load_and_save_again(rank, world, root, again, crossings):
 def crossed(saved, tmp_path_factory):
     again = tmp_path_factory.mktemp("again")
     outcomes = {
-        world: run_ranks(
+        world: run_standing(
             world,
             load_and_save_again,
             str(saved[0]),
@@ -186,7 +186,7 @@ def change_by_script(rank, world, root):
 
 
 def test_what_a_script_changes_in_slices_is_saved_and_loaded_over(tmp_path):
-    for changed, loaded in run_ranks(2, change_by_script, str(tmp_path)):
+    for changed, loaded in run_standing(2, change_by_script, str(tmp_path)):
         assert changed == loaded
     kept = everything_in(tmp_path / "after")["second.weight"]
     assert torch.equal(kept, torch.full_like(kept, 1 / 3).bfloat16().float())
@@ -209,7 +209,7 @@ def without_optimizer(rank, world, root):
 
 
 def test_an_engine_without_an_optimizer_keeps_its_model(tmp_path):
-    for losses in run_ranks(2, without_optimizer, str(tmp_path)):
+    for losses in run_standing(2, without_optimizer, str(tmp_path)):
         # Not bit by bit: a product may be summed in another order where a gathered weight lies otherwise in memory.
         assert losses == pytest.approx([losses[0]] * len(losses), rel=1e-6)
 
@@ -240,8 +240,8 @@ def constructed_in_slices(rank, world, root, save):
 
 
 def test_a_model_made_in_slices_goes_on_at_another_world_size(tmp_path):
-    went_on = run_ranks(3, constructed_in_slices, str(tmp_path), True)[0]
-    assert run_ranks(2, constructed_in_slices, str(tmp_path), False)[0] == pytest.approx(went_on, rel=1e-5)
+    went_on = run_standing(3, constructed_in_slices, str(tmp_path), True)[0]
+    assert run_standing(2, constructed_in_slices, str(tmp_path), False)[0] == pytest.approx(went_on, rel=1e-5)
 
 
 # Against what DeepSpeed did.
@@ -309,7 +309,7 @@ def load_recorded(rank, world, root, pairs):
 def recorded_loads():
     root = tempfile.mkdtemp()
     saves = [f"C_ckptx_a_save_s{stage}_w2" for stage in (1, 2, 3)]
-    run_ranks(2, save_recorded, root, saves, timeout=200)
+    run_standing(2, save_recorded, root, saves, timeout=200)
     pairs = [(f"C_ckptx_a_save_s{stage}_w2", f"C_ckptx_b_loaduniv_s{stage}_as_w{{}}") for stage in (1, 2, 3)]
     outcomes = {}
     for world in (1, 2, 3):
@@ -318,7 +318,7 @@ def recorded_loads():
             mine.append((saves[0], "C_ckptx_c_s1_as_s2_w2"))
         if world == 3:
             mine.append((saves[1], "C_ckptx_c_univ_s2_as_s1_w3"))
-        outcomes[world] = run_ranks(world, load_recorded, root, mine, timeout=200)
+        outcomes[world] = run_standing(world, load_recorded, root, mine, timeout=200)
     return outcomes
 
 
@@ -337,7 +337,7 @@ def test_losses_after_loading_are_those_that_deepspeed_had(world):
 @pytest.fixture(scope="module")
 def recorded_saves(tmp_path_factory):
     root = tmp_path_factory.mktemp("recorded")
-    return root, run_ranks(2, save_recorded, str(root), RECORDED_SAVES, timeout=200)
+    return root, run_standing(2, save_recorded, str(root), RECORDED_SAVES, timeout=200)
 
 
 RECORDED_SAVES = ["C_ckpt_s0_w2", "C_ckpt_s2_w2", "C_ckpt_s3_w2", "C_ckpt_s3_gather16_w2"]
@@ -386,6 +386,6 @@ def _whole_around_a_checkpoint(rank, world, folder):
 
 
 def test_small_parameters_are_whole_behind_a_checkpoint_as_behind_a_step(tmp_path):
-    for (before, saved, loaded), persistent in run_ranks(2, _whole_around_a_checkpoint, str(tmp_path)):
+    for (before, saved, loaded), persistent in run_standing(2, _whole_around_a_checkpoint, str(tmp_path)):
         assert not any(before) and any(persistent)
         assert saved == loaded == persistent

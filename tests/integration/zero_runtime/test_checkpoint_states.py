@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import zero_runtime
-from support.ranks import run_ranks
+from support.standing_ranks import run_standing
 
 pytestmark = pytest.mark.ranks
 CONFIG = {
@@ -85,7 +85,7 @@ def resumed(rank, world, root):
 
 
 def test_a_state_of_one_element_goes_from_any_stage_to_any_other(tmp_path):
-    for found in run_ranks(2, resumed, str(tmp_path)):
+    for found in run_standing(2, resumed, str(tmp_path)):
         for (saved, stage), losses in found.items():
             assert losses == pytest.approx(found[saved, "on"], rel=1e-5), (saved, stage)
 
@@ -113,4 +113,4 @@ def _adam_after_adamw(rank, world, directory):
 
 
 def test_adam_that_loads_the_state_of_adamw_stays_adam(tmp_path):
-    assert run_ranks(1, _adam_after_adamw, tmp_path) == [False]
+    assert run_standing(1, _adam_after_adamw, tmp_path) == [False]

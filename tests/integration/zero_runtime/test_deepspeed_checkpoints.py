@@ -19,6 +19,7 @@ import torch
 import zero_runtime
 from support import deepspeed_cases as cases
 from support.ranks import run_ranks
+from support.standing_ranks import run_standing
 from zero_runtime.checkpoint import consolidated_state_dict
 from zero_runtime.checkpoint.__main__ import main as command
 from zero_runtime.checkpoint.deepspeed.torch_file import read
@@ -102,7 +103,7 @@ def counts_in_numbers(name):
 
 @functools.cache
 def resumed(names):
-    return run_ranks(cases.WORLD, go_on, names, timeout=280)
+    return run_standing(cases.WORLD, go_on, names, timeout=280)
 
 
 @pytest.mark.sampled
@@ -145,7 +146,7 @@ def test_it_loads_at_any_stage_and_world_size(stage, world):
         "stage3_sub_groups",
     ]
     names += ["v0.14.5_stage2_round_robin", "v0.16.9_stage3_fp32", "universal_of_stage3_bf16"]
-    outcomes = run_ranks(world, go_on, names, stage, timeout=280)
+    outcomes = run_standing(world, go_on, names, stage, timeout=280)
     for name in names:
         theirs = expected(name)["ranks"]
         tolerance = TOLERANCE[precision(cases.CASES[source(name)])]
@@ -172,7 +173,7 @@ def weights_only(rank, world, stage):
 @pytest.mark.sampled
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_an_export_of_the_weights_loads_as_weights(stage):
-    for rank, found in enumerate(run_ranks(cases.WORLD, weights_only, stage)):
+    for rank, found in enumerate(run_standing(cases.WORLD, weights_only, stage)):
         for (name, _), losses in found.items():
             told = expected(name)["ranks"][rank]["after"]["losses"]
             assert losses == pytest.approx(told[:1], rel=TOLERANCE[precision(cases.CASES[source(name)])])
@@ -223,7 +224,7 @@ def test_steps_that_are_counted_in_numbers(tmp_path):
     counted_in_numbers(tmp_path / "stage0_fp32" / "global_step3" / "mp_rank_00_model_states.pt", True)
     for path in (tmp_path / "stage2_fp32").rglob("*optim_states.pt"):
         counted_in_numbers(path, False)
-    outcomes = run_ranks(cases.WORLD, go_on, ["stage0_fp32", "stage2_fp32"], None, str(tmp_path))
+    outcomes = run_standing(cases.WORLD, go_on, ["stage0_fp32", "stage2_fp32"], None, str(tmp_path))
     for rank, found in enumerate(outcomes):
         for name, mine in found.items():
             assert mine["losses"] == pytest.approx(
@@ -241,7 +242,7 @@ def test_without_files_of_optimizer_states_the_models_own_weights_load(tmp_path)
     shutil.copytree(GOLDEN / "stage2_bf16", tmp_path / "copy")
     for path in (tmp_path / "copy").rglob("*optim_states.pt"):
         path.unlink()
-    for rank, (steps, losses) in enumerate(run_ranks(cases.WORLD, module_alone, str(tmp_path / "copy"))):
+    for rank, (steps, losses) in enumerate(run_standing(cases.WORLD, module_alone, str(tmp_path / "copy"))):
         assert steps == 0
         told = expected("stage2_bf16")["ranks"][rank]["after"]["losses"]
         assert losses == pytest.approx(told[:1], rel=TOLERANCE["bf16"])
@@ -341,7 +342,7 @@ def save_again(rank, world, root, stage):
 def universal(tmp_path_factory):
     """Universal folders, made by the command from checkpoints that three ranks saved at stage 3."""
     root = tmp_path_factory.mktemp("universal")
-    run_ranks(3, save_again, str(root / "saved"), 3, timeout=200)
+    run_standing(3, save_again, str(root / "saved"), 3, timeout=200)
     for name in WRITTEN:
         steps = [] if counts_in_numbers(name) else ["--steps", "tensors"]
         assert command([str(root / "saved" / name), str(root / name), "--universal", *steps]) == 0
@@ -405,7 +406,7 @@ def test_a_dynamic_loss_scale_goes_along_under_deepspeeds_class(universal):
 
 
 def test_a_universal_folder_of_ones_own_loads_again(universal):
-    for rank, found in enumerate(run_ranks(2, go_on, ["stage2_fp32", "stage2_fp16"], 2, str(universal))):
+    for rank, found in enumerate(run_standing(2, go_on, ["stage2_fp32", "stage2_fp16"], 2, str(universal))):
         for name, mine in found.items():
             assert mine["losses"] == pytest.approx(
                 expected(name)["ranks"][rank]["resumed"]["losses"], rel=1e-5

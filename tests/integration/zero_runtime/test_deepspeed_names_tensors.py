@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.support.ranks import run_ranks
+from support.standing_ranks import run_standing
 
 LR = 0.1
 STEPS = 2
@@ -80,7 +80,7 @@ def read(rank, world, settings):
 )
 def test_full_values_gradients_and_states_are_those_of_plain_torch(settings):
     wanted = expected(2)
-    for found in run_ranks(2, read, settings):
+    for found in run_standing(2, read, settings):
         assert found.keys() == wanted.keys()
         for name, values in found.items():
             torch.testing.assert_close(torch.tensor(values), wanted[name], rtol=1e-4, atol=1e-6, msg=name)
@@ -114,7 +114,7 @@ def change(rank, world, settings):
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_what_is_set_is_what_the_next_step_and_the_model_use(stage):
     settings = config(stage, **({"stage3_param_persistence_threshold": 0} if stage == 3 else {}))
-    for used, state, master in run_ranks(2, change, settings):
+    for used, state, master in run_standing(2, change, settings):
         # Gradients of zero, no momentum and no decay: the step leaves 0.5 as it is.
         if stage == 3:
             assert torch.equal(torch.tensor(used), torch.full((7, 5), 0.25))
@@ -135,7 +135,7 @@ def refuse(rank, world):
 
 
 def test_a_parameter_that_nothing_trains_has_none_of_them():
-    assert all(run_ranks(2, refuse))
+    assert all(run_standing(2, refuse))
 
 
 def clamp_gradients(rank, world, settings):
@@ -158,7 +158,7 @@ def clamp_gradients(rank, world, settings):
 @pytest.mark.parametrize("device", ["none", "cpu"])
 def test_norms_of_gradients_that_a_script_has_clamped(device):
     settings = config(3, offload_optimizer={"device": device}) | {"gradient_clipping": 1.0}
-    for before, after, reported in run_ranks(2, clamp_gradients, settings):
+    for before, after, reported in run_standing(2, clamp_gradients, settings):
         # 66 elements of at most 0.01 each.
         assert before > 0.1 > 0.01 * 66**0.5 >= after > 0
         assert reported == pytest.approx(after)

@@ -15,6 +15,7 @@ import zero_runtime
 from support.process_group_log import logged
 from support.ranks import run_ranks
 from support.recorded_models import make_batch, make_model
+from support.standing_ranks import run_standing
 from zero_runtime import ConfigError, UnsupportedError, UsageError
 from zero_runtime.optimizer_step.interface import WrappedOptimizer
 from zero_runtime.tensor_access import safe_get_local_grad
@@ -84,7 +85,7 @@ def ways_to_configure(rank, world, path):
 def test_all_ways_to_configure_train_alike(tmp_path):
     path = tmp_path / "ds.json"
     path.write_text(json.dumps(PLAIN))
-    for _, losses in run_ranks(2, ways_to_configure, path):
+    for _, losses in run_standing(2, ways_to_configure, path):
         for each in losses[1:]:
             assert each == pytest.approx(losses[0], rel=1e-6)
 
@@ -106,7 +107,7 @@ def sizes_of_two_groups(rank, world):
 def test_each_param_group_has_its_own_norm_and_gathering():
     matrices = 131 * 37 + 257 * 131 + 67 * 257 + 11 * 67
     padded = -(-matrices // 6) * 6
-    for calls, rates, groups in run_ranks(3, sizes_of_two_groups):
+    for calls, rates, groups in run_standing(3, sizes_of_two_groups):
         assert calls[-4:] == [
             ("allreduce", 1),
             ("allreduce", 1),
@@ -129,8 +130,8 @@ def test_messages_of_a_model_whose_weight_lies_in_all_pieces():
     """Recorded from DeepSpeed 0.19.8 with the same model on 3 ranks."""
     to_owners = [(18_291, 2), (14_002, 0), (18_980, 1), (685, 2), (4_978, 0)]
     together = [(18_291, None), (32_982, None), (685, None), (4_978, None)]
-    assert run_ranks(3, messages_of_a_backward_pass, False) == [to_owners] * 3
-    assert run_ranks(3, messages_of_a_backward_pass, True) == [together] * 3
+    assert run_standing(3, messages_of_a_backward_pass, False) == [to_owners] * 3
+    assert run_standing(3, messages_of_a_backward_pass, True) == [together] * 3
 
 
 def follow_schedules(rank, world):
@@ -157,7 +158,7 @@ def follow_schedules(rank, world):
 
 
 def test_schedules():
-    (found,) = run_ranks(1, follow_schedules)
+    (found,) = run_standing(1, follow_schedules)
     log4 = torch.log(torch.tensor([1.0, 2.0, 3.0, 4.0])) / torch.log(torch.tensor(4.0)) * 0.01
     assert found["log"] == pytest.approx([0.0, *log4.tolist(), 0.01])
     assert found["linear"] == pytest.approx([0.0, 0.0, 0.0025, 0.005, 0.0075, 0.01])
@@ -172,7 +173,7 @@ def share_out_data(rank, world):
 
 
 def test_training_data_is_shared_out_in_micro_batches():
-    shares = run_ranks(2, share_out_data)
+    shares = run_standing(2, share_out_data)
     assert [[len(batch) for batch in share] for share in shares] == [[4, 4, 3]] * 2
     assert sorted(each for share in shares for batch in share for each in batch) == list(range(22))
 
@@ -199,7 +200,7 @@ def overflow(rank, world):
 
 
 def test_a_step_is_skipped_on_all_ranks_when_a_gradient_of_one_overflows():
-    for outcomes in run_ranks(2, overflow):
+    for outcomes in run_standing(2, overflow):
         assert outcomes == [(True, (1, 1, False), True)] * 3
 
 
@@ -226,7 +227,7 @@ def answers(rank, world):
 
 
 def test_the_engine_answers_as_deepspeed_does():
-    found = run_ranks(2, answers)
+    found = run_standing(2, answers)
     for rank, each in enumerate(found):
         assert each["boundaries"] == [False, False, True] and all(each["gradients"])
         assert each["sizes"] == (24, 4, 3) and each["counts"] == (1, 3, 24)
@@ -353,7 +354,7 @@ def which_optimizer(rank, world):
 
 def test_the_optimizer_of_stage_0_is_known_as_the_one_that_was_given():
     expected = [(True, True, True), (False, False, False), (False, False, False)]
-    assert run_ranks(2, which_optimizer) == [expected] * 2
+    assert run_standing(2, which_optimizer) == [expected] * 2
 
 
 def groups_by_name(rank, world):
@@ -380,7 +381,7 @@ def groups_by_name(rank, world):
 
 
 def test_groups_and_gradients_have_deepspeeds_names():
-    run_ranks(2, groups_by_name)
+    run_standing(2, groups_by_name)
 
 
 def dtypes_by_name(rank, world):
@@ -408,11 +409,11 @@ def dtypes_by_name(rank, world):
 
 
 def test_dtypes_are_asked_for_and_cast_by_deepspeeds_names():
-    run_ranks(1, dtypes_by_name)
+    run_standing(1, dtypes_by_name)
 
 
 def test_misuse_is_refused_with_the_reason():
-    (found,) = run_ranks(1, misuse)
+    (found,) = run_standing(1, misuse)
     for (_, message, _), text in zip(MISUSE, found, strict=True):
         assert message in text and "\n" not in text
 

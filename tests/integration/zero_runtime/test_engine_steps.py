@@ -10,8 +10,8 @@ from torch.nn import functional as F
 
 import zero_runtime
 from support.process_group_log import logged
-from support.ranks import run_ranks
 from support.recorded_models import Perceptron, make_batch, make_model
+from support.standing_ranks import run_standing
 from zero_runtime import ConfigError, UsageError
 from zero_runtime.training.data_loading import RepeatingLoader
 
@@ -118,7 +118,7 @@ def whole_steps(rank, world):
 
 
 def test_train_batch_is_forward_backward_and_step_of_each_micro_batch():
-    ranks = run_ranks(2, whole_steps)
+    ranks = run_standing(2, whole_steps)
     for found, errors in ranks:
         for stage in range(4):
             assert found[stage][1] == pytest.approx(found[stage][0], rel=1e-6), stage
@@ -161,7 +161,7 @@ def coalesced(rank, world):
 
 
 def test_a_coalesced_block_is_one_step_that_is_reduced_once():
-    for found in run_ranks(2, coalesced):
+    for found in run_standing(2, coalesced):
         for stage, (steps, norms, taken, inside) in found.items():
             assert steps == 3 and taken == [False, True]
             assert norms[0] == pytest.approx(norms[1], rel=1e-5), stage
@@ -194,7 +194,7 @@ def _nested(outer, inner):
 
 
 def test_blocks_that_hold_gradients_back_are_not_mixed():
-    (errors,) = run_ranks(1, misuse_of_blocks)
+    (errors,) = run_standing(1, misuse_of_blocks)
     for error, expected in zip(
         errors,
         ("works at stages 1 to 3", "inside another block", "step was called inside", "no_sync has no effect"),
@@ -228,7 +228,7 @@ def loaders(rank, world):
 
 
 def test_loaders_give_each_rank_its_share_again_and_again():
-    ranks = run_ranks(2, loaders)
+    ranks = run_standing(2, loaders)
     for passes, count, in_order, full, again, refused in ranks:
         assert [len(batch) for batch in passes[0]] == [4, 4, 3]
         assert passes[0] == passes[1] != passes[2]  # as DeepSpeed's, shuffled anew only by set_epoch
@@ -260,7 +260,7 @@ def batch_sizes(rank, world):
 
 
 def test_the_batch_size_can_change_between_steps():
-    for sizes, taken, refused in run_ranks(2, batch_sizes):
+    for sizes, taken, refused in run_standing(2, batch_sizes):
         assert sizes == [(16, 4, 2), (24, 4, 3), (12, 2, 3)]
         assert taken == 1
         assert (
@@ -292,7 +292,7 @@ def answers(rank, world):
 
 
 def test_the_engine_answers_for_its_configuration():
-    (found,) = run_ranks(1, answers)
+    (found,) = run_standing(1, answers)
     assert list(found.values()) == [
         *(3, True, True, 20_000, 50_000_000, 100_000, "AdamW", None, None, False, True, None, {}),
         [(0.9, 0.999)],
@@ -309,7 +309,7 @@ def state_of_slices(rank, world):
 
 
 def test_a_state_of_empty_parameters_is_refused():
-    assert all(run_ranks(2, state_of_slices))
+    assert all(run_standing(2, state_of_slices))
 
 
 def loaded_weights(rank, world):
@@ -331,6 +331,6 @@ def loaded_weights(rank, world):
 
 
 def test_loaded_weights_are_what_the_optimizer_goes_on_from():
-    for found in run_ranks(2, loaded_weights):
+    for found in run_standing(2, loaded_weights):
         assert found.pop((0, True)) < 4e-3  # bf16
         assert set(found.values()) == {0.0}

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 import zero_runtime
-from support.ranks import run_ranks
+from support.standing_ranks import run_standing
 from zero_runtime.checkpoint import consolidated_state_dict
 from zero_runtime.errors import ConfigError, UnsupportedError, UsageError
 from zero_runtime.experts.layer import MoE
@@ -78,9 +78,10 @@ def losses_of(rank, world, ep_size, stage, config=None):
 @functools.cache
 def plain_losses():
     """Those of four ranks that all have all experts, at stage 0."""
-    return run_ranks(4, losses_of, 1, 0)
+    return run_standing(4, losses_of, 1, 0)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("ep_size", "stage", "zero"),
     [
@@ -94,7 +95,7 @@ def plain_losses():
 )
 def test_losses_do_not_depend_on_how_experts_are_divided(ep_size, stage, zero):
     config = {"zero_optimization": {"stage": stage, "reduce_bucket_size": 200, **zero}}
-    for mine, plain in zip(run_ranks(4, losses_of, ep_size, stage, config), plain_losses(), strict=True):
+    for mine, plain in zip(run_standing(4, losses_of, ep_size, stage, config), plain_losses(), strict=True):
         assert mine == pytest.approx(plain, rel=1e-5)
 
 
@@ -111,17 +112,20 @@ def interrupted(rank, world, directory, saved, loaded):
     return continued, train(other, rank, STEPS)
 
 
+@pytest.mark.sampled(
+    "saved1-loaded1", "saved2-loaded2"
+)  # from stage 2 and from stage 0, both to another ep_size
 @pytest.mark.parametrize(
     ("saved", "loaded"),
     [((2, 2), (2, 2)), ((2, 2), (4, 1)), ((4, 0), (2, 2)), ((1, 1), (4, 2)), ((4, 2), (1, 0))],
 )
 def test_training_goes_on_at_another_ep_size_and_stage(tmp_path, saved, loaded):
-    for continued, resumed in run_ranks(4, interrupted, str(tmp_path), saved, loaded):
+    for continued, resumed in run_standing(4, interrupted, str(tmp_path), saved, loaded):
         assert resumed == pytest.approx(continued, rel=1e-5)
 
 
 def test_a_consolidated_checkpoint_has_all_experts(tmp_path):
-    run_ranks(4, interrupted, str(tmp_path), (4, 2), (4, 2))
+    run_standing(4, interrupted, str(tmp_path), (4, 2), (4, 2))
     state = consolidated_state_dict(tmp_path)
     torch.manual_seed(0)
     model = Model(1)
@@ -143,7 +147,7 @@ def weights_saved(rank, world, directory, *setting):
 
 @pytest.mark.parametrize("setting", [(2, 1), (4, 0)])
 def test_the_weights_of_all_experts_are_saved_in_one_file(tmp_path, setting):
-    assert all(run_ranks(4, weights_saved, tmp_path, *setting))
+    assert all(run_standing(4, weights_saved, tmp_path, *setting))
     expected = consolidated_state_dict(tmp_path / "checkpoint")
     for state in (load_file(tmp_path / "model.safetensors"), torch.load(tmp_path / "pytorch_model.bin")):
         assert set(state) == set(Model(1).state_dict()) == set(expected)
@@ -165,8 +169,8 @@ def saved_again(rank, world, directory, again, *setting):
 
 
 def test_a_checkpoint_passes_through_another_number_of_ranks(tmp_path):
-    run_ranks(4, saved, str(tmp_path / "four"), 2, 2)
-    run_ranks(2, saved_again, str(tmp_path / "four"), str(tmp_path / "two"), 2, 0)
+    run_standing(4, saved, str(tmp_path / "four"), 2, 2)
+    run_standing(2, saved_again, str(tmp_path / "four"), str(tmp_path / "two"), 2, 0)
     before, after = consolidated_state_dict(tmp_path / "four"), consolidated_state_dict(tmp_path / "two")
     assert set(before) == set(after)
     assert all(torch.equal(value, after[name]) for name, value in before.items())
@@ -196,7 +200,7 @@ def refusals(rank, world, directory):
 
 
 def test_what_does_not_go_together_is_refused_with_what_to_do(tmp_path):
-    for messages in run_ranks(2, refusals, str(tmp_path)):
+    for messages in run_standing(2, refusals, str(tmp_path)):
         for name, words in {
             "stage 3": "experts (mixture.deepspeed_moe), and zero_optimization.stage is 3; use stage 0, 1 or 2",
             "all_reduce": "set both to true",
@@ -219,7 +223,7 @@ def full_values(rank, world):
 
 
 def test_values_of_an_expert_are_those_of_the_ranks_that_have_it():
-    ranks = run_ranks(4, full_values)
+    ranks = run_standing(4, full_values)
     assert ranks[0] == ranks[2] and ranks[1] == ranks[3]
     assert ranks[0][2] != ranks[1][2] and ranks[0][0] != ranks[1][0]
 
@@ -260,7 +264,7 @@ def experts_alone(rank, world, config, frozen):
     ],
 )
 def test_experts_are_trained_with_everything_else_frozen(config):
-    trained = run_ranks(2, experts_alone, config, True)
+    trained = run_standing(2, experts_alone, config, True)
     assert any(changed for changed, _, _ in trained)  # no token may have chosen the experts of a rank
     assert 0 < trained[0][1] == pytest.approx(trained[1][1])
 
@@ -280,9 +284,9 @@ def frozen_and_passed(rank, world):
 
 
 def test_frozen_experts_that_are_passed_are_refused_with_what_to_do():
-    run_ranks(2, frozen_and_passed)
+    run_standing(2, frozen_and_passed)
     config = {"zero_optimization": {"stage": 1}}
-    assert all(changed for changed, _, _ in run_ranks(2, experts_alone, config, False))
+    assert all(changed for changed, _, _ in run_standing(2, experts_alone, config, False))
 
 
 def evaluated(rank, world):
@@ -294,5 +298,5 @@ def evaluated(rank, world):
 
 
 def test_evaluation_and_queries():
-    for loss, has_experts, count in run_ranks(2, evaluated):
+    for loss, has_experts, count in run_standing(2, evaluated):
         assert loss > 0 and has_experts and count == [EXPERTS]

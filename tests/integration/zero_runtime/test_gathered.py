@@ -11,6 +11,7 @@ from torch import nn
 import zero_runtime
 from support.process_group_log import logged
 from support.ranks import run_ranks
+from support.standing_ranks import run_standing
 from zero_runtime import errors, zero
 from zero_runtime.comm import DataParallelGroup
 from zero_runtime.sharding.gather_schedule.policy import ResidencyPolicy
@@ -362,7 +363,7 @@ STORIES = (
 
 @functools.cache
 def outcomes():
-    return run_ranks(2, tell_all, timeout=120)
+    return run_standing(2, tell_all, timeout=120)
 
 
 def tell_all(rank, world):
@@ -407,7 +408,7 @@ def secondary(rank, world):
 
 def test_secondary_slices():
     """After a step the first gathering asks all ranks; until the next step it asks the ranks of the pair."""
-    for rank, calls in enumerate(run_ranks(4, secondary, timeout=100)):
+    for rank, calls in enumerate(run_standing(4, secondary, timeout=100)):
         pair = ("0-1", "0-1", "2-3", "2-3")[rank]
         groups = {
             (step, phase): {call.group for call in calls if (call.step, call.phase) == (step, phase)}

@@ -16,6 +16,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import zero_runtime
 from support import recorded_models
 from support.ranks import run_ranks
+from support.standing_ranks import run_standing
 from zero_runtime.errors import ConfigError, UnsupportedError, UsageError
 from zero_runtime.offload import moves
 from zero_runtime.training.moved_states import STATES, get_state_devices
@@ -149,7 +150,7 @@ def compare(rank, world, names):
 @pytest.mark.parametrize("first", [0, 1])
 def test_training_goes_on_as_if_the_states_had_stayed(first):
     names = list(CASES)[first::2]
-    for found in run_ranks(2, compare, names):
+    for found in run_standing(2, compare, names):
         assert list(found) == names
         for name, freed in found.items():
             # The masters of an fp32 model are its parameters: alone they have no memory to free.
@@ -188,7 +189,7 @@ def checkpoints(rank, world, path):
 
 
 def test_a_checkpoint_saved_while_they_are_away_is_complete(tmp_path):
-    run_ranks(2, checkpoints, tmp_path)
+    run_standing(2, checkpoints, tmp_path)
 
 
 def refusals(rank, world):
@@ -258,7 +259,7 @@ def refusals(rank, world):
 
 
 def test_what_needs_them_is_refused_while_they_are_away():
-    run_ranks(2, refusals)
+    run_standing(2, refusals)
 
 
 def untouched(rank, world):

@@ -14,6 +14,7 @@ from support import recorded_models
 from support.checkpoint_training import differences, everything_in
 from support.process_group_log import logged
 from support.ranks import RankError, run_ranks
+from support.standing_ranks import run_standing
 from zero_runtime import tensor_access
 from zero_runtime.errors import OffloadError
 
@@ -136,7 +137,7 @@ def compare(rank, world, path, cases):
 @pytest.mark.parametrize("half", [0, 1])
 def test_losses_and_weights_are_those_without_offload(tmp_path, half):
     cases = dict(list(CASES.items())[half::2])
-    for found, left in run_ranks(2, compare, tmp_path, cases):
+    for found, left in run_standing(2, compare, tmp_path, cases):
         assert left == []
         for name, count in found.items():
             assert count >= (0 if "without state" in name else 2), name
@@ -153,7 +154,7 @@ def messages(rank, world, path):
 
 
 def test_no_message_is_sent_for_it(tmp_path):
-    for plain, offloaded in run_ranks(2, messages, tmp_path):
+    for plain, offloaded in run_standing(2, messages, tmp_path):
         assert plain == offloaded and len(plain) > 5
 
 
@@ -181,7 +182,7 @@ def resume(rank, world, path, directory):
 
 
 def test_a_checkpoint_of_what_is_in_files_loads_anywhere(tmp_path):
-    for expected, found in run_ranks(2, resume, tmp_path / "nvme", tmp_path / "saved"):
+    for expected, found in run_standing(2, resume, tmp_path / "nvme", tmp_path / "saved"):
         assert found[0] == expected and found[1] == expected
         assert found[2] == pytest.approx(expected, rel=5e-3)
     first = everything_in(tmp_path / "saved" / "files")
@@ -219,7 +220,7 @@ def look(rank, world, path, stage):
 @pytest.mark.sampled
 @pytest.mark.parametrize("stage", [2, 3])
 def test_scripts_see_and_change_what_is_in_files(tmp_path, stage):
-    for plain, filed in run_ranks(2, look, tmp_path, stage):
+    for plain, filed in run_standing(2, look, tmp_path, stage):
         assert torch.equal(plain[0], filed[0])
         assert torch.equal(plain[1], filed[1])
         assert plain[2] == pytest.approx(filed[2], rel=1e-12)
@@ -243,7 +244,7 @@ def grow(rank, world, path):
 
 
 def test_a_param_group_that_joins_later_is_in_files_too(tmp_path):
-    for plain, filed in run_ranks(2, grow, tmp_path):
+    for plain, filed in run_standing(2, grow, tmp_path):
         assert plain[0] == filed[0]
         same(plain[1], filed[1])
 
@@ -314,12 +315,12 @@ def test_a_full_disk_ends_the_training_and_leaves_the_checkpoint(tmp_path):
     if mounted.returncode:
         pytest.skip(f"cannot mount a tmpfs: {mounted.stderr.decode().strip()}")
     try:
-        ((error, losses),) = run_ranks(1, fill, mount, tmp_path / "saved")
+        ((error, losses),) = run_standing(1, fill, mount, tmp_path / "saved")
     finally:
         subprocess.run(["umount", "-l", str(mount)], check=True)
     assert "No space left on device (errno 28)" in error and "524288 bytes are free there" in error
     assert "zero_optimization.offload_optimizer.nvme_path" in error and "last checkpoint" in error
-    assert losses == run_ranks(1, plain)[0]
+    assert losses == run_standing(1, plain)[0]
 
 
 def plain(rank, world):

@@ -17,6 +17,7 @@ import zero_runtime
 from support.process_group_log import logged
 from support.ranks import run_ranks
 from support.recorded_models import make_batch, make_model
+from support.standing_ranks import run_standing
 from zero_runtime import tensor_access
 from zero_runtime.errors import ConfigError, OffloadError
 from zero_runtime.offload import stretches
@@ -27,7 +28,7 @@ from zero_runtime.zero import GatheredParameters, Init
 
 pytestmark = pytest.mark.ranks
 
-STEPS = 3
+STEPS = 2
 NUMEL = 113_504  # of the gpt; each rank of two has half of it, and nothing of padding
 NOTHING_PERSISTENT = {"stage3_param_persistence_threshold": 0}
 TIGHT = {
@@ -75,11 +76,9 @@ WAYS = {
 }
 
 
-def ways(name):
-    """Each of them for two settings, and for the others one."""
-    if name in ("tight", "bf16"):
-        return WAYS
-    return {"some in files, small buffers": WAYS["some in files, small buffers"]}
+ONE = ("some in files, small buffers",)
+SHORT = {"tight": (*WAYS,), "bf16": ONE, "small parameters persistent": ONE}
+OTHERS = {name: ONE for name in SETTINGS if name not in SHORT} | {"bf16": (*WAYS,)}
 
 
 def config_of(setting, offload=None, **more):
@@ -122,16 +121,16 @@ def pager_of(engine) -> Pager:
     return pager
 
 
-def in_ways(rank, world, folder, names):
+def in_ways(rank, world, folder, cases):
     """Losses, messages and final parameters of every setting, without offload and with."""
     found = {}
-    for name in names:
+    for name, ways in cases.items():
         # Small enough for several of each in this model; stretches begin and end within pages.
         stretches._SMALLEST, pages._LARGEST = (1024, 1500) if name in CUT_UP else (2**18, 2**20)
         setting = copy.deepcopy(SETTINGS[name])
         if "offload_optimizer" in setting["zero"]:
             setting["zero"]["offload_optimizer"]["nvme_path"] = folder
-        for way, offload in {"none": None, **ways(name)}.items():
+        for way, offload in {"none": None, **{way: WAYS[way] for way in ways}}.items():
             if offload is not None and offload["device"] == "nvme":
                 offload = {**offload, "nvme_path": folder}
             with logged() as log:
@@ -146,10 +145,6 @@ def in_ways(rank, world, folder, names):
                 numbers = (pager.in_files, pager.largest)
             found[name, way] = losses, calls, weights, numbers
     return found
-
-
-SHORT = ("tight", "bf16", "small parameters persistent")
-OTHERS = [name for name in SETTINGS if name not in SHORT]
 
 
 @pytest.fixture(
@@ -306,7 +301,7 @@ def changing(rank, world, folder):
         with torch.inference_mode():
             seen.append(engine(*make_batch("gpt", 9, 0, rank)).item())
         engine.train()
-        seen += train(engine, rank, 2, 4)
+        seen += train(engine, rank, 1, 4)
         with GatheredParameters(engine.module.parameters()):
             whole = {name: each.clone() for name, each in engine.module.state_dict().items()}
         found.append((seen, value, whole))
@@ -344,7 +339,7 @@ def two_engines(rank, world, folder):
 
 
 def test_two_engines_and_other_stages_after(tmp_path):
-    for same, files, left, empty in run_ranks(2, two_engines, str(tmp_path)):
+    for same, files, left, empty in run_standing(2, two_engines, str(tmp_path)):
         assert same
         assert files == 2 * 2 * 30  # engines, ranks, parameters
         assert left == 0
@@ -373,7 +368,7 @@ def test_checkpoints_at_any_world_size(tmp_path):
     disk, folder = tmp_path / "disk", tmp_path / "checkpoints"
     disk.mkdir()
     for world in (2, 1, 3):
-        for found in run_ranks(world, saved_and_loaded, str(folder), str(disk), world == 2):
+        for found in run_standing(world, saved_and_loaded, str(folder), str(disk), world == 2):
             assert all(each == found[0] for each in found[1:]), world
 
 
@@ -400,7 +395,7 @@ def half_frozen(rank, world, folder):
 
 
 def test_frozen_parameters_and_weights(tmp_path):
-    for filed, plain in run_ranks(2, half_frozen, str(tmp_path)):
+    for filed, plain in run_standing(2, half_frozen, str(tmp_path)):
         assert filed == plain
     weights = [load_file(tmp_path / name / "model.safetensors") for name in ("filed", "plain")]
     assert weights[0].keys() == weights[1].keys()
@@ -424,7 +419,7 @@ def refused(rank, world, folder):
 
 def test_a_folder_that_cannot_be(tmp_path):
     (tmp_path / "file").write_text("in the way")
-    (messages,) = run_ranks(1, refused, str(tmp_path))
+    (messages,) = run_standing(1, refused, str(tmp_path))
     assert messages[0] == messages[1] and messages[2] == messages[3]
     assert "offload_param.nvme_path" in messages[0] and "below" in messages[0]
     assert "nvme_path" in messages[2] and "offload_param" in messages[4]
@@ -446,7 +441,7 @@ def on_a_full_disk(rank, world, folder):
 
 
 def test_a_full_disk_is_one_error(tmp_path):
-    (message,) = run_ranks(1, on_a_full_disk, str(tmp_path))
+    (message,) = run_standing(1, on_a_full_disk, str(tmp_path))
     assert "No space left on device" in message
     assert "set zero_optimization.offload_param.nvme_path to a folder on a larger disk" in message
 

@@ -9,8 +9,8 @@ import torch
 
 import zero_runtime
 from support.process_group_log import logged
-from support.ranks import run_ranks
 from support.recorded_models import make_batch, make_model
+from support.standing_ranks import run_standing
 from zero_runtime import ConfigError, UsageError
 from zero_runtime.sharding.gather_schedule.residency import residency_of
 from zero_runtime.sharding.shards import shard_of
@@ -76,9 +76,9 @@ def train_all(rank, world, stages):
 
 @pytest.mark.long
 def test_every_optimizer_trains_alike_at_every_stage_and_world_size():
-    wanted = run_ranks(1, train_all, [0])[0]
+    wanted = run_standing(1, train_all, [0])[0]
     for world, stages in ((2, [0, 1, 2, 3]), (3, [2, 3])):
-        for found in run_ranks(world, train_all, stages):
+        for found in run_standing(world, train_all, stages):
             for (stage, name), parameters in found.items():
                 for parameter, value in parameters.items():
                     torch.testing.assert_close(
@@ -94,11 +94,11 @@ def test_every_optimizer_trains_alike_at_every_stage_and_world_size():
 @pytest.mark.parametrize("name", ["Lamb", "Muon"])
 def test_a_checkpoint_goes_on_at_any_stage_and_world_size(name, tmp_path):
     optimizer = OPTIMIZERS[name]
-    wanted = run_ranks(2, train, 2, optimizer)[0][0]
+    wanted = run_standing(2, train, 2, optimizer)[0][0]
     for saved_by, loaded_by in (((2, 2), (3, 1)), ((2, 3), (2, 2)), ((3, 1), (1, 0)), ((1, 0), (2, 3))):
         path = tmp_path / f"{saved_by}"
-        run_ranks(saved_by[0], train, saved_by[1], optimizer, str(path), 0, 2)
-        for found, _ in run_ranks(loaded_by[0], train, loaded_by[1], optimizer, str(path), 2):
+        run_standing(saved_by[0], train, saved_by[1], optimizer, str(path), 0, 2)
+        for found, _ in run_standing(loaded_by[0], train, loaded_by[1], optimizer, str(path), 2):
             for parameter, value in found.items():
                 torch.testing.assert_close(value, wanted[parameter], rtol=1e-5, atol=2e-5)
 
@@ -124,7 +124,7 @@ def muon_refused(rank, world, zero, top):
     ],
 )
 def test_muon_needs_whole_gradients(zero, top, words):
-    for said in run_ranks(2, muon_refused, zero, top):
+    for said in run_standing(2, muon_refused, zero, top):
         assert (words is None and said == "") or words in said
 
 
@@ -150,7 +150,7 @@ def test_muon_trains_matrices_but_for_embeddings_heads_and_what_says_no():
     others = [
         *("embedding.weight", "inner.bias", "lm_head.bias", "lm_head.weight", "plain.weight"),
     ]
-    assert run_ranks(1, muon_marks)[0] == [(True, 1e-2, ["inner.weight"]), (False, 1e-3, others)]
+    assert run_standing(1, muon_marks)[0] == [(True, 1e-2, ["inner.weight"]), (False, 1e-3, others)]
 
 
 def lamb_messages(rank, world, stage):
@@ -169,7 +169,7 @@ def lamb_messages(rank, world, stage):
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_lamb_sends_two_numbers_for_each_parameter(stage):
     tensors = len(list(make_model("mlp").parameters()))
-    for sent in run_ranks(2, lamb_messages, stage):
+    for sent in run_standing(2, lamb_messages, stage):
         assert sent.count(("allreduce", 2 * tensors, "float64")) == 1
 
 
@@ -183,7 +183,7 @@ def schedule_rates(rank, world, stage):
 @pytest.mark.sampled
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_a_schedule_drives_rate_and_momentum(stage):
-    for rates in run_ranks(2, schedule_rates, stage):
+    for rates in run_standing(2, schedule_rates, stage):
         assert rates == [
             [[pytest.approx(rate)], [[pytest.approx(momentum), 0.99]]]
             for rate, momentum in ((3e-3, 0.85), (5e-3, 0.8), (3e-3, 0.85))
@@ -236,7 +236,7 @@ def test_without_an_optimizer_every_rank_has_the_mean_gradients(stage, accumulat
             for micro in range(accumulation):
                 (model(*make_batch("mlp", step, micro, rank)) / (2 * accumulation)).backward()
         wanted.append([parameter.grad.flatten().clone() for parameter in model.parameters()])
-    for found, said, sent, parts in run_ranks(2, gradients_without_optimizer, stage, accumulation):
+    for found, said, sent, parts in run_standing(2, gradients_without_optimizer, stage, accumulation):
         for mine, other in zip(found, wanted, strict=True):
             torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-7)
         assert "step needs an optimizer, and there is none" in said
@@ -250,7 +250,7 @@ def test_without_an_optimizer_stage_3_keeps_slices_of_the_mean_gradients():
         (model(*make_batch("mlp", 1, 0, rank)) / 2).backward()
     whole = torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
     slices = []
-    for found, said, *_ in run_ranks(2, gradients_without_optimizer, 3, 1):
+    for found, said, *_ in run_standing(2, gradients_without_optimizer, 3, 1):
         slices.append(found[1][0])
         assert "in shards" in said
     # Padding is zeros, and slices lie by parameter; squares add up in any order.

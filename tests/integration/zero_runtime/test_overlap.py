@@ -21,8 +21,8 @@ from torch.utils.checkpoint import checkpoint
 
 import zero_runtime
 from support.process_group_log import logged
-from support.ranks import run_ranks
 from support.recorded_models import make_batch, make_model
+from support.standing_ranks import run_standing
 
 pytestmark = pytest.mark.ranks
 
@@ -85,26 +85,26 @@ def backward_of_a_late_peer(rank, world, folder, zero, patience):
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 def test_backward_does_not_wait_for_a_late_peer(tmp_path, stage, reduction):
     zero = {"stage": stage, "gradient_reduction": reduction, "overlap_comm": True}
-    assert run_ranks(2, backward_of_a_late_peer, str(tmp_path), zero, LONG_PATIENCE)[1]
+    assert run_standing(2, backward_of_a_late_peer, str(tmp_path), zero, LONG_PATIENCE)[1]
 
 
 def test_backward_of_stage_0_in_buckets_does_not_wait_for_a_late_peer(tmp_path):
     zero = {"stage": 0, "gradient_reduction": "all_reduce", "overlap_comm": True}
-    assert run_ranks(2, backward_of_a_late_peer, str(tmp_path), zero, LONG_PATIENCE)[1]
+    assert run_standing(2, backward_of_a_late_peer, str(tmp_path), zero, LONG_PATIENCE)[1]
 
 
 @pytest.mark.sampled
 @pytest.mark.parametrize("reduction", ["multi_rank_all_reduce", "reduce_scatter"])
 def test_without_overlap_backward_waits_for_a_late_peer(tmp_path, reduction):
     zero = {"gradient_reduction": reduction, "overlap_comm": False}
-    assert not run_ranks(2, backward_of_a_late_peer, str(tmp_path), zero, PATIENCE)[1]
+    assert not run_standing(2, backward_of_a_late_peer, str(tmp_path), zero, PATIENCE)[1]
 
 
 @pytest.mark.parametrize(("reduction", "overlaps"), [("auto", False), ("reduce_scatter", True)])
 def test_overlap_is_the_default_of_reduce_scatter_only(tmp_path, reduction, overlaps):
     patience = LONG_PATIENCE if overlaps else PATIENCE
     zero = {"gradient_reduction": reduction}
-    assert run_ranks(2, backward_of_a_late_peer, str(tmp_path), zero, patience)[1] is overlaps
+    assert run_standing(2, backward_of_a_late_peer, str(tmp_path), zero, patience)[1] is overlaps
 
 
 SETTINGS = [
@@ -119,7 +119,7 @@ SETTINGS = [
 ]
 
 
-def train(model_name, zero, rank, steps=3, accumulation=2):
+def train(model_name, zero, rank, steps=2, accumulation=2):
     """Losses, and the collectives without those of the start."""
     settings = config(**{"reduce_bucket_size": 20_000, **zero}) | {
         "gradient_accumulation_steps": accumulation
@@ -146,7 +146,7 @@ def train_both_ways(rank, world):
 
 @functools.cache
 def trained(world):
-    return run_ranks(world, train_both_ways, timeout=300)
+    return run_standing(world, train_both_ways, timeout=300)
 
 
 @pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.long)])
@@ -203,7 +203,7 @@ def train_branches_every_way(rank, world):
 
 
 def test_gradients_of_earlier_micro_batches_are_reduced_too():
-    for outcomes in run_ranks(2, train_branches_every_way):
+    for outcomes in run_standing(2, train_branches_every_way):
         for losses, norms in outcomes[1:]:
             assert losses == pytest.approx(outcomes[0][0], rel=1e-6)
             assert norms == pytest.approx(outcomes[0][1], rel=1e-6)
@@ -235,7 +235,7 @@ def step_of_a_late_peer(rank, world, folder, overlap, patience):
 @pytest.mark.parametrize("overlap", [False, True])
 def test_a_step_waits_for_the_others_parameters_unless_they_may_come_later(tmp_path, overlap):
     patience = LONG_PATIENCE if overlap else PATIENCE
-    first, second = run_ranks(2, step_of_a_late_peer, str(tmp_path), overlap, patience)
+    first, second = run_standing(2, step_of_a_late_peer, str(tmp_path), overlap, patience)
     assert second[0] is overlap
     assert first[1] == second[1]
 
@@ -330,7 +330,7 @@ def train_tied_all(rank, world, zero):
 @pytest.mark.sampled
 @pytest.mark.parametrize("zero", GATHERS, ids=["whole", "chunks", "parts"])
 def test_parameters_that_come_late_are_waited_for_wherever_they_are_read(zero):
-    for plain, unread, *read in run_ranks(2, train_tied_all, zero):
+    for plain, unread, *read in run_standing(2, train_tied_all, zero):
         assert unread[0] == plain[0]
         for losses, seen in read:
             assert losses == plain[0]
@@ -353,7 +353,7 @@ def initialise_twice(rank, world):
 
 
 def test_a_second_engine_leaves_nothing_of_the_first():
-    first, second = run_ranks(2, initialise_twice)
+    first, second = run_standing(2, initialise_twice)
     assert set(first[0]) == {0}
     assert first[1] == second[1]
 
@@ -388,7 +388,7 @@ def train_reentrant(rank, world):
 
 
 def test_a_parameter_may_get_several_gradients_in_one_backward_pass():
-    for plain, chunked in run_ranks(2, train_reentrant):
+    for plain, chunked in run_standing(2, train_reentrant):
         assert chunked == pytest.approx(plain, rel=1e-5)
 
 
@@ -419,5 +419,5 @@ def train_after_an_error(rank, world):
 
 
 def test_a_backward_pass_that_broke_off_leaves_nothing():
-    for whole, after in run_ranks(2, train_after_an_error):
+    for whole, after in run_standing(2, train_after_an_error):
         assert after == whole

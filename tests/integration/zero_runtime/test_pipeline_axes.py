@@ -10,7 +10,7 @@ from torch.nn import functional as F
 import zero_runtime
 from support import parallel_training as training
 from support.pipelines import MICRO_BATCHES
-from support.ranks import run_ranks
+from support.standing_ranks import run_standing
 from zero_runtime.sequence_parallel import DistributedAttention, mean_over_sequence, own_piece
 
 pytestmark = pytest.mark.ranks
@@ -96,8 +96,8 @@ def _sequences(rank, world, stages, pieces, schedules):
 
 @pytest.mark.long
 def test_stages_of_ranks_that_share_sequences():
-    [expected] = run_ranks(1, _sequences, 1, 1, SCHEDULES[:1])[0]
-    for outcomes in run_ranks(4, _sequences, 2, 2, SCHEDULES):
+    [expected] = run_standing(1, _sequences, 1, 1, SCHEDULES[:1])[0]
+    for outcomes in run_standing(4, _sequences, 2, 2, SCHEDULES):
         for found in outcomes:
             assert found == pytest.approx(expected, rel=1e-4)
 
@@ -144,8 +144,8 @@ def _slices(rank, world, stages, slices, schedules, folder):
 
 def test_stages_of_ranks_that_share_tensors(tmp_path):
     """And one file of all stages, with whole tensors."""
-    [expected] = run_ranks(1, _slices, 1, 1, SCHEDULES[:1], tmp_path)[0]
-    for outcomes in run_ranks(4, _slices, 2, 2, SCHEDULES, tmp_path):
+    [expected] = run_standing(1, _slices, 1, 1, SCHEDULES[:1], tmp_path)[0]
+    for outcomes in run_standing(4, _slices, 2, 2, SCHEDULES, tmp_path):
         for found in outcomes:
             assert found == pytest.approx(expected, rel=1e-4)
     wanted = torch.load(tmp_path / "1-0.bin", weights_only=True)

@@ -17,6 +17,7 @@ import zero_runtime
 from commprof.ledger.verification import verify
 from support.ranks import RankError, run_ranks
 from support.recording import record
+from support.standing_ranks import run_standing
 from zero_runtime.checkpoint.consolidation import consolidated_state_dict, open_checkpoint
 
 pytestmark = pytest.mark.ranks
@@ -100,8 +101,8 @@ def _load(rank, world, directory, stages, stage, tied, chunks=1):
     ids=str,
 )
 def test_training_goes_on_with_any_number_of_stages(tmp_path, saved, loaded, tied):
-    wanted = run_ranks(saved[0], _save, tmp_path, *saved, tied)
-    found = run_ranks(loaded[0], _load, tmp_path, *loaded, tied)
+    wanted = run_standing(saved[0], _save, tmp_path, *saved, tied)
+    found = run_standing(loaded[0], _load, tmp_path, *loaded, tied)
     assert all(each == pytest.approx(wanted[0], rel=1e-5) for each in (*wanted, *found))
 
 
@@ -109,15 +110,15 @@ def test_training_goes_on_with_any_number_of_stages(tmp_path, saved, loaded, tie
 @pytest.mark.parametrize(("saved", "loaded"), [(2, 1), (1, 2)])
 def test_training_goes_on_with_other_virtual_stages(tmp_path, saved, loaded):
     """Each of as many stages as saved it has other layers."""
-    wanted = run_ranks(2, _save, tmp_path, 2, 1, True, saved)
-    found = run_ranks(2, _load, tmp_path, 2, 0, True, loaded)
+    wanted = run_standing(2, _save, tmp_path, 2, 1, True, saved)
+    found = run_standing(2, _load, tmp_path, 2, 0, True, loaded)
     assert all(each == pytest.approx(wanted[0], rel=1e-5) for each in (*wanted, *found))
 
 
 @pytest.mark.long
 def test_what_loading_sends_is_explained(tmp_path):
     """Tied parameters are made equal once each stage has read its own."""
-    run_ranks(1, _save, tmp_path / "saved", 1, 1, True)
+    run_standing(1, _save, tmp_path / "saved", 1, 1, True)
     run, _ = record(tmp_path / "run", 2, _load, tmp_path / "saved", 2, 1, True)
     verdict = verify(run)
     assert (str(verdict.state), verdict.unexplained) == ("closed", ()), verdict
@@ -125,11 +126,11 @@ def test_what_loading_sends_is_explained(tmp_path):
 
 @pytest.mark.long
 def test_replicas_and_stages(tmp_path):
-    wanted = run_ranks(4, _save, tmp_path, 2, 1, True)
-    found = run_ranks(4, _load, tmp_path, 4, 0, True)
+    wanted = run_standing(4, _save, tmp_path, 2, 1, True)
+    found = run_standing(4, _load, tmp_path, 4, 0, True)
     # Without replicas a step has half the samples: it is the first loss after loading that must agree.
     assert all(len(each) == 2 for each in found)
-    again = run_ranks(4, _load, tmp_path, 2, 0, True)
+    again = run_standing(4, _load, tmp_path, 2, 0, True)
     assert all(each == pytest.approx(wanted[0], rel=1e-5) for each in again)
 
 
@@ -151,7 +152,7 @@ def _weights(rank, world, directory):
 
 def test_one_state_dict_of_all_stages(tmp_path):
     """Read back by others: torch and safetensors."""
-    outcomes = run_ranks(2, _weights, tmp_path)
+    outcomes = run_standing(2, _weights, tmp_path)
     consolidated = consolidated_state_dict(tmp_path, "here")
     assert open_checkpoint(tmp_path, "here").manifest.tag == "here"
     file = torch.load(tmp_path / "pytorch_model.bin", weights_only=True)
@@ -185,7 +186,7 @@ def _layer_files(rank, world, directory):
 
 def test_files_of_layers(tmp_path):
     """By DeepSpeed's names; read by other stages than wrote them."""
-    outcomes = run_ranks(2, _layer_files, tmp_path)
+    outcomes = run_standing(2, _layer_files, tmp_path)
     assert sorted(each.name for each in tmp_path.iterdir()) == [
         f"layer_{n:02d}-model_states.pt" for n in range(7)
     ]
@@ -203,8 +204,8 @@ def _load_state_dict(rank, world, directory):
 
 
 def test_a_state_dict_of_all_stages_is_loaded(tmp_path):
-    run_ranks(2, _weights, tmp_path)
-    run_ranks(2, _load_state_dict, tmp_path)
+    run_standing(2, _weights, tmp_path)
+    run_standing(2, _load_state_dict, tmp_path)
 
 
 def _other_model(rank, world, directory):
@@ -214,8 +215,8 @@ def _other_model(rank, world, directory):
 
 
 def test_another_model_is_refused(tmp_path):
-    run_ranks(2, _save, tmp_path, 2, 0, True)
-    run_ranks(1, _other_model, tmp_path)
+    run_standing(2, _save, tmp_path, 2, 0, True)
+    run_standing(1, _other_model, tmp_path)
 
 
 # The same tag again.
@@ -299,7 +300,7 @@ def _save_again(rank, world, directory, stages, number):
 def test_other_stages_save_the_same_tag(tmp_path):
     """The last save counts, whatever wrote the tag before."""
     for number, stages in enumerate((2, 1, 2)):
-        run_ranks(stages, _save_again, tmp_path, stages, number)
+        run_standing(stages, _save_again, tmp_path, stages, number)
         parts = ["part-00000", "part-00001", "parts.json"]
         files = ["manifest.json", "rank-00000-1.safetensors"]
         assert _names(tmp_path / "best") == (parts if stages > 1 else files)
@@ -346,5 +347,5 @@ def _grouped(rank, world, directory, stages, decays):
 
 
 def test_stages_with_other_param_groups(tmp_path):
-    assert run_ranks(2, _grouped, tmp_path, 2, (0.0, 0.1)) == [[0.1], [0.0, 0.1]]
-    assert run_ranks(1, _grouped, tmp_path, 1, (0.5, 0.6)) == [[0.0, 0.1]]
+    assert run_standing(2, _grouped, tmp_path, 2, (0.0, 0.1)) == [[0.1], [0.0, 0.1]]
+    assert run_standing(1, _grouped, tmp_path, 1, (0.5, 0.6)) == [[0.0, 0.1]]

@@ -30,7 +30,7 @@ from support.pipelines import (
     tied,
     train,
 )
-from support.ranks import run_ranks
+from support.standing_ranks import run_standing
 
 pytestmark = pytest.mark.ranks
 
@@ -384,7 +384,7 @@ PROGRAMS = (
 @pytest.mark.sampled
 @pytest.mark.parametrize("third", range(3))
 def test_two_stages(third):
-    run_ranks(2, _in_turn, PROGRAMS[third::3], timeout=300.0)
+    run_standing(2, _in_turn, PROGRAMS[third::3], timeout=300.0)
 
 
 def _in_turn(rank, world, programs):
@@ -407,7 +407,7 @@ def _replicas(rank, world):
 
 
 def test_stages_and_replicas():
-    run_ranks(4, _replicas)
+    run_standing(4, _replicas)
 
 
 def _one_stage(rank, world):
@@ -416,4 +416,4 @@ def _one_stage(rank, world):
 
 
 def test_one_stage():
-    run_ranks(1, _one_stage)
+    run_standing(1, _one_stage)

@@ -25,7 +25,7 @@ from support.pipelines import (
     tied,
     train,
 )
-from support.ranks import run_ranks
+from support.standing_ranks import run_standing
 
 pytestmark = pytest.mark.ranks
 # Each of these runs on two ranks.
@@ -213,7 +213,7 @@ def _two_stages(rank, world, programs):
 
 @pytest.mark.long
 def test_two_stages():
-    run_ranks(2, _two_stages, PROGRAMS, timeout=300.0)
+    run_standing(2, _two_stages, PROGRAMS, timeout=300.0)
 
 
 def _three_stages(rank, world):
@@ -225,7 +225,7 @@ def _three_stages(rank, world):
 
 
 def test_three_stages():
-    run_ranks(3, _three_stages)
+    run_standing(3, _three_stages)
 
 
 def _one_rank(rank, world):
@@ -237,7 +237,7 @@ def _one_rank(rank, world):
 
 def test_one_rank():
     """Which sends to itself what its other part gets."""
-    run_ranks(1, _one_rank)
+    run_standing(1, _one_rank)
 
 
 def _replicas(rank, world):
@@ -247,4 +247,4 @@ def _replicas(rank, world):
 
 
 def test_replicas():
-    run_ranks(4, _replicas)
+    run_standing(4, _replicas)

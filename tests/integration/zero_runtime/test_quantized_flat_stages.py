@@ -10,8 +10,8 @@ import pytest
 
 from commprof.ledger.verification import verify
 from support.changed_runs import Changed
-from support.ranks import run_ranks
 from support.recording import record
+from support.standing_ranks import run_standing
 
 pytestmark = pytest.mark.ranks
 
@@ -146,9 +146,9 @@ def test_bytes_fall_to_a_quarter_and_an_eighth_and_losses_stay():
 @pytest.mark.parametrize("name", [QUICK, "bf16, several micro-batches"])
 def test_a_training_goes_on_from_a_checkpoint_as_if_it_had_not_stopped(tmp_path, name):
     world, zero, others = CASES[name]
-    whole = run_ranks(world, train, zero, others)
-    run_ranks(world, train, zero, others, 3, None, str(tmp_path))
-    rest = run_ranks(world, train, zero, others, STEPS, str(tmp_path))
+    whole = run_standing(world, train, zero, others)
+    run_standing(world, train, zero, others, 3, None, str(tmp_path))
+    rest = run_standing(world, train, zero, others, STEPS, str(tmp_path))
     for (losses, _), (found, _) in zip(whole, rest, strict=True):
         assert found == losses[3:]
 
@@ -156,7 +156,7 @@ def test_a_training_goes_on_from_a_checkpoint_as_if_it_had_not_stopped(tmp_path,
 @pytest.mark.long
 @pytest.mark.parametrize("zero", [BOTH, {"gradient_reduction": "reduce_scatter", "reduce_bucket_size": 900}])
 def test_weights_that_a_script_loads_are_those_that_are_trained(zero):
-    assert all(apart < 1e-2 for apart in run_ranks(2, load_weights, {"stage": 2, **zero}))
+    assert all(apart < 1e-2 for apart in run_standing(2, load_weights, {"stage": 2, **zero}))
 
 
 @pytest.mark.parametrize(

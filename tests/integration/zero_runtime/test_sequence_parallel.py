@@ -15,8 +15,8 @@ from commprof import hooks
 from commprof.analysis import api
 from support import recorded
 from support.process_group_log import logged
-from support.ranks import run_ranks
 from support.recording import record
+from support.standing_ranks import run_standing
 from zero_runtime.sequence_parallel import DistributedAttention, mean_over_sequence, own_piece
 
 LENGTH, WORDS, WIDTH, HEADS = 8, 16, 16, 4
@@ -91,8 +91,8 @@ def _train(rank: int, world: int, stage: int, bf16: bool = False, mesh=None):
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_two_replicas_of_two_pieces_train_as_one_process_does(stage):
-    expected, norm = run_ranks(1, _train, stage)[0]
-    for losses, own in run_ranks(4, _train, stage):
+    expected, norm = run_standing(1, _train, stage)[0]
+    for losses, own in run_standing(4, _train, stage):
         assert losses == pytest.approx(expected, rel=2e-5)
         assert norm is None or own == pytest.approx(norm, rel=1e-4)
 
@@ -106,8 +106,8 @@ def test_its_all_to_alls_are_not_those_of_tokens_of_experts(tmp_path):
 
 
 def test_a_mesh_says_the_same_as_the_keys():
-    expected, _ = run_ranks(1, _train, 1)[0]
-    for losses, _ in run_ranks(2, _train, 1, False, (1, 2)):
+    expected, _ = run_standing(1, _train, 1)[0]
+    for losses, _ in run_standing(2, _train, 1, False, (1, 2)):
         assert losses == pytest.approx(expected, rel=2e-5)
 
 
@@ -135,7 +135,7 @@ def _with_rotary_positions(rank: int, world: int):
 
 def test_rotary_positions_are_the_fifth_argument():
     """As in DeepSpeed, which applies them itself; further arguments are the attention's."""
-    run_ranks(2, _with_rotary_positions)
+    run_standing(2, _with_rotary_positions)
 
 
 def _recorded(rank: int, world: int):
@@ -155,7 +155,7 @@ def test_attention_sends_and_computes_what_deepspeed_was_recorded_to():
     results = json.loads((CASE / "losses.json").read_text())
     with (CASE / "collectives.csv").open() as file:
         rows = list(csv.DictReader(file))
-    for rank, (total, shape, norm, sent) in enumerate(run_ranks(2, _recorded)):
+    for rank, (total, shape, norm, sent) in enumerate(run_standing(2, _recorded)):
         assert total == pytest.approx(results["losses"][str(rank)][0], rel=1e-6)
         theirs = [row for row in rows if row["rank"] == str(rank)]
         assert sent == [

@@ -24,7 +24,7 @@ from commprof.requested import Parameter
 from commprof.requested.zero.zero_stages import expected
 from support import unusual_models as models
 from support.ranks import run_ranks
-from support.recording import record
+from support.standing_ranks import record_standing, run_standing
 
 pytestmark = pytest.mark.ranks
 
@@ -67,11 +67,13 @@ def train_unusual(name, setting, rank):
     return losses
 
 
+def train_unusual_cases(rank, world, cases):
+    return {each: train_unusual(*each.split("-"), rank) for each in cases}
+
+
 @functools.cache
 def unusual_losses(cases):
-    return run_ranks(
-        2, lambda rank, world: {each: train_unusual(*each.split("-"), rank) for each in cases}, timeout=200
-    )
+    return run_standing(2, train_unusual_cases, cases, timeout=200)
 
 
 @pytest.mark.sampled("HalfUsed-kept", "Tied-given back", "Experts-kept")
@@ -178,18 +180,18 @@ FEATURES = {
 }
 
 
-def train_features(name, rank, world):
+def train_features(rank, world, name):
     features = FEATURES[name]
     found = {}
     for setting in ({}, KEPT, GIVEN_BACK):
         engine = engine_of(config_of(setting, accumulation=2), features)
-        found[str(setting)] = run(engine, batches(rank, 6), evaluates=True)
+        found[str(setting)] = run(engine, batches(rank, 4), evaluates=True)
     return found
 
 
 @pytest.mark.parametrize("name", FEATURES)
 def test_blocks_have_the_losses_of_modules(name):
-    for found in run_ranks(2, lambda rank, world: train_features(name, rank, world), timeout=120):
+    for found in run_standing(2, train_features, name):
         reference, *others = found.values()
         for each in others:
             torch.testing.assert_close(each, reference, rtol=1e-6, atol=1e-7)
@@ -203,7 +205,7 @@ def train_in_fp16(rank, world):
 
 
 def test_overflows_skip_the_same_steps():
-    for reference, *others in run_ranks(2, train_in_fp16, timeout=120):
+    for reference, *others in run_standing(2, train_in_fp16, timeout=120):
         assert reference[1] > 0
         for losses, skipped in others:
             assert skipped == reference[1]
@@ -227,28 +229,28 @@ def train_with_pauses(rank, world):
 
 
 def test_gradients_may_be_reduced_after_several_passes():
-    for reference, *others in run_ranks(2, train_with_pauses, timeout=120):
+    for reference, *others in run_standing(2, train_with_pauses, timeout=120):
         for each in others:
             torch.testing.assert_close(each, reference, rtol=1e-6, atol=1e-7)
 
 
 def resume(rank, world, folder):
-    words = batches(rank, 6)
+    words = batches(rank, 4)
     whole = run(engine_of(config_of({})), words)
     found = []
     for saved, loaded in (({}, KEPT), (KEPT, GIVEN_BACK), (GIVEN_BACK, {})):
         first = engine_of(config_of(saved))
-        head = run(first, words[:3])
+        head = run(first, words[:2])
         place = f"{folder}/{saved}-{loaded}"
         first.save_checkpoint(place)
         second = engine_of(config_of(loaded))
         second.load_checkpoint(place)
-        found.append(head + run(second, words[3:]))
+        found.append(head + run(second, words[2:]))
     return whole, found
 
 
 def test_checkpoints_load_with_another_unit(tmp_path):
-    for whole, found in run_ranks(2, resume, tmp_path, timeout=120):
+    for whole, found in run_standing(2, resume, tmp_path, timeout=120):
         for each in found:
             torch.testing.assert_close(each, whole, rtol=1e-6, atol=1e-7)
 
@@ -275,7 +277,7 @@ RECORDED = {
     "little memory": (config_of({**KEPT, "stage3_max_live_parameters": 1000}), ()),
     "tied, own parameter": (config_of(KEPT), ("tied", "own parameter")),
 }
-STEPS = 5
+STEPS = 4
 
 
 def requested(config, run):
@@ -307,7 +309,7 @@ def _messages(row):
 def test_the_messages_are_those_that_are_requested(name):
     config, features = RECORDED[name]
     folder = Path(tempfile.mkdtemp()) / "run"
-    made, _ = record(folder, 3, train_recorded, config, features, STEPS)
+    made, _ = record_standing(folder, 3, train_recorded, config, features, STEPS)
     verdict = verify(made)
     assert (str(verdict.state), verdict.unexplained, verdict.disagreements) == ("closed", (), ()), verdict
     wanted = requested(config, made)
@@ -336,7 +338,7 @@ def train_alike(rank, world, setting):
 
 @pytest.mark.parametrize(("setting", "two_from"), [(KEPT, 2), (GIVEN_BACK, 8)], ids=["kept", "given back"])
 def test_two_blocks_are_on_their_way_once_the_parameters_of_two_have_left_room(tmp_path, setting, two_from):
-    made, _ = record(tmp_path / "run", 2, train_alike, setting)
+    made, _ = record_standing(tmp_path / "run", 2, train_alike, setting)
     rows = made.table("collectives").to_pandas()
     sent = rows[
         (rows["rank"] == 0) & (rows["step"] == 2) & (rows["purpose"] == "gradient_reduce")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import re
 import time
+from datetime import timedelta
 
 import pytest
 import torch
@@ -13,12 +14,20 @@ from torch import nn
 
 import zero_runtime
 from support.ranks import run_ranks
+from zero_runtime import comm
 
 pytestmark = pytest.mark.ranks
 
 LAYERS, STEPS = 4, 6
+PATIENCE = timedelta(seconds=0.4)
 # Parameters stay gathered after the forward pass, or are released: then a rank waits for others in the backward pass, too.
 MEMORY = {"kept": {}, "released": {"stage3_max_reuse_distance": 0, "stage3_param_persistence_threshold": 0}}
+
+
+@pytest.fixture(autouse=True)
+def _ranks_look_early(monkeypatch):
+    """Nothing but the time until an error depends on how long a rank waits before it looks for one."""
+    monkeypatch.setattr(comm, "_PATIENCE", PATIENCE)
 
 
 class Net(nn.Module):
@@ -104,7 +113,7 @@ def change_together(rank, world, unit, zero):
     """Every rank runs the same new orders; one is late."""
     orders = [USUAL, USUAL, *OTHER.values(), USUAL, USUAL, OTHER["swaps"], OTHER["swaps"]]
     if rank == 1:
-        time.sleep(3)
+        time.sleep(1.5 * PATIENCE.total_seconds())  # so that the others look
     return train(unit, zero, orders, frozen=(0,))
 
 

@@ -16,8 +16,8 @@ import zero_runtime
 from commprof.ledger.verification import verify
 from support import parallel_training as training
 from support import recorded
-from support.ranks import run_ranks
 from support.recording import record
+from support.standing_ranks import run_standing
 from zero_runtime.checkpoint.consolidation import consolidated_state_dict
 from zero_runtime.errors import CheckpointError, ConfigError, UsageError
 from zero_runtime.tensor_parallel import parallelize
@@ -37,7 +37,7 @@ def alone():
             given = training.config(stage, gradient_clipping=CLIPPED, **more) | {
                 "train_micro_batch_size_per_gpu": 4
             }
-            found[key] = run_ranks(1, training.train, given)[0]
+            found[key] = run_standing(1, training.train, given)[0]
         return found[key]
 
     return of
@@ -63,7 +63,7 @@ LONG = ((0, True), (2, False), (3, False))
 def test_two_slices_and_two_replicas_train_as_one_process_does(alone, stage, sequence):
     given = training.config(stage, **HALVED, **_plan(sequence))
     expected, norm = alone(stage)
-    for losses, own in run_ranks(4, training.train, given, 3, 4, None, True):
+    for losses, own in run_standing(4, training.train, given, 3, 4, None, True):
         assert losses == pytest.approx(expected, rel=2e-5)
         assert stage == 0 or own == pytest.approx(norm, rel=1e-4)
 
@@ -74,7 +74,7 @@ def test_sixteen_bits_train_as_one_process_does(alone, precision):
     more = {precision: {"enabled": True}}
     expected, norm = alone(1, **more)
     given = training.config(1, **HALVED, **_plan(), **more)
-    for losses, own in run_ranks(4, training.train, given):
+    for losses, own in run_standing(4, training.train, given):
         assert losses == pytest.approx(expected, rel=5e-3)
         assert own == pytest.approx(norm, rel=0.05)
 
@@ -86,7 +86,7 @@ def test_names_say_how_layers_are_cut(alone):
         1, gradient_clipping=CLIPPED, train_batch_size=4, tensor_parallel={"autotp_size": 2}
     )
     given["train_micro_batch_size_per_gpu"] = 4
-    for losses, _ in run_ranks(2, training.train, given):
+    for losses, _ in run_standing(2, training.train, given):
         assert losses == pytest.approx(expected, rel=2e-5)
 
 
@@ -104,8 +104,8 @@ OTHER_SETTINGS = {
 def test_other_settings_train_as_one_process_does(name):
     stage, more, tolerance = OTHER_SETTINGS[name]
     base = {**training.config(stage, gradient_clipping=CLIPPED), **more}
-    [(expected, norm)] = run_ranks(1, training.train, {**base, "train_micro_batch_size_per_gpu": 4})
-    for losses, own in run_ranks(4, training.train, {**base, "tp_size": 2, **_plan(True)}):
+    [(expected, norm)] = run_standing(1, training.train, {**base, "train_micro_batch_size_per_gpu": 4})
+    for losses, own in run_standing(4, training.train, {**base, "tp_size": 2, **_plan(True)}):
         assert losses == pytest.approx(expected, rel=tolerance) and own == pytest.approx(norm, rel=5e-3)
 
 
@@ -142,8 +142,8 @@ def test_the_recorded_configuration_of_autotp_trains():
     """DeepSpeed counts every sample twice in train_batch_size, and then does not know the model."""
     given = json.loads((recorded.ROOT / "C_autotp_s0_w2" / "config.json").read_text())["config"]
     alone = {**given, "train_batch_size": 4, "tensor_parallel": {}}
-    [(expected, _)] = run_ranks(1, _net, alone)
-    for losses, shape in run_ranks(2, _net, given):
+    [(expected, _)] = run_standing(1, _net, alone)
+    for losses, shape in run_standing(2, _net, given):
         assert losses == pytest.approx(expected, rel=1e-5) and shape == (32, 16)
 
 
@@ -162,7 +162,7 @@ def test_specifications_of_deepspeed_and_gathered_columns(alone):
     expected, _ = alone(1)
     block = {"autotp_size": 2, "partition_config": SPECIFICATIONS}
     given = training.config(1, gradient_clipping=CLIPPED, tensor_parallel=block)
-    for losses, _ in run_ranks(4, training.train, given):
+    for losses, _ in run_standing(4, training.train, given):
         assert losses == pytest.approx(expected, rel=2e-5)
 
 
@@ -210,7 +210,7 @@ def _with_groups(rank: int, world: int, kind: str):
 @pytest.mark.parametrize("kind", ["grid", "object"])
 def test_groups_of_the_script(alone, kind):
     expected, norm = alone(1)
-    for losses, own in run_ranks(4, _with_groups, kind):
+    for losses, own in run_standing(4, _with_groups, kind):
         assert losses == pytest.approx(expected, rel=2e-5) and own == pytest.approx(norm, rel=1e-4)
 
 
@@ -238,7 +238,7 @@ def _refused(rank: int, world: int, folder: str, made):
 
 @pytest.mark.long
 def test_checkpoints_keep_each_part(tmp_path, alone):
-    for wanted, found in run_ranks(4, _saved_and_loaded, str(tmp_path)):
+    for wanted, found in run_standing(4, _saved_and_loaded, str(tmp_path)):
         assert found == wanted
     whole = load_file(tmp_path / "whole.safetensors")
     joined = consolidated_state_dict(tmp_path)
@@ -249,7 +249,7 @@ def test_checkpoints_keep_each_part(tmp_path, alone):
     x, y = training.batch(2, 4)
     assert float(model(x, y).detach()) == pytest.approx(expected[2], rel=1e-5)
     model.head = nn.Linear(training.WIDTH, 2 * training.WORDS)
-    (said,) = run_ranks(1, _refused, str(tmp_path), model)
+    (said,) = run_standing(1, _refused, str(tmp_path), model)
     assert "'head.weight' has shape (64, 16) in the model and (32, 16)" in said
 
 
@@ -290,8 +290,8 @@ CROSSINGS = {
 )
 def test_a_checkpoint_goes_on_with_another_tp_size(tmp_path, name):
     (slices, stage, ranks), (wanted_slices, wanted_stage, wanted_ranks) = CROSSINGS[name]
-    wanted = run_ranks(ranks, _saved, slices, stage, str(tmp_path))[0]
-    for found in run_ranks(wanted_ranks, _loaded, wanted_slices, wanted_stage, str(tmp_path)):
+    wanted = run_standing(ranks, _saved, slices, stage, str(tmp_path))[0]
+    for found in run_standing(wanted_ranks, _loaded, wanted_slices, wanted_stage, str(tmp_path)):
         assert found == pytest.approx(wanted, rel=2e-5)
 
 
@@ -310,8 +310,8 @@ def _numbers_after_loading(rank: int, world: int, folder: str):
 
 def test_ranks_that_share_a_model_draw_equal_numbers_after_loading(tmp_path):
     """Replicas have saved it, each with random generators of its own."""
-    run_ranks(2, _saved_by_replicas, str(tmp_path))
-    first, second = run_ranks(2, _numbers_after_loading, str(tmp_path))
+    run_standing(2, _saved_by_replicas, str(tmp_path))
+    first, second = run_standing(2, _numbers_after_loading, str(tmp_path))
     assert first == second
 
 
@@ -333,7 +333,7 @@ def _sharded_and_saved(rank: int, world: int, folder: str):
 
 @pytest.mark.long
 def test_parts_that_are_sharded_are_kept_too(tmp_path):
-    run_ranks(4, _sharded_and_saved, str(tmp_path))
+    run_standing(4, _sharded_and_saved, str(tmp_path))
 
 
 def _different(rank: int, world: int):
@@ -343,7 +343,7 @@ def _different(rank: int, world: int):
 
 
 def test_ranks_that_share_a_model_must_be_given_the_same():
-    run_ranks(2, _different)
+    run_standing(2, _different)
 
 
 def _recorded(rank: int, world: int, sequence: bool):
@@ -413,6 +413,6 @@ def _refusals(rank: int, world: int):
 
 
 def test_what_does_not_divide_is_refused_before_anything_is_cut():
-    for found in run_ranks(2, _refusals):
+    for found in run_standing(2, _refusals):
         for message, text in found.items():
             assert message in text, (message, text)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from support.ranks import run_ranks
+from support.standing_ranks import run_standing
 from zero_runtime.comm import DataParallelGroup
 from zero_runtime.errors import ConfigError, UsageError
 from zero_runtime.tensor_parallel import (
@@ -70,7 +70,7 @@ def _layers(rank: int, world: int):
 
 
 def test_layers_compute_what_torch_computes():
-    run_ranks(2, _layers)
+    run_standing(2, _layers)
 
 
 def _gathered_sections(rank: int, world: int):
@@ -91,7 +91,7 @@ def _gathered_sections(rank: int, world: int):
 
 
 def test_gathered_sections_are_in_the_order_of_the_layer():
-    run_ranks(2, _gathered_sections)
+    run_standing(2, _gathered_sections)
 
 
 def test_parts_make_the_whole():
@@ -163,4 +163,4 @@ def _tied(rank: int, world: int):
 
 
 def test_tied_words_are_cut_once_and_heads_are_shared():
-    run_ranks(2, _tied)
+    run_standing(2, _tied)

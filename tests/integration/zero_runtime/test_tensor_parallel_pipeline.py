@@ -8,7 +8,7 @@ from torch import nn
 
 import zero_runtime
 from support import parallel_training as training
-from support.ranks import run_ranks
+from support.standing_ranks import run_standing
 
 PLAN = {
     "*.token": "vocabulary",
@@ -87,14 +87,14 @@ def _train(rank: int, world: int, stages: int, slices: int, sequence: bool = Fal
 
 @pytest.fixture(scope="module")
 def alone():
-    return run_ranks(1, _train, 1, 1)[0]
+    return run_standing(1, _train, 1, 1)[0]
 
 
 @pytest.mark.sampled
 @pytest.mark.parametrize("sequence", [False, True], ids=["columns", "sequence"])
 def test_two_stages_of_two_slices(alone, sequence):
     expected, norm, _ = alone
-    for losses, own, sizes in run_ranks(4, _train, 2, 2, sequence):
+    for losses, own, sizes in run_standing(4, _train, 2, 2, sequence):
         assert losses == pytest.approx(expected, rel=2e-5) and own == pytest.approx(norm, rel=1e-4)
         assert (24, 16) in sizes and (48, 16) not in sizes
 
@@ -103,7 +103,7 @@ def test_two_stages_of_two_slices(alone, sequence):
 @pytest.mark.parametrize("sequence", [False, True], ids=["columns", "sequence"])
 def test_two_stages_of_two_slices_of_two_replicas(alone, sequence):
     expected, norm, _ = alone
-    for losses, own, _ in run_ranks(8, _train, 2, 2, sequence):
+    for losses, own, _ in run_standing(8, _train, 2, 2, sequence):
         assert losses == pytest.approx(expected, rel=2e-5) and own == pytest.approx(norm, rel=1e-4)
 
 
@@ -126,6 +126,6 @@ def _loaded(rank: int, world: int, stages: int, slices: int, folder: str):
     ("saved", "loaded"), [((2, 2, 4), (1, 2, 2)), ((2, 1, 2), (2, 2, 4)), ((2, 2, 4), (1, 1, 1))]
 )
 def test_a_checkpoint_goes_on_in_other_stages_and_slices(tmp_path, saved, loaded):
-    wanted = run_ranks(saved[2], _saved, *saved[:2], str(tmp_path))[0]
-    for found in run_ranks(loaded[2], _loaded, *loaded[:2], str(tmp_path)):
+    wanted = run_standing(saved[2], _saved, *saved[:2], str(tmp_path))[0]
+    for found in run_standing(loaded[2], _loaded, *loaded[:2], str(tmp_path)):
         assert found == pytest.approx(wanted, rel=2e-5)

@@ -21,8 +21,9 @@ from support.command import commprof
 from support.process_group_log import logged
 from support.ranks import RankError, run_ranks
 from support.recording import record
-from zero_runtime import ZeroRuntimeError
+from zero_runtime import ZeroRuntimeError, comm
 from zero_runtime.comm import DataParallelGroup
+from zero_runtime.groups import traffic_contract
 from zero_runtime.groups.contract_messages import (
     History,
     Issued,
@@ -38,11 +39,19 @@ from zero_runtime.groups.host_processes import HostProcesses
 pytestmark = pytest.mark.ranks
 
 STEPS = 5
+POLL_S = traffic_contract._POLL_S
 STAGES = {
     2: {"stage": 2, "reduce_bucket_size": 9000},
     3: {"stage": 3, "reduce_bucket_size": 9000, "stage3_param_persistence_threshold": 0},
     "blocks": {"stage": 3, "stage3_gather_unit": "block"},
 }
+
+
+@pytest.fixture(autouse=True)
+def _ranks_look_often(monkeypatch):
+    """Nothing but the time until an error depends on how often the ranks and their threads look for one."""
+    monkeypatch.setattr(traffic_contract, "_POLL_S", 0.1)
+    monkeypatch.setattr(comm, "_PATIENCE", timedelta(seconds=0.5))
 
 
 class Net(nn.Module):
@@ -202,8 +211,10 @@ def known(rank, world, what, stage, folder):
         ("evaluation", 2, 3, ("rank 1 issues", "rank 0 issues")),
     ],
 )
-def test_a_deviation_by_known_messages_is_named(tmp_path, capfd, what, world, stage, parts):
+def test_a_deviation_by_known_messages_is_named(tmp_path, capfd, monkeypatch, what, world, stage, parts):
     """All ranks may wait in collectives that never fail, and exit then with the sentence."""
+    # Or a comparison comes before all ranks have come to the message, and names those that have.
+    monkeypatch.setattr(traffic_contract, "_POLL_S", POLL_S)
     begin = time.monotonic()
     try:
         sentences = {text for _, text in run_ranks(world, known, what, stage, str(tmp_path), timeout=60)}
@@ -237,6 +248,8 @@ def started(rank, world, plant):
         engine, *_ = zero_runtime.initialize(model=model, config=settings)
         step(engine)
     except (ZeroRuntimeError, RuntimeError) as error:
+        if plant == "off" and rank != 1:
+            dist.destroy_process_group()  # rank 1 waits for it in its first message
         return type(error).__name__, str(error), time.monotonic() - begin
     return "", "", 0.0
 
@@ -307,13 +320,13 @@ def waited(rank, world):
         step(engine)
     begin = time.monotonic()
     if rank == 1:
-        time.sleep(2.5)
+        time.sleep(1.0)  # rank 0 looks, and waits again
     step(engine)
     return time.monotonic() - begin
 
 
 def test_a_slow_rank_delays_the_others_by_no_more_than_its_own_time():
-    assert max(run_ranks(2, waited, timeout=60)) < 4.0
+    assert max(run_ranks(2, waited, timeout=60)) < 2.5
 
 
 def stopped(rank, world, folder, seconds, limit):
@@ -336,8 +349,9 @@ def stopped(rank, world, folder, seconds, limit):
     return done, ""
 
 
-def test_a_process_that_is_stopped_for_a_while_is_waited_for(tmp_path):
-    arguments = (3, stopped, str(tmp_path), 5, 60)
+def test_a_process_that_is_stopped_for_a_while_is_waited_for(tmp_path, monkeypatch):
+    monkeypatch.setattr(traffic_contract, "_VOTE_S", 1.0)  # less than it is stopped
+    arguments = (3, stopped, str(tmp_path), 2, 60)
     assert run_ranks(*arguments, timeout=60, process_group=False) == [(STEPS, "")] * 3
 
 
@@ -470,6 +484,7 @@ def leaves(rank, world):
     step(engine)
     if rank == 1:
         engine.end_contract()
+        dist.destroy_process_group()
         return "left"
     begin = time.monotonic()
     group: DataParallelGroup = engine._group

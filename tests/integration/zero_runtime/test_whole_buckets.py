@@ -12,9 +12,8 @@ from commprof.ledger.verification import verify
 from commprof.requested import Parameter, expected_in_step
 from commprof.requested.errors import UnsupportedError
 from support.process_group_log import logged
-from support.ranks import run_ranks
 from support.recorded_models import make_batch, make_model
-from support.recording import record
+from support.standing_ranks import record_standing, run_standing
 from zero_runtime import ConfigError, UsageError
 from zero_runtime.config import RuntimeConfig
 
@@ -67,7 +66,7 @@ def both_ways(rank, world, top):
 @pytest.mark.sampled("fp32", "accumulated", "fp16 that overflows")
 @pytest.mark.parametrize("name", CASES)
 def test_buckets_train_as_one_message_does(name):
-    (losses, whole, weights), (own, sent, own_weights) = run_ranks(2, both_ways, CASES[name])[0]
+    (losses, whole, weights), (own, sent, own_weights) = run_standing(2, both_ways, CASES[name])[0]
     assert own == pytest.approx(losses, rel=1e-5)
     for one, other in zip(weights, own_weights, strict=True):
         torch.testing.assert_close(other, one, rtol=1e-4, atol=1e-6)
@@ -104,8 +103,8 @@ def choose(rank, world, zero):
 
 
 def test_ranks_that_use_other_parameters_in_another_order_sum_the_same_gradients():
-    expected = run_ranks(2, choose, {})
-    ranks = run_ranks(2, choose, BUCKETS | {"reduce_bucket_size": 300})
+    expected = run_standing(2, choose, {})
+    ranks = run_standing(2, choose, BUCKETS | {"reduce_bucket_size": 300})
     for each in ranks:
         for one, other in zip(each, expected[0], strict=True):
             torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-7)
@@ -117,7 +116,7 @@ def recorded(rank, world, top):
 
 @pytest.mark.parametrize("top", [{}, {"bf16": {"enabled": True}, "gradient_accumulation_steps": 2}], ids=str)
 def test_verify_closes_and_the_rules_state_every_bucket(tmp_path, top):
-    run, _ = record(tmp_path / "run", 2, recorded, top)
+    run, _ = record_standing(tmp_path / "run", 2, recorded, top)
     verdict = verify(run)
     assert verdict.exit_code == 0, str(verdict)
     parameters = [
@@ -163,7 +162,7 @@ def train_twice(rank, world):
 
 
 def test_a_gradient_that_arrives_in_two_parts_is_refused():
-    assert run_ranks(2, train_twice) == [True, True]
+    assert run_standing(2, train_twice) == [True, True]
 
 
 def train_again(rank, world):
@@ -174,8 +173,8 @@ def train_again(rank, world):
 
 
 def test_a_second_engine_of_a_model_sends_each_bucket_once():
-    again = run_ranks(2, train_again)[0]
-    assert again == run_ranks(2, both_ways, {})[0][1][1]
+    again = run_standing(2, train_again)[0]
+    assert again == run_standing(2, both_ways, {})[0][1][1]
 
 
 @pytest.mark.parametrize(

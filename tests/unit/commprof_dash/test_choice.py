@@ -10,6 +10,8 @@ from commprof_dash.data import Runs
 from commprof_dash.pages.compare.choice import choices
 from support.runs import SyntheticRun
 
+pytestmark = pytest.mark.shared_answers
+
 HOUR_NS = 3_600_000_000_000
 BUCKET = "zero_optimization.reduce_bucket_size"
 
@@ -54,13 +56,25 @@ def links(parts):
     return {part["props"]["children"]: part["props"]["href"] for part in parts if not isinstance(part, str)}
 
 
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    """Two sweeps of one program and model, one of another model and a run of another program; no test changes them."""
+    path = tmp_path_factory.mktemp("base")
+    sweep(path, "old", 0)
+    return without_old(path)
+
+
 @pytest.fixture
-def base(tmp_path):
-    sweep(tmp_path, "old", 0)
-    sweep(tmp_path, "large", 10, numel=5000)
-    write(tmp_path / "other", 20, script="other.py")
-    sweep(tmp_path, "new", 30)
-    return tmp_path
+def own(tmp_path):
+    """The same without the oldest sweep, for a test that adds runs."""
+    return without_old(tmp_path)
+
+
+def without_old(path):
+    sweep(path, "large", 10, numel=5000)
+    write(path / "other", 20, script="other.py")
+    sweep(path, "new", 30)
+    return path
 
 
 def test_the_newest_sweep_is_compared_and_the_others_are_links(base):
@@ -81,23 +95,23 @@ def test_a_link_leads_to_what_it_names(base):
         assert texts(chosen(compare(base, href.removeprefix("/compare")))).startswith(f"Compared: {name}. ")
 
 
-def test_of_a_newest_run_without_a_sweep_its_program_and_model_are_compared(base):
-    write(base / "alone", 40, numel=5000)
-    assert texts(chosen(compare(base))).startswith(
+def test_of_a_newest_run_without_a_sweep_its_program_and_model_are_compared(own):
+    write(own / "alone", 40, numel=5000)
+    assert texts(chosen(compare(own))).startswith(
         "Compared: train.py, 2 ranks, 5,000 parameters (3 runs). Others: sweep new (2 runs)"
     )
 
 
-def test_a_sweep_of_one_setting_is_compared_with_the_program(base):
-    sweep(base, "scatter", 40, sizes=(9,))
-    assert texts(chosen(compare(base))).startswith("Compared: train.py, 2 ranks, 1,000 parameters (5 runs).")
+def test_a_sweep_of_one_setting_is_compared_with_the_program(own):
+    sweep(own, "scatter", 40, sizes=(9,))
+    assert texts(chosen(compare(own))).startswith("Compared: train.py, 2 ranks, 1,000 parameters (3 runs).")
 
 
-def test_two_sweeps_at_a_time_do_not_take_turns(base):
-    sweep(base, "first", 50, sizes=(1, 2))
-    sweep(base, "second", 51, sizes=(1, 2))
-    write(base / "first" / "3-0", 60, "first", {BUCKET: 3}, state="running")
-    assert choices(Runs(base))[0].text == "sweep second"
+def test_two_sweeps_at_a_time_do_not_take_turns(own):
+    sweep(own, "first", 50, sizes=(1, 2))
+    sweep(own, "second", 51, sizes=(1, 2))
+    write(own / "first" / "3-0", 60, "first", {BUCKET: 3}, state="running")
+    assert choices(Runs(own))[0].text == "sweep second"
 
 
 def test_one_named_run_is_shown_alone_with_links_to_its_sweep_and_program(base):

@@ -13,7 +13,14 @@ from commprof.analysis import api
 from commprof.cli import execute
 from commprof_dash.address import link, parse
 from commprof_dash.app import draw_page, find_page
-from commprof_dash.charts import alignment_chart, lateness_chart, matrix_chart, rank_charts, topology_chart
+from commprof_dash.charts import (
+    alignment_chart,
+    expert_charts,
+    lateness_chart,
+    matrix_chart,
+    rank_charts,
+    topology_chart,
+)
 from commprof_dash.components.tables import filled
 from commprof_dash.data import Runs
 from commprof_dash.pages.matrix.page import parse_steps
@@ -195,14 +202,22 @@ def test_filters_that_counters_do_not_know_are_disabled(directory):
     assert dead("&measure=counters") == {"op", "purpose", "steps"}
 
 
+@pytest.fixture(scope="module")
+def uneven(tmp_path_factory):
+    """A run with experts and one without."""
+    base = tmp_path_factory.mktemp("uneven")
+    uneven_experts().write(base / "run")
+    SyntheticRun(2).write(base / "dense")
+    return base
+
+
 EXPERT_CARDS = {"experts", "expert-imbalance", "expert-drops", "expert-bytes"}
 
 
-def test_the_cards_of_experts_draw_what_the_api_answers(tmp_path):
-    uneven_experts().write(tmp_path / "run")
-    parts = draw(tmp_path, "/matrix?run=run")
+def test_the_cards_of_experts_draw_what_the_api_answers(uneven):
+    parts = draw(uneven, "/matrix?run=run")
     figures, text = figures_of(parts), text_of(parts)
-    loads = api.experts(tmp_path / "run").query("layer == 'blocks.0.moe'")
+    loads = api.experts(uneven / "run").query("layer == 'blocks.0.moe'")
     heat = figures["experts"].data[0]
     assert [list(row) for row in heat.z] == loads.pivot(
         index="expert", columns="step", values="load"
@@ -210,7 +225,7 @@ def test_the_cards_of_experts_draw_what_the_api_answers(tmp_path):
     assert heat.z[5][11] == 4.5 and "4.50 in step 7, expert 5" in text
     assert "<b>4.50</b> times the mean: 144 tokens, 80 dropped" in heat.customdata[5][7]
     lines = {trace.name: list(trace.y) for trace in figures["expert-imbalance"].data}
-    rows = api.expert_imbalance(tmp_path / "run").query("layer == 'blocks.0.moe'")
+    rows = api.expert_imbalance(uneven / "run").query("layer == 'blocks.0.moe'")
     assert lines == {
         "most loaded expert": rows["imbalance"].tolist(),
         "most loaded rank": rows["rank_imbalance"].tolist(),
@@ -222,36 +237,33 @@ def test_the_cards_of_experts_draw_what_the_api_answers(tmp_path):
     assert "all ranks receive the same" in text
 
 
-def test_overview_and_traffic_matrix_begin_with_the_load_of_experts(tmp_path):
-    uneven_experts().write(tmp_path / "run")
-    SyntheticRun(2).write(tmp_path / "dense")
-    summary = api.expert_summary(tmp_path / "run")
+def test_overview_and_traffic_matrix_begin_with_the_load_of_experts(uneven):
+    summary = api.expert_summary(uneven / "run")
     worst = summary.layers[0]
     for page in ("/overview", "/matrix"):
-        text = text_of(draw(tmp_path, f"{page}?run=run"))
+        text = text_of(draw(uneven, f"{page}?run=run"))
         assert "Experts are unevenly loaded" in text
         assert (
             f"{worst.layer}: the expert that most tokens chose has {worst.imbalance:.2f} times the mean"
             in text
         )
         assert f"{summary.dropped_share:.1%} of the choices were dropped." in text
-        assert "loaded" not in text_of(draw(tmp_path, f"{page}?run=dense"))
+        assert "loaded" not in text_of(draw(uneven, f"{page}?run=dense"))
 
 
-def test_the_layer_and_the_steps_of_the_cards_of_experts_can_be_chosen(tmp_path):
-    uneven_experts().write(tmp_path / "run")
-    parts = draw(tmp_path, "/matrix?run=run&layer=blocks.1.moe&steps=2-3")
+def test_the_layer_and_the_steps_of_the_cards_of_experts_can_be_chosen(uneven):
+    parts = draw(uneven, "/matrix?run=run&layer=blocks.1.moe&steps=2-3")
     heat = figures_of(parts)["experts"].data[0]
     assert [list(row) for row in heat.z] == [[1.0, 1.0]] * 8
     assert "Experts: load of blocks.1.moe" in text_of(parts)
-    assert "No experts were recorded in these steps" in text_of(draw(tmp_path, "/matrix?run=run&steps=-1"))
+    assert "No experts were recorded in these steps" in text_of(draw(uneven, "/matrix?run=run&steps=-1"))
 
 
-def test_many_steps_are_added_up_in_columns(tmp_path):
-    uneven_experts(500).write(tmp_path / "run")
-    parts = draw(tmp_path, "/matrix?run=run")
+def test_many_steps_are_added_up_in_columns(uneven, monkeypatch):
+    monkeypatch.setattr(expert_charts, "MOST_STEPS", 5)
+    parts = draw(uneven, "/matrix?run=run")
     heat = figures_of(parts)["experts"].data[0]
-    assert len(heat.x) == 167 and "Each column is 3 neighboring steps together" in text_of(parts)
+    assert len(heat.x) == 4 and "Each column is 3 neighboring steps together" in text_of(parts)
     assert heat.z[5][1] == (8 + 15 + 22) / 24  # steps 3 to 5
 
 
@@ -378,12 +390,12 @@ def test_the_lateness_over_the_steps_marks_the_late_rank_and_its_first_late_step
 
 
 def test_of_many_ranks_those_that_are_not_late_are_a_band(tmp_path):
-    late_run(tmp_path / "run", ranks=64, late=(37,))
+    late_run(tmp_path / "run", ranks=20, late=(13,))
     parts = draw(tmp_path, "/stragglers?run=run")
     band, median, late = figures_of(parts)["lateness-steps"].data
-    assert (band.fill, median.name, late.name) == ("toself", "their median", "rank 37")
-    assert max(late.y) == 5_000_037 and max(band.y) == 63
-    assert "The other 63 ranks kept nobody waiting." in text_of(parts)
+    assert (band.fill, median.name, late.name) == ("toself", "their median", "rank 13")
+    assert max(late.y) == 5_000_013 and max(band.y) == 19
+    assert "The other 19 ranks kept nobody waiting." in text_of(parts)
 
 
 def test_nobody_late_is_drawn_grey_and_a_run_without_steps_has_no_such_chart(tmp_path):
@@ -556,8 +568,8 @@ def test_the_links_of_late_collectives_show_them_on_the_timeline(directory):
         for part in root._traverse()
         if isinstance(part, dcc.Link) and part.href.startswith("/timeline")
     ]
-    assert len(hrefs) == len(found)
-    for href, row in zip(hrefs, found.to_dict("records"), strict=True):
+    assert len(hrefs) == min(50, len(found))  # the table shows the 50 with the largest skew
+    for href, row in zip(hrefs, found.to_dict("records")[:50], strict=True):
         view = view_in(parse(href.partition("?")[2]))
         extent = api.index(directory / "plain")
         begin, end = extent["begin_ns"] + view.begin_ns, extent["begin_ns"] + view.end_ns

@@ -2,6 +2,7 @@
 
 import os
 import random
+import shutil
 from functools import partial
 
 import pandas as pd
@@ -84,6 +85,20 @@ def answers(path):
     return {name: question(run) for name, question in QUESTIONS.items()}
 
 
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory):
+    """Gives (a copy of the planted run of a seed, its answers): each run is made and asked once."""
+    base = tmp_path_factory.mktemp("recorded")
+    known = {}
+
+    def copy(path, seed):
+        if seed not in known:
+            known[seed] = answers(planted(base / str(seed), seed))
+        return shutil.copytree(base / str(seed), path), known[seed]
+
+    return copy
+
+
 def assert_same(found, expected):
     for name, frame in expected.items():
         pd.testing.assert_frame_equal(found[name], frame, obj=name, check_exact=False, rtol=1e-12, atol=0)
@@ -101,9 +116,8 @@ def spoil_records(path, host=None):
 
 @pytest.mark.sampled
 @pytest.mark.parametrize("seed", range(4))
-def test_the_first_answers_are_those_of_the_records_and_read_none(tmp_path, seed):
-    path = planted(tmp_path / "run", seed)
-    expected = answers(path)
+def test_the_first_answers_are_those_of_the_records_and_read_none(tmp_path, recorded, seed):
+    path, expected = recorded(tmp_path / "run", seed)
     assert len(keep_all(path)) == 3
     assert set(host_files.answers(open_run(path))) >= {("step_times",), ("exposure_of_steps",)}
     spoil_records(path)
@@ -120,9 +134,8 @@ def test_where_ranks_disagree_the_records_tell_the_operations(tmp_path):
 
 @pytest.mark.sampled
 @pytest.mark.parametrize("damage", ["missing", "damaged", "older", "records"])
-def test_a_host_without_a_file_that_counts_is_evaluated_from_its_records(tmp_path, damage):
-    path = planted(tmp_path / "run", 2)
-    expected = answers(path)
+def test_a_host_without_a_file_that_counts_is_evaluated_from_its_records(tmp_path, recorded, damage):
+    path, expected = recorded(tmp_path / "run", 3)
     file = keep_all(path)[1]
     if damage == "missing":
         file.unlink()

@@ -77,7 +77,7 @@ def runs(tmp_path, monkeypatch):
     monkeypatch.setattr(index, "_FEWEST_IN_FILE", 0)
     original = partitions.conditions
     monkeypatch.setattr(
-        partitions, "conditions", lambda ask, relation, most_rows=0: original(ask, relation, 50)
+        partitions, "conditions", lambda ask, relation, most_rows=0: original(ask, relation, 100)
     )
     assert api.index(indexed)["in_file"]
     return plain, indexed

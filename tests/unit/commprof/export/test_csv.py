@@ -16,6 +16,8 @@ from commprof.errors import TraceError, UsageError
 from commprof.export.csv import export_csv
 from support.runs import SyntheticRun
 
+pytestmark = pytest.mark.shared_answers
+
 COMPARED = {
     "comparison.csv",
     "traffic_by_setting.csv",
@@ -32,8 +34,8 @@ def rows_of(path: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(stream))
 
 
-@pytest.fixture
-def run(tmp_path) -> Path:
+@pytest.fixture(scope="module")
+def run(tmp_path_factory) -> Path:
     run = SyntheticRun(world_size=3, config={"zero_optimization": {"stage": 2}}, lost=2)
     run.add_collective("broadcast", payload_bytes=3 * 2**60 + 1, step=-1, peer=0, dtype=None)
     for step in range(2):
@@ -45,7 +47,14 @@ def run(tmp_path) -> Path:
     run.add_collective("send", payload_bytes=40, ranks=(0,), peer=2, step=1)
     run.add_collective("recv", payload_bytes=40, ranks=(2,), peer=0, step=1)
     run.add_parameters({"emb\u00e9.weight": 7})
-    return run.write(tmp_path / "run")
+    return run.write(tmp_path_factory.mktemp("csv") / "run")
+
+
+@pytest.fixture(scope="module")
+def exported(run) -> Path:
+    """All tables of the run, those without rows too, for tests that only read them."""
+    export_csv(run, run.parent / "out", empty=True)
+    return run.parent / "out"
 
 
 def test_there_is_a_file_for_every_table_with_the_columns_of_the_schema(run, tmp_path):
@@ -116,9 +125,8 @@ def test_an_empty_table_is_its_header_alone(run, tmp_path):
     ).encode()
 
 
-def test_every_value_comes_back_as_it_was(run, tmp_path):
-    export_csv(run, tmp_path / "out")
-    rows = rows_of(tmp_path / "out" / "collectives.csv")
+def test_every_value_comes_back_as_it_was(run, exported):
+    rows = rows_of(exported / "collectives.csv")
     assert [int(row["payload_bytes"]) for row in rows[:1]] == [3 * 2**60 + 1]
     expected = api.table(run, "collectives")
     assert len(rows) == len(expected)
@@ -135,8 +143,8 @@ def test_every_value_comes_back_as_it_was(run, tmp_path):
             else:
                 assert text == value
     assert 'a "b", c.py:3 f\n<lambda>' in {row["call_site"] for row in rows}
-    assert rows_of(tmp_path / "out" / "parameters.csv")[0]["name"] == "emb\u00e9.weight"
-    assert {float(row["loss"]) for row in rows_of(tmp_path / "out" / "steps.csv")} == {1 / 3}
+    assert rows_of(exported / "parameters.csv")[0]["name"] == "emb\u00e9.weight"
+    assert {float(row["loss"]) for row in rows_of(exported / "steps.csv")} == {1 / 3}
 
 
 def test_sums_over_the_exported_file_equal_the_answers(run, tmp_path):
@@ -158,22 +166,20 @@ def test_sums_over_the_exported_file_equal_the_answers(run, tmp_path):
     assert totals["wire_bytes"].item() == pytest.approx(wire, rel=1e-15)
 
 
-def test_lines_end_as_rfc_4180_says(run, tmp_path):
-    export_csv(run, tmp_path / "out")
-    data = (tmp_path / "out" / "groups.csv").read_bytes()
+def test_lines_end_as_rfc_4180_says(exported):
+    data = (exported / "groups.csv").read_bytes()
     assert data.count(b"\r\n") == data.count(b"\n") == 1 + 3
     assert data.endswith(b"\r\n")
 
 
-def test_the_dictionary_describes_every_column_of_every_table(run, tmp_path):
-    export_csv(run, tmp_path / "out", empty=True)
-    rows = rows_of(tmp_path / "out" / "data_dictionary.csv")
+def test_the_dictionary_describes_every_column_of_every_table(exported):
+    rows = rows_of(exported / "data_dictionary.csv")
     of_the_schema = [(row["table"], row["column"]) for row in rows if f"{row['table']}.csv" not in COMPARED]
     assert of_the_schema == [
         (name, column) for name, table in schema.TABLES.items() for column in table.names
     ]
     for name in COMPARED:
-        with (tmp_path / "out" / name).open(encoding="utf-8", newline="") as stream:
+        with (exported / name).open(encoding="utf-8", newline="") as stream:
             said = [row["column"] for row in rows if f"{row['table']}.csv" == name]
             assert next(csv.reader(stream)) == said
     payload = next(row for row in rows if (row["table"], row["column"]) == ("collectives", "payload_bytes"))
@@ -183,9 +189,8 @@ def test_the_dictionary_describes_every_column_of_every_table(run, tmp_path):
     assert all(row["description"] for row in rows)
 
 
-def test_provenance_says_what_ran_what_is_missing_and_what_each_file_holds(run, tmp_path):
-    export_csv(run, tmp_path / "out", empty=True)
-    content = json.loads((tmp_path / "out" / "provenance.json").read_text())
+def test_provenance_says_what_ran_what_is_missing_and_what_each_file_holds(exported):
+    content = json.loads((exported / "provenance.json").read_text())
     assert content["schema_version"] == schema.SCHEMA_VERSION
     assert content["run"]["script"] == "train.py"
     assert content["run"]["config"] == {"zero_optimization": {"stage": 2}}
@@ -194,10 +199,10 @@ def test_provenance_says_what_ran_what_is_missing_and_what_each_file_holds(run, 
     listed = {entry["name"]: entry for entry in content["files"]}
     assert set(listed) == {f"{name}.csv" for name in schema.TABLES} | {"data_dictionary.csv", *COMPARED}
     for name, entry in listed.items():
-        data = (tmp_path / "out" / name).read_bytes()
+        data = (exported / name).read_bytes()
         assert entry["sha256"] == hashlib.sha256(data).hexdigest()
         assert entry["bytes"] == len(data)
-        assert entry["rows"] == len(rows_of(tmp_path / "out" / name))
+        assert entry["rows"] == len(rows_of(exported / name))
 
 
 def test_only_the_tables_asked_for(run, tmp_path):

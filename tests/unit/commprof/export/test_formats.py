@@ -25,6 +25,8 @@ from commprof.prediction.api import promising
 from support.predictable_runs import predictable_run
 from support.runs import SyntheticRun
 
+pytestmark = pytest.mark.shared_answers
+
 
 def command(*words):
     with pytest.raises(SystemExit) as ended:
@@ -57,9 +59,9 @@ def make(path: Path, reduction="all_reduce", config=None) -> Path:
     return run.write(path)
 
 
-@pytest.fixture
-def run(tmp_path) -> Path:
-    return make(tmp_path / "run")
+@pytest.fixture(scope="module")
+def run(tmp_path_factory) -> Path:
+    return make(tmp_path_factory.mktemp("formats") / "run")
 
 
 def rows_of(path: Path) -> list[dict[str, str]]:

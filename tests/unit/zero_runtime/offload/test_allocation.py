@@ -13,6 +13,19 @@ from zero_runtime.startup.huge_pages import huge_pages_state
 
 VARIABLE = "MALLOC_MMAP_THRESHOLD_"
 MIB = 2**20
+# A warm interpreter, which has imported torch and allocated nothing; each program of its arguments runs in a fork of it.
+FORKS = """
+import os, sys
+import zero_runtime
+import torch
+for program in sys.argv[1:]:
+    if (child := os.fork()) == 0:
+        exec(program, {})
+        sys.stdout.flush()
+        os._exit(0)
+    if os.waitpid(child, 0)[1]:
+        sys.exit(1)
+"""
 # Every second of 40 tensors of 4 MiB is freed; how much of the 80 MiB is resident no more. First a larger one is freed,
 # after which glibc keeps blocks of this size.
 PROGRAM = f"""
@@ -36,9 +49,9 @@ SliceStorage(SliceOffload({offload!r}), torch.device("cpu"), 0, by_block={by_blo
 """
 
 
-def faults_again(setting=KEEP, mib=1, **variables):
-    """Page faults of tensors of ``mib`` MiB, 40 MiB together, that are allocated again."""
-    program = f"""
+def faults_again(setting=KEEP, mib=1):
+    """A program that prints the page faults of tensors of ``mib`` MiB, 40 MiB together, that are allocated again."""
+    return f"""
 import resource
 import zero_runtime
 import torch
@@ -51,39 +64,47 @@ for _ in range(3):
     del tensors
 print(after - before)
 """
-    return printed(program, **variables)
 
 
 pytestmark = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="mallopt is glibc's")
 
 
-def freed_mib(**variables):
-    return printed(PROGRAM, **variables)
-
-
-def printed(program, **variables):
+def printed(*programs, **variables):
+    """The number that each program prints; with ``variables``, which the C library reads when a process starts."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}
     done = subprocess.run(
-        [sys.executable, "-c", program], env=environment | variables,
+        [sys.executable, "-c", FORKS, *programs], env=environment | variables,
         capture_output=True, text=True, check=True,
     )  # fmt: skip
-    return int(done.stdout)
+    return [int(line) for line in done.stdout.splitlines()]
 
 
-def test_freed_tensors_are_resident_no_more():
-    assert freed_mib() > 70
+@pytest.fixture(scope="module")
+def numbers():
+    """What the programs print that are told nothing by variables, by name; one interpreter has imported torch for them."""
+    programs = {"freed": PROGRAM, "kept": faults_again()} | {
+        case: faults_again(BY_BLOCK.format(offload=case[0], by_block=case[1]), mib=3)
+        for case in (("none", True), ("none", False), ("cpu", True))
+    }
+    return dict(zip(programs, printed(*programs.values()), strict=True))
+
+
+def test_freed_tensors_are_resident_no_more(numbers):
+    assert numbers["freed"] > 70
 
 
 def test_the_users_own_setting_stays():
-    assert freed_mib(**{VARIABLE: str(32 * MIB)}) < 30
+    (freed_mib,) = printed(PROGRAM, **{VARIABLE: str(32 * MIB)})
+    assert freed_mib < 30
 
 
-def test_kept_memory_costs_no_page_faults():
-    assert faults_again() < 500
+def test_kept_memory_costs_no_page_faults(numbers):
+    assert numbers["kept"] < 500
 
 
 def test_the_users_setting_of_the_end_of_the_heap_stays():
-    assert faults_again(MALLOC_TRIM_THRESHOLD_=str(128 * 1024)) > 5000
+    (faults,) = printed(faults_again(), MALLOC_TRIM_THRESHOLD_=str(128 * 1024))
+    assert faults > 5000
 
 
 @pytest.mark.parametrize(("offload", "by_block", "stays"), [
@@ -95,6 +116,6 @@ def test_the_users_setting_of_the_end_of_the_heap_stays():
     not huge_pages_state().startswith("for"),
     reason="without huge pages, stage 3 leaves glibc's setting alone",
 )
-def test_memory_of_stage_3_stays_if_it_gathers_by_block_without_offload(offload, by_block, stays):
-    faults = faults_again(BY_BLOCK.format(offload=offload, by_block=by_block), mib=3)
+def test_memory_of_stage_3_stays_if_it_gathers_by_block_without_offload(numbers, offload, by_block, stays):
+    faults = numbers[offload, by_block]
     assert faults < 500 if stays else faults > 1000, faults

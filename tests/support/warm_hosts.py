@@ -1,0 +1,81 @@
+"""commprof commands on the hosts of :mod:`support.hosts`, forked from the warm test process: no interpreter starts.
+
+A forked process goes to the namespaces of its host first. For tests of what is recorded on several hosts; what tests how
+interpreters start there calls ``hosts.run_on_each``.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import socket
+import subprocess
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Final
+
+from support import warm, warm_programs
+from support.hosts import Host, environment
+from support.ranks import run_ranks
+
+_NEW_UTS, _NEW_NET = 0x04000000, 0x40000000  # of sched.h; os has them from Python 3.12 on
+_libc: Final = ctypes.CDLL(None, use_errno=True)
+
+
+def run_commprof_on_each(
+    machines: Sequence[Host], words: Sequence[str], cwd: Path, each: int = 1
+) -> list[tuple[str, str]]:
+    """As ``hosts.run_on_each``, of ``commprof WORDS``.
+
+    Raises:
+        AssertionError: a command has not ended with 0.
+    """
+    environments = [environment(machines, rank, each) for rank in range(len(machines) * each)]
+    return run_commprof(
+        [machines[rank // each] for rank in range(len(environments))],
+        [words] * len(environments),
+        cwd,
+        environments,
+    )
+
+
+def run_commprof(
+    machines: Sequence[Host],
+    commands: Sequence[Sequence[str]],
+    cwd: Path,
+    environments: Sequence[Mapping[str, str]],
+) -> list[tuple[str, str]]:
+    """Run ``commprof`` with the words of each of ``commands`` on the host and with the environment at the same place.
+
+    Returns what each has printed, and said on its standard error.
+
+    Raises:
+        AssertionError: a command has not ended with 0.
+    """
+    warm._import_all()  # here, or each of the processes imports it for itself
+    warm_programs.import_all()
+    done: list[subprocess.CompletedProcess[str]] = run_ranks(
+        len(machines), _run_there, machines, commands, cwd, environments, process_group=False, timeout=250
+    )
+    said = [(each.stdout, each.stderr) for each in done]
+    assert [each.returncode for each in done] == [0] * len(done), said
+    return said
+
+
+def _run_there(number, _, machines, commands, cwd, environments) -> subprocess.CompletedProcess[str]:
+    _enter(machines[number])
+    return warm.commprof([*map(str, commands[number])], cwd, dict(environments[number]), 200, None)
+
+
+def _enter(host: Host) -> None:
+    """Move this process to the network and the name of ``host``."""
+    assert not host.ahead, "a clock of its own has only a child of the process that asks for it"
+    with Path("/run/netns", host.name).open() as namespace:
+        _succeed(_libc.setns(namespace.fileno(), _NEW_NET))
+    _succeed(_libc.unshare(_NEW_UTS))
+    socket.sethostname(host.name)
+
+
+def _succeed(result: int) -> None:
+    if result:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
