@@ -1,9 +1,14 @@
 """What recording, and a traffic contract, add to a training step: CPU and wall time with it on against off, in one job.
 
-Two gloo ranks train a GPT with zero_runtime (stage 2), each on a core of its own. Blocks of steps alternate off, on, on,
-off ... in the same processes; each pair of blocks gives one ratio of the CPU time of both ranks (all threads) and one of the
-wall time of rank 0. Both ranks switch at the same step. What happens once a run (opening files, naming things) is before the
-clock starts.
+Two gloo ranks train a GPT with zero_runtime (stage 2), each on a core of its own. Pairs of blocks of steps, one off and one
+on in random order, follow each other in the same processes; each pair gives one ratio of the CPU time of both ranks (all
+threads) and one of the wall time of rank 0. Both ranks switch at the same step. What happens once a run (opening files,
+naming things) is before the clock starts.
+
+To switch recording takes several steps, so its blocks have some. A contract goes on with the messages of the step before if
+none of the steps between were shown to it: its blocks are single steps, which the machine disturbs alike. Its thread works
+during both. The CPU time of the thread is that of the steps with a contract only; the wall time that it takes from others
+is in both.
 
 A step takes now 10 % more and now 10 % less CPU time, since what runs beside it shares caches and memory. Before and after
 each block the ranks do the same piece of work, which no recorder sees, and as far as a ratio goes with that of these times
@@ -18,6 +23,7 @@ import json
 import math
 import multiprocessing
 import os
+import random
 import statistics
 import sys
 import tempfile
@@ -34,12 +40,14 @@ ROOT = Path(__file__).resolve().parent.parent
 EXAMPLE = ROOT / "examples" / "train_gpt.py"
 CONFIG = EXAMPLE.with_name("ds_zero2.json")
 RANKS = 2
-WARM_UP = 2  # steps of each block before the clock starts; a contract agrees on the messages of the first two
+WARM_UP = 2  # steps after recording has begun, before the clock starts
+AGREED = 3  # steps after which a contract has agreed on all messages
 RECORDING, CONTRACT = "recording", "traffic_contract"  # what is switched on and off
+PAIRS = {RECORDING: 160, CONTRACT: 800}
 
 
 class Job(NamedTuple):
-    """A model, and the steps of a block. The vocabulary of the example's text is 256 or less."""
+    """A model, and the steps of a block of recording. The vocabulary of the example's text is 256 or less."""
 
     width: int
     layers: int
@@ -81,6 +89,76 @@ def make_reference() -> Callable[[], float]:
     return reference
 
 
+class Recording:
+    """Switches the recorder."""
+
+    def __init__(self, engine: Any, out: str, job: Job) -> None:
+        self.steps, self._out, self._numbers = job.steps, out, itertools.count()
+        engine.end_contract()
+
+    def on(self, step: Callable[[], None]) -> None:
+        """Record, and let everything be named that is named once a run."""
+        from commprof import hooks
+
+        hooks.attach(f"{self._out}/{next(self._numbers)}", quiet=True)
+        self.warm_up(step)
+
+    def off(self) -> None:
+        """Record no more."""
+        from commprof import hooks
+
+        hooks.detach()
+
+    def warm_up(self, step: Callable[[], None]) -> None:
+        """Steps before the clock starts."""
+        for _ in range(WARM_UP):
+            step()
+
+    def cpu(self) -> float:
+        """CPU seconds that are not of the step while this is off."""
+        return 0.0
+
+
+class Contract:
+    """Shows the messages of a step to a contract, or not."""
+
+    steps = 1
+
+    def __init__(self, engine: Any, step: Callable[[], None]) -> None:
+        from zero_runtime import comm
+
+        (self._contract,) = engine._contracts
+        self._group, self._looks = engine._group, comm._lookouts
+        self._watched = list(self._looks)
+        self._clock = time.pthread_getcpuclockid(self._contract._thread.ident)
+        for _ in range(AGREED):
+            step()
+        self.off()
+
+    def on(self, step: Callable[[], None]) -> None:
+        """As after ``keep_contract`` and the agreement on each message."""
+        from zero_runtime.groups import detailed_tags
+
+        self._group.observe(self._contract)
+        self._looks[:] = self._watched
+        detailed_tags.add_reader()
+
+    def off(self) -> None:
+        """As without a contract, but for its thread."""
+        from zero_runtime.groups import detailed_tags
+
+        self._group.forget(self._contract)
+        self._looks.clear()
+        detailed_tags.add_reader(-1)
+
+    def warm_up(self, step: Callable[[], None]) -> None:
+        """A step needs none."""
+
+    def cpu(self) -> float:
+        """CPU seconds that are not of the step while this is off: those of the contract's thread until now."""
+        return time.clock_gettime(self._clock)
+
+
 def make_step(job: Job, rank: int, what: str) -> tuple[Callable[[], None], Any]:
     """One training step, on batches of random tokens, and its engine."""
     import torch
@@ -106,7 +184,6 @@ def make_step(job: Job, rank: int, what: str) -> tuple[Callable[[], None], Any]:
         engine.backward(loss)
         engine.step()
 
-    engine.end_contract()
     return step, engine
 
 
@@ -120,39 +197,37 @@ def train(rank: int, store: str, out: str, rounds: int, job: Job, what: str, res
     import torch
     import torch.distributed as dist
 
-    from commprof import hooks
-
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.FileStore(store, RANKS), rank=rank, world_size=RANKS)
     step, engine = make_step(job, rank, what)
+    switch = Recording(engine, out, job) if what == RECORDING else Contract(engine, step)
     reference = make_reference()
 
-    def block(switched_on: bool, number: int) -> Block:
+    def block(switched_on: bool) -> Block:
         dist.barrier()
-        if switched_on and what == RECORDING:
-            hooks.attach(f"{out}/{number}", quiet=True)
-        elif switched_on:
-            engine.keep_contract()
-        for _ in range(WARM_UP):
-            step()
+        if switched_on:
+            switch.on(step)
+        else:
+            switch.warm_up(step)
         work = reference()
-        cpu, wall = time.process_time(), time.perf_counter()
-        for _ in range(job.steps):
+        cpu, wall, apart = time.process_time(), time.perf_counter(), switch.cpu()
+        for _ in range(switch.steps):
             step()
-        cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
+        cpu, wall, apart = time.process_time() - cpu, time.perf_counter() - wall, switch.cpu() - apart
         work += reference()
-        if switched_on and what == RECORDING:
-            hooks.detach()
-        elif switched_on:
-            engine.end_contract()
-        return Block(cpu / job.steps, wall / job.steps, work)
+        if switched_on:
+            switch.off()
+        else:
+            cpu -= apart
+        return Block(cpu / switch.steps, wall / switch.steps, work)
 
-    block(False, -1)
-    block(True, -2)
+    block(False)
+    block(True)
     pairs = []
-    for number in range(rounds):
-        order = (False, True) if number % 2 == 0 else (True, False)
-        measured = {switched_on: block(switched_on, number) for switched_on in order}
+    orders = random.Random(0)  # the same on both ranks; nothing that comes back in the machine meets one of the two only
+    for _ in range(rounds):
+        order = orders.choice([(False, True), (True, False)])
+        measured = {switched_on: block(switched_on) for switched_on in order}
         pairs.append((measured[False], measured[True]))
     results.put((rank, pairs))
     dist.destroy_process_group()
@@ -190,14 +265,18 @@ def adjusted(pairs: Sequence[tuple[Block, Block]], figure: Callable[[Block], flo
 def main() -> None:
     """Measure, print, write."""
     parser = arguments(__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=160, help="pairs of blocks, at least 40 (default: 160)")
+    parser.add_argument(
+        "--rounds",
+        type=int,
+        help="pairs of blocks, at least 40 (default: 160 of recording, 800 of a contract)",
+    )
     parser.add_argument("--jobs", type=int, default=1, help="of each model, one after the other (default: 1)")
     parser.add_argument("--model", action="append", choices=list(JOBS), help="repeatable; default: all")
     parser.add_argument(
         "--what", action="append", choices=(RECORDING, CONTRACT), help="repeatable; default: both"
     )
     args = parser.parse_args()
-    if args.rounds < 40:
+    if args.rounds is not None and args.rounds < 40:
         parser.error(f"--rounds {args.rounds}: an interval needs at least 40 pairs")
     os.environ["OMP_NUM_THREADS"] = "1"
     rows, figures = [], {}
@@ -206,7 +285,7 @@ def main() -> None:
     ):
         name = model if args.jobs == 1 else f"{model}, job {number + 1}"
         name = name if what == RECORDING else f"{what}, {name}"
-        first, second = measure(JOBS[model], args.rounds, what)
+        first, second = measure(JOBS[model], args.rounds or PAIRS[what], what)
         pairs = [
             [Block(a.cpu + b.cpu, a.wall, a.reference + b.reference) for a, b in zip(mine, its, strict=True)]
             for mine, its in zip(first, second, strict=True)

@@ -184,6 +184,7 @@ _PATIENCE: Final = datetime.timedelta(seconds=2)
 
 def watch_waits(look: Callable[[], None]) -> None:
     """Call the method ``look`` while :func:`wait` waits for long, or fails; it may raise. Its object is not kept alive."""
+    _lookouts[:] = [each for each in _lookouts if each() is not None]
     _lookouts.append(weakref.WeakMethod(look))
 
 
