@@ -224,7 +224,8 @@ def train(rank: int, store: str, out: str, rounds: int, job: Job, what: str, res
     block(False)
     block(True)
     pairs = []
-    orders = random.Random(0)  # the same on both ranks; nothing that comes back in the machine meets one of the two only
+    # The same on both ranks, and at random: what comes back in the machine meets one of the two as often as the other.
+    orders = random.Random(0)
     for _ in range(rounds):
         order = orders.choice([(False, True), (True, False)])
         measured = {switched_on: block(switched_on) for switched_on in order}
