@@ -5,10 +5,9 @@ on in random order, follow each other in the same processes; each pair gives one
 threads) and one of the wall time of rank 0. Both ranks switch at the same step. What happens once a run (opening files,
 naming things) is before the clock starts.
 
-To switch recording takes several steps, so its blocks have some. A contract goes on with the messages of the step before if
-none of the steps between were shown to it: its blocks are single steps, which the machine disturbs alike. Its thread works
-during both. The CPU time of the thread is that of the steps with a contract only; the wall time that it takes from others
-is in both.
+A recording needs some steps to begin, so its blocks have several steps. A contract continues after steps that it has not
+observed, so its blocks are single steps, which the machine disturbs alike. Its thread runs during both kinds of steps: the
+CPU time of the thread is counted in steps with a contract only, the wall time that it takes from others is in both.
 
 A step takes now 10 % more and now 10 % less CPU time, since what runs beside it shares caches and memory. Before and after
 each block the ranks do the same piece of work, which no recorder sees, and as far as a ratio goes with that of these times

@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.browser, pytest.mark.shared_answers]
 RULES = ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "wcag22aa", "best-practice"]
 # The other two differ from these in nothing that axe looks at.
 LOOKS = [("light", 1280, 900), ("dark", 400, 900)]
-ZOOMED = ("light", 720, 450)  # what a browser window of 1440 x 900 has at a zoom of 200 %
+ZOOMED = ("light", 720, 450)  # the CSS pixels of a window of 1440 x 900 at a zoom of 200 %
 RUN_OF = {"/alignment": "aligned"}  # the others are shown over the run called plain
 ADDRESSES = {
     "chosen in the timeline": "/timeline?run=plain&from=0&to=30000000&record=0.0.1000.5",

@@ -126,6 +126,8 @@ def test_bars_are_the_records_and_buttons_move_the_window(page, runs, base_url):
     for label in ("Zoom in", "Later", "Earlier", "Zoom out"):
         moved(page.page, page.page.get_by_label(label, exact=True).click)
         assert_window_is_drawn(page.page, runs, "few")
+    page.open(page.page.url)  # the address holds all of it
+    assert_window_is_drawn(page.page, runs, "few")
     moved(page.page, page.page.get_by_label("Whole run").click)
     shown = api.timeline(runs / "few")
     assert window_of(page.page.url) == (0, shown.run_end_ns - shown.run_begin_ns)

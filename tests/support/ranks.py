@@ -69,13 +69,13 @@ def run_ranks(
     store = tempfile.mktemp(prefix="commprof-store-")
     pipes: dict[int, int] = {}
     pids: dict[int, int] = {}
-    working = _Working()
+    working = Working()
     for rank in range(world):
         read_end, write_end = os.pipe()
         pid = os.fork()
         if pid == 0:
             os.close(read_end)
-            _rank_main(rank, world, function, args, write_end, store, process_group, env or {}, working)
+            rank_main(rank, world, function, args, write_end, store, process_group, env or {}, working)
         os.close(write_end)
         pipes[rank], pids[rank] = read_end, pid
     working.close()
@@ -87,7 +87,7 @@ def run_ranks(
     return [outcomes[rank][1] for rank in range(world)]
 
 
-class _Working:
+class Working:
     """The ranks that have not returned yet: each holds one end of a pipe until it returns or dies.
 
     Who leaves takes its connections along, and a group is made on one rank before it is on another: gloo fails there with
@@ -108,7 +108,7 @@ class _Working:
         select.select([self._read_end], [], [], seconds)
 
 
-def _rank_main(rank, world, function, args, write_end, store, process_group, env, working):
+def rank_main(rank, world, function, args, write_end, store, process_group, env, working):
     gc.freeze()  # or the first collection copies every page of the test process
     try:
         os.environ.update(

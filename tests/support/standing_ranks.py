@@ -1,9 +1,9 @@
 """Ranks that stay from test to test of a file.
 
-To fork ranks from the test process, to make their group and to end them costs more than most trainings of a test. The
-function of a test is as on ranks of its own (:func:`support.ranks.run_ranks`), except that it is pickled, by name, with its
-arguments, and that what it changes in the process (environment, constants, signal handlers, the names of DeepSpeed) stays
-for all tests behind it. Who changes something, kills a rank, captures its output or expects an error takes ranks of its own.
+Forking ranks, initializing their process group and ending them takes longer than most trainings of a test. Functions are
+pickled by name, with their arguments. What they change in their process (environment, constants, signal handlers, the names
+of DeepSpeed) stays for the later tests of the file. So a test that changes something, kills a rank, captures its output or
+expects an error uses :func:`support.ranks.run_ranks`.
 """
 
 from __future__ import annotations
@@ -75,14 +75,14 @@ class _Set:
         self._store = tempfile.mktemp(prefix="commprof-store-")
         self._connections: list[Connection] = []
         self._pids: list[int] = []
-        working = ranks._Working()
+        working = ranks.Working()
         for rank in range(world):
             ours, theirs = multiprocessing.Pipe()
             pid = os.fork()
             if pid == 0:
                 ours.close()
                 nowhere = os.open(os.devnull, os.O_WRONLY)
-                ranks._rank_main(
+                ranks.rank_main(
                     rank, world, _serve, (theirs,), nowhere, self._store, True, {}, working
                 )  # does not return
             theirs.close()

@@ -89,7 +89,7 @@ def commprof(
             text=True,
             check=False,
         )
-    _import_all()
+    import_all()
     # --engine has to be there before accelerate and its like are imported, which the test process may have done.
     starts = words[:1] in (["run"], ["sweep"]) and "--engine" not in words
     forks_programs = starts and not new_interpreters
@@ -119,7 +119,7 @@ def commprof(
 
 
 @cache
-def _import_all() -> None:
+def import_all() -> None:
     """What commands import while they run: once in this process in place of once in each."""
     from commprof.cli import application
 

@@ -52,7 +52,7 @@ def run_commprof(
     Raises:
         AssertionError: a command has not ended with 0.
     """
-    warm._import_all()  # here, or each of the processes imports it for itself
+    warm.import_all()  # here, or each of the processes imports it for itself
     warm_programs.import_all()
     done: list[subprocess.CompletedProcess[str]] = run_ranks(
         len(machines), _run_there, machines, commands, cwd, environments, process_group=False, timeout=250

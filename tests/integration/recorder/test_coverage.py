@@ -41,7 +41,7 @@ def has_kernel(operator: str) -> bool:
 
 
 def run_programs(rank: int, world: int, directory: str, cases: tuple[str, ...]) -> dict[str, dict]:
-    """The ``cases`` in one process: programs, each recorded by itself, with the layers or completely."""
+    """Run the ``cases`` (a program and a recording mode) in one process, with a recording for each."""
     outcomes = {}
     warnings.simplefilter("ignore")
     for program in PROGRAMS:

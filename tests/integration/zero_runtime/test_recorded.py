@@ -14,7 +14,7 @@ pytestmark = [
     pytest.mark.skipif(not recorded.ROOT.is_dir(), reason=recorded.MISSING),
 ]
 
-SHARE = 10  # one case in so many is replayed in the short run
+SHARE = 6  # one case in so many is replayed in the short run
 GATHERING = ("allgather", "broadcast")
 # Of losses and norms, by what the case computes in. At stages 1 to 3 all 16-bit cases are within 1e-5 on the machine that
 # recorded them; another one may round a sum once more (2^-11 in fp16, 2^-8 in bf16). Stage 0 starts one step of weight decay
@@ -31,10 +31,6 @@ BY_STAGE = {"stages 0 to 2": [], "stage 3": []}
 for each in REPLAYABLE:
     BY_STAGE["stage 3" if each.zero.get("stage") == 3 else "stages 0 to 2"].append(each)
 SHORT = [case for cases in BY_STAGE.values() for case in recorded.varied(cases, -(-len(cases) // SHARE))]
-if not any({("multi_rank", False), ("world", 3)} <= recorded.features(case) for case in SHORT):
-    SHORT += [
-        case for case in REPLAYABLE if {("multi_rank", False), ("world", 3)} <= recorded.features(case)
-    ][:1]
 LONG = [case for case in REPLAYABLE if case not in SHORT]
 
 

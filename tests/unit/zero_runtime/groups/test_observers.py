@@ -9,6 +9,7 @@ import torch
 
 from commprof import hooks
 from support.ranks import run_ranks
+from zero_runtime import comm
 from zero_runtime.comm import COLLECTIVES, MESSAGES, DataParallelGroup
 from zero_runtime.experimental.topology_aware.watch import Spent
 from zero_runtime.groups.comm_log import LOG
@@ -145,3 +146,21 @@ def test_starting_and_waiting_are_both_timed_and_counted():
 @pytest.mark.parametrize("observer", [Timer(Clock(False)), Spent()])
 def test_a_sum_of_rows_is_observed_once_as_the_collective_that_it_issues(observer):
     assert "sum_rows" not in observer.methods and "all_to_all_single" in observer.methods
+
+
+def test_a_wait_looks_for_what_still_exists_only(monkeypatch):
+    """Each contract that had ended left a reference, which every later wait walked."""
+    monkeypatch.setattr(comm, "_lookouts", [])
+
+    class Watcher:
+        looks = 0
+
+        def look(self) -> None:
+            self.looks += 1
+
+    for _ in range(3):
+        watcher = Watcher()
+        comm.watch_waits(watcher.look)
+    comm.look()
+    assert watcher.looks == 1
+    assert len(comm._lookouts) == 1
