@@ -67,6 +67,10 @@ class Popen(subprocess.Popen):  # type: ignore[type-arg]
         self.pid = os.fork()
         if self.pid == 0:
             _become(words, [ends[0], ends[3], ends[5]], pass_fds, cwd, env, preexec, new_session, group)
+        if group is not None and group >= 0:
+            # Here too, as shells do: the next process may join this one's group before this one has run.
+            with contextlib.suppress(OSError):
+                os.setpgid(self.pid, group)
         self._child_created = True
         self._close_pipe_fds(*ends)
 
