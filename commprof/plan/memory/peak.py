@@ -14,7 +14,7 @@ from commprof.requested.memory.states import Holding, reduces_beside_backward
 from commprof.requested.parameters import Parameter, item_bytes
 from commprof.requested.zero.flat_stages import Runtime
 from commprof.requested.zero.gather_configuration import read_gather_configuration
-from commprof.requested.zero.parameter_blocks import gathered_blocks
+from commprof.requested.zero.parameter_blocks import gathered_blocks, gathered_with_gradients
 
 GATHER: Final = "parameter gather"
 PASSES: Final = "forward and backward pass"
@@ -35,6 +35,14 @@ class Peak(NamedTuple):
     phase: str
 
 
+class _Message(NamedTuple):
+    """Of the block of a parameter: its number, the bytes of its gradients, and the bytes that are gathered meanwhile."""
+
+    block: int
+    sent: int
+    gathered: int
+
+
 class _Gradients(NamedTuple):
     """How gradients leave a backward pass.
 
@@ -46,7 +54,7 @@ class _Gradients(NamedTuple):
         overlap: a bucket is sent while the pass goes on.
         late: bytes that are allocated with the first gradient.
         apart: bytes of shards that are allocated as their gradients leave.
-        messages: by parameter the number and the bytes of the message of its block; empty where gradients enter buckets.
+        messages: those of the blocks, by parameter; empty where gradients enter buckets.
         arriving: what a message that was sent needs, divided by its bytes.
     """
 
@@ -57,7 +65,7 @@ class _Gradients(NamedTuple):
     overlap: bool
     late: int
     apart: int
-    messages: Mapping[str, tuple[int, int]]
+    messages: Mapping[str, _Message]
     arriving: int
 
 
@@ -113,6 +121,7 @@ def peak_of(
     gathering = read_gather_configuration(zero_section(config))
     blocks = gathered_blocks(parameters, gathering) if configuration.stage == 3 else []
     arriving_numel = max((sum(each.numel for each in members) for members in blocks), default=0)
+    meanwhile = gathered_with_gradients(parameters, blocks, gathering) if blocks else {}
     # By block the shards of gradients come with the messages, and are joined after the pass.
     is_apart = blocks and micro_batches == 1 and framework == "zero_runtime"
     apart = held.get("gradients", 0) if is_apart else 0
@@ -127,9 +136,10 @@ def peak_of(
         late,
         apart,
         {
-            each.name: (
+            each.name: _Message(
                 number,
                 sum(one.numel for one in members) * item_bytes(configuration.communication_dtype),
+                meanwhile[number] * item_bytes(types[0]),
             )
             for number, members in enumerate(blocks)
             for each in members
@@ -183,20 +193,21 @@ def _alive(
     """
     total = sum(numels.values()) or 1
     arrived = filled = sent = 0
-    block, rows, sent_rows = -1, 0, 0
+    sent_rows = 0
+    message = _Message(-1, 0, gathered)
     for span in activations.spans:
         done = arrived / total
         rest = gradients.whole if gradients.accumulate else round(gradients.whole * done)
+        before, message = message, gradients.messages.get(span.parameter, message)
+        if message.block != before.block:
+            # Of a block that was sent there is also what arrives.
+            sent_rows = before.sent * gradients.arriving * gradients.overlap
+        rest += message.sent + sent_rows
         # A gathered parameter is released when its gradient is complete: this step does not use it again.
-        still = min(gathered, round(trained * (1 - done)))
+        still = min(message.gathered, round(trained * (1 - done)))
         rest += still + round((gathered - still) * secondary_share)
         rest += gradients.late if arrived else 0
         rest += round(gradients.apart * done)
-        number, numel_bytes = gradients.messages.get(span.parameter, (block, rows))
-        if number != block:
-            # Of a block that was sent there is also what arrives.
-            block, rows, sent_rows = number, numel_bytes, rows * gradients.arriving * gradients.overlap
-        rest += rows + sent_rows
         yield span.most + rest + (sent if gradients.overlap else 0)
         numel = numels.get(span.parameter, 0)
         if filled and (filled + numel > gradients.limit or not span.parameter):

@@ -18,7 +18,7 @@ from commprof.requested.parameters import Parameter, check_parameters, ep_sizes,
 from commprof.requested.support import optimizer_type
 from commprof.requested.zero.gather_configuration import read_gather_configuration
 from commprof.requested.zero.gathering import persistent_parameters
-from commprof.requested.zero.parameter_blocks import gathered_blocks, most_gathered
+from commprof.requested.zero.parameter_blocks import gathered_blocks, gathered_with_gradients
 from commprof.requested.zero.partition import lay_out
 from commprof.requested.zero.zero_stages import micro_steps
 
@@ -301,7 +301,7 @@ def _parameters(
     note = "at most, while modules use them"
     if sizes.block:
         blocks = gathered_blocks(listed, gathering)
-        numel = most_gathered(listed, blocks, gathering)
+        numel = max(gathered_with_gradients(listed, blocks, gathering).values())
         note += f": {len(blocks)} blocks, each gathered by one message, {sizes.block * sizes.item:,} bytes at most"
         return [*held, Holding("gathered parameters", numel * sizes.item, note=note)]
     persistent = sum(each.numel for each in persistent_parameters(listed, gathering))

@@ -9,7 +9,8 @@ gather the next blocks ahead, and keep what is used again soon. Gradients of a b
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence, Set
-from itertools import accumulate, groupby
+from functools import cached_property
+from itertools import accumulate, groupby, islice
 from typing import Final, NamedTuple
 
 from commprof.requested.parameters import Parameter, in_model_order
@@ -19,6 +20,7 @@ from commprof.requested.zero.modules import Visit, module_tree, training_visits
 
 Block = tuple[Parameter, ...]
 _NEVER: Final = 2**63
+_EMBEDDING: Final = "Embedding"  # torch's own: the only class that the module has
 
 
 def numbered_module(module: str) -> str:
@@ -64,10 +66,19 @@ def gathered_blocks(
 
 
 class _Live(NamedTuple):
-    """What a visit leaves gathered, and what it gathers."""
+    """What a visit leaves gathered, and what it gathers.
+
+    Attributes:
+        numel: elements that are gathered.
+        gathers: the messages.
+        block: that is visited; None without one.
+        meets_gradients: gradients arrive during the visit.
+    """
 
     numel: int
     gathers: tuple[Gather, ...]
+    block: int | None = None
+    meets_gradients: bool = False
 
 
 class _Visits:
@@ -85,14 +96,17 @@ class _Visits:
         self._configuration = configuration
         self._members = blocks
         self._numels = [_numel(block) for block in blocks]
-        self._window = min(configuration.prefetch_bucket_size, max(self._numels, default=0))
+        self._trained = [sum(each.numel for each in block if each.requires_grad) for block in blocks]
+        self._largest = max(self._numels, default=0)
         self._block_of = {each.name: number for number, block in enumerate(blocks) for each in block}
         self._visits = visits
         self._order: list[int] = []
+        self._turn = 0  # number of the first one of the backward pass
         for visit in visits:
             for block in self._used(visit) if visit.enters else ():
                 if not self._order or self._order[-1] != block:
                     self._order.append(block)
+                    self._turn += visit.forward
         self._until = [0, *accumulate(self._numels[block] for block in self._order)]
 
     def run(self, *, recording: bool, missing: Iterable[Parameter] = ()) -> Iterator[_Live]:
@@ -123,6 +137,9 @@ class _Visits:
                 yield _Live(
                     sum(self._numels[each] for each in gathered),
                     tuple(Gather(self._members[each], forward) for each in lacking),
+                    block,
+                    place
+                    >= self._turn - 1,  # the last block of the forward pass is the first of the backward pass
                 )
             alone = tuple(
                 absent.pop(each.name) for each in module.parameters if enters and each.name in absent
@@ -131,18 +148,45 @@ class _Visits:
                 yield _Live(0, (Gather(alone, forward),))
 
     def _used(self, visit: Visit) -> list[int]:
+        """The blocks that a module uses. The backward pass of an embedding reads only which rows it took."""
+        if not visit.forward and all(each.owner_types == _EMBEDDING for each in visit.module.parameters):
+            return []
         names = (each.name for each in visit.module.parameters)
         return list(dict.fromkeys(self._block_of[name] for name in names if name in self._block_of))
 
     def _ahead(self, place: int) -> list[int]:
-        """The next blocks: one, and further ones while all of them are no larger than the largest block."""
+        """The next blocks: one, and others while they fit into the largest block; in the forward pass, into two of it."""
+        window = self._largest
+        if place < self._turn:
+            window = max(window, min(2 * window, self._room(place)))
+        return self._following(place, window)
+
+    def _room(self, place: int) -> int:
+        """Elements for which a forward visit has room, if it may need as much as the backward visits until its block's."""
+        current = self._order[place]
+        backward = self._order[self._turn :]
+        end = backward.index(current) + 1 if current in backward else len(backward)
+        return max(self._needed[:end], default=0) - 2 * self._numels[current]
+
+    @cached_property
+    def _needed(self) -> list[int]:
+        """Elements at each backward visit: its block, the next ones, and the gradients sent before, and as they arrive."""
+        return [
+            2 * (self._trained[self._order[place - 1]] + self._numels[self._order[place]])
+            + sum(self._numels[each] for each in self._following(place, self._largest))
+            for place in range(self._turn, len(self._order))
+        ]
+
+    def _following(self, place: int, window: int) -> list[int]:
+        """The next blocks that fit into ``window``; at least one, if the keys allow any."""
         current, limit = self._order[place], self._configuration.max_live_parameters
+        window = min(self._configuration.prefetch_bucket_size, window)
         ahead: list[int] = []
-        for block in self._order[place + 1 :] if self._configuration.prefetch_bucket_size else ():
+        for block in islice(self._order, place + 1, None) if self._configuration.prefetch_bucket_size else ():
             if block == current or block in ahead:
                 continue
             numel = sum(self._numels[each] for each in (*ahead, block))
-            if (ahead and numel > self._window) or self._numels[current] + numel > limit:
+            if (ahead and numel > window) or self._numels[current] + numel > limit:
                 break
             ahead.append(block)
         return ahead
@@ -200,12 +244,22 @@ def block_gathers(
     return Gathers(gathers, once and not missing, once, 0, 0)
 
 
-def most_gathered(
+def gathered_with_gradients(
     parameters: Sequence[Parameter], blocks: Sequence[Block], configuration: GatherConfiguration
-) -> int:
-    """Most elements of ``blocks`` that are gathered at once, if all of the model's ``parameters`` are used."""
+) -> dict[int, int]:
+    """Elements of ``blocks`` that are gathered while the gradients of each of them arrive, by its number.
+
+    All of the model's ``parameters`` are used. The forward pass needs no more than these and the gradients together.
+    """
     visits = _Visits(blocks, configuration, training_visits(module_tree(in_model_order(parameters))))
-    return max((live.numel for live in visits.run(recording=False)), default=0)
+    gathered: dict[int, int] = {}
+    last = 0
+    for live in visits.run(recording=False):
+        if live.block is not None and live.meets_gradients:
+            last = live.numel
+            gathered[live.block] = max(last, gathered.get(live.block, 0))
+    # The block before stays gathered while one is differentiated that is not read.
+    return dict.fromkeys(range(len(blocks)), last) | gathered
 
 
 def block_messages(

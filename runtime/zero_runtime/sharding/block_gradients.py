@@ -11,7 +11,7 @@ them together would be there while most parameters are gathered.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -54,17 +54,21 @@ class _Message:
         dtype: the communication dtype.
         kept: the dtype of the gradients.
         width: elements of a row.
+        gathered: elements of the parameters that are gathered in the backward pass, padding included.
         rows: the gradients, one row for each rank; None while none has arrived.
         arrived: the members whose gradients are in ``rows``.
     """
 
-    __slots__ = ("arrived", "dtype", "kept", "members", "rows", "spans", "width")
+    __slots__ = ("arrived", "dtype", "gathered", "kept", "members", "rows", "spans", "width")
 
-    def __init__(self, members: Sequence[_Member], dtype: torch.dtype, kept: torch.dtype) -> None:
+    def __init__(
+        self, members: Sequence[_Member], dtype: torch.dtype, kept: torch.dtype, gathered: int
+    ) -> None:
         self.members = members
         self.dtype = dtype
         self.kept = kept
         self.width = sum(each.width for each in members)
+        self.gathered = gathered
         self.rows: torch.Tensor | None = None
         self.arrived: set[_Member] = set()
         self.spans = _spans(members)
@@ -94,6 +98,7 @@ class BlockGradients(ShardedGradients):
         memory: of the messages.
         ahead: elements of parameters that are gathered ahead in the backward pass; None where all stay from the forward
             pass.
+        unread: parameters that are not gathered in the backward pass.
         arguments: the others are those of a ShardedGradients.
     """
 
@@ -103,11 +108,13 @@ class BlockGradients(ShardedGradients):
         implementation: str | None,
         memory: MessageMemory,
         ahead: int | None,
+        unread: Collection[torch.nn.Parameter],
         groups: Sequence[ParameterGroup],
         *arguments: Any,
     ) -> None:
         self._blocks = blocks
         self._ahead = ahead
+        self._unread = unread
         self._implementation = implementation
         self._memory = memory
         self._messages: list[_Message] = []
@@ -185,7 +192,7 @@ class BlockGradients(ShardedGradients):
         self._last = self._most = 0
 
     def _add_message(self, parameters: Sequence[torch.nn.Parameter], dtype: torch.dtype) -> None:
-        members, start = [], 0
+        members, start, gathered = [], 0, 0
         for parameter in parameters:
             number, index = self._places[parameter]
             numel = _numel(parameter)
@@ -194,7 +201,8 @@ class BlockGradients(ShardedGradients):
             name = self._groups[number].names[index]
             members.append(_Member(name, number, index, numel, start, width, target))
             start += width
-        message = _Message(members, dtype, parameters[0].dtype)
+            gathered += 0 if parameter in self._unread else width * self._group.world_size
+        message = _Message(members, dtype, parameters[0].dtype, gathered)
         self._messages.append(message)
         self._message_of.update(((each.group, each.place), (message, each)) for each in members)
 
@@ -284,15 +292,17 @@ class BlockGradients(ShardedGradients):
         and what arrives. Early in the pass, when most parameters are gathered, there is no room for it. Later the
         parameters of the blocks that were sent have left room.
         """
-        numel = self._group.world_size * message.width
         self._unsent.pop(message, None)
-        gathered = sum(each.width for each in self._unsent) * self._group.world_size
+        later = sum(each.gathered for each in self._unsent)
         if self._ahead is not None:
-            gathered = min(gathered, self._ahead)
-        before, self._last = self._last, numel * message.dtype.itemsize
-        needed = 2 * self._last + gathered * message.kept.itemsize
-        self._most = max(self._most, needed)
-        return 2 if needed + 2 * before <= self._most else 1
+            later = min(later, self._ahead)
+        gathered = (message.gathered + later) * message.kept.itemsize
+        numel = self._group.world_size * message.width
+        before, size = self._last, numel * message.dtype.itemsize
+        self._last = size
+        # The message before has its memory until this one is about to be sent, or until it has arrived.
+        self._most = max(self._most, 2 * before + size + gathered, 2 * size + gathered)
+        return 2 if 2 * before + 2 * size + gathered <= self._most else 1
 
     def _scatter(self, message: _Message, bucket: Bucket) -> Finish | None:
         """Send the rows, and add this rank's sum to its shards."""

@@ -14,6 +14,7 @@ from zero_runtime.optimizer_step.dtypes import Precision, communication_dtypes
 from zero_runtime.optimizer_step.grouping import shard_groups
 from zero_runtime.optimizer_step.partitioned_types import whole_parameters
 from zero_runtime.sharding.block_gradients import BlockGradients
+from zero_runtime.sharding.gather_schedule.gather_units import reads_backward
 from zero_runtime.sharding.gather_schedule.leaves import get_z3_leaf_modules
 from zero_runtime.sharding.gather_schedule.residency import Residency
 from zero_runtime.sharding.shard_reduction import ShardReduction
@@ -82,7 +83,12 @@ class ShardedModel:
         blocks = self._blocks()
         self.gradients = (
             BlockGradients(
-                blocks, config.zero.reduce_scatter_impl, self.residency.memory, self._ahead(blocks), *rest
+                blocks,
+                config.zero.reduce_scatter_impl,
+                self.residency.memory,
+                self._ahead(blocks),
+                _unread(module),
+                *rest,
             )
             if blocks
             else ShardedGradients(*rest)
@@ -125,6 +131,15 @@ class ShardedModel:
     def trained(self) -> list[torch.nn.Parameter]:
         """The trainable parameters in the order of the groups."""
         return [parameter for each in self.groups for parameter in each.parameters]
+
+
+def _unread(module: torch.nn.Module) -> set[torch.nn.Parameter]:
+    """The parameters that no backward pass of a module reads."""
+    reading: set[torch.nn.Parameter] = set()
+    others: set[torch.nn.Parameter] = set()
+    for each in module.modules():
+        (reading if reads_backward(each) else others).update(each.parameters(recurse=False))
+    return others - reading
 
 
 def _reduction(config: RuntimeConfig, numbers: Mapping[str, int]) -> ShardReduction:

@@ -248,6 +248,12 @@ class Shard:
         self.parameter.data = values.view(-1).narrow(0, 0, self.numel).view(self.shape)
         self.status = Status.AVAILABLE
 
+    @torch.inference_mode(False)
+    def stand_in(self) -> None:
+        """Give the released parameter its shape without its memory, so that a gradient can be accumulated."""
+        element = torch.empty((), dtype=self.dtype, device=self.parameter.device)
+        self.parameter.data = element.expand(self.shape)
+
     def release(self) -> None:
         """Release the parameter; the shard stays."""
         empty = self._empty

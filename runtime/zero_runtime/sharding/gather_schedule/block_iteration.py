@@ -64,13 +64,16 @@ class BlockIteration(Iteration):
         self._ahead: set[int] = set()  # those that are gathered ahead of their use
         self._differentiates = False  # a backward pass follows, or runs
         self._turned = False  # it runs
+        self._stand_ins: list[Shard] = []  # released, with the shape of the parameter
         self.divide([])
 
     def divide(self, blocks: Sequence[Block]) -> None:
         """Gather ``blocks`` from now on; the order is recorded again."""
         self._blocks = blocks
         self._block_of = {shard.number: index for index, block in enumerate(blocks) for shard in block.shards}
-        self._order = BlockOrder(self._limits, [sum(each.numel for each in block.shards) for block in blocks])
+        numels = [[each.numel for each in block.shards] for block in blocks]
+        trained = [[each.numel for each in block.shards if each.parameter.requires_grad] for block in blocks]
+        self._order = BlockOrder(self._limits, [*map(sum, numels)], [*map(sum, trained)])
 
     def begin(self, units: Sequence[Unit]) -> None:
         """Begin the forward pass of the whole model."""
@@ -98,14 +101,28 @@ class BlockIteration(Iteration):
             self._order.turn()
         super().before_backward(unit)
 
+    def before_gradient(self, shard: Shard) -> None:
+        """Let a released parameter take a gradient, whose accumulation reads no values."""
+        if not shard.available:
+            shard.stand_in()
+            self._stand_ins.append(shard)
+
     def finish_backward(self) -> None:
         """Release all blocks. Call it after each backward pass."""
         super().finish_backward()
         self._release([index for index in self._gathered if not self._blocks[index].busy])
+        self._end_stand_ins()
+
+    def _end_stand_ins(self) -> None:
+        for shard in self._stand_ins:
+            if shard.status is Status.NOT_AVAILABLE:
+                shard.release()
+        self._stand_ins.clear()
 
     def stop(self) -> None:
         """Release all parameters, in use or not."""
         super().stop()
+        self._end_stand_ins()
         self._gathered.clear()
 
     def restart(self) -> None:
@@ -120,6 +137,8 @@ class BlockIteration(Iteration):
         self._release(list(self._ahead))
 
     def _enter(self, unit: Unit, use: int) -> None:
+        if use == unit.backward and not unit.reads_backward:
+            return
         shards = unit.shards()
         for shard in shards:
             if shard.number not in self.shards:  # of another model, named by register_external_parameter

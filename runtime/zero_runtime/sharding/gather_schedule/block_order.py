@@ -3,12 +3,15 @@
 A *visit* begins when a module uses a parameter of another block than the module before. The first iteration records the
 visits of its forward and backward pass. Later ones follow that order: at each visit the next blocks are gathered ahead, and
 a block that is used again soon is kept.
+
+The backward pass needs memory for gradients that the forward pass does not need. So a forward pass before it gathers up to
+twice as much ahead, as far as that memory reaches.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import islice
+from itertools import islice, pairwise
 from typing import NamedTuple
 
 from zero_runtime.sharding.gather_schedule.module_order import Limits, Reach
@@ -32,16 +35,19 @@ class BlockOrder:
     Args:
         limits: how far ahead, how long, and how much at once, in elements.
         numels: elements of each block.
+        trained: those of them that get gradients.
     """
 
-    def __init__(self, limits: Limits, numels: Sequence[int]) -> None:
+    def __init__(self, limits: Limits, numels: Sequence[int], trained: Sequence[int]) -> None:
         self._limits = limits
         self._numels = numels
-        self._window = min(limits.prefetch, max(numels, default=0))
+        self._trained = trained
+        self._largest = max(numels, default=0)
         self._visits: list[int] = []
         self._turn = 0  # visits of the recorded forward pass; 0 without a recorded backward pass
         self._position = -1  # of the current visit
         self._reach: Reach | None = None  # of the recorded visits; None after they have changed
+        self._needs: list[int] | None = None  # of the recorded backward pass
         self._decided: dict[tuple[int, bool], tuple[tuple[int, ...], Decision]] = {}
 
     @property
@@ -67,6 +73,7 @@ class BlockOrder:
         """Begin the backward pass of an iteration."""
         if self.expected is None:
             self._turn = self.position
+            self._changed()
 
     def forget(self) -> None:
         """Record from here on: the rest of the recorded order no longer holds."""
@@ -96,9 +103,12 @@ class BlockOrder:
 
     def _decision(self, idle: tuple[int, ...], differentiates: bool) -> Decision:
         end = len(self._visits) if differentiates or not self._turn else max(self._turn, self.position)
-        ahead = self._ahead(end)
+        window = self._largest
+        if differentiates and self._position < self._turn:
+            window = max(window, min(2 * window, self._room()))
+        ahead = self._ahead(self._position, end, window)
         needed = {self._visits[self._position], *ahead}
-        room = self._limits.max_live - sum(self._numels[block] for block in needed)
+        room = self._limits.max_live - self._sum([*needed])
         released = []
         distances = [(self._distance(block, end), block) for block in idle if block not in needed]
         # The block that is used again first is kept first.
@@ -113,24 +123,46 @@ class BlockOrder:
                 released.append(block)
         return Decision(ahead, released)
 
-    def _ahead(self, end: int) -> list[int]:
-        """The blocks of the next visits, together no larger than the largest block, but at least one within the limits."""
+    def _room(self) -> int:
+        """Elements that a forward visit may gather ahead, so that it needs no more memory than the backward pass.
+
+        It is compared with the backward visits until that of the same block. During these the forward pass has left at least
+        as much.
+        """
+        current, backward = self._visits[self._position], self._visits[self._turn :]
+        end = backward.index(current) + 1 if current in backward else len(backward)
+        # A message, and the parameters that are copied from it.
+        return max(self._backward_needs()[:end], default=0) - 2 * self._numels[current]
+
+    def _backward_needs(self) -> list[int]:
+        """Elements at each backward visit: its block, what is gathered ahead, what the block before sends and receives."""
+        if self._needs is None:
+            end = len(self._visits)
+            self._needs = [
+                2 * (self._trained[before] + self._numels[block])
+                + self._sum(self._ahead(position, end, self._largest))
+                for position, (before, block) in enumerate(pairwise(self._visits), 1)
+                if position >= self._turn
+            ]
+        return self._needs
+
+    def _ahead(self, position: int, end: int, window: int) -> list[int]:
+        """The blocks of the visits after ``position`` and before ``end``, of ``window`` elements, but at least one."""
         if not self._limits.prefetch:
             return []
-        current = self._visits[self._position]
+        current, window = self._visits[position], min(self._limits.prefetch, window)
         ahead: list[int] = []
-        numel = 0
-        for block in islice(self._visits, self.position, end):
-            size = self._numels[block]
+        for block in islice(self._visits, position + 1, end):
             if block == current or block in ahead:
                 continue
-            if (ahead and numel + size > self._window) or self._numels[
-                current
-            ] + numel + size > self._limits.max_live:
+            numel = self._sum([*ahead, block])
+            if (ahead and numel > window) or self._numels[current] + numel > self._limits.max_live:
                 break
             ahead.append(block)
-            numel += size
         return ahead
+
+    def _sum(self, blocks: Sequence[int]) -> int:
+        return sum(self._numels[each] for each in blocks)
 
     def _distance(self, block: int, end: int) -> int | None:
         """Elements of the visits from the current one to the next of ``block``; None if it has none before ``end``."""
@@ -141,5 +173,5 @@ class BlockOrder:
         return self._reach.distance(block, self._position, end)
 
     def _changed(self) -> None:
-        self._reach = None
+        self._reach = self._needs = None
         self._decided.clear()

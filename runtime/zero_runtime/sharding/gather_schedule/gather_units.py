@@ -89,6 +89,11 @@ class Unit:
                 by_number[shard.number] = shard
         return [by_number[number] for number in sorted(by_number)]
 
+    @property
+    def reads_backward(self) -> bool:
+        """Whether its backward pass reads parameters."""
+        return reads_backward(self.module) or bool(self._external)
+
     def add_external(self, parameter: torch.nn.Parameter) -> None:
         """Add ``parameter`` to those of this unit."""
         self._external[id(parameter)] = parameter
@@ -96,6 +101,11 @@ class Unit:
     def read(self, shard: Shard) -> None:
         """Gather a parameter that the forward pass of this unit reads and that no running module uses."""
         self.host.read(self, shard)
+
+
+def reads_backward(module: torch.nn.Module) -> bool:
+    """Whether the backward pass of ``module`` reads its parameters. An embedding only adds to the rows that it has taken."""
+    return type(module) is not torch.nn.Embedding or "forward" in module.__dict__
 
 
 def units_of(module: torch.nn.Module, host: Host) -> list[Unit]:

@@ -58,11 +58,35 @@ def test_a_step_gathers_each_block_once_and_reduces_it_once():
     assert reduce.arrived == (1, 3, 5, 6)
 
 
-def test_without_keeping_all_but_the_last_two_blocks_are_gathered_twice():
-    """The head is not released between the passes, and while it is used the layer before it is the next."""
+def test_without_keeping_all_but_the_last_three_blocks_are_gathered_twice():
+    """While the head is used, the layers before it are the next, and the backward pass needs as much for gradients."""
     gather = rows(stage_3(stage3_max_reuse_distance=0), 5)["parameter_gather"]
-    assert (gather.count, gather.payload_bytes) == (6, 2 * NUM_BYTES - 48 - 56)
+    assert (gather.count, gather.payload_bytes) == (5, NUM_BYTES + 48)
     assert not gather.exact and gather.least_bytes == NUM_BYTES
+    one_ahead = {"stage3_max_reuse_distance": 0, "stage3_prefetch_bucket_size": 12}
+    gather = rows(stage_3(**one_ahead), 5)["parameter_gather"]
+    assert (gather.count, gather.payload_bytes) == (6, 2 * NUM_BYTES - 48 - 56)
+
+
+def test_frozen_layers_leave_no_room_in_the_forward_pass():
+    frozen = [each._replace(requires_grad=each.name == "words.weight") for each in MODEL]
+    (gather,) = [
+        each
+        for each in expected_in_step(stage_3(stage3_max_reuse_distance=0), frozen, 2, 5, backend="gloo")
+        if each.purpose == "parameter_gather"
+    ]
+    assert gather.count == 6
+
+
+def test_torchs_embeddings_are_not_gathered_for_the_backward_pass():
+    def gathers(types):
+        model = [MODEL[0]._replace(owner_types=types), *MODEL[1:]]
+        sent = expected_in_step(stage_3(stage3_max_reuse_distance=0), model, 2, 5, backend="gloo")
+        (gather,) = [each for each in sent if each.purpose == "parameter_gather"]
+        return gather.count
+
+    assert gathers("Embedding") == 4
+    assert gathers(None) == gathers("Embedding,Words") == gathers("Embedding;Linear") == 5
 
 
 def test_the_first_step_gathers_on_demand():
@@ -108,7 +132,8 @@ def test_what_goes_with_modules_alone_is_refused():
     ("keys", "numel"),
     [
         ({}, 48),  # the whole model
-        ({"stage3_max_reuse_distance": 0}, 24),  # a block and the next
+        ({"stage3_max_reuse_distance": 0}, 36),  # the head, and the two that follow in the backward pass
+        ({"stage3_max_reuse_distance": 0, "stage3_prefetch_bucket_size": 12}, 24),  # a block and the next
         ({"stage3_max_reuse_distance": 0, "stage3_prefetch_bucket_size": 0}, 12),
         ({"stage3_max_live_parameters": 36}, 36),
     ],

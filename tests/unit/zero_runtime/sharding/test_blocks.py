@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import pytest
+from torch import nn
 
 from zero_runtime.config import RuntimeConfig
 from zero_runtime.errors import ConfigError
 from zero_runtime.sharding.gather_schedule.block_order import BlockOrder, Decision
+from zero_runtime.sharding.gather_schedule.gather_units import reads_backward
 from zero_runtime.sharding.gather_schedule.gathered_blocks import blocks_of, gathers_by_block
 from zero_runtime.sharding.gather_schedule.module_order import Limits
 
@@ -61,48 +63,97 @@ def walk(order, visits, turn, differentiates=True):
 
 
 PASSES = [0, 1, 2, 1, 0]  # the last block of the forward pass is the first of the backward pass
+LONG = [0, 1, 2, 3, 4, 3, 2, 1, 0]
+
+
+def order_of(*numels, trained=None, **limits):
+    return BlockOrder(UNLIMITED._replace(**limits), numels, numels if trained is None else trained)
 
 
 def test_the_first_iteration_gathers_on_demand_and_later_ones_ahead():
-    order = BlockOrder(UNLIMITED._replace(reuse_distance=0), [10, 10, 10])
-    assert walk(order, PASSES, 3) == [
-        Decision([], []),
-        Decision([], [0]),
-        Decision([], [1]),
-        Decision([], [2]),
-        Decision([], [1]),
-    ]
-    assert walk(order, PASSES, 3) == [
-        Decision([1], []),
-        Decision([2], [0]),
-        Decision([1], []),
+    order = order_of(*[10] * 5, reuse_distance=0)
+    assert walk(order, LONG, 5) == [Decision([], [])] + [Decision([], [each]) for each in LONG[:-1]]
+    assert walk(order, LONG, 5) == [
+        # Forward two, for which the backward pass has memory: 20 are gathered, 20 are sent and arrive, 10 are filled.
+        Decision([1, 2], []),
+        Decision([2, 3], [0]),
+        Decision([3, 4], [1]),
+        Decision([4, 2], []),
+        Decision([3, 2], []),
+        Decision([2], [4]),
+        Decision([1], [3]),
         Decision([0], [2]),
         Decision([], [1]),
     ]
 
 
+def test_one_block_is_gathered_ahead_where_gradients_need_no_memory():
+    order = order_of(*[10] * 5, trained=[1] * 5, reuse_distance=0)
+    walk(order, LONG, 5)
+    assert [each.ahead for each in walk(order, LONG, 5)[:5]] == [[1], [2], [3], [4], [3]]
+
+
+def test_the_gradients_of_the_head_are_the_room_of_the_last_layer():
+    order = order_of(10, 10, 10, 10, 2, reuse_distance=0)
+    walk(order, LONG, 5)
+    assert [each.ahead for each in walk(order, LONG, 5)[:5]] == [[1, 2], [2, 3], [3, 4], [4, 2], [3, 2]]
+    # The fourth visit has room for 2 * (0 + 10) + 10 as in the backward pass, and takes 2 * 10 itself.
+    order = order_of(10, 10, 10, 10, 2, trained=[10, 10, 10, 10, 0], reuse_distance=0)
+    walk(order, LONG, 5)
+    assert walk(order, LONG, 5)[3].ahead == [4]
+
+
+def test_a_block_that_the_backward_pass_does_not_read_is_given_back():
+    """As that of the embeddings."""
+    order = order_of(*[10] * 3)
+    visits = [0, 1, 2, 1]
+    walk(order, visits, 3)
+    assert walk(order, visits, 3)[1:] == [Decision([2], [0]), Decision([1], []), Decision([], [2])]
+
+
+class Own(nn.Embedding):
+    pass
+
+
+def test_only_torchs_own_embedding_does_not_read_its_weight_backward():
+    patched = nn.Embedding(2, 2)
+    patched.forward = lambda rows: patched.weight[rows] ** 2
+    assert [*map(reads_backward, [nn.Embedding(2, 2), Own(2, 2), patched, nn.Linear(2, 2)])] == [
+        False,
+        True,
+        True,
+        True,
+    ]
+
+
+def test_prefetching_is_limited_by_its_key_in_both_passes():
+    order = order_of(*[10] * 5, reuse_distance=0, prefetch=10)
+    walk(order, LONG, 5)
+    assert [each.ahead for each in walk(order, LONG, 5)] == [[1], [2], [3], [4], [3], [2], [1], [0], []]
+
+
 def test_blocks_that_are_used_again_soon_are_kept_within_the_limit():
-    order = BlockOrder(UNLIMITED, [10, 10, 10])
+    order = order_of(*[10] * 3)
     walk(order, PASSES, 3)
     assert [each.released for each in walk(order, PASSES, 3)] == [[], [], [], [2], [1]]
-    # 35 elements: at the second visit, two blocks and the one ahead do not fit.
-    order = BlockOrder(UNLIMITED._replace(max_live=25), [10, 10, 10])
+    # Two blocks fit: at the second visit the one ahead takes the place of the first.
+    order = order_of(*[10] * 3, max_live=25)
     walk(order, PASSES, 3)
     assert [each.released for each in walk(order, PASSES, 3)] == [[], [0], [], [2], [1]]
 
 
 def test_small_blocks_are_gathered_ahead_together_up_to_the_size_of_the_largest():
-    order = BlockOrder(UNLIMITED, [20, 4, 8, 8, 20])
+    order = order_of(20, 4, 8, 8, 20)
     visits = [0, 1, 2, 3, 4]
-    walk(order, visits, 5)
-    assert [each.ahead for each in walk(order, visits, 5)] == [[1, 2, 3], [2, 3], [3], [4], []]
-    order = BlockOrder(UNLIMITED._replace(prefetch=0), [20, 4, 8, 8, 20])
-    walk(order, visits, 5)
-    assert not any(each.ahead for each in walk(order, visits, 5))
+    walk(order, visits, 0)
+    assert [each.ahead for each in walk(order, visits, 0)] == [[1, 2, 3], [2, 3], [3], [4], []]
+    order = order_of(20, 4, 8, 8, 20, prefetch=0)
+    walk(order, visits, 0)
+    assert not any(each.ahead for each in walk(order, visits, 0))
 
 
 def test_an_evaluation_gathers_nothing_of_the_backward_pass():
-    order = BlockOrder(UNLIMITED, [10, 10, 10])
+    order = order_of(*[10] * 3)
     walk(order, PASSES, 3)
     assert walk(order, PASSES[:3], 3, differentiates=False) == [
         Decision([1], []),
@@ -112,11 +163,11 @@ def test_an_evaluation_gathers_nothing_of_the_backward_pass():
 
 
 def test_another_order_is_recorded_from_where_it_departs():
-    order = BlockOrder(UNLIMITED, [10, 10, 10])
+    order = order_of(*[10] * 3)
     walk(order, PASSES, 3)
     other = [0, 2, 1, 0]
-    assert [each.ahead for each in walk(order, other, 3)] == [[1], [], [], []]
-    assert [each.ahead for each in walk(order, other, 3)] == [[2], [1], [0], []]
+    assert [each.ahead for each in walk(order, other, 3)] == [[1, 2], [], [], []]
+    assert [each.ahead for each in walk(order, other, 3)] == [[2, 1], [1, 0], [0], []]
 
 
 def config(**zero):
