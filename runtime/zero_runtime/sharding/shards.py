@@ -250,8 +250,11 @@ class Shard:
 
     @torch.inference_mode(False)
     def stand_in(self) -> None:
-        """Give the released parameter its shape without its memory, so that a gradient can be accumulated."""
-        element = torch.empty((), dtype=self.dtype, device=self.parameter.device)
+        """Give the released parameter its shape without its memory, so that a gradient can be accumulated.
+
+        Its values are NaN, so that nobody takes them for those of the parameter.
+        """
+        element = torch.full((), torch.nan, dtype=self.dtype, device=self.parameter.device)
         self.parameter.data = element.expand(self.shape)
 
     def release(self) -> None:

@@ -161,7 +161,11 @@ def config_of(zero, accumulation=1, **top):
 def engine_of(config, features=()):
     torch.manual_seed(0)
     model = Model(*features)
-    return zero_runtime.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
+    engine = zero_runtime.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
+    if "hook" in features:
+        weight = model.words.weight
+        weight.register_hook(lambda gradient: gradient + 0.1 * weight)
+    return engine
 
 
 def run(engine, words, evaluates=False):
@@ -188,6 +192,7 @@ FEATURES = {
     "recomputed": ("recomputed",),
     "own parameter": ("own parameter",),
     "embeddings": ("embeddings",),
+    "hook": ("hook",),
 }
 
 
@@ -287,6 +292,8 @@ RECORDED = {
     "unpartitioned norms": (config_of({**KEPT, "zero_force_param_types": ["LayerNorm"]}), ()),
     "little memory": (config_of({**KEPT, "stage3_max_live_parameters": 1000}), ()),
     "tied, own parameter": (config_of(KEPT), ("tied", "own parameter")),
+    "frozen": (config_of(GIVEN_BACK), ("frozen",)),
+    "embeddings": (config_of(GIVEN_BACK), ("embeddings",)),
 }
 STEPS = 4
 

@@ -102,8 +102,10 @@ class BlockIteration(Iteration):
         super().before_backward(unit)
 
     def before_gradient(self, shard: Shard) -> None:
-        """Let a released parameter take a gradient, whose accumulation reads no values."""
-        if not shard.available:
+        """Let a released parameter take a gradient, whose accumulation reads no values. A hook of the program may."""
+        if len(shard.parameter._backward_hooks or ()) > 1:  # one calls this method
+            super().before_gradient(shard)
+        elif not shard.available:
             shard.stand_in()
             self._stand_ins.append(shard)
 
