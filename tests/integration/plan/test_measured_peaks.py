@@ -144,9 +144,11 @@ def block_cases():
     """Stage 3 by block, gathered once or again in the backward pass."""
     from support.peaks import make_config as config
 
+    again = {"stage3_max_reuse_distance": 0}
+    kinds = {"": {}, "gathered again, ": again, "one ahead, ": {**again, "stage3_prefetch_bucket_size": 1}}
     return {
         f"by block, {name}{kind}": (config(3, stage3_gather_unit="block", **zero), kind)
-        for name, zero in (("", {}), ("gathered again, ", {"stage3_max_reuse_distance": 0}))
+        for name, zero in kinds.items()
         for kind in ("plain", "checkpoints")
     }
 
