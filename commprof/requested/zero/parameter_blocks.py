@@ -72,7 +72,8 @@ class _Live(NamedTuple):
         numel: elements that are gathered.
         gathers: the messages.
         block: that is visited; None without one.
-        meets_gradients: gradients arrive during the visit.
+        meets_gradients: gradients arrive during the visit: in the backward pass, which begins in the last block of the
+            forward pass.
     """
 
     numel: int
@@ -138,8 +139,7 @@ class _Visits:
                     sum(self._numels[each] for each in gathered),
                     tuple(Gather(self._members[each], forward) for each in lacking),
                     block,
-                    place
-                    >= self._turn - 1,  # the last block of the forward pass is the first of the backward pass
+                    meets_gradients=place >= self._turn - 1,
                 )
             alone = tuple(
                 absent.pop(each.name) for each in module.parameters if enters and each.name in absent
