@@ -175,7 +175,7 @@ def recorded(case: str, ranks: Ranks, folder: Path) -> Recorded | None:
     """Record some steps of ``case``; None where its Python cannot import commprof."""
     run = folder / re.sub(r"\W+", "_", case)
     try:
-        ranks.train(case, RECORDED_STEPS, run)
+        ranks.train(case, RECORDED_STEPS - 1, run)  # and the step before them
     except RuntimeError as error:
         print(f"cluster: {case} cannot be recorded: {error}", file=sys.stderr, flush=True)
         return None

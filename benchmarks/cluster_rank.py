@@ -79,10 +79,14 @@ def counters(interface: str) -> tuple[int, int]:
 
 
 def measure(training: Training, steps: int, interface: str) -> dict[str, Any]:
-    """Train ``steps`` steps; what they took. The optimizer step ends when the parameters are there again."""
+    """Train ``steps`` steps; what they took.
+
+    One more step goes before them, so that the first of them begins as in a long job: it may have to wait for parameters
+    that the step before has left in flight. Bytes are means over all steps.
+    """
     dist.barrier()
     before = counters(interface)
-    losses, seconds, phases = [], [], [0.0] * 3
+    losses, seconds, phases = [training.step()[0]], [], [0.0] * 3
     processor = time.process_time()
     for _ in range(steps):
         begin = time.perf_counter()
@@ -99,8 +103,8 @@ def measure(training: Training, steps: int, interface: str) -> dict[str, Any]:
         "losses": losses,
         "phases": phases,
         "processor": processor,
-        "received": received / steps,
-        "sent": sent / steps,
+        "received": received / (steps + 1),
+        "sent": sent / (steps + 1),
     }
 
 

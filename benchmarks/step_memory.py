@@ -39,6 +39,7 @@ def tensors(training: Training) -> dict[str, float]:
         activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
     ) as profile:
         training.step()
+        list(training.module.parameters())  # waits for those in flight: a profile must not end before them
     peak = sum(between.values()) + _highest(profile)
     training.forward_backward()
     after_backward = categories(training)

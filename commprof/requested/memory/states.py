@@ -363,7 +363,8 @@ def _bucket_bytes(
     numel = min(configuration.reduce_bucket_size, sizes.numel)
     overlaps = reduces_beside_backward(config)
     if configuration.reduces_chunks or sizes.block:
-        # One is filled; of those that are sent there is also what arrives, where that is not a shard alone.
+        # One is filled; of those that are sent there is also what arrives, where that is not a shard alone. A third chunk
+        # may be sent at once, but only after the peak, when the activations of the last layers are freed.
         sent = _BUCKETS_UNDER_WAY if overlaps and not sizes.block else 1
         arrives = configuration.reduce_scatter_on(backend) != "native"
         return (sizes.block or sizes.chunk or numel) * sent_item * (1 + sent * (1 + arrives))

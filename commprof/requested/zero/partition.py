@@ -20,7 +20,7 @@ from commprof.requested.parameters import Parameter, item_bytes
 
 ALIGNMENT_ELEMENTS: Final = 2  # of each rank's shard of a flat buffer
 PARAMETER_ALIGNMENT_BYTES: Final = 16  # of each parameter, with parameter_alignment
-CHUNKS: Final = 8  # chunks of a buffer, unless they would get too small or too large
+CHUNKS: Final = 16  # chunks of a buffer, unless they would get too small or too large
 SMALLEST_CHUNK: Final = 2**18  # elements, where reduce_bucket_size allows as much
 LARGEST_CHUNK: Final = 2**23
 
@@ -172,5 +172,5 @@ def _ep_size(group: Sequence[Parameter]) -> int | None:
 
 
 def _largest_chunk(numel: int, bucket_size: int) -> int:
-    """An eighth of a buffer, but at least a size that amortizes the latency of a message; ``bucket_size`` at most."""
+    """A 16th of a buffer, but at least a size that amortizes the latency of a message; ``bucket_size`` at most."""
     return min(bucket_size, max(SMALLEST_CHUNK, min(-(-numel // CHUNKS), LARGEST_CHUNK)))

@@ -27,7 +27,7 @@ from typing import Final, NamedTuple
 
 SHARD_ALIGNMENT: Final = 2  # elements, per rank
 PARAMETER_ALIGNMENT_BYTES: Final = 16
-CHUNKS: Final = 8
+CHUNKS: Final = 16
 SMALLEST_CHUNK: Final = 2**18  # elements
 LARGEST_CHUNK: Final = 2**23
 
@@ -137,8 +137,8 @@ def group_layout(
 def chunk_limit(numel: int, limit: int) -> int:
     """Elements of the largest chunk of a buffer of ``numel`` elements, where a bucket may have ``limit``.
 
-    An eighth of the buffer, so that most of the communication overlaps the backward pass. Smaller messages would be
-    dominated by latency, and larger ones gain no bandwidth.
+    A 16th of the buffer, so that the first message leaves early in the backward pass and several are in flight. Smaller
+    messages would be dominated by latency, and larger ones gain no bandwidth.
     """
     return min(limit, max(SMALLEST_CHUNK, min(-(-numel // CHUNKS), LARGEST_CHUNK)))
 

@@ -38,7 +38,7 @@ from zero_runtime.gradient_reduction.reduction import (
     default_implementation,
     row_of_sum,
 )
-from zero_runtime.gradient_reduction.reduction_overlap import Overlap
+from zero_runtime.gradient_reduction.reduction_overlap import CHUNK_DEPTH, Overlap
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +108,7 @@ class OwnerOrderedGradients:
         self._implementation = implementation or default_implementation(group.backend)
         self._paused = False
         self._number = 0
-        self._overlap = Overlap(group.device, policy.overlap)
+        self._overlap = Overlap(group.device, policy.overlap, CHUNK_DEPTH)
         self._chunks = chunks(groups, dtypes, order)
         self._of: dict[torch.nn.Parameter, list[tuple[Chunk, Member]]] = {}
         for chunk in self._chunks:

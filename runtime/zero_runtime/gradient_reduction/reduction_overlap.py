@@ -19,6 +19,8 @@ from zero_runtime.gradient_reduction.reduction import Finish
 
 # Buckets in flight at once: one on the wire, one queued behind it. A third is being filled meanwhile.
 DEPTH: Final = 2
+# Chunks are small: gloo's two threads send one each, and a third is ready for the first thread that is free.
+CHUNK_DEPTH: Final = 3
 
 
 class Overlap:

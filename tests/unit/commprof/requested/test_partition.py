@@ -148,11 +148,11 @@ def test_every_rank_owns_a_row_of_every_chunk(sizes, world_size, capacity, align
     assert len(taken) == sum(sizes)
 
 
-def test_a_buffer_has_eight_chunks_unless_they_would_be_too_small_or_too_large():
+def test_a_buffer_has_16_chunks_unless_they_would_be_too_small_or_too_large():
     def chunks(numel, bucket_size=500_000_000):
         return lay_out([[Parameter("p", numel)]], 4, bucket_size=bucket_size).groups[0].chunks
 
-    assert [chunks(numel) for numel in (1, 2**18, 2**18 + 8, 2**20, 2**24, 2**26, 2**28)] == [
-        1, 1, 2, 4, 8, 8, 32,
+    assert [chunks(numel) for numel in (1, 2**18, 2**18 + 8, 2**20, 2**23, 2**26, 2**28, 2**29)] == [
+        1, 1, 2, 4, 16, 16, 32, 64,
     ]  # fmt: skip
     assert chunks(2**20, bucket_size=2**16) == 16

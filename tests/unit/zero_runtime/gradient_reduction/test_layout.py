@@ -84,11 +84,11 @@ def test_every_rank_owns_a_row_of_every_chunk(numels, world, limit, round_robin)
         ] == expected
 
 
-def test_a_chunk_is_an_eighth_of_the_buffer_within_bounds():
-    assert [chunk_limit(numel, 500_000_000) for numel in (1000, 2**20, 2**24, 2**40)] == [
+def test_a_chunk_is_a_16th_of_the_buffer_within_bounds():
+    assert [chunk_limit(numel, 500_000_000) for numel in (1000, 2**20, 2**25, 2**40)] == [
         2**18, 2**18, 2**21, 2**23,
     ]  # fmt: skip
-    assert chunk_limit(2**24, 1000) == 1000
+    assert chunk_limit(2**26, 1000) == 1000
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 9)), max_size=12))
