@@ -93,12 +93,15 @@ docs-site: $(STAMPS)/install ## docs/ as a site in build/site, links checked
 checks: $(STAMPS)/dev ## lint, types and contracts, two at a time
 	@$(MAKE) --no-print-directory -j 2 types lint contracts
 
-# Two tests beside each other, except what measures times; in the order of the folders, so that the quick unit tests
-# come last and no long file is left to one of the two. The second part runs although the first failed: both say what is
-# wrong. It collects only the files that have such tests. $(1): which tests, and a space.
+WORKERS ?= 3
+
+# Tests beside each other, except what measures times: one more than there are processors on the machine that this is meant
+# for, since ranks and browsers wait. In the order of the folders, so that the quick unit tests come last and no long file
+# is left to one of the workers. The second part runs although the first failed: both say what is wrong. It collects only
+# the files that have such tests. $(1): which tests, and a space.
 define pytest
 	@failed=0; \
-	$(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder -m "$(1)not alone" || failed=1; \
+	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "$(1)not alone" || failed=1; \
 	$(BIN)/python -m pytest -q -m "$(1)alone" $$(grep -rl --include='test_*.py' 'mark\.alone' tests) || failed=1; \
 	exit $$failed
 endef

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import sys
 import textwrap
 from pathlib import Path
 
@@ -24,6 +23,7 @@ from commprof.trace.reader import open_run
 from support import hosts as network
 from support.calibrations import made_calibration
 from support.command import commprof, output
+from support.warm_hosts import run_commprof_on_each
 
 pytestmark = [pytest.mark.ranks, pytest.mark.alone, pytest.mark.shared_answers]
 
@@ -133,9 +133,9 @@ def exposed(tmp_path_factory):
     (folder / "ds.json").write_text(json.dumps(config))
     program = ZERO.replace("range(STEPS)", "range(8 * STEPS)")
     write_program(folder, program, backward=0.002)
-    words = [sys.executable, "-m", "commprof", "run", "--out", "run", "train.py", "--config", "ds.json"]
+    words = ["run", "--out", "run", "train.py", "--config", "ds.json"]
     with network.hosts(2, "200mbit") as machines:
-        network.run_on_each(machines, words, folder)
+        run_commprof_on_each(machines, words, folder)
     return folder / "run"
 
 
