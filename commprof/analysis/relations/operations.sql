@@ -1,9 +1,7 @@
 -- Deduplicated operations, summed per combination of the requested columns.
 --
 -- grain: one row per combination of the requested columns and wire_ranks
--- inputs: agreement, differing_members=collective_members(records=differing_records),
---   differing=deduplicated_collectives(members=differing_members), differing_exchanges=exchanges(members=differing_members),
---   messages, summed_operations, rank_hosts, group_spans
+-- inputs: agreement, differing_operations, messages, summed_operations, rank_hosts, group_spans
 -- Sums of these rows are again sums of operations. wire_bytes is wire_share / wire_ranks; both are integers, so that a sum
 -- does not depend on the order. executed_share is the same of what the backend runs (commprof.ledger.records.backends), which is
 -- known for gloo; unexecuted counts the operations for which it is not known. call_bytes is the payload of one call of
@@ -15,51 +13,7 @@
 -- by those of the group; null where that is not known. padding_bytes is null where no runtime says it.
 -- between_share is the part of wire_share whose span is between_hosts; unlocated counts the operations that send bytes and
 -- whose span is not known. host_ns and exposed_ns are those of a mean rank; timed counts the records behind exposed_ns.
-with known_exchanges as (
-    select attempt, pg, group_ranks, pg_seq, repetition
-    from differing_exchanges
-    group by attempt, pg, group_ranks, pg_seq, repetition
-    having count(sent_bytes) = count(*)
-),
-of_differing as (
-    select
-        d.*,
-        case when d.op = 'reduce' and d.backend = 'gloo' then d.payload_bytes end as call_bytes,
-        case when d.has_splits = 1 and k.pg_seq is null then -1 end as sender,
-        case when d.has_splits = 1 and k.pg_seq is null then -1 end as receiver,
-        case when d.has_splits = 1 and k.pg_seq is not null then 0 end as sent_bytes
-    from differing d
-    left join known_exchanges k
-        on d.has_splits = 1
-        and k.attempt = d.attempt
-        and k.pg = d.pg
-        and k.group_ranks = d.group_ranks
-        and k.pg_seq = d.pg_seq
-        and k.repetition = d.repetition
-),
-between_pairs as (
-    select d.*, e.sender, e.receiver, e.sent_bytes, cast(null as bigint) as call_bytes
-    from differing_exchanges e
-    join known_exchanges k
-        on k.attempt = e.attempt
-        and k.pg = e.pg
-        and k.group_ranks = e.group_ranks
-        and k.pg_seq = e.pg_seq
-        and k.repetition = e.repetition
-    join differing d
-        on d.attempt = e.attempt
-        and d.pg = e.pg
-        and d.group_ranks = e.group_ranks
-        and d.pg_seq = e.pg_seq
-        and d.repetition = e.repetition
-    where e.sender <> e.receiver and e.sent_bytes <> 0
-),
-of_pairs as (
-    select {by_and_pairs} cast(round(sum(sent_bytes)) as bigint) as sent_bytes
-    from between_pairs
-    group by {by_and_pairs} 1 + 0
-),
-of_agreed as (
+with of_agreed as (
     select a.*, cast(null as int) as sender, cast(null as int) as receiver
     from agreement a
     where agree = 1
@@ -99,14 +53,8 @@ counted as (
     from of_agreed
     union all
     select
-        {by_and_pairs} 1 as collectives, records, tensors, payload_bytes, padding_bytes, host_ns, exposed_ns, timed, sent_bytes
-    from of_differing
-    union all
-    select
-        {by_and_pairs} 0 as collectives, 0 as records, 0 as tensors, 0 as payload_bytes, null as padding_bytes,
-        0.0 as host_ns, 0.0 as exposed_ns,
-        0 as timed, sent_bytes
-    from of_pairs
+        {by_and_pairs} collectives, records, tensors, payload_bytes, padding_bytes, host_ns, exposed_ns, timed, sent_bytes
+    from differing_operations
     union all
     select
         {by_and_pairs} counted as collectives, 1 as records, counted * num_tensors as tensors, counted * payload_bytes as payload_bytes,

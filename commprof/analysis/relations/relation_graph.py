@@ -204,6 +204,11 @@ def steps(name: str, by: Sequence[str] = (), known: Collection[str] = ()) -> dic
         by: the columns that are requested of relations with ``{by}``.
         known: relations that were evaluated before; they and the inputs of only them have no text.
     """
+    return dict(_steps(name, tuple(by), frozenset(known)))
+
+
+@cache
+def _steps(name: str, by: tuple[str, ...], known: frozenset[str]) -> Mapping[str, str]:
     texts: dict[str, str] = {}
     _add(name, name, {}, texts, _clauses(requested(name, by)) | _clauses_of_pairs(by))
     needed = {name}

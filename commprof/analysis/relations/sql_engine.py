@@ -48,6 +48,7 @@ def connect(path: str = ":memory:", **settings: str) -> duckdb.DuckDBPyConnectio
 
 _connection: Final = _Connection()
 _AGREEMENT: Final = "agreement"
+_DIFFERING: Final = "differing_operations"
 _numbers: Final = itertools.count()
 
 
@@ -115,11 +116,15 @@ def _evaluated(
     select: str,
 ) -> pa.Table:
     agreement = keep_agreement(engine, name, by, known_tables)
+    answer = f"answer_{next(_numbers)}"
+    text = statement(name, by, select, {**known_tables, **agreement})
     try:
-        return engine.sql(statement(name, by, select, {**known_tables, **agreement})).to_arrow_table()
+        # Not engine.sql(text), which parses and plans a statement twice: for its columns, and to evaluate it.
+        engine.execute(f"create temp table {answer} as {text}")
+        return engine.table(answer).to_arrow_table()
     finally:
-        for table in agreement.values():
-            engine.execute(f"drop table {table}")
+        for table in (answer, *agreement.values()):
+            engine.execute(f"drop table if exists {table}")
 
 
 def keep_agreement(
@@ -128,17 +133,27 @@ def keep_agreement(
     """Evaluate the part of the relation agreement that ``name`` needs into a temporary table, for :func:`statement`.
 
     With the known number of rows the engine chooses a better join with the records; with an estimate it takes several times
-    the memory.
+    the memory. Where all ranks agree, differing_operations is an empty table too: its text is half of that of operations,
+    and planning it takes longer than evaluating the operations of a small run.
 
     Args:
         known: relations that were evaluated before.
     """
     by = requested(name, by)
-    if name == _AGREEMENT or _AGREEMENT not in steps(name, by, known):
+    needed = steps(name, by, known)
+    if name == _AGREEMENT or _AGREEMENT not in needed:
         return {}
-    table = f"{_AGREEMENT}_{next(_numbers)}"
-    engine.execute(f"create temp table {table} as {statement(_AGREEMENT, by)}")
-    return {_AGREEMENT: table}
+    number = next(_numbers)
+    tables = {_AGREEMENT: f"{_AGREEMENT}_{number}"}
+    engine.execute(f"create temp table {tables[_AGREEMENT]} as {statement(_AGREEMENT, by)}")
+    disagreeing = engine.execute(f"select count(*) from {tables[_AGREEMENT]} where agree = 0").fetchone()
+    if _DIFFERING in needed and name != _DIFFERING and disagreeing == (0,):
+        tables[_DIFFERING] = f"{_DIFFERING}_{number}"
+        engine.execute(
+            f"create temp table {tables[_DIFFERING]} as select * exclude (agree), cast(null as int) as sender, "
+            f"cast(null as int) as receiver, cast(null as bigint) as sent_bytes from {tables[_AGREEMENT]} where false"
+        )
+    return tables
 
 
 def made_of(name: str, ask_records: Callable[[str], pa.Table]) -> pa.Table:

@@ -214,6 +214,17 @@ def test_operations_of_groups_whose_ranks_agree_or_nearly(seed: int):
 
 @pytest.mark.sampled
 @pytest.mark.parametrize("seed", range(3))
+def test_operations_of_groups_whose_ranks_all_agree(seed: int):
+    """Then differing_operations is not evaluated, unless it is what is asked for."""
+    rows = records_of_groups(random.Random(seed), 0, "none")
+    tables = {"collectives": table_from_rows("collectives", rows)} | NO_SUMS
+    assert set(evaluate("agreement", tables, ("op",))["agree"].to_pylist()) == {1}
+    assert_operations(tables)
+    assert len(evaluate("differing_operations", tables, ("op",))) == 0
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("count", [0, 300])
 def test_times_in_arrays_are_those_of_the_plain_question(seed: int, count: int, tmp_path: Path):
     records, steps = random_records(seed, count), random_steps(seed)
