@@ -168,13 +168,17 @@ def expert_layers(module: torch.nn.Module) -> Iterable[ExpertLayer]:
 
 def _owner_types(module: torch.nn.Module) -> dict[str, str]:
     """The classes of the modules that own each parameter, as the ``parameters`` table has them."""
-    from torch.nn import Module
+    from torch import nn
 
     owners: dict[int, list[str]] = {}
     for child in module.modules():
-        classes = {each.__name__ for each in type(child).__mro__ if issubclass(each, Module)} - {"Module"}
+        classes = [each for each in type(child).__mro__ if issubclass(each, nn.Module)]
+        names = {each.__name__ for each in classes} - {"Module"}
+        # Those that only share their name with a class of torch.nn.
+        namesakes = [each for each in classes if getattr(nn, each.__name__, each) is not each]
+        names |= {f"{each.__module__}.{each.__qualname__}" for each in namesakes}
         for parameter in child.parameters(recurse=False):
-            owners.setdefault(id(parameter), []).append(",".join(sorted(classes)))
+            owners.setdefault(id(parameter), []).append(",".join(sorted(names)))
     return {name: ";".join(owners[id(parameter)]) for name, parameter in module.named_parameters()}
 
 

@@ -7,7 +7,7 @@ over an allowed one.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 
@@ -44,7 +44,7 @@ def whole_parameters(module: torch.nn.Module, types: PartitionedTypes) -> set[to
     """
     if not types:
         return set()
-    owners = _owners(module)
+    owners = _owners(module, _names)
     known = {name for several in owners.values() for names in several for name in names}
     for key, wanted in ((_ALLOWED, types.allowed or ()), (_FORCED, types.whole)):
         _check(key, wanted, known)
@@ -52,18 +52,24 @@ def whole_parameters(module: torch.nn.Module, types: PartitionedTypes) -> set[to
 
 
 def owner_types(module: torch.nn.Module) -> dict[torch.nn.Parameter, str]:
-    """The classes of each parameter's owners, for the record of a run: separated by commas, owners by semicolons."""
+    """The classes of each parameter's owners, for the record of a run: separated by commas, owners by semicolons.
+
+    A class that only shares its name with one of torch.nn has its full name too: an ``Embedding`` of the program may read
+    its weight in the backward pass, which torch's does not.
+    """
     return {
         parameter: ";".join(",".join(sorted(names)) for names in several)
-        for parameter, several in _owners(module).items()
+        for parameter, several in _owners(module, _recorded_names).items()
     }
 
 
-def _owners(module: torch.nn.Module) -> dict[torch.nn.Parameter, list[set[str]]]:
+def _owners(
+    module: torch.nn.Module, names: Callable[[torch.nn.Module], set[str]]
+) -> dict[torch.nn.Parameter, list[set[str]]]:
     owners: dict[torch.nn.Parameter, list[set[str]]] = {}
     for child in module.modules():
         for parameter in child.parameters(recurse=False):
-            owners.setdefault(parameter, []).append(_names(child))
+            owners.setdefault(parameter, []).append(names(child))
     return owners
 
 
@@ -75,7 +81,16 @@ def _is_partitioned(owners: Sequence[set[str]], types: PartitionedTypes) -> bool
 
 def _names(module: torch.nn.Module) -> set[str]:
     """The names of a module's class and of its base classes, up to torch.nn.Module."""
-    return {each.__name__ for each in type(module).__mro__ if issubclass(each, torch.nn.Module)} - {"Module"}
+    return {each.__name__ for each in _classes(module)} - {"Module"}
+
+
+def _recorded_names(module: torch.nn.Module) -> set[str]:
+    namesakes = {each for each in _classes(module) if getattr(torch.nn, each.__name__, each) is not each}
+    return _names(module) | {f"{each.__module__}.{each.__qualname__}" for each in namesakes}
+
+
+def _classes(module: torch.nn.Module) -> list[type]:
+    return [each for each in type(module).__mro__ if issubclass(each, torch.nn.Module)]
 
 
 def _check(key: str, wanted: Sequence[str], known: set[str]) -> None:

@@ -99,8 +99,8 @@ class Layer(nn.Module):
         return hidden + self.down(torch.relu(self.up(self.norm(hidden))))
 
 
-class Scaled(nn.Embedding):
-    """Its backward pass reads the weight, unlike that of an Embedding."""
+class Embedding(nn.Embedding):
+    """Its backward pass reads the weight, unlike that of torch's class of this name."""
 
     def forward(self, places):
         return super().forward(places) * self.weight.norm()
@@ -117,7 +117,7 @@ class Model(nn.Module):
         self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WORDS, bias=False)
         if "embeddings" in features:
             self.words = nn.Embedding(WORDS, WIDTH, padding_idx=3, scale_grad_by_freq=True)
-            self.places = Scaled(4, WIDTH)
+            self.places = Embedding(4, WIDTH)
         if "own parameter" in features:
             self.gain = nn.Parameter(torch.ones(WIDTH))
         if "unused" in features:

@@ -47,6 +47,12 @@ def lazy():
 
 def empty():
     return nn.ReLU()
+
+class Embedding(nn.Embedding):
+    pass
+
+def namesake():
+    return nn.Sequential(Embedding(4, 2), nn.Embedding(4, 2))
 """
 
 
@@ -71,6 +77,14 @@ def test_a_function_is_called_on_the_meta_device(source):
     ]
     assert found.numel == 162 and found.layers is None
     assert "4 tensors of 3 modules, 8 of them frozen" in found.source
+
+
+def test_a_class_that_shares_its_name_with_one_of_torch_is_told_apart(source):
+    found = read_model("py:planned_source:namesake")
+    assert [each.owner_types for each in found.parameters] == [
+        "Embedding,planned_source.Embedding",
+        "Embedding",
+    ]
 
 
 def test_what_a_function_prints_is_not_part_of_the_answer(source, capsys):

@@ -87,6 +87,7 @@ def test_torchs_embeddings_are_not_gathered_for_the_backward_pass():
 
     assert gathers("Embedding") == 4
     assert gathers(None) == gathers("Embedding,Words") == gathers("Embedding;Linear") == 5
+    assert gathers("Embedding,train.Embedding") == 5
 
 
 def test_the_first_step_gathers_on_demand():
