@@ -3,11 +3,11 @@
 import json
 import os
 import re
+import resource
 import signal
 import subprocess
 import sys
 import textwrap
-import time
 from pathlib import Path
 
 import pytest
@@ -291,15 +291,17 @@ def test_help_is_quick_and_imports_nothing_heavy():
         "heavy = ('torch', 'pandas', 'pyarrow', 'numpy', 'dash', 'rich.console');"
         "print([name for name in heavy if name in sys.modules], file=sys.stderr)"
     )
-    times = []
+    seconds = []
     for _ in range(3):
-        begin = time.perf_counter()
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
         done = subprocess.run(
             [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, env=ENVIRONMENT
         )
-        times.append(time.perf_counter() - begin)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        # Of the processor: the seconds that pass are those of the other tests too.
+        seconds.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
         assert done.stderr.strip() == "[]"
-    assert min(times) < 1.0  # benchmarks/start_time.py holds it to 200 ms; a busy test machine may not
+    assert min(seconds) < 1.0  # benchmarks/start_time.py holds it to 200 ms
 
 
 @pytest.mark.long
