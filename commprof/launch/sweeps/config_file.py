@@ -119,8 +119,10 @@ def _recognise(text: str, position: int) -> tuple[int, str]:
     if rest.startswith(("//", "/*", "#")):
         return position, "JSON has no comments; remove it"
     before = text[:position].rstrip()
-    if rest[:1] in ("}", "]") and before.endswith(","):
-        return len(before) - 1, "a comma before the closing bracket; remove it"
+    # Python 3.13 stops at the comma, and earlier versions at the bracket.
+    comma = len(before) - 1 if before.endswith(",") else position
+    if re.match(r",\s*[]}]", text[comma:]):
+        return comma, "a comma before the closing bracket; remove it"
     if rest[:1] in ("}", "]") and before.endswith(":"):
         return position, "a value is missing after the colon"
     return position, _plain(text, position, before)
