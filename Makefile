@@ -122,7 +122,7 @@ TORCH_SETS := $(addprefix tests/,unit/commprof/recorder unit/zero_runtime \
 	$(addprefix integration/,$(addprefix recorder/,test_c*.py test_d*.py test_f*.py test_g*.py test_m*.py test_p*.py \
 	test_s*.py test_times.py) launch/test_injection.py launch/test_process_end.py ledger/test_wrappers.py \
 	$(addprefix zero_runtime/,test_engine.py test_offload.py test_overlap.py test_precision.py test_records.py \
-	test_reductions.py test_stage3.py test_checkpoint.py test_pipeline_engine.py test_tensor_parallel.py)))
+	test_reductions.py test_stage3*.py test_checkpoint.py test_pipeline_engine.py test_tensor_parallel.py)))
 
 $(TORCH_VENV)/installed: pyproject.toml constraints.txt hatch_build.py $(COMPILED) | $(STAMPS)/venv
 	$(PYTHON) -m venv $(TORCH_VENV)
