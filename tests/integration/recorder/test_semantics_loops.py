@@ -363,7 +363,6 @@ def compiled(rank, world, kind):
     optimizer = TalkingSGD(net.parameters(), lr=0.1)
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*global hooks.*")
-        warnings.filterwarnings("ignore", message="Guards may run slower on Python 3.13.0")
         if kind == "in place":
             net.compile(backend=counter)
             model = net

@@ -313,7 +313,8 @@ def test_what_the_recorder_costs_is_sampled_of_both_kinds_of_calls(tmp_path, way
     run, outcomes = record(tmp_path / "run", 1, body)
     # The fixture means what it says: otherwise this whole file would test Python twice.
     assert outcomes[0]["result"] == ([way == "compiled"] * 2, [2, 2])
-    assert 0 < run.health.recorder_ns < run.health.wall_ns
+    # No upper bound: four samples stand for 1,004 calls, and one of them may be interrupted.
+    assert run.health.recorder_ns > 0
 
 
 # Functions in Python that wrappers call: for the first handle, each new tag, a call that raised, each sampled call.
