@@ -22,6 +22,7 @@ import torch
 
 import zero_runtime
 from support.process_group_log import Call, logged
+from support.ranks import device
 from support.recorded_models import CLASSES, make_batch, make_model
 from support.stated_differences import shown_difference
 
@@ -144,6 +145,16 @@ def compute_precision(case: Case) -> str:
     if not autocast.get("enabled"):
         return precision_of(case)
     return "fp16" if autocast.get("dtype") in ("float16", "fp16", "half") else "bf16"
+
+
+def draws_otherwise(case: Case) -> bool:
+    """Whether zero.Init makes its parameters of other random numbers than those of the recorded run: on a GPU, or in 16 bits
+    with a torch that draws those as 2.11 does.
+    """
+    if not case.flags.get("zero_init"):
+        return False
+    drawn = torch.empty(1, dtype=torch.bfloat16).uniform_(generator=torch.Generator().manual_seed(0)).item()
+    return device() == "cuda" or (precision_of(case) != "fp32" and drawn != 0.49609375)
 
 
 def difference(case: Case) -> str | None:

@@ -62,6 +62,12 @@ def differences(theirs, ours, tolerance, place=""):
     return [] if theirs == ours else [(place, theirs, ours)]
 
 
+def need(program):
+    missing = [name for name in NEEDED[program] if find_spec(name) is None]
+    if missing:
+        pytest.skip(f"not installed: {', '.join(missing)}")
+
+
 def check(program, stage, name, folder):
     """Hold what both ranks found to what DeepSpeed's found. Returns the run."""
     tolerance = HALF if "bf16" in name or name == "mixed" else EXACT
@@ -80,6 +86,7 @@ def check(program, stage, name, folder):
     [("trainer", 3, "pretrained"), ("accelerate_loop", 2, "file"), ("lightning_fit", 1, "clipped")],
 )
 def test_a_program_of_deepspeed_trains_alike(tmp_path, program, stage, name):
+    need(program)
     case = PROGRAMS[program](stage)[name]
     variables = environment() | {name: text for name, text in ENVIRONMENT.items() if "WORLD" not in name}
     done = commprof(
@@ -114,9 +121,7 @@ def test_a_program_of_deepspeed_trains_alike(tmp_path, program, stage, name):
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_every_case_beside_deepspeed(tmp_path, program, stage):
-    missing = [name for name in NEEDED[program] if find_spec(name) is None]
-    if missing:
-        pytest.skip(f"not installed: {', '.join(missing)}")
+    need(program)
     cases = PROGRAMS[program](stage)
     (tmp_path / "cases.json").write_text(json.dumps(cases), "utf-8")
     command = [sys.executable, FOLDER / "forked.py", "zero_runtime", FOLDER / f"{program}.py"]

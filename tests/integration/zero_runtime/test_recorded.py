@@ -7,7 +7,7 @@ import functools
 import pytest
 
 from support import recorded
-from support.ranks import RankError, device, run_ranks
+from support.ranks import RankError, run_ranks
 
 pytestmark = [
     pytest.mark.ranks,
@@ -71,18 +71,13 @@ def replays(case: recorded.Case) -> list[recorded.Replay]:
     return [each[case.name] for each in outcome]
 
 
-def draws_on_gpu(case: recorded.Case) -> bool:
-    """Its parameters are made on the GPU, of other random numbers than those of the recorded run."""
-    return device() == "cuda" and bool(case.flags.get("zero_init"))
-
-
 def check(case: recorded.Case) -> None:
     tolerance = TOLERANCES[recorded.compute_precision(case)]
     for rank, replay in enumerate(replays(case)):
         assert replay.error is None
         wanted = [call for call in case.expected_calls(rank) if call.phase in TRAINING_PHASES]
         assert replay.calls == wanted, f"collectives of rank {rank}"
-        if draws_on_gpu(case):
+        if recorded.draws_otherwise(case):
             continue
         assert replay.losses == approximately(case.results["losses"][str(rank)], tolerance)
         if "grad_norm" in case.results:
@@ -93,7 +88,7 @@ def check(case: recorded.Case) -> None:
         if "opt_state_numel" in case.results:
             assert replay.optimizer_numel == case.results["opt_state_numel"][str(rank)]
     final = case.results.get("params_rank0")
-    if final and recorded.compute_precision(case) == "fp32" and not draws_on_gpu(case):
+    if final and recorded.compute_precision(case) == "fp32" and not recorded.draws_otherwise(case):
         mine = replays(case)[0].parameters
         assert mine == {
             name: pytest.approx(values, rel=1e-5, abs=slack(case, name)) for name, values in final.items()

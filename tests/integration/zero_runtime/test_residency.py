@@ -199,6 +199,8 @@ def check(case, long):
     for rank, each in enumerate(replays(case.world, long)):
         calls, loss = each[case.name]
         assert calls == gathering(case, rank), f"rank {rank}"
+        if recorded.draws_otherwise(case):
+            continue
         recorded_loss = torch.tensor(case.results["losses"][str(rank)][0]).flatten()[0].item()
         # In 16 bits a loss has 3 digits; of one that was rounded otherwise, the third may differ.
         assert loss == pytest.approx(recorded_loss, rel=2e-3 if low_precision else 1e-6)
