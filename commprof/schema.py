@@ -328,7 +328,7 @@ PARAMETERS: Final = Table(
         Column("cut", "string", "how its module shares tensors, or sequences between them, with the ranks of the model axis", True, values=CUTS),
         Column("whole_shape", "string", "shape of the whole, where a rank holds a part of it", True),
         Column("stages", "string", "numbers of the pipeline stages that have it, joined by ','; with a '+' at the end where their copies are kept equal", True),
-        Column("owner_types", "string", "classes of the module that owns it, those that its class derives from included, joined by ','; those of several owners by ';'; a class that only shares its name with one of torch.nn has its full name too", True),
+        Column("owner_types", "string", "classes of the module that owns it, those that its class derives from included, joined by ','; those of several owners by ';'; a class that only shares its name with one of torch.nn, or that of a module whose forward is replaced, has its full name too", True),
         Column("ep_size", "int32", "of an expert's parameter: ranks that share the experts of its layer; null for other parameters", True, since=2),
     ),
     key=("name",),

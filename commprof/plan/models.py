@@ -174,9 +174,10 @@ def _owner_types(module: torch.nn.Module) -> dict[str, str]:
     for child in module.modules():
         classes = [each for each in type(child).__mro__ if issubclass(each, nn.Module)]
         names = {each.__name__ for each in classes} - {"Module"}
-        # Those that only share their name with a class of torch.nn.
-        namesakes = [each for each in classes if getattr(nn, each.__name__, each) is not each]
-        names |= {f"{each.__module__}.{each.__qualname__}" for each in namesakes}
+        # Those that only share their name with a class of torch.nn, and that of a module whose forward is replaced.
+        others = [each for each in classes if getattr(nn, each.__name__, each) is not each]
+        others += [type(child)] if "forward" in vars(child) else []
+        names |= {f"{each.__module__}.{each.__qualname__}" for each in others}
         for parameter in child.parameters(recurse=False):
             owners.setdefault(id(parameter), []).append(",".join(sorted(names)))
     return {name: ";".join(owners[id(parameter)]) for name, parameter in module.named_parameters()}

@@ -54,8 +54,8 @@ def whole_parameters(module: torch.nn.Module, types: PartitionedTypes) -> set[to
 def owner_types(module: torch.nn.Module) -> dict[torch.nn.Parameter, str]:
     """The classes of each parameter's owners, for the record of a run: separated by commas, owners by semicolons.
 
-    A class that only shares its name with one of torch.nn has its full name too: an ``Embedding`` of the program may read
-    its weight in the backward pass, which torch's does not.
+    A class that only shares its name with one of torch.nn has its full name too, and so has that of a module whose forward
+    is replaced: an ``Embedding`` of the program may read its weight in the backward pass, which torch's does not.
     """
     return {
         parameter: ";".join(",".join(sorted(names)) for names in several)
@@ -85,8 +85,10 @@ def _names(module: torch.nn.Module) -> set[str]:
 
 
 def _recorded_names(module: torch.nn.Module) -> set[str]:
-    namesakes = {each for each in _classes(module) if getattr(torch.nn, each.__name__, each) is not each}
-    return _names(module) | {f"{each.__module__}.{each.__qualname__}" for each in namesakes}
+    others = {each for each in _classes(module) if getattr(torch.nn, each.__name__, each) is not each}
+    if "forward" in vars(module):
+        others.add(type(module))
+    return _names(module) | {f"{each.__module__}.{each.__qualname__}" for each in others}
 
 
 def _classes(module: torch.nn.Module) -> list[type]:

@@ -52,7 +52,9 @@ class Embedding(nn.Embedding):
     pass
 
 def namesake():
-    return nn.Sequential(Embedding(4, 2), nn.Embedding(4, 2))
+    replaced = nn.Embedding(4, 2)
+    replaced.forward = lambda places: replaced.weight[places]
+    return nn.Sequential(Embedding(4, 2), nn.Embedding(4, 2), replaced)
 """
 
 
@@ -79,11 +81,12 @@ def test_a_function_is_called_on_the_meta_device(source):
     assert "4 tensors of 3 modules, 8 of them frozen" in found.source
 
 
-def test_a_class_that_shares_its_name_with_one_of_torch_is_told_apart(source):
+def test_what_shares_its_name_with_a_class_of_torch_is_told_apart(source):
     found = read_model("py:planned_source:namesake")
     assert [each.owner_types for each in found.parameters] == [
         "Embedding,planned_source.Embedding",
         "Embedding",
+        "Embedding,torch.nn.modules.sparse.Embedding",
     ]
 
 
