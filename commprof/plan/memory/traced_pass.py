@@ -49,12 +49,12 @@ def trace(
     Raises:
         TraceError: the pass failed, as one that depends on values does.
     """
-    # The first backward pass of a process starts a thread for each device, and a process with such threads cannot fork
-    # ranks. Among fake tensors a build of torch for CUDA claims eight devices, also on a machine without any.
-    torch.autograd.backward(torch.ones(1, requires_grad=True).sum())
     mode = FakeTensorMode()
     spans: list[Span] = []
     try:
+        # The first backward pass of a process starts a thread for each device, and a process with such threads cannot fork
+        # ranks. Among fake tensors a build of torch for CUDA claims eight devices, also on a machine without any.
+        torch.autograd.backward(torch.ones(1, device="cpu", requires_grad=True).sum())
         with mode:
             inputs = _replaced(module, inputs, dtype)
             module.train()
