@@ -129,6 +129,7 @@ class TrafficContract:
         self._checksum = 0
         self._compared = -1  # number of the last message whose checksum the neighbor can read
         self._agreeing = False  # the program waits for an agreement
+        self._has_voted = self._has_said = False  # on the message in dispute; what this rank has issued
         self._looked = 0.0  # when a wait of the program outside of this class last looked for an error
         # Number of the message in which the program waited at the last comparison.
         self._waiting: int | None = None
@@ -327,7 +328,10 @@ class TrafficContract:
         """Ask all ranks for their message ``number``, and tell them in what they differ."""
         key = self._key("dispute")
         if self._store.compare_set(key, "", str(number)).decode() != str(number):
-            self._failed_within(_VOTE_S + _GRACE_S)
+            until = time.monotonic() + _VOTE_S + _GRACE_S
+            while self.verdict.failure is None and time.monotonic() < until:
+                self._say_what_is_asked()
+                time.sleep(0.02)
             return
         self._vote(number)
         self._deviate({rank: Issued.of(said) for rank, said in self._collected("vote").items()})
@@ -341,10 +345,14 @@ class TrafficContract:
         self._fail(told)
 
     def _collected(self, topic: str) -> dict[int, str]:
-        """What each rank says of ``topic``, once all that are left have done so, or time is up."""
+        """What each rank says of ``topic``, once all that are left have done so, or time is up.
+
+        Meanwhile it says for this rank what others ask: two ranks that wait for each other's answers would both get none.
+        """
         said: dict[int, str] = {}
         until = time.monotonic() + _VOTE_S
         while time.monotonic() < until:
+            self._say_what_is_asked()
             if said.keys() | self._gone() >= set(self._group.global_ranks):
                 break
             for rank in self._group.global_ranks:
@@ -427,7 +435,7 @@ class TrafficContract:
 
     def _watch(self) -> None:
         pending: list[int] = []
-        claims, polls, voted, has_said = 0, 0, False, False
+        claims, polls = 0, 0
         try:
             while not self._ended.wait(_POLL_S):
                 if self.verdict.failure is None and self._store.check([f"{self.verdict.key}/error"]):
@@ -440,11 +448,7 @@ class TrafficContract:
                     claims += 1
                     pending.append(int(self._store.get(self._key("claim", claims))))
                 pending = [number for number in pending if not self._answer(number)]
-                if not voted and self._store.check([self._key("dispute")]):
-                    voted = self._vote(int(self._store.get(self._key("dispute"))))
-                if not has_said and self._store.check([self._key("comparison")]):
-                    has_said = True
-                    self._say_history()
+                self._say_what_is_asked()
                 polls += 1
                 if polls % _COMPARE_POLLS == 0:
                     self._compare_with_neighbor()
@@ -525,6 +529,14 @@ class TrafficContract:
         if not self._is_agreed(number):
             self._dispute(number)
         return True
+
+    def _say_what_is_asked(self) -> None:
+        """Say once which message is in dispute, and what has been issued, if a rank has asked for it."""
+        if not self._has_voted and self._store.check([self._key("dispute")]):
+            self._has_voted = self._vote(int(self._store.get(self._key("dispute"))))
+        if not self._has_said and self._store.check([self._key("comparison")]):
+            self._has_said = True
+            self._say_history()
 
     def _vote(self, number: int) -> bool:
         if number > self._reached:

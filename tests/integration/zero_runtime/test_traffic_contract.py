@@ -35,6 +35,7 @@ from zero_runtime.groups.contract_messages import (
     loss,
 )
 from zero_runtime.groups.host_processes import HostProcesses
+from zero_runtime.groups.traffic_contract import TrafficContract
 
 pytestmark = pytest.mark.ranks
 
@@ -137,6 +138,35 @@ def test_a_deviation_is_named_and_all_ranks_raise_the_same(world, stage, plant, 
     assert all(part in text for part in parts), text
     assert [done for done, _, _ in found] == [at] * world  # nothing was applied that ranks did not agree on
     assert max(seconds for _, _, seconds in found) < 60
+
+
+def asked_by_both(rank, world):
+    """As planted, where one thread disputes a message while that of the other rank compares all messages."""
+    dispute, compare = TrafficContract._dispute, TrafficContract._compare_with_neighbor
+
+    def dispute_while_compared(contract, number):
+        while not contract._store.check([contract._key("comparison")]):
+            time.sleep(0.01)
+        dispute(contract, number)
+
+    def compare_while_agreeing(contract):
+        compare(contract)
+        if rank == 1 and contract._agreeing and contract._step == 2:
+            contract._compare_all()
+
+    TrafficContract._compare_with_neighbor = compare_while_agreeing
+    if rank == 0:
+        TrafficContract._dispute = dispute_while_compared
+    return planted(rank, world, 3, "bucket limit", 2)
+
+
+def test_ranks_that_ask_each_other_at_once_answer():
+    found = run_ranks(2, asked_by_both, timeout=60)
+    assert len({text for _, text, _ in found}) == 1
+    text = found[0][1]
+    assert all(
+        part in text for part in ("rank 1", "step 2", "bucket 0", "4,680 elements", "8,840 elements")
+    ), text
 
 
 def uneventful(rank, world, stage):
