@@ -15,6 +15,7 @@ from commprof.schema import Phase
 from commprof.trace.rank_files.events import Events
 
 _STEP_LIMIT: Final = 1 << 31
+_TIME_LIMIT: Final = 1 << 63
 _OUTSIDE: Final = (Phase.EVALUATION, Phase.CHECKPOINT)
 
 Row = Mapping[str, Any]
@@ -115,9 +116,14 @@ def course_of(events: Events, elsewhere: Mapping[int, str], last_end: LastEnd) -
     return course
 
 
+def is_time(value: object) -> bool:
+    """Whether ``value`` is a time in ns that a column holds; a damaged line may have any other."""
+    return type(value) is int and -_TIME_LIMIT <= value < _TIME_LIMIT
+
+
 def _is_boundary(row: Row) -> bool:
     step = row.get("step")
-    return isinstance(row.get("time_ns"), int) and (
+    return is_time(row.get("time_ns")) and (
         step is None or (type(step) is int and -_STEP_LIMIT <= step < _STEP_LIMIT)
     )
 

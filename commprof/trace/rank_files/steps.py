@@ -11,7 +11,7 @@ import numpy as np
 
 from commprof.schema import PHASES, Phase, after_end
 from commprof.trace.rank_files.events import Events
-from commprof.trace.rank_files.step_boundaries import Course, Gap, LastEnd, Span, course_of
+from commprof.trace.rank_files.step_boundaries import Course, Gap, LastEnd, Span, course_of, is_time
 
 _NO_STEP: Final = -1
 _UNKNOWN: Final = -(1 << 31)  # of after_step: null
@@ -159,7 +159,7 @@ def build_steps(events: Events, elsewhere: Mapping[int, str], last_end: LastEnd)
 
 def _after_of(course: Course, events: Events) -> dict[tuple[int, str], int | None]:
     """Recorded step and phase of each first evaluation and checkpoint, and the step that it came after."""
-    rows_by_time = {row["time_ns"]: row for row in events.rows["step"] if isinstance(row.get("time_ns"), int)}
+    rows_by_time = {row["time_ns"]: row for row in events.rows["step"] if is_time(row.get("time_ns"))}
     times = np.array(sorted(rows_by_time), np.int64)
     last_steps: dict[tuple[int, str], int | None] = {}
     for each in course.passes:

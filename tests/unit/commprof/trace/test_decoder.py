@@ -162,6 +162,16 @@ def test_damaged_events_are_read_or_left_out_and_never_crash(tmp_path_factory, d
     assert trace.entry["records"] + trace.entry["torn"] == 8
 
 
+@pytest.mark.parametrize("time_ns", [1 << 63, -(1 << 63) - 1])
+def test_a_step_whose_time_no_column_holds_is_left_out(tmp_path, time_ns):
+    stem = write_rank(tmp_path, records=8)
+    file = stem.with_name(stem.name + ".events")
+    lines = [json.loads(line) for line in file.read_bytes().splitlines()]
+    next(line for line in lines if line["kind"] == "step")["time_ns"] = time_ns
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert read_rank(stem).entry["records"] == 8
+
+
 @given(st.binary(max_size=300))
 def test_anything_at_all_parses_as_events(data):
     events = parse_events(data)
