@@ -31,7 +31,7 @@ def sums_of(
                 continue
             row = dict(zip(SUM_FIELDS, values, strict=True))
             group = groups.get(str(row["pg"]), {})
-            placed, after = steps.place_sum(step, row["phase"])
+            placed, after = steps.place_sum(step, str(row["phase"]))
             yield {
                 **row,
                 "step": placed,

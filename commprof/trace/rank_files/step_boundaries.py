@@ -92,7 +92,7 @@ def course_of(events: Events, elsewhere: Mapping[int, str], last_end: LastEnd) -
     void: dict[int, int] = {}
     if named:  # what the program names replaces what was found
         first_ns = named[0]["time_ns"]
-        automatic = {row["step"] for row in rows if row.get("automatic")}
+        automatic = {row["step"] for row in rows if row.get("automatic") and row["step"] is not None}
         void = dict.fromkeys(automatic - {row["step"] for row in named}, -1)
         rows = [
             row
@@ -156,11 +156,11 @@ def _passes(events: Events) -> list[Pass]:
     by_begin: dict[int, Pass] = {}
     for row in events.rows["outside_step"]:
         begin, phase = row.get("begin_ns"), row.get("phase")
-        if type(begin) is not int or phase not in _OUTSIDE:
+        if not is_time(begin) or phase not in _OUTSIDE:
             continue
         one = by_begin.setdefault(begin, Pass(str(phase), begin, has_trained=bool(row.get("has_trained"))))
         one.end_ns, one.resume_ns = (
-            value if type(value := row.get(name)) is int else None for name in ("end_ns", "resume_ns")
+            value if is_time(value := row.get(name)) else None for name in ("end_ns", "resume_ns")
         )
         one.passes = passes if type(passes := row.get("passes")) is int else 1
     return [by_begin[begin] for begin in sorted(by_begin)]

@@ -93,13 +93,13 @@ class StepTable:
         phases: _Array = named[np.searchsorted(at, times, "right") - 1]
         return phases
 
-    def place_sum(self, step: int, phase: object) -> tuple[int, int | None]:
+    def place_sum(self, step: int, phase: str) -> tuple[int, int | None]:
         """The step of a sum over records of one recorded step and phase; -1 and the step before where it is outside.
 
         Sums have no times: they follow the first evaluation or checkpoint that began in the same recorded step.
         """
         if phase in _OUTSIDE:
-            return _NO_STEP, self._after_of.get((step, str(phase)), self._before(step, step))
+            return _NO_STEP, self._after_of.get((step, phase), self._before(step, step))
         placed = self.void.get(step, step)
         placed = self._following.get(placed, placed)
         return placed, self._before(step, step - 1) if placed == _NO_STEP else None

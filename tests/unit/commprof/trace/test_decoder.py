@@ -162,14 +162,23 @@ def test_damaged_events_are_read_or_left_out_and_never_crash(tmp_path_factory, d
     assert trace.entry["records"] + trace.entry["torn"] == 8
 
 
-@pytest.mark.parametrize("time_ns", [1 << 63, -(1 << 63) - 1])
-def test_a_step_whose_time_no_column_holds_is_left_out(tmp_path, time_ns):
+@pytest.mark.parametrize(
+    ("kind", "line"),
+    [
+        ("step", {"step": 0, "micro_step": 0, "time_ns": 1 << 63}),
+        ("step", {"step": 0, "micro_step": 0, "time_ns": -(1 << 63) - 1}),
+        ("step", {"step": None, "micro_step": 0, "time_ns": 5, "automatic": True}),
+        ("outside_step", {"phase": "evaluation", "begin_ns": 1 << 70, "end_ns": 1 << 71, "passes": 1}),
+        ("outside_step", {"phase": ["evaluation"], "begin_ns": 5, "end_ns": 6, "passes": 1}),
+        ("aggregate", {"step": 0, "sums": [[[], "all_reduce", None, None, "0", False, 5, 1, 1, 1, 5, None]]}),
+    ],
+)
+def test_a_damaged_line_does_not_keep_the_others_from_being_read(tmp_path, kind, line):
     stem = write_rank(tmp_path, records=8)
-    file = stem.with_name(stem.name + ".events")
-    lines = [json.loads(line) for line in file.read_bytes().splitlines()]
-    next(line for line in lines if line["kind"] == "step")["time_ns"] = time_ns
-    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert read_rank(stem).entry["records"] == 8
+    with stem.with_name(stem.name + ".events").open("ab") as events:
+        events.write(encode_row(kind, line))
+        events.write(encode_row("step", {"step": 3, "micro_step": 0, "time_ns": 9_000}))
+    assert len(read_rank(stem).collectives()) == 8
 
 
 @given(st.binary(max_size=300))
