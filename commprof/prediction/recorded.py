@@ -222,6 +222,13 @@ def _of_steps(table: pa.Table, attempt: int, first: int) -> pa.Table:
 
 
 def _refuse_records(records: pd.DataFrame, path: str) -> None:
+    unknown = records[records["group_ranks"].fillna("") == ""]
+    if len(unknown):
+        ranks = ", ".join(map(str, sorted(unknown["rank"].unique())[:5]))
+        raise UsageError(
+            f"{path} has {len(unknown):,} records whose process group is not known, of ranks {ranks}: their files are "
+            "damaged; record the training again"
+        )
     if records["is_p2p"].any():
         raise UsageError(
             f"{path} sends messages between single ranks (send and recv), as pipelines do; only collectives are predicted"

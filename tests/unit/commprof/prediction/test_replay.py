@@ -5,14 +5,19 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from commprof.calibration.results import Calibration, Timing
 from commprof.errors import UsageError
 from commprof.prediction.durations import Durations, Kind, Link, interpolated, message_times, typical
 from commprof.prediction.program import Message
+from commprof.prediction.recorded import recorded_steps
 from commprof.prediction.simulation import quiet_steps, replayed
+from commprof.trace.reader import open_run
 from support.calibrations import made_calibration
+from support.predictable_runs import predictable_run
 from unit.commprof.prediction.made_runs import MS, gather, gradient, recorded
 
 SPANS = [[30, 33], [0, 0], [20, 18], [0, 0], [5, 5], [0, 0], [2, 2]]
@@ -45,6 +50,17 @@ def test_with_noise_the_replay_stays_within_two_percent(run):
     made = run(steps=60, jitter=0.1)
     replay = replayed(made, quiet_steps(made, 1.0), 1.0)
     assert replay.median_ns == pytest.approx(np.median(made.step_ns), rel=0.02)
+
+
+def test_records_whose_group_is_not_known_are_refused(tmp_path):
+    path = predictable_run(tmp_path / "run", gradient_ms=3.0)
+    file = next((path / "collectives").glob("rank-00001-*.parquet"))
+    records = pq.read_table(file)
+    column = records.schema.get_field_index("group_ranks")
+    unknown = pa.array([""] * len(records)).cast(records.schema.field(column).type)
+    pq.write_table(records.set_column(column, records.schema.field(column), unknown), file)
+    with pytest.raises(UsageError, match=r"records whose process group is not known, of ranks 1: .* damaged"):
+        recorded_steps(open_run(path))
 
 
 def test_a_slowdown_beside_messages_is_taken_out_and_put_back():
