@@ -43,12 +43,12 @@ def median_interval(values: Sequence[float]) -> Spread:
     """
     ordered = sorted(values)
     n = len(ordered)
-    # The widest k with P(X < k or X > n - k) <= 5 % for X ~ Binomial(n, 1/2).
-    tail, k, probability = 0.0, 0, 0.5**n
-    while tail + probability <= 0.025:
-        tail += probability
+    # The widest k with P(X < k or X > n - k) <= 5 % for X ~ Binomial(n, 1/2). In integers: 0.5**n is 0 from n = 1075 on.
+    tail, k, ways = 0, 0, 1
+    while 40 * (tail + ways) <= 2**n:
+        tail += ways
         k += 1
-        probability = probability * (n - k + 1) / k
+        ways = ways * (n - k + 1) // k
     k = max(k, 1)
     return Spread(statistics.median(ordered), ordered[k - 1], ordered[n - k], n)
 

@@ -23,6 +23,15 @@ def test_the_interval_holds_the_true_value_in_95_of_100_trials_and_is_narrower_t
     assert sum(each.high - each.low for each in found) < 0.85 * sum(each.high - each.low for each in medians)
 
 
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("count", [100, 1074, 1075, 5000])
+def test_the_interval_of_a_median_has_the_order_statistics_of_the_binomial(count):
+    found = median_interval([float(number) for number in range(count)])
+    low = count / 2 - 0.98 * count**0.5  # the normal distribution near it
+    assert found.low == pytest.approx(low, abs=1.5)
+    assert found.low + found.high == count - 1
+
+
 def test_one_wild_value_moves_it_little():
     numbers = random.Random(1)
     values = [numbers.gauss(3, 1) for _ in range(40)]
