@@ -1,7 +1,8 @@
 """The methods and functions of DeepSpeed 0.14 to 0.19 that issue collectives, each with its purpose.
 
 Read from the sources of the releases 0.14.0 to 0.19.8; run with 0.19.8 only. A function that another module imports by name
-is listed where it is imported. If calls are nested, the innermost purpose counts.
+is listed where it is imported. If calls are nested, the innermost purpose counts, except within an access of the program to
+whole parameters.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ METHODS: Final[tuple[Method, ...]] = (
     Method(_STAGE_3, f"{_3}.complete_grad_norm_calculation_for_cpu_offload", Purpose.GRADIENT_NORM),
     Method(_STAGE_3, f"{_3}.get_grad_norm_direct", Purpose.GRADIENT_NORM),
     Method(_STAGE_3, f"{_3}.has_overflow", Purpose.OVERFLOW_CHECK),
-    Method(_STAGE_3, f"{_3}._fp32_state_allgather", Purpose.PARAMETER_GATHER),
+    Method(_STAGE_3, f"{_3}._fp32_state_allgather", Purpose.PARAMETER_ACCESS),
     Method(_STAGE_3, f"{_3}._partitioned_buffers_all_gather", Purpose.OTHER, "0.19.0"),
     Method(_STAGE_3, f"{_3}._setup_for_real_optimizer", Purpose.OTHER),
     Method(_STAGE_3, f"{_3}._create_fp16_partitions_with_defragmentation", Purpose.OTHER),
@@ -75,7 +76,8 @@ METHODS: Final[tuple[Method, ...]] = (
     Method(_PARAMETERS, "Init._allgather_params_coalesced", Purpose.PARAMETER_GATHER),
     Method(_PARAMETERS, "Init._allgather_params_sequential", Purpose.PARAMETER_GATHER, "0.19.0"),
     Method(_PARAMETERS, "Init._reduce_scatter_gradient", Purpose.GRADIENT_REDUCE),
-    Method(_PARAMETERS, "GatheredParameters.__exit__", Purpose.PARAMETER_BROADCAST),
+    Method(_PARAMETERS, "GatheredParameters.__enter__", Purpose.PARAMETER_ACCESS),
+    Method(_PARAMETERS, "GatheredParameters.__exit__", Purpose.PARAMETER_ACCESS),
     Method(_PARAMETERS, "assert_ints_same_as_other_ranks", Purpose.TRACE_CHECK),
     Method(_COORDINATOR, f"{_FETCHER}._{_FETCHER}__all_gather_params_", Purpose.PARAMETER_GATHER),
     Method(_COORDINATOR, "assert_ints_same_as_other_ranks", Purpose.TRACE_CHECK),

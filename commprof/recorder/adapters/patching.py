@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from commprof import hooks
+from commprof.schema import Purpose
 
 
 class Patches:
@@ -49,11 +50,16 @@ def _dressed(original: Any, wrap: Callable[[Callable[..., Any]], Callable[..., A
 
 
 def tagged(original: Callable[..., Any], tag: hooks.tag) -> Callable[..., Any]:
-    """``original``, its collectives being issued under ``tag``. A tag of the same purpose around it says more and stays."""
+    """``original``, its collectives being issued under ``tag``.
+
+    A tag of the same purpose around it says more and stays, and so does that of an access to whole parameters: whatever is
+    gathered for it is gathered for the program.
+    """
+    stay = {tag.purpose, Purpose.PARAMETER_ACCESS.value}
 
     def call(*args: Any, **kwargs: Any) -> Any:
         outer = hooks.current_tag()
-        if outer is not None and outer.purpose == tag.purpose:
+        if outer is not None and outer.purpose in stay:
             return original(*args, **kwargs)
         with tag:
             return original(*args, **kwargs)

@@ -359,6 +359,60 @@ def test_the_real_deepspeed(tmp_path, stage, extra, gradient_ops):
     assert run.manifest.effective_config["zero_optimization"]["stage"] == stage
 
 
+ACCESS_SCRIPT = """
+import torch, deepspeed
+torch.manual_seed(0)
+torch.set_num_threads(1)
+deepspeed.init_distributed("gloo")
+model = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.ReLU(), torch.nn.Linear(32, 4))
+config = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "Adam", "params": {"torch_adam": True}},
+          "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}}
+engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+for step in range(5):
+    engine.backward(engine(torch.ones(2, 16)).square().mean())
+    if step == 2:
+        deepspeed.utils.safe_get_full_grad(model[0].weight)
+    engine.step()
+    if step == 3:
+        deepspeed.utils.safe_get_full_fp32_param(model[0].weight)
+        with deepspeed.zero.GatheredParameters(list(model[2].parameters()), modifier_rank=0):
+            model[2].weight.data.mul_(0.5)
+torch.distributed.destroy_process_group()
+"""
+
+
+@pytest.mark.long
+def test_what_a_program_reads_of_sharded_parameters_is_an_access(tmp_path):
+    python = os.environ.get(REAL)
+    if not python:
+        pytest.skip(f"{REAL} names no interpreter that has the real DeepSpeed")
+    from commprof.trace.reader import open_run
+
+    script = tmp_path / "script.py"
+    script.write_text(ACCESS_SCRIPT)
+    commprof = str(Path(sys.executable).with_name("commprof"))
+    command = [commprof, "run", "--out", str(tmp_path / "run"), "--", python, "-m", "torch.distributed.run"]
+    done = subprocess.run(
+        [*command, "--standalone", "--nproc_per_node", "2", str(script)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        cwd=tmp_path,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    rows = [row for row in open_run(tmp_path / "run").table("collectives").to_pylist() if row["rank"] == 0]
+    accesses = [(row["op"], row["payload_bytes"]) for row in rows if row["purpose"] == "parameter_access"]
+    # The gradient and the master weights of 32 x 16 in fp32; a weight of 4 x 32, a bias of 4: gathered, and sent by rank 0.
+    assert sorted(accesses) == sorted(
+        [("all_gather", 2048)] * 2 + [(op, size) for op in ("all_gather", "broadcast") for size in (512, 16)]
+    )
+    verified = subprocess.run(
+        [commprof, "verify", str(tmp_path / "run")], capture_output=True, text=True, timeout=300, check=False
+    )
+    assert verified.returncode == 3 and "unexplained" not in verified.stdout, verified.stdout
+
+
 PADDED_SCRIPT = """
 import json, sys
 import torch, deepspeed

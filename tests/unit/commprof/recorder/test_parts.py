@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from commprof import hooks
+from commprof.recorder.adapters.patching import tagged
 from commprof.recorder.clocks.process_clocks import read_clocks
 from commprof.recorder.process.counters import InterfaceCounters, parse_net_dev
 from commprof.recorder.process_group.callsite import CallSites
@@ -25,6 +27,16 @@ def test_the_tightest_reading_of_both_clocks_is_kept():
     realtime = iter([7, 8, 9])
     pair = read_clocks(lambda: next(monotonic), lambda: next(realtime), tries=3)
     assert pair == (1005, 8, 10)
+
+
+@pytest.mark.parametrize(
+    ("outer", "purpose"),
+    [("parameter_access", "parameter_access"), ("other", "parameter_gather"), (None, "parameter_gather")],
+)
+def test_what_is_gathered_for_an_access_of_the_program_is_part_of_it(outer, purpose):
+    gather = tagged(lambda: hooks.current_tag().purpose, hooks.tag("parameter_gather"))
+    with hooks.tag(outer) if outer else contextlib.nullcontext():
+        assert gather() == purpose
 
 
 NET_DEV = """Inter-|   Receive                                                |  Transmit
