@@ -28,7 +28,7 @@ from zero_runtime.optimizer_step.interface import WrappedOptimizer
 from zero_runtime.sharding.shards import shard_of
 
 _ATTRIBUTE: Final = "zero_training"
-_WHY: Final = hooks.tag("other")
+_WHY: Final = hooks.tag("parameter_access")
 
 
 class Training(NamedTuple):

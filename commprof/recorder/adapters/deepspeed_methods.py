@@ -93,6 +93,8 @@ METHODS: Final[tuple[Method, ...]] = (
     Method(_FUSED, "get_norm_with_moe_layers", Purpose.GRADIENT_NORM, "0.14.5"),
     Method(_FUSED, "get_weight_norm", Purpose.GRADIENT_NORM),
     Method(_UNFUSED, "get_weight_norm", Purpose.GRADIENT_NORM),
+    Method("deepspeed.utils.mixed_precision_linkage", "get_full_hp_param", Purpose.PARAMETER_ACCESS),
+    Method("deepspeed.utils.mixed_precision_linkage", "get_full_hp_grad", Purpose.PARAMETER_ACCESS),
     Method("deepspeed.runtime.pipe.p2p", "send", Purpose.PIPELINE),
     Method("deepspeed.runtime.pipe.p2p", "recv", Purpose.PIPELINE),
     Method(_PIPE, "PipelineEngine.__init__", Purpose.OTHER),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from support.recording import record
 from support.standing_ranks import run_standing
 
 LR = 0.1
@@ -162,3 +163,12 @@ def test_norms_of_gradients_that_a_script_has_clamped(device):
         # 66 elements of at most 0.01 each.
         assert before > 0.1 > 0.01 * 66**0.5 >= after > 0
         assert reported == pytest.approx(after)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_what_is_read_is_recorded_as_an_access(tmp_path, stage):
+    run, _ = record(tmp_path / "run", 2, read, config(stage))
+    rows = [row for row in run.table("collectives").to_pylist() if row["rank"] == 0]
+    accesses = [(row["op"], row["numel"]) for row in rows if row["purpose"] == "parameter_access"]
+    # The values, gradient and exp_avg of each parameter, and a state that it lacks; one element more says if a rank has it.
+    assert sorted(accesses) == sorted(("all_reduce", numel + 1) for numel in (35, 7, 21, 3) for _ in range(4))
