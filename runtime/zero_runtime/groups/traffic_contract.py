@@ -531,7 +531,7 @@ class TrafficContract:
         return True
 
     def _say_what_is_asked(self) -> None:
-        """Say once which message is in dispute, and what has been issued, if a rank has asked for it."""
+        """Answer once what a rank has asked: this rank's message at the number in dispute, and its last messages."""
         if not self._has_voted and self._store.check([self._key("dispute")]):
             self._has_voted = self._vote(int(self._store.get(self._key("dispute"))))
         if not self._has_said and self._store.check([self._key("comparison")]):

@@ -18,6 +18,7 @@ from support.ranks import run_ranks
 pytestmark = [pytest.mark.ranks, pytest.mark.filterwarnings("ignore::FutureWarning")]
 
 REAL = "COMMPROF_DEEPSPEED_PYTHON"  # an interpreter that has the real DeepSpeed
+COMMPROF = str(Path(sys.executable).with_name("commprof"))
 
 
 def methods(deepspeed):
@@ -344,8 +345,7 @@ def test_the_real_deepspeed(tmp_path, stage, extra, gradient_ops):
         assert done.returncode == 0, done.stderr[-3000:]
         return json.loads(out.read_text())
 
-    commprof = str(Path(sys.executable).with_name("commprof"))
-    recorded = launch("recorded", commprof, "run", "--out", str(tmp_path / "run"), "--")
+    recorded = launch("recorded", COMMPROF, "run", "--out", str(tmp_path / "run"), "--")
     assert recorded == launch("alone")
     run = open_run(tmp_path / "run")
     rows = run.table("collectives").to_pylist()
@@ -357,6 +357,23 @@ def test_the_real_deepspeed(tmp_path, stage, extra, gradient_ops):
     assert sum(row["numel"] for row in run.table("parameters").to_pylist()) == 1732
     assert run.manifest.engine.startswith("deepspeed 0.")
     assert run.manifest.effective_config["zero_optimization"]["stage"] == stage
+
+
+def record_real(tmp_path, program, ranks, *arguments):
+    """The run of ``program`` with the real DeepSpeed; the test is skipped where there is none."""
+    python = os.environ.get(REAL)
+    if not python:
+        pytest.skip(f"{REAL} names no interpreter that has the real DeepSpeed")
+    from commprof.trace.reader import open_run
+
+    script = tmp_path / "script.py"
+    script.write_text(program)
+    command = [COMMPROF, "run", "--out", str(tmp_path / "run"), "--", python, "-m", "torch.distributed.run"]
+    command += ["--standalone", "--nproc_per_node", str(ranks), str(script), *arguments]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return open_run(tmp_path / "run")
 
 
 ACCESS_SCRIPT = """
@@ -384,32 +401,15 @@ torch.distributed.destroy_process_group()
 @pytest.mark.long
 @pytest.mark.parametrize("stage", [2, 3])
 def test_what_a_program_reads_of_sharded_parameters_is_an_access(tmp_path, stage):
-    python = os.environ.get(REAL)
-    if not python:
-        pytest.skip(f"{REAL} names no interpreter that has the real DeepSpeed")
-    from commprof.trace.reader import open_run
-
-    script = tmp_path / "script.py"
-    script.write_text(ACCESS_SCRIPT)
-    commprof = str(Path(sys.executable).with_name("commprof"))
-    command = [commprof, "run", "--out", str(tmp_path / "run"), "--", python, "-m", "torch.distributed.run"]
-    done = subprocess.run(
-        [*command, "--standalone", "--nproc_per_node", "2", str(script), str(stage)],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        cwd=tmp_path,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    rows = [row for row in open_run(tmp_path / "run").table("collectives").to_pylist() if row["rank"] == 0]
+    run = record_real(tmp_path, ACCESS_SCRIPT, 2, str(stage))
+    rows = [row for row in run.table("collectives").to_pylist() if row["rank"] == 0]
     accesses = [(row["op"], row["payload_bytes"]) for row in rows if row["purpose"] == "parameter_access"]
     # The gradient and the master weights of 32 x 16 in fp32. At stage 3 a weight of 4 x 32 and a bias of 4 are gathered, and
     # sent by rank 0, which has changed them.
     whole = [(op, size) for op in ("all_gather", "broadcast") for size in (512, 16)] if stage == 3 else []
     assert sorted(accesses) == sorted([("all_gather" if stage == 3 else "all_reduce", 2048)] * 2 + whole)
     verified = subprocess.run(
-        [commprof, "verify", str(tmp_path / "run")], capture_output=True, text=True, timeout=300, check=False
+        [COMMPROF, "verify", str(run.path)], capture_output=True, text=True, timeout=300, check=False
     )
     assert verified.returncode == 3 and "unexplained" not in verified.stdout, verified.stdout
 
@@ -452,20 +452,7 @@ IN_FP32 = {**BF16, "data_types": {"grad_accum_dtype": "fp32"}, "zero_optimizatio
     ids=["stage 0", "stage 1", "stage 2", "bf16 optimizer", "stage 3"],
 )
 def test_the_real_deepspeeds_padding(tmp_path, config, gathers, reductions):
-    python = os.environ.get(REAL)
-    if not python:
-        pytest.skip(f"{REAL} names no interpreter that has the real DeepSpeed")
-    from commprof.trace.reader import open_run
-
-    script = tmp_path / "script.py"
-    script.write_text(PADDED_SCRIPT)
-    commprof = str(Path(sys.executable).with_name("commprof"))
-    command = [commprof, "run", "--out", str(tmp_path / "run"), "--", python, "-m", "torch.distributed.run"]
-    command += ["--standalone", "--nproc_per_node", "3", str(script), json.dumps(config)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr[-3000:]
-    rows = open_run(tmp_path / "run").table("collectives").to_pylist()
+    rows = record_real(tmp_path, PADDED_SCRIPT, 3, json.dumps(config)).table("collectives").to_pylist()
     for rank in range(3):
         last = [row for row in rows if (row["rank"], row["step"]) == (rank, 2)]
         for purpose, expected in (("parameter_gather", gathers), ("gradient_reduce", reductions)):
@@ -520,24 +507,11 @@ CHOSEN = ([10, 3, 2, 1], [4, 4, 4, 4])
     [(2, 2, True, 0, 4), (2, 2, False, 0, 10), (4, 2, True, 2, 4), (4, 4, False, 2, 10), (2, 1, True, 1, 4)],
 )
 def test_the_real_deepspeeds_experts(tmp_path, ranks, ep_size, drops, stage, capacity):
-    python = os.environ.get(REAL)
-    if not python:
-        pytest.skip(f"{REAL} names no interpreter that has the real DeepSpeed")
     from commprof.cli import execute
-    from commprof.trace.reader import open_run
 
-    script = tmp_path / "script.py"
-    script.write_text(EXPERTS_SCRIPT)
     layer = {"num_experts": 4, "ep_size": ep_size, "k": 1, "min_capacity": 2, "drop_tokens": drops}
     tokens = [[e for e, count in enumerate(counts) for _ in range(count)] for counts in CHOSEN]
-    commprof = str(Path(sys.executable).with_name("commprof"))
-    command = [commprof, "run", "--out", str(tmp_path / "run"), "--", python, "-m", "torch.distributed.run"]
-    command += ["--standalone", "--nproc_per_node", str(ranks), str(script)]
-    command += [json.dumps([layer, {"stage": stage}, tokens])]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr[-3000:]
-    run = open_run(tmp_path / "run")
+    run = record_real(tmp_path, EXPERTS_SCRIPT, ranks, json.dumps([layer, {"stage": stage}, tokens]))
     assert run.health.notes == ()
     layers = {row["rank"]: row for row in run.table("expert_layers").to_pylist()}
     for rank in range(ranks):
