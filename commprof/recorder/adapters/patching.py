@@ -52,10 +52,10 @@ def _dressed(original: Any, wrap: Callable[[Callable[..., Any]], Callable[..., A
 def tagged(original: Callable[..., Any], tag: hooks.tag) -> Callable[..., Any]:
     """``original``, its collectives being issued under ``tag``.
 
-    A tag of the same purpose around it says more and stays, and so does that of an access to whole parameters: whatever is
-    gathered for it is gathered for the program.
+    A tag of the same purpose around it says more and stays, and so does that of an access to whole parameters, or of a
+    checkpoint: whatever is gathered for these is gathered for the program.
     """
-    stay = {tag.purpose, Purpose.PARAMETER_ACCESS.value}
+    stay = {tag.purpose, Purpose.PARAMETER_ACCESS.value, Purpose.CHECKPOINT.value}
 
     def call(*args: Any, **kwargs: Any) -> Any:
         outer = hooks.current_tag()

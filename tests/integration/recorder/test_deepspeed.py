@@ -414,6 +414,43 @@ def test_what_a_program_reads_of_sharded_parameters_is_an_access(tmp_path, stage
     assert verified.returncode == 3 and "unexplained" not in verified.stdout, verified.stdout
 
 
+CHECKPOINT_SCRIPT = """
+import sys, torch, deepspeed
+torch.manual_seed(0)
+torch.set_num_threads(1)
+deepspeed.init_distributed("gloo")
+model = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.ReLU(), torch.nn.Linear(32, 4))
+config = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "Adam", "params": {"torch_adam": True}},
+          "zero_optimization": {"stage": int(sys.argv[1]), "stage3_gather_16bit_weights_on_model_save": True}}
+engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+engine.save_checkpoint("saved", tag="first")
+engine.load_checkpoint("saved", tag="first")
+for step in range(6):
+    engine.backward(engine(torch.ones(2, 16)).square().mean())
+    engine.step()
+    if step in (1, 3):
+        engine.save_checkpoint("saved", tag=str(step))
+        engine.save_16bit_model("saved", f"{step}.bin")
+    if step == 3:
+        engine.load_checkpoint("saved", tag="1")
+torch.distributed.destroy_process_group()
+"""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_what_a_checkpoint_gathers_is_for_the_checkpoint(tmp_path, stage):
+    # At stage 3 DeepSpeed releases the persistent parameters for a checkpoint and gathers them again after it.
+    run = record_real(tmp_path, CHECKPOINT_SCRIPT, 2, str(stage))
+    rows = run.table("collectives").to_pylist()
+    beside = {row["purpose"] for row in rows if row["phase"] == "checkpoint"}
+    assert beside == {"checkpoint"}
+    verified = subprocess.run(
+        [COMMPROF, "verify", str(run.path)], capture_output=True, text=True, timeout=300, check=False
+    )
+    assert verified.returncode == 0, verified.stdout
+
+
 PADDED_SCRIPT = """
 import json, sys
 import torch, deepspeed

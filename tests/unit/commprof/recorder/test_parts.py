@@ -31,9 +31,14 @@ def test_the_tightest_reading_of_both_clocks_is_kept():
 
 @pytest.mark.parametrize(
     ("outer", "purpose"),
-    [("parameter_access", "parameter_access"), ("other", "parameter_gather"), (None, "parameter_gather")],
+    [
+        ("parameter_access", "parameter_access"),
+        ("checkpoint", "checkpoint"),
+        ("other", "parameter_gather"),
+        (None, "parameter_gather"),
+    ],
 )
-def test_what_is_gathered_for_an_access_of_the_program_is_part_of_it(outer, purpose):
+def test_what_is_gathered_for_an_access_or_a_checkpoint_is_part_of_it(outer, purpose):
     gather = tagged(lambda: hooks.current_tag().purpose, hooks.tag("parameter_gather"))
     with hooks.tag(outer) if outer else contextlib.nullcontext():
         assert gather() == purpose
