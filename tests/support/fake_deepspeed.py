@@ -65,6 +65,7 @@ class DeepSpeedEngine(Module):
     def clip_fp32_gradients(self): raise NotImplementedError
     def allreduce_bucket(self, bucket): raise NotImplementedError
     def load_checkpoint(self, place): raise NotImplementedError
+    def _zero3_consolidated_16bit_state_dict(self): raise NotImplementedError
     def save_16bit_model(self, place): raise NotImplementedError
     def _commit_decoupled_checkpoint(self): raise NotImplementedError
 

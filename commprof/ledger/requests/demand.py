@@ -61,10 +61,10 @@ def demands(
                 died.append(StepKey(attempt, -1))
             passes = _passes(request, messages, [steps.get(key, {}) for key in keys])
             for ordinal, key in enumerate(keys):
-                after_skip = bool(ordinal) and keys[ordinal - 1] in {*overflowed, *skipped}
-                expectations = request.expectations(
-                    key, ordinal, passes=passes[ordinal], after_skip=after_skip
+                released = _released(
+                    request, key, keys[ordinal - 1] if ordinal else None, {*overflowed, *skipped}
                 )
+                expectations = request.expectations(key, ordinal, passes=passes[ordinal], released=released)
                 dropped = _not_sent_after_overflow(key, request, steps)
                 if request.skips(key) or dropped == _AFTER_NORM:
                     skipped.append(key)
@@ -93,6 +93,13 @@ def demands(
     remarks += _shortened_steps(overflowed, skipped, died, sorted(partial))
     partial.update(died)
     return wanted, frozenset(partial), remarks
+
+
+def _released(request: Request, key: StepKey, before: StepKey | None, skipped: Collection[StepKey]) -> float:
+    """The share of the persistent parameters that step ``key`` finds released; no rule needs it of the first one."""
+    if before is None:
+        return 0.0
+    return 1.0 if before in skipped else request.metrics.released.get(key, 0.0)
 
 
 def of_recorded_groups(
@@ -269,7 +276,7 @@ def _not_sent_after_overflow(key: StepKey, request: Request, steps: Issued) -> f
         # At stage 3 parameters are gathered before the check, too.
         after = _AFTER_CHECK if configuration.stage < 3 else _AFTER_CHECK - _AFTER_NORM
         return frozenset() if purposes & after else _AFTER_CHECK
-    return _AFTER_NORM if key in request.overflows.steps else frozenset()
+    return _AFTER_NORM if key in request.metrics.skipped else frozenset()
 
 
 def _updated(steps: pa.Table) -> set[StepKey]:

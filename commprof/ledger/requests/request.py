@@ -21,10 +21,10 @@ import pyarrow as pa
 from commprof.errors import CommprofError
 from commprof.ledger.records.issued import StepKey
 from commprof.ledger.records.row_index import combinations
+from commprof.ledger.requests.engine_metrics import COLUMNS as OF_METRICS
+from commprof.ledger.requests.engine_metrics import NO_METRICS, EngineMetrics, engine_metrics_of
 from commprof.ledger.requests.expert_tokens import OF_TYPES, ExpertTokens, expert_tokens_of
 from commprof.ledger.requests.module_orders import Pass
-from commprof.ledger.requests.overflows import COLUMNS as OF_METRICS
-from commprof.ledger.requests.overflows import NO_OVERFLOWS, Overflows, overflows_of
 from commprof.ledger.requests.shared_models import USUAL, SharedModel, shared_model_of
 from commprof.ledger.requests.wrapped_models import WrappedModels, reading_wrappers, wrapped_models_of
 from commprof.requested.auto_values import filled
@@ -114,7 +114,7 @@ class _Asked(NamedTuple):
     iteration: int | None
     zero_init: bool | Construction
     scale: Fraction = USUAL
-    after_skip: bool = False
+    all_released: bool = False
 
 
 @dataclass
@@ -128,7 +128,7 @@ class Request:
         host_ranks: ranks of each host, as the launcher reports them; None where that is not known.
         grid: the axes along which the groups of the run go, outermost first; a single one where there are no such groups.
         wrapped: the models that wrappers of torch train, where there is no engine; ``config`` is empty then.
-        overflows: the steps that were not taken since a gradient overflowed.
+        metrics: what the engine says of its steps that no message shows.
         costs: the costs that the run used to send messages along the axes; None where it published none.
         construction: how the parameters were made, as the engine says; None where it does not.
         experts: the layers of experts and their tokens; None where there are none.
@@ -152,7 +152,7 @@ class Request:
     host_ranks: int | None = None
     grid: tuple[int, ...] | None = None
     costs: object = None
-    overflows: Overflows = NO_OVERFLOWS
+    metrics: EngineMetrics = NO_METRICS
     _kinds: dict[str, int] = field(default_factory=dict)  # of steps, and the first of each
     construction: Construction | None = None
     _rows: dict[_Asked, list[Expectation]] = field(default_factory=dict)
@@ -165,7 +165,7 @@ class Request:
         *,
         zero_init: bool = False,
         passes: Sequence[Pass] | None = None,
-        after_skip: bool = False,
+        released: float = 0.0,
     ) -> list[Expectation]:
         """What step ``key`` should send; the time before the first step is step -1.
 
@@ -174,7 +174,8 @@ class Request:
             zero_init: the model was made within ``zero.Init``, which broadcasts it once less at stage 3. Where the engine
                 says how each parameter was made, that counts.
             passes: what each micro-batch does about the order of modules, where an evaluation has changed that.
-            after_skip: the step before was skipped since a gradient overflowed.
+            released: the share of the persistent parameters that is released when the step begins: 1 after a step that was
+                skipped since a gradient overflowed.
 
         Raises:
             CommprofError: the rules do not cover the config.
@@ -195,12 +196,12 @@ class Request:
         for micro in range(self.micro_steps):
             order = orders[min(micro, len(orders) - 1)]
             number = ordinal * self.micro_steps + micro
-            is_after = after_skip and not micro
+            of_start = 0.0 if micro else released
             if of_kind is None and passes is not None:
-                expected += self._of_pass(passes[micro], order, number, is_after)
+                expected += self._of_pass(passes[micro], order, number, of_start)
                 continue
             iteration = self._alike(number) if of_kind is None else of_kind
-            expected += self._of_micro_batch(order, iteration, is_after)
+            expected += self._of_micro_batch(order, iteration, of_start)
         if self.skips(key):
             expected = zero_stages.up_to_overflow(expected, self.config, self._counted(key))
         return expected
@@ -211,16 +212,35 @@ class Request:
         return sum(row.count for row in rows if row.purpose == Purpose.TRACE_CHECK)
 
     def _of_micro_batch(
-        self, order: tuple[str, ...] | None, iteration: int, after_skip: bool = False
+        self, order: tuple[str, ...] | None, iteration: int, released: float = 0.0
     ) -> list[Expectation]:
-        rows = self._expected(_Asked(order, iteration, False, after_skip=after_skip))
+        if 0 < released < 1:
+            return self._partly_released(order, iteration, released)
+        rows = self._expected(_Asked(order, iteration, False, all_released=released == 1))
         trained = self._without_frozen
-        least = 0 if trained is None else _gather_bytes(trained._of_micro_batch(order, iteration, after_skip))
+        least = 0 if trained is None else _gather_bytes(trained._of_micro_batch(order, iteration, released))
         return [
             row if trained is None else _as_far_as_frozen_modules_run(row, least)
             for row in rows
             if row.when == "micro_step"
         ]
+
+    def _partly_released(
+        self, order: tuple[str, ...] | None, iteration: int, released: float
+    ) -> list[Expectation]:
+        """What a micro-batch sends that finds a share of the persistent parameters ``released``: which, nothing tells."""
+        key = order, iteration, released
+        if key not in self._estimates:
+            usual, most = (self._of_micro_batch(order, iteration, share) for share in (0.0, 1.0))
+            rows, added = [], _gather_bytes(most) - _gather_bytes(usual)
+            for row in most:
+                if row.purpose == Purpose.PARAMETER_GATHER:
+                    own = min(added, row.payload_bytes)
+                    added -= own
+                    row = _as_partly_released(row, own, released)
+                rows.append(row)
+            self._estimates[key] = rows
+        return self._estimates[key]
 
     @cached_property
     def _without_frozen(self) -> Request | None:
@@ -235,7 +255,7 @@ class Request:
         return replace(self, parameters=trained, _rows={}, _estimates={}, notes=[])
 
     def _of_pass(
-        self, does: Pass, order: tuple[str, ...] | None, number: int, after_skip: bool
+        self, does: Pass, order: tuple[str, ...] | None, number: int, released: float
     ) -> list[Expectation]:
         """What micro-batch ``number`` sends, by what it ``does`` about the order of modules."""
         is_first = not number
@@ -250,14 +270,14 @@ class Request:
             Pass.COMPARES_AND_DEPARTS: (0, 1),
             Pass.DEPARTS: (0, steady),
         }[does]
-        key = order, gathers, checks, is_first, after_skip
+        key = order, gathers, checks, is_first, released
         if key not in self._estimates:
             check = Purpose.TRACE_CHECK
             rows = [row for row in self._of_micro_batch(order, checks) if row.purpose == check]
-            rows_of_pass = self._of_micro_batch(order, gathers, after_skip)
+            rows_of_pass = self._of_micro_batch(order, gathers, released)
             others = [row for row in rows_of_pass if row.purpose != check]
             # What stays gathered from an earlier step need not be gathered by those that follow no order.
-            there = 0 if gathers or is_first or after_skip else self._kept_gather_bytes(order)
+            there = 0 if gathers or is_first or released == 1 else self._kept_gather_bytes(order)
             self._estimates[key] = rows + [_as_estimate(row, there) for row in others]
         return self._estimates[key]
 
@@ -269,7 +289,7 @@ class Request:
     def skips(self, key: StepKey) -> bool:
         """Whether step ``key``, at stage 0, was not taken since a gradient overflowed; no message shows it."""
         partitions = self.configuration is None or self.configuration.partitions
-        return not partitions and self.shared is None and key in self.overflows.steps
+        return not partitions and self.shared is None and key in self.metrics.skipped
 
     @property
     def replicas(self) -> int:
@@ -288,7 +308,7 @@ class Request:
 
     def _counted(self, key: StepKey) -> int:
         """The number by which the rules know step ``key``."""
-        return zero_stages.step_that_counts(self.config, key.step, self.overflows.before(key))
+        return zero_stages.step_that_counts(self.config, key.step, self.metrics.skipped_before(key))
 
     def _alike(self, iteration: int) -> int:
         """The first micro-batch that the rules treat as they treat number ``iteration``."""
@@ -346,7 +366,7 @@ class Request:
                 runtime=self.runtime,
                 iteration=asked.iteration,
                 zero_init=asked.zero_init,
-                after_skip=asked.after_skip,
+                all_released=asked.all_released,
             )
         return zero_stages.expected(
             self.config,
@@ -357,7 +377,7 @@ class Request:
             self.runtime,
             iteration=asked.iteration,
             zero_init=asked.zero_init,
-            after_skip=asked.after_skip,
+            all_released=asked.all_released,
             host_ranks=self.host_ranks,
             grid=self.grid,
             costs=self.costs,
@@ -389,7 +409,7 @@ def request_of(run: RecordedRun) -> Request:
         host_ranks=_host_ranks(run.table("groups"), manifest.nproc),
         grid=_grid(run.table("groups"), world_size),
         costs=_costs(manifest.effective_config),
-        overflows=overflows_of(run.parts("metrics", OF_METRICS)),
+        metrics=engine_metrics_of(run.parts("metrics", OF_METRICS)),
         construction=_construction(manifest.construction, parameters.num_rows),
     )
     try:
@@ -596,6 +616,19 @@ def _as_far_as_frozen_modules_run(row: Expectation, least: int) -> Expectation:
         least_bytes=min(row.least_bytes, least),
         most_bytes=most,
         estimate=row.estimate or "which frozen modules run",
+    )
+
+
+def _as_partly_released(row: Expectation, added: int, released: float) -> Expectation:
+    """``row``, of gathers, of whose bytes ``added`` are of persistent parameters, of which a share was ``released``."""
+    most = row.payload_bytes if row.bytes_exact else row.most_bytes
+    return row._replace(
+        payload_bytes=row.payload_bytes - round(added * (1 - released)),
+        exact=False,
+        bytes_exact=False,
+        least_bytes=max(0, row.least_bytes - added),
+        most_bytes=most,
+        estimate=row.estimate or "which parameters the program released",
     )
 
 

@@ -25,7 +25,12 @@ _OPTIMIZER_MAKERS: Final = (
     "_configure_bf16_optimizer",
     "_configure_fp16_optimizer",
 )
-_CHECKPOINTS: Final = ("save_checkpoint", "load_checkpoint", "save_16bit_model")
+_CHECKPOINTS: Final = (
+    "save_checkpoint",
+    "load_checkpoint",
+    "save_16bit_model",
+    "_zero3_consolidated_16bit_state_dict",
+)
 _CONFIG_KEYS: Final = (
     "train_batch_size",
     "train_micro_batch_size_per_gpu",
@@ -226,9 +231,12 @@ class Engines:
             self._speaker = weakref.ref(engine)
         now = (progress.steps.of(int(engine.global_steps)), progress.micro_step)
         if now != progress.announced:
-            progress.announced = now
+            is_first, progress.announced = progress.announced is None, now
             hooks.step(*now)
             hooks.metric("samples", float(engine.train_micro_batch_size_per_gpu()))
+            released = 0.0 if is_first or progress.micro_step else _released_share(engine)
+            if released:
+                hooks.metric("released_share", released)
 
     def _keep_groups(self, engine: Any, optimizer: Any) -> None:
         """The optimizer's parameters by group, before DeepSpeed puts flat partitions in their place."""
@@ -269,6 +277,13 @@ def _wrap_checkpoint(original: Call) -> Call:
             hooks.phase("other")
 
     return checkpoint
+
+
+def _released_share(engine: Any) -> float:
+    """The share of the elements of stage 3's persistent parameters that are released, from 0 to 1."""
+    persistent = getattr(engine.optimizer, "persistent_parameters", None) or ()
+    numel = sum(each.ds_numel for each in persistent)
+    return sum(each.ds_numel for each in persistent if not each.numel()) / numel if numel else 0.0
 
 
 def _publish_metrics(engine: Any) -> None:

@@ -65,7 +65,7 @@ def expected_on_axes(
     *,
     iteration: int | None = None,
     zero_init: bool | Construction = False,
-    after_skip: bool = False,
+    all_released: bool = False,
 ) -> list[Expectation]:
     """What ``config`` should send on ranks along ``axes``. Each row names the groups that send it.
 
@@ -102,7 +102,7 @@ def expected_on_axes(
             runtime,
             iteration=iteration,
             zero_init=zero_init,
-            after_skip=after_skip,
+            all_released=all_released,
         )
         rows += [on_lines(each, lines) for each in sent]
         rows += _along_model(config, own, axes, shapes, stage)

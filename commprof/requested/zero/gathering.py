@@ -80,7 +80,7 @@ def gathers_of(
     iteration: int,
     unpartitioned: Set[str] = frozenset(),
     *,
-    after_skip: bool = False,
+    all_released: bool = False,
 ) -> Gathers:
     """What micro-batch number ``iteration`` of a training gathers.
 
@@ -91,7 +91,7 @@ def gathers_of(
         micro_steps: micro-batches in a step; the parameters that stay gathered are so from the end of the first step.
         iteration: number of the micro-batch since training started, from 0.
         unpartitioned: those of ``persistent`` that are gathered before the first micro-batch.
-        after_skip: the step before was skipped, which released all parameters and gathered none again.
+        all_released: no parameter is gathered when it begins: the step before was skipped, or the program released them.
     """
     model = module_tree(parameters, configuration.is_leaf)
     visits = training_visits(model)
@@ -103,9 +103,9 @@ def gathers_of(
     known = _KnownOrder(configuration, calls, order, persistent)
     # Parameters that stay gathered are so from the end of the first step, or else from the second micro-batch on.
     present = set(persistent) if micro_steps == 1 else set(unpartitioned)
-    gathers, exact = known.run(visits, set() if after_skip and iteration == 1 else present)
-    if iteration > 1 and (after_skip or micro_steps > 1):
-        gathers, exact = known.run(visits, set() if after_skip else set(persistent))
+    gathers, exact = known.run(visits, set() if all_released and iteration == 1 else present)
+    if iteration > 1 and (all_released or micro_steps > 1):
+        gathers, exact = known.run(visits, set() if all_released else set(persistent))
     numel = sum(parameter.numel for parameter in parameters)
     gathered = [parameter.name for gather in gathers for parameter in gather.parameters]
     each_once = REPEATED_USES * numel <= configuration.max_reuse_distance and len(set(gathered)) == len(

@@ -219,7 +219,7 @@ def block_gathers(
     iteration: int,
     unpartitioned: Set[str] = frozenset(),
     *,
-    after_skip: bool = False,
+    all_released: bool = False,
 ) -> Gathers:
     """What micro-batch number ``iteration`` of a training gathers.
 
@@ -230,10 +230,10 @@ def block_gathers(
         configuration: the keys of stage 3.
         iteration: number of the micro-batch since training started, from 0.
         unpartitioned: names of the parameters that are in no block, and stay gathered.
-        after_skip: the step before was skipped, which released all parameters.
+        all_released: no parameter is gathered when it begins: the step before was skipped, or the program released them.
     """
     listed = in_model_order(parameters)
-    missing = [each for each in listed if each.name in unpartitioned] if after_skip else []
+    missing = [each for each in listed if each.name in unpartitioned] if all_released else []
     visits = _Visits(blocks, configuration, training_visits(module_tree(used)))
     gathers = tuple(
         gather for live in visits.run(recording=iteration == 0, missing=missing) for gather in live.gathers

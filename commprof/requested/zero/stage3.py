@@ -60,7 +60,8 @@ class Training(NamedTuple):
         exchanges: whether a reduce_scatter is issued as an all_to_all and a local sum, as by zero_runtime on gloo.
         unpartitioned: names of parameters that are not partitioned: gathered at the start and after each step.
             Their gradients are summed on every rank.
-        after_skip: whether the micro-batch follows a step that was skipped.
+        all_released: whether no parameter is gathered when the micro-batch begins: a step before it was skipped, or the
+            program has released them.
     """
 
     parameters: Sequence[Parameter]
@@ -71,7 +72,7 @@ class Training(NamedTuple):
     zero_init: bool | Construction
     exchanges: bool = False
     unpartitioned: Set[str] = frozenset()
-    after_skip: bool = False
+    all_released: bool = False
 
 
 def stage3_expectations(
@@ -189,7 +190,7 @@ def _gathers(gathering: GatherConfiguration, training: Training, blocks: Sequenc
             gathering,
             training.iteration,
             training.unpartitioned,
-            after_skip=training.after_skip,
+            all_released=training.all_released,
         )
     listed = in_model_order(training.parameters)
     persistent = {p.name for p in persistent_parameters(listed, gathering, training.unpartitioned)}
@@ -200,7 +201,7 @@ def _gathers(gathering: GatherConfiguration, training: Training, blocks: Sequenc
         training.micro_steps,
         training.iteration,
         training.unpartitioned,
-        after_skip=training.after_skip,
+        all_released=training.all_released,
     )
 
 

@@ -64,7 +64,7 @@ def expected(  # noqa: PLR0913 - what a run depends on
     *,
     iteration: int | None = None,
     zero_init: bool | Construction = False,
-    after_skip: bool = False,
+    all_released: bool = False,
     host_ranks: int | None = None,
     grid: Sizes | None = None,
     costs: object = None,
@@ -85,8 +85,8 @@ def expected(  # noqa: PLR0913 - what a run depends on
             Only at stage 3 do the first two differ from later ones, of which None is any.
         zero_init: whether the model was made within ``deepspeed.zero.Init`` (stage 3), which broadcasts it once less;
             or how each of its parameters was made.
-        after_skip: the micro-batch is the first one after a step that was skipped since a gradient overflowed. At stage 3 it
-            gathers the parameters that otherwise stay gathered.
+        all_released: no parameter is gathered when the micro-batch begins, as after a step that was skipped since a gradient
+            overflowed. At stage 3 it gathers the parameters that otherwise stay gathered.
         host_ranks: ranks of each host, for hierarchical compression and ``communication.topology``; None where that is not
             known.
         grid: the axes of a grid of ranks that a run had, outermost first, where the config leaves them to the hosts.
@@ -130,7 +130,7 @@ def expected(  # noqa: PLR0913 - what a run depends on
             zero_init,
             runtime == "zero_runtime" and configuration.reduce_scatter_on(backend) == "all_to_all",
             not_partitioned,
-            after_skip,
+            all_released,
         )
         gathering = read_gather_configuration(zero_section(config))
         if runtime != "zero_runtime":

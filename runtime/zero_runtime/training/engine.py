@@ -402,11 +402,15 @@ class Engine(Accessors):
         """Report the number of the step and micro-batch to the recorder, once for each."""
         now = (self.global_steps, self._window.passes)
         if now != self._announced:
-            self._announced = now
+            is_first, self._announced = self._announced == _NEVER, now
             hooks.step(self._numbers.of(self.global_steps), self._window.passes)
             hooks.metric("samples", float(self._config.train_micro_batch_size_per_gpu))
             if self.skipped_steps:
                 hooks.metric("skipped_steps", float(self.skipped_steps))
+            if self._residency is not None and not is_first and not self._window.passes:
+                released = self._residency.released_share
+                if released:
+                    hooks.metric("released_share", released)
 
     def _trains(self) -> bool:
         """Whether the engine or its model is in training mode: Lightning sets the mode of the model alone."""

@@ -82,12 +82,13 @@ def evaluate(engines, passes):
     engines[0].train()
 
 
-def train(rank, world, hows, evaluations=0, between=0, accumulation=1, threshold=None, steps=4):
+def train(rank, world, hows, evaluations=0, between=0, accumulation=1, threshold=None, steps=4, releases=()):
     """Train the model made as the first of ``hows`` says; the others are reference models, of which forward passes are made.
 
     Args:
         evaluations: passes of each engine before the first step, and ``between``: after each step.
         threshold: of what stays gathered; None for the default, which is all.
+        releases: the steps after which the program releases what stays gathered.
     """
     zero = {"stage": 3} | ({} if threshold is None else {"stage3_param_persistence_threshold": threshold})
     config = {
@@ -111,6 +112,8 @@ def train(rank, world, hows, evaluations=0, between=0, accumulation=1, threshold
                 loss = loss + aim
             engine.backward(loss)
             engine.step()
+        if step in releases:
+            engine.empty_partition_cache()
         if between and step < steps - 1:
             evaluate([engine], between)
 
@@ -160,6 +163,25 @@ def test_a_frozen_module_that_runs_after_an_early_evaluation():
     """Gathers that follow no order of modules have no upper bound; with frozen parameters they had one."""
     verdict = verify(recorded("frozen layer", evaluations=1, threshold=0))
     assert (str(verdict.state), verdict.unexplained) == ("closed", ()), verdict
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("threshold", [None, 20])
+def test_persistent_parameters_that_the_program_releases_are_gathered_again(accumulation, threshold):
+    """By the first micro-batch of the step after. Another gather in that step is a surplus still."""
+    run = recorded("inside", accumulation=accumulation, threshold=threshold, releases=(1,))
+    verdict = verify(run)
+    assert (str(verdict.state), verdict.unexplained) == ("closed", ()), verdict
+    gathers = [row for row in run.table("collectives").to_pylist() if row["purpose"] == "parameter_gather"]
+    sizes = [sum(row["payload_bytes"] for row in gathers if row["step"] == step) for step in (2, 3)]
+    persistent = [2 * WORDS * WIDTH, WIDTH * WIDTH, WIDTH] if threshold is None else [WIDTH]
+    assert sizes[0] - sizes[1] == 2 * 4 * sum(persistent)  # both ranks, fp32
+    planted = min(row["seq"] for row in gathers if row["step"] == 2)
+
+    def twice(row):
+        return [row, row] if row["step"] == 2 and row["seq"] == planted else [row]
+
+    assert str(verify(Changed(run, twice)).state) == "mismatch"
 
 
 @pytest.mark.sampled

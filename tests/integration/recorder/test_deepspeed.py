@@ -451,6 +451,52 @@ def test_what_a_checkpoint_gathers_is_for_the_checkpoint(tmp_path, stage):
     assert verified.returncode == 0, verified.stdout
 
 
+RELEASE_SCRIPT = """
+import sys, torch, deepspeed
+torch.manual_seed(0)
+torch.set_num_threads(1)
+deepspeed.init_distributed("gloo")
+model = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.ReLU(), torch.nn.Linear(32, 4))
+config = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "Adam", "params": {"torch_adam": True}},
+          "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": int(sys.argv[2])}}
+engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+for step in range(6):
+    engine.backward(engine(torch.ones(2, 16)).square().mean())
+    engine.step()
+    if step in (2, 3) and sys.argv[1] == "cache":
+        engine.empty_partition_cache()
+    if step in (2, 3) and sys.argv[1] == "state":
+        engine._zero3_consolidated_16bit_state_dict()
+    if step in (2, 3) and sys.argv[1] == "one":
+        with deepspeed.zero.GatheredParameters([model[2].bias]):
+            pass
+torch.distributed.destroy_process_group()
+"""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("what", ["cache", "state", "one"])
+@pytest.mark.parametrize("threshold", [100, 100_000])  # the biases stay gathered, or all
+def test_persistent_parameters_that_a_program_releases_are_gathered_again(tmp_path, what, threshold):
+    run = record_real(tmp_path, RELEASE_SCRIPT, 2, what, str(threshold))
+    rows = [row for row in run.table("collectives").to_pylist() if row["rank"] == 0]
+    gathered = [
+        sum(
+            row["payload_bytes"]
+            for row in rows
+            if (row["step"], row["purpose"]) == (step, "parameter_gather")
+        )
+        for step in (3, 4, 5)
+    ]
+    biases, others = 4 * (32 + 4), 4 * (16 * 32 + 32 * 4) * (threshold > 100)
+    again = {"cache": biases + others, "state": 0, "one": 4 * 4}[what]
+    assert [size - gathered[2] for size in gathered] == [again, again, 0]
+    verified = subprocess.run(
+        [COMMPROF, "verify", str(run.path)], capture_output=True, text=True, timeout=300, check=False
+    )
+    assert verified.returncode == 0, verified.stdout
+
+
 PADDED_SCRIPT = """
 import json, sys
 import torch, deepspeed

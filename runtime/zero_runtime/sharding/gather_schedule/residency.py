@@ -252,6 +252,13 @@ class Residency:
         self.gather_persistent()
         self._iteration.anticipate()
 
+    @property
+    def released_share(self) -> float:
+        """The share of the elements of persistent parameters that are released, from 0 to 1."""
+        persistent = [shard for shard in self._iteration.shards.values() if shard.persistent]
+        numel = sum(shard.numel for shard in persistent)
+        return sum(shard.numel for shard in persistent if not shard.available) / numel if numel else 0.0
+
     @torch.no_grad()
     def gather_persistent(self) -> None:
         """Gather the persistent parameters that are released, one all_gather each."""
