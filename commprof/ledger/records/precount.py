@@ -27,6 +27,7 @@ DEFAULT_GROUP: Final = "default_pg"
 _OF_SCRIPTS: Final = frozenset(
     {None, Purpose.METRIC, Purpose.CHECKPOINT, Purpose.OTHER, Purpose.CONTROL, Purpose.OBJECT}
 )
+_PASSES: Final = frozenset({Phase.FORWARD, Phase.BACKWARD})
 _KNOWN, _NOT_KNOWN = 1, 2  # splits; of several ranks the largest counts
 COLUMNS: Final = (
     *(*GROUP, "group_desc", "rank", "pid", "seq", "pg_seq", "step", "after_step", "phase"),
@@ -53,7 +54,7 @@ class Survey:
         self._with_sends: set[Group] = set()
         self._of_runtime: set[Group] = set()
         self._has_default = False  # otherwise the default group is not known
-        self._last_of_optimizer = Lookup(np.maximum)
+        self._first_of_passes, self._last_of_optimizer = Lookup(np.minimum), Lookup(np.maximum)
         self._uneven_bytes, self._uneven_ranks = Lookup(np.add), Lookup(np.add)
         self._uneven_own_bytes, self._splits = Lookup(np.add), Lookup(np.maximum)
 
@@ -70,6 +71,8 @@ class Survey:
                 self._of_runtime.add(tuple(group))
         in_optimizer = part.filter(pa.array(where(part, ["phase"], lambda phase: phase == Phase.OPTIMIZER)))
         self._last_of_optimizer.add(in_optimizer, _PROCESS, "step", numbers_of(in_optimizer, "seq")[0])
+        in_passes = part.filter(pa.array(where(part, ["phase"], lambda phase: phase in _PASSES)))
+        self._first_of_passes.add(in_passes, _PROCESS, "step", numbers_of(in_passes, "seq")[0])
         uneven = part.filter(pa.array(where(part, ["op"], lambda op: op == Op.ALL_TO_ALL)))
         self._uneven_bytes.add(uneven, GROUP, "pg_seq", numbers_of(uneven, "payload_bytes")[0])
         self._uneven_ranks.add(uneven, GROUP, "pg_seq", np.ones(len(uneven), np.int64))
@@ -98,8 +101,9 @@ class Survey:
     def in_evaluation(self, rows: pa.Table) -> Flags:
         """Whether each of ``rows`` was issued by an evaluation, judged by its rank's own order of phases.
 
-        Messages within a model (``WITHIN_MODELS``) outside of forward and backward need no such order. ``rows`` have the
-        column ``purpose`` too.
+        Messages within a model (``WITHIN_MODELS``) outside of forward and backward need no such order. What the program
+        reads of parameters is outside of the passes from the end of one step until the next has sent something in a pass.
+        ``rows`` have the column ``purpose`` too.
         """
         forward = where(rows, ["phase"], lambda phase: phase in (Phase.FORWARD, Phase.OTHER))
         last, has_last = self._last_of_optimizer.find(rows, _PROCESS, "step")
@@ -110,9 +114,12 @@ class Survey:
             lambda phase, purpose: phase == Phase.OTHER and purpose in WITHIN_MODELS,
         )
         named = where(rows, ["phase"], lambda phase: phase == Phase.EVALUATION)
+        first, has_first = self._first_of_passes.find(rows, _PROCESS, "step")
+        is_before = where(rows, ["phase"], lambda phase: phase == Phase.OTHER)
+        is_before &= ~(has_first & (numbers_of(rows, "seq")[0] > first))
         if "after_step" in rows.column_names:
-            accesses = where(rows, ["purpose"], lambda purpose: purpose == Purpose.PARAMETER_ACCESS)
-            named |= accesses & rows["after_step"].is_valid().to_numpy()
+            is_before |= rows["after_step"].is_valid().to_numpy()
+        named |= is_before & where(rows, ["purpose"], lambda purpose: purpose == Purpose.PARAMETER_ACCESS)
         return named | inference | forward & (ended | (numbers_of(rows, "step")[0] < 0))
 
     def in_group_of_script(self, rows: pa.Table) -> Flags:

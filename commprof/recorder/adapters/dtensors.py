@@ -1,8 +1,9 @@
 """Adapter for DTensor: derives the purpose of a redistribution from its caller.
 
 A parameter that is redistributed to Replicate within the model is gathered, and its gradient is reduced in the backward
-pass. All other redistributions within forward and backward passes are activations and their gradients. Gradients that are
-still partial sums when an optimizer steps are reduced there. The purpose of a redistribution elsewhere is not known.
+pass; outside of the passes the program reads it. All other redistributions within forward and backward passes are
+activations and their gradients. Gradients that are still partial sums when an optimizer steps are reduced there. The purpose
+of a redistribution elsewhere is not known.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ _RING: Final = f"{_TENSOR}.experimental._context_parallel._attention"
 _CLIP: Final = "torch.nn.utils.clip_grad"
 _UTILS: Final = "torch.nn.utils"
 _GATHER: Final = hooks.tag(Purpose.PARAMETER_GATHER.value)
+_ACCESS: Final = hooks.tag(Purpose.PARAMETER_ACCESS.value)
 _REDUCE: Final = hooks.tag(Purpose.GRADIENT_REDUCE.value)
 _ACTIVATION: Final = hooks.tag(Purpose.ACTIVATION.value)
 _NORM: Final = hooks.tag(Purpose.GRADIENT_NORM.value)
@@ -146,8 +148,10 @@ def _of_distribution(tensor: Any = None, *_: Any) -> hooks.tag | None:
 
 
 def _of_forward(context: Any = None, tensor: Any = None, *_: Any) -> hooks.tag | None:
-    if not isinstance(tensor, torch.nn.Parameter) or hooks.position.phase not in _PASSES:
+    if not isinstance(tensor, torch.nn.Parameter):
         return None
+    if hooks.position.phase not in _PASSES:
+        return _ACCESS
     setattr(context, _OF_PARAMETER, True)
     return _GATHER
 

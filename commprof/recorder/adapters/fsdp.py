@@ -95,9 +95,10 @@ class Fsdp:
 
     def _wrap_unshard(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def unshard(handle: Any, *args: Any, **kwargs: Any) -> Any:
-            if _is_summoned(handle):
+            tag = self._gather_of(handle)
+            if _is_summoned(handle) and tag.purpose == Purpose.PARAMETER_GATHER:
                 self._ran("u", handle)
-            with self._gather_of(handle):
+            with tag:
                 return original(handle, *args, **kwargs)
 
         return unshard

@@ -46,7 +46,7 @@ class FullyShard:
             Part(_STATE, "FSDPState._root_post_backward_final_callback", self._wrap_end),
             Part(_GROUP, "FSDPParamGroup.post_forward", self._wrap_post_forward),
             Part(_GROUP, "FSDPParamGroup.pre_backward", self._wrap_pre_backward),
-            Part(_GROUP, "FSDPParamGroup.reshard", self._wrap_reshard),
+            Part(_GROUP, "FSDPParamGroup._to_sharded", self._wrap_reshard),
             Part("torch.nn.utils.clip_grad", "clip_grad_norm_", self._wrap_clip, optional=True),
             Part("torch.nn.utils", "clip_grad_norm_", self._wrap_clip, optional=True),
         ]
@@ -119,7 +119,7 @@ class FullyShard:
 
     def _wrap_reshard(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def reshard(group: Any, *args: Any, **kwargs: Any) -> Any:
-            if _is_idle(group):
+            if _is_idle(group) and not group.is_sharded:
                 self._ran("r", group)
             return original(group, *args, **kwargs)
 

@@ -64,6 +64,8 @@ class Journal:
         self.events: EventFile | None = None
         self._step, self._micro_step = hooks.position.step, hooks.position.micro_step
         self._phase = _phase_number(hooks.position.phase)
+        self.step_ends = 0  # how many ends of steps were told
+        self.ran_outside = False  # an evaluation or a checkpoint has begun since the last of them
         self._coalescing: set[str] = set()  # groups with an open coalescing block
         self._has_accelerator = False  # some group has carried tensors of one
         # What the hot path needs in one attribute: the open segment, and the tail that all records have now. Replaced as a
@@ -180,6 +182,12 @@ class Journal:
         self._step, self._micro_step = step, micro_step
         self._refresh()
 
+    def end_step(self, step: int) -> None:
+        """The step before ``step`` has ended."""
+        self.step_ends += 1
+        self.ran_outside = False
+        self.move(step, 0)
+
     def enter_micro_step(self, micro_step: int) -> None:
         """The training is at another micro-batch of the same step now."""
         self._micro_step = micro_step
@@ -188,6 +196,7 @@ class Journal:
     def enter_phase(self, name: str) -> None:
         """The training is in this phase now; one that the schema does not know counts as ``other``."""
         self._phase = _phase_number(name)
+        self.ran_outside = self.ran_outside or name in (Phase.EVALUATION, Phase.CHECKPOINT)
         self._refresh()
 
     def write(self, kind: str, row: Mapping[str, Any]) -> bool:

@@ -120,7 +120,10 @@ class Steps:
             "step", {"step": step, "ended": True, "is_told": is_told, "time_ns": now, **_resources()}
         )
         self._may_have_ended = not is_told
-        self.journal.move(step + 1 if is_told else after_end(step), 0)
+        if is_told:
+            self.journal.end_step(step + 1)
+        else:
+            self.journal.move(after_end(step), 0)
         self.cost_ns += time.perf_counter_ns() - now
 
     def tell_end(self) -> None:

@@ -46,6 +46,8 @@ class Wrapped:
         self.has_units = False  # of a model that is sharded in units, the first, which has the passes of all
         self._step = hooks.position.step
         self._passes: list[str] = []
+        self._ends = journal.step_ends  # of steps, when the last of the passes ran
+        self._ended_at: int | None = None  # how many of the passes had run when the step ended
         self._written: tuple[int, str] = (self._step, "")  # the step from which on each runs these passes
 
     def ran(self, kind: str) -> None:
@@ -53,6 +55,8 @@ class Wrapped:
         step = hooks.position.step
         if step != self._step:
             self._end_step(step)
+        if self._journal.step_ends != self._ends:
+            self._ends, self._ended_at = self._journal.step_ends, len(self._passes)
         if len(self._passes) < _MOST_PASSES:
             self._passes.append(kind)
 
@@ -76,15 +80,25 @@ class Wrapped:
 
     def finish(self) -> None:
         """Recording ends."""
+        self._ended_at = None  # no step comes
         self._end_step(hooks.position.step + 1)
 
     def _end_step(self, step: int) -> None:
+        """The passes of a step are complete; those after its end are of ``step``, the next one that runs any.
+
+        Its records say the same: only an evaluation or a checkpoint between two steps keeps what is there out of both.
+        """
+        after: list[str] = []
+        is_last_end = self._ended_at is not None and self._journal.step_ends == self._ends
+        if is_last_end and not self._journal.ran_outside and step == self._step + 1:
+            after = self._passes[self._ended_at :]
+            del self._passes[self._ended_at :]
         passes = "".join(self._passes) if len(self._passes) < _MOST_PASSES else PASSES_UNKNOWN
         self._say(self._step, passes)
         if step > self._step + 1:
             self._say(self._step + 1, "")
-        self._step = step
-        self._passes.clear()
+        self._step, self._passes = step, after
+        self._ends, self._ended_at = self._journal.step_ends, None
 
     def _say(self, step: int, passes: str) -> None:
         if passes != self._written[1] and self._rows.left <= 0:

@@ -101,6 +101,41 @@ def evaluated(step, model):
         model.train()
 
 
+def gathered_ahead(step, model):
+    """What tutorials call explicit prefetching: the first gathers of a step, before its forward pass."""
+    model.unshard()
+
+
+def evaluated_and_read(step, model):
+    """state_dict makes shards again of what an evaluation has left gathered."""
+    evaluated(step, model)
+    model.state_dict()
+
+
+def summoned(step, model):
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    with FullyShardedDataParallel.summon_full_params(model, writeback=False):
+        pass
+
+
+def read_in_shards(step, model):
+    from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType
+
+    evaluated(step, model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch uses functions of its own that it has deprecated
+        with FullyShardedDataParallel.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
+            model.state_dict()
+
+
+def read_whole(step, model):
+    """Parameters one by one, as for a moving average of them."""
+    if step == 1:
+        for parameter in model.parameters():
+            parameter.full_tensor()
+
+
 def two_models(rank, world):
     """Two models that are trained in turn, one of them in every second step."""
     makers = [DistributedDataParallel(nn.Linear(WIDTH, outputs)) for outputs in (3, 4)]
@@ -268,10 +303,17 @@ PROGRAMS = {
     "fully_shard, accumulated": (2, functools.partial(fsdp2, accumulation=3, reshard_after_forward=False)),
     "fully_shard, evaluated": (2, functools.partial(fsdp2, between=evaluated)),
     "fully_shard, evaluated after": (2, functools.partial(fsdp2, after=evaluated)),
+    "fully_shard, gathered ahead": (2, functools.partial(fsdp2, after=gathered_ahead)),
+    "fully_shard, evaluated and read": (
+        2,
+        functools.partial(fsdp2, after=evaluated_and_read, reshard_after_forward=False),
+    ),
     "fully_shard, in pairs": (4, functools.partial(fsdp2, reshard_after_forward=2)),
     "fsdp": (2, functools.partial(fsdp1, clip=True, between=evaluated)),
     "fsdp, names": (3, functools.partial(fsdp1, use_orig_params=True)),
     "fsdp, types": (2, fsdp1_with_policy),
+    "fsdp, summoned": (2, functools.partial(fsdp1, after=summoned)),
+    "fsdp, summoned within": (2, functools.partial(fsdp1, between=summoned, strategy="SHARD_GRAD_OP")),
     "fsdp, whole in between": (2, functools.partial(fsdp1, strategy="SHARD_GRAD_OP", accumulation=3)),
     "fsdp, not sharded": (2, functools.partial(fsdp1, strategy="NO_SHARD", accumulation=2)),
     "fsdp, hybrid": (4, functools.partial(fsdp1, strategy="HYBRID_SHARD", mesh=(2, 2), clip=True)),
@@ -304,6 +346,19 @@ def test_every_byte_is_explained(name):
     assert (str(verdict.state), verdict.unexplained, verdict.unsure) == ("closed", (), ()), verdict.sentences
     assert verdict.issued_bytes == verdict.explained_bytes > 0
     assert verdict.exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("body", "after", "purpose"),
+    [(fsdp1, read_in_shards, "checkpoint"), (fsdp2, read_whole, "parameter_access")],
+)
+def test_what_the_program_reads_between_steps_leaves_the_ledger_closed(tmp_path, body, after, purpose):
+    run, _ = record(tmp_path / "run", 2, functools.partial(body, after=after))
+    verdict = verify(run)
+    assert (str(verdict.state), verdict.unexplained) == ("closed", ()), verdict.sentences
+    read = [row for row in run.table("collectives").to_pylist() if row["purpose"] == purpose]
+    labelled = sum(row["payload_bytes"] for row in read if row["rank"] == 0)
+    assert 0 < labelled == verdict.issued_bytes - verdict.explained_bytes
 
 
 def test_the_messages_of_a_model_by_hand():

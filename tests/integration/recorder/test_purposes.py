@@ -84,8 +84,8 @@ def test_tensor_parallel_training_is_told_by_its_phases(tmp_path, way):
         ("forward", "activation", "all_reduce", 32),
         ("other", "gradient_norm", "all_reduce", 16),  # one for each of four parameters
     ]
-    # The program asks for the last, and does not say why.
-    end = [(-1, "other", None, "all_gather", 128)]
+    # The program reads the last.
+    end = [(-1, "other", "parameter_access", "all_gather", 128)]
     rows = calls(run, 0, "step", "phase", "purpose", "op", "output_bytes")
     assert rows == begin + [(number, *row) for number in (0, 1) for row in step] + end
 
