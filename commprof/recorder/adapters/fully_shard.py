@@ -15,7 +15,7 @@ from commprof.recorder.adapters.flushes import Numbers, open_bucket
 from commprof.recorder.adapters.parts import Doubts, Part
 from commprof.recorder.process.journal import Journal
 from commprof.recorder.training.published_models import plain_name
-from commprof.recorder.training.wrapped import Wrapped, WrappedModels
+from commprof.recorder.training.wrapped import MOST_PASSES, Wrapped, WrappedModels
 from commprof.schema import Purpose, format_ranks
 
 _STATE: Final = "torch.distributed.fsdp._fully_shard._fsdp_state"
@@ -31,6 +31,8 @@ class FullyShard:
     def __init__(self, journal: Journal, wrapped: WrappedModels) -> None:
         self._wrapped = wrapped
         self._places: weakref.WeakKeyDictionary[Any, tuple[Wrapped, int]] = weakref.WeakKeyDictionary()
+        # Passes of groups that no forward pass has made known yet, and the step that their records are of.
+        self._early: list[tuple[weakref.ref[Any], str, int]] = []
         self._reducing: weakref.ref[Any] | None = None  # the group whose gradients are reduced
         self._doubt = Doubts(journal, "FSDP 2")
         self._numbers = Numbers()
@@ -99,6 +101,8 @@ class FullyShard:
             known = self._places.get(group)
             if known is not None:
                 known[0].ran(f"{kind}{known[1]}{more}")
+            elif len(self._early) < MOST_PASSES:
+                self._early.append((weakref.ref(group), kind, self._wrapped.step))
         except Exception as error:
             self._doubt(error)
 
@@ -174,6 +178,13 @@ class FullyShard:
                 first = first or wrapped
                 first.has_units = True
                 self._places[group] = first, groups.index(group)
+        early, self._early = self._early, []
+        for reference, kind, step in early:
+            group = reference()
+            if group in self._places and self._places[group][0] is first:
+                first.ran_before(step, f"{kind}{self._places[group][1]}")
+            elif group is not None:
+                self._early.append((reference, kind, step))
 
     def _publish_unit(self, group: Any, arguments: dict[str, Any]) -> Wrapped:
         mesh, after = group.mesh_info, group.post_forward_mesh_info

@@ -182,6 +182,11 @@ class Journal:
         self._step, self._micro_step = step, micro_step
         self._refresh()
 
+    @property
+    def step(self) -> int:
+        """The step that records have now."""
+        return self._step
+
     def end_step(self, step: int) -> None:
         """The step before ``step`` has ended."""
         self.step_ends += 1

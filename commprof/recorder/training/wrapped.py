@@ -18,7 +18,7 @@ from commprof import hooks
 from commprof.recorder.process.journal import Journal
 from commprof.schema import PASSES_UNKNOWN, format_ranks
 
-_MOST_PASSES: Final = 4096  # of one step; what runs more is not followed
+MOST_PASSES: Final = 4096  # of one step; what runs more is not followed
 # Rows of passes in one process: inputs of other lengths in each step are separate passes.
 _MOST_ROWS: Final = 100_000
 
@@ -57,7 +57,14 @@ class Wrapped:
             self._end_step(step)
         if self._journal.step_ends != self._ends:
             self._ends, self._ended_at = self._journal.step_ends, len(self._passes)
-        if len(self._passes) < _MOST_PASSES:
+        if len(self._passes) < MOST_PASSES:
+            self._passes.append(kind)
+
+    def ran_before(self, step: int, kind: str) -> None:
+        """A pass that ran in ``step``, this one or one before it, before the model was published."""
+        if step < self._step:
+            self._say(step, self._written[1] * (self._written[0] == step) + kind)
+        else:
             self._passes.append(kind)
 
     @property
@@ -93,7 +100,7 @@ class Wrapped:
         if is_last_end and not self._journal.ran_outside and step == self._step + 1:
             after = self._passes[self._ended_at :]
             del self._passes[self._ended_at :]
-        passes = "".join(self._passes) if len(self._passes) < _MOST_PASSES else PASSES_UNKNOWN
+        passes = "".join(self._passes) if len(self._passes) < MOST_PASSES else PASSES_UNKNOWN
         self._say(self._step, passes)
         if step > self._step + 1:
             self._say(self._step + 1, "")
@@ -160,6 +167,11 @@ class WrappedModels:
         self._known.append(wrapped)
         wrapped.publish()
         return wrapped
+
+    @property
+    def step(self) -> int:
+        """The step that records have now; -1 before the first."""
+        return self._journal.step
 
     @property
     def next_number(self) -> int:

@@ -162,14 +162,22 @@ class _Units:
 
     def _norm(self) -> None:
         unit = self._rules.units[0]
-        trained = [each for one in self._rules.units for each in one.trained]
+        # Parameters that stay gathered after the backward pass show no gradients: their shards have them.
+        seen = [
+            number
+            for number, each in enumerate(self._rules.units)
+            if self._states[number] == SHARDED or not shards(each)
+        ]
+        trained = [each for number in seen for each in self._rules.units[number].trained]
         if (
             trained
             and str(Purpose.GRADIENT_NORM) not in self._rules.unpredicted
             and self._rules.speaks(unit.ranks)
         ):
             size = max(item_bytes(each.dtype) for each in trained)
-            self.sent += unit.sent(Purpose.GRADIENT_NORM, Op.ALL_REDUCE, [sum(self._reduced) * size])
+            self.sent += unit.sent(
+                Purpose.GRADIENT_NORM, Op.ALL_REDUCE, [sum(self._reduced[each] for each in seen) * size]
+            )
 
 
 def shards(unit: Wrapper) -> bool:

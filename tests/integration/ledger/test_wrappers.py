@@ -56,12 +56,22 @@ def batch(seed=0):
 
 
 def train(
-    model, no_sync=None, accumulation=1, clip=None, between=None, after=None, forward=None, optimizers=()
+    model,
+    no_sync=None,
+    accumulation=1,
+    clip=None,
+    before=None,
+    between=None,
+    after=None,
+    forward=None,
+    optimizers=(),
 ):
     """Train ``model``; ``no_sync`` returns what is around a micro-batch that is not the last."""
     optimizers = optimizers or (torch.optim.SGD(model.parameters(), lr=0.01),)
     forward = forward or model
     for step in range(STEPS):
+        if before:
+            before(step, model)
         for micro in range(accumulation):
             with contextlib.nullcontext() if micro == accumulation - 1 else no_sync():
                 forward(batch(step)).float().sum().backward()
@@ -78,7 +88,7 @@ def train(
 
 def split(given):
     """What of ``given`` is for :func:`train`, and the rest, which is for the wrapper."""
-    names = ("accumulation", "between", "after")
+    names = ("accumulation", "before", "between", "after")
     return {name: given.pop(name) for name in names if name in given}, given
 
 
@@ -104,6 +114,11 @@ def evaluated(step, model):
 def gathered_ahead(step, model):
     """What tutorials call explicit prefetching: the first gathers of a step, before its forward pass."""
     model.unshard()
+
+
+def keep_gathered(step, model):
+    """From the second step on; clipping then sees no gradients of these parameters."""
+    model.set_reshard_after_backward(step < 1, recurse=False)
 
 
 def evaluated_and_read(step, model):
@@ -303,7 +318,8 @@ PROGRAMS = {
     "fully_shard, accumulated": (2, functools.partial(fsdp2, accumulation=3, reshard_after_forward=False)),
     "fully_shard, evaluated": (2, functools.partial(fsdp2, between=evaluated)),
     "fully_shard, evaluated after": (2, functools.partial(fsdp2, after=evaluated)),
-    "fully_shard, gathered ahead": (2, functools.partial(fsdp2, after=gathered_ahead)),
+    "fully_shard, gathered ahead": (2, functools.partial(fsdp2, before=gathered_ahead)),
+    "fully_shard, gathered after": (2, functools.partial(fsdp2, clip=True, before=keep_gathered)),
     "fully_shard, evaluated and read": (
         2,
         functools.partial(fsdp2, after=evaluated_and_read, reshard_after_forward=False),
