@@ -87,6 +87,7 @@ def verify(recorded: WholeRun) -> Verdict:
         partial,
         request.unpredicted,
         tells_evaluations=request.wrapped is not None,
+        evaluated_after=request.metrics.evaluated,
     )
     if request.reason is not None:
         findings = _without_request(findings)

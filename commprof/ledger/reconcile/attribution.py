@@ -88,6 +88,7 @@ def attribute(
     unpredicted: Mapping[str, str] = MappingProxyType({}),
     *,
     tells_evaluations: bool = False,
+    evaluated_after: Set[StepKey] = frozenset(),
 ) -> Findings:
     """Judge every class of every step.
 
@@ -99,10 +100,13 @@ def attribute(
         partial: steps that did not reach their end: they cannot miss anything.
         unpredicted: purposes that the rules predict only in part, and why.
         tells_evaluations: whether ``wanted`` includes what evaluations send, so that they need no detection.
+        evaluated_after: steps after which an evaluation gathered parameters, as the engine says.
     """
     classes = _classes(issued, wanted)
     evaluated = (
-        dict.fromkeys(classes, evaluations.NOTHING) if tells_evaluations else evaluations.of(classes, wanted)
+        dict.fromkeys(classes, evaluations.NOTHING)
+        if tells_evaluations
+        else evaluations.of(classes, wanted, evaluated_after)
     )
     left = evaluations.before(evaluated)
     findings: Findings = {}

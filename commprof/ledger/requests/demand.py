@@ -14,8 +14,9 @@ from commprof.ledger.reconcile import attribution
 from commprof.ledger.records.issued import Issued, Message, StepKey, step_list
 from commprof.ledger.requests.message_classes import Class, Want, wants
 from commprof.ledger.requests.module_orders import Pass, passes_of
-from commprof.ledger.requests.request import RecordedRun, Request
+from commprof.ledger.requests.request import NOTHING_RELEASED, RecordedRun, Released, Request
 from commprof.requested.expectation import Expectation
+from commprof.requested.zero.gathering import PROGRAM, SKIP
 from commprof.schema import Op, Purpose, parse_ranks
 
 COMPLETE: Final = "complete"
@@ -95,11 +96,14 @@ def demands(
     return wanted, frozenset(partial), remarks
 
 
-def _released(request: Request, key: StepKey, before: StepKey | None, skipped: Collection[StepKey]) -> float:
-    """The share of the persistent parameters that step ``key`` finds released; no rule needs it of the first one."""
-    if before is None:
-        return 0.0
-    return 1.0 if before in skipped else request.metrics.released.get(key, 0.0)
+def _released(
+    request: Request, key: StepKey, before: StepKey | None, skipped: Collection[StepKey]
+) -> Released:
+    """What of the persistent parameters step ``key`` finds released; no rule needs it of the first one."""
+    if before in skipped:
+        return Released(1.0, SKIP)
+    share = 0.0 if before is None else request.metrics.released.get(key, 0.0)
+    return Released(share, PROGRAM) if share else NOTHING_RELEASED
 
 
 def of_recorded_groups(

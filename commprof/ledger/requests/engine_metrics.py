@@ -3,7 +3,7 @@
 * Steps that the optimizer skipped because a gradient overflowed: ranks that have the same gradients detect it without a
   message.
 * At stage 3, how much of the persistent parameters a step finds released: the program may release them between steps, as
-  DeepSpeed's ``GatheredParameters`` does at its end, and the next forward pass gathers them again.
+  DeepSpeed's ``GatheredParameters`` does at its end, and the next forward pass, also of an evaluation, gathers them again.
 """
 
 from __future__ import annotations
@@ -18,14 +18,12 @@ from commprof.ledger.records.issued import StepKey
 
 COLUMNS: Final = ("attempt", "step", "name", "value")
 _OVERFLOW: Final = "overflow"  # 1 in a step that was not taken
-_SKIPPED: Final = (
-    "skipped_steps"  # how many there were before the step, those before a checkpoint too; none where 0
-)
-
-
-_RELEASED: Final = (
-    "released_share"  # of the elements of persistent parameters, when the step began; none where 0
-)
+# How many there were before the step, those before a checkpoint too; none where 0.
+_SKIPPED: Final = "skipped_steps"
+# Of the elements of persistent parameters, when the step began, or an evaluation after it; none where 0.
+_RELEASED: Final = "released_share"
+_RELEASED_BEFORE_EVALUATION: Final = "evaluation_released_share"
+_NAMES: Final = (_OVERFLOW, _SKIPPED, _RELEASED, _RELEASED_BEFORE_EVALUATION)
 
 
 class EngineMetrics(NamedTuple):
@@ -35,11 +33,13 @@ class EngineMetrics(NamedTuple):
         skipped: the steps that were not taken since a gradient overflowed.
         earlier: before each step, how many there had been; steps that have none before them are left out.
         released: the share of the elements of persistent parameters that were released when each step began, above 0.
+        evaluated: the steps after which an evaluation found some of them released.
     """
 
     skipped: frozenset[StepKey] = frozenset()
     earlier: Mapping[StepKey, int] = {}
     released: Mapping[StepKey, float] = {}
+    evaluated: frozenset[StepKey] = frozenset()
 
     def skipped_before(self, key: StepKey) -> int:
         """How many steps before ``key`` were not taken."""
@@ -54,14 +54,17 @@ def engine_metrics_of(tables: Iterable[pa.Table]) -> EngineMetrics:
     skipped: set[StepKey] = set()
     earlier: dict[StepKey, int] = {}
     released: dict[StepKey, float] = {}
+    evaluated: set[StepKey] = set()
     for part in tables:
-        rows = part.filter(pc.is_in(part["name"], pa.array([_OVERFLOW, _SKIPPED, _RELEASED])))
+        rows = part.filter(pc.is_in(part["name"], pa.array(_NAMES)))
         for row in rows.select(list(COLUMNS)).to_pylist():
             key = StepKey(row["attempt"], row["step"])
             if row["name"] == _SKIPPED:
                 earlier[key] = int(row["value"])
             elif row["name"] == _RELEASED:
                 released[key] = min(1.0, max(row["value"], released.get(key, 0.0)))
+            elif row["name"] == _RELEASED_BEFORE_EVALUATION:
+                evaluated.add(key)
             elif row["value"]:
                 skipped.add(key)
-    return EngineMetrics(frozenset(skipped), earlier, released)
+    return EngineMetrics(frozenset(skipped), earlier, released, frozenset(evaluated))

@@ -9,7 +9,7 @@ step after it neither gathers what is still there nor checks an order of modules
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from typing import Final
 
 from commprof.ledger.records.issued import INIT_STEP, Message, StepKey
@@ -27,8 +27,15 @@ NOTHING: Final[dict[Class, Counter[Message]]] = {}  # was sent by an evaluation
 def of(
     classes: Mapping[StepKey, Mapping[Class, Counter[Message]]],
     wanted: Mapping[StepKey, Mapping[Class, Want]],
+    certain: Set[StepKey] = frozenset(),
 ) -> Evaluated:
-    """What the evaluations after each step sent, by class; empty where there was none."""
+    """What the evaluations after each step sent, by class; empty where there was none.
+
+    Args:
+        classes: what each step sent.
+        wanted: what it should send.
+        certain: steps after which an evaluation gathered parameters, as the engine says.
+    """
     least: dict[Class, int] = {}
     for each in {id(wants): wants for wants in wanted.values()}.values():
         for kind, want in each.items():
@@ -40,11 +47,16 @@ def of(
     for by_class in classes.values():
         if id(by_class) not in known:
             known[id(by_class)] = _gathered(by_class, least) | _of_shared_models(by_class, shared)
-    return {key: known[id(by_class)] for key, by_class in classes.items()}
+    return {
+        key: _gathered(by_class, {}, is_certain=True) | known[id(by_class)]
+        if key in certain
+        else known[id(by_class)]
+        for key, by_class in classes.items()
+    }
 
 
 def _gathered(
-    by_class: Mapping[Class, Counter[Message]], least: Mapping[Class, int]
+    by_class: Mapping[Class, Counter[Message]], least: Mapping[Class, int], *, is_certain: bool = False
 ) -> dict[Class, Counter[Message]]:
     """What was sent outside of training, where it gathers at least what a forward pass must.
 
@@ -56,7 +68,7 @@ def _gathered(
         if kind.purpose in PURPOSES
     }
     checks = any(messages for kind, messages in outside.items() if kind.purpose == Purpose.TRACE_CHECK)
-    gathered = any(
+    gathered = is_certain or any(
         _bytes(outside.get(kind, {})) >= size and (size > 0 or checks) for kind, size in least.items()
     )
     return {kind: messages for kind, messages in outside.items() if messages} if gathered else {}

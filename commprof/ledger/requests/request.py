@@ -37,6 +37,7 @@ from commprof.requested.parallel import axis_rules
 from commprof.requested.parallel.axes import DATA, SEQUENCE
 from commprof.requested.parameters import of_one_rank
 from commprof.requested.zero import zero_stages
+from commprof.requested.zero.gathering import ReleasedBy
 from commprof.requested.zero.stage3 import Construction
 from commprof.requested.zero.zero_stages import STEADY
 from commprof.schema import Purpose
@@ -107,6 +108,16 @@ def recorded_ranks(run: RecordedRun) -> Mapping[int, Set[int]]:
     return ranks
 
 
+class Released(NamedTuple):
+    """How much of the persistent parameters a step finds released, from 0 to 1, and why."""
+
+    share: float = 0.0
+    by: ReleasedBy = ""
+
+
+NOTHING_RELEASED: Final = Released()
+
+
 class _Asked(NamedTuple):
     """Arguments of ``zero.expected``, and the factor of activations compared with a usual step."""
 
@@ -114,7 +125,7 @@ class _Asked(NamedTuple):
     iteration: int | None
     zero_init: bool | Construction
     scale: Fraction = USUAL
-    all_released: bool = False
+    released_by: ReleasedBy = ""
 
 
 @dataclass
@@ -165,7 +176,7 @@ class Request:
         *,
         zero_init: bool = False,
         passes: Sequence[Pass] | None = None,
-        released: float = 0.0,
+        released: Released = NOTHING_RELEASED,
     ) -> list[Expectation]:
         """What step ``key`` should send; the time before the first step is step -1.
 
@@ -174,8 +185,7 @@ class Request:
             zero_init: the model was made within ``zero.Init``, which broadcasts it once less at stage 3. Where the engine
                 says how each parameter was made, that counts.
             passes: what each micro-batch does about the order of modules, where an evaluation has changed that.
-            released: the share of the persistent parameters that is released when the step begins: 1 after a step that was
-                skipped since a gradient overflowed.
+            released: what of the persistent parameters is released when the step begins.
 
         Raises:
             CommprofError: the rules do not cover the config.
@@ -196,7 +206,7 @@ class Request:
         for micro in range(self.micro_steps):
             order = orders[min(micro, len(orders) - 1)]
             number = ordinal * self.micro_steps + micro
-            of_start = 0.0 if micro else released
+            of_start = NOTHING_RELEASED if micro else released
             if of_kind is None and passes is not None:
                 expected += self._of_pass(passes[micro], order, number, of_start)
                 continue
@@ -212,11 +222,11 @@ class Request:
         return sum(row.count for row in rows if row.purpose == Purpose.TRACE_CHECK)
 
     def _of_micro_batch(
-        self, order: tuple[str, ...] | None, iteration: int, released: float = 0.0
+        self, order: tuple[str, ...] | None, iteration: int, released: Released = NOTHING_RELEASED
     ) -> list[Expectation]:
-        if 0 < released < 1:
+        if 0 < released.share < 1:
             return self._partly_released(order, iteration, released)
-        rows = self._expected(_Asked(order, iteration, False, all_released=released == 1))
+        rows = self._expected(_Asked(order, iteration, False, released_by=released.by))
         trained = self._without_frozen
         least = 0 if trained is None else _gather_bytes(trained._of_micro_batch(order, iteration, released))
         return [
@@ -226,20 +236,22 @@ class Request:
         ]
 
     def _partly_released(
-        self, order: tuple[str, ...] | None, iteration: int, released: float
+        self, order: tuple[str, ...] | None, iteration: int, released: Released
     ) -> list[Expectation]:
-        """What a micro-batch sends that finds a share of the persistent parameters ``released``: which, nothing tells."""
+        """What a micro-batch sends that finds a part of the persistent parameters ``released``: which, nothing tells."""
         key = order, iteration, released
         if key not in self._estimates:
-            usual, most = (self._of_micro_batch(order, iteration, share) for share in (0.0, 1.0))
-            rows, added = [], _gather_bytes(most) - _gather_bytes(usual)
-            for row in most:
-                if row.purpose == Purpose.PARAMETER_GATHER:
-                    own = min(added, row.payload_bytes)
-                    added -= own
-                    row = _as_partly_released(row, own, released)
-                rows.append(row)
-            self._estimates[key] = rows
+            usual = {
+                (row.issued_op, row.group_size, row.groups): row.payload_bytes
+                for row in self._of_micro_batch(order, iteration)
+                if row.purpose == Purpose.PARAMETER_GATHER
+            }
+            self._estimates[key] = [
+                _as_partly_released(
+                    row, usual.get((row.issued_op, row.group_size, row.groups), 0), released.share
+                )
+                for row in self._of_micro_batch(order, iteration, released._replace(share=1.0))
+            ]
         return self._estimates[key]
 
     @cached_property
@@ -255,7 +267,7 @@ class Request:
         return replace(self, parameters=trained, _rows={}, _estimates={}, notes=[])
 
     def _of_pass(
-        self, does: Pass, order: tuple[str, ...] | None, number: int, released: float
+        self, does: Pass, order: tuple[str, ...] | None, number: int, released: Released
     ) -> list[Expectation]:
         """What micro-batch ``number`` sends, by what it ``does`` about the order of modules."""
         is_first = not number
@@ -277,7 +289,7 @@ class Request:
             rows_of_pass = self._of_micro_batch(order, gathers, released)
             others = [row for row in rows_of_pass if row.purpose != check]
             # What stays gathered from an earlier step need not be gathered by those that follow no order.
-            there = 0 if gathers or is_first or released == 1 else self._kept_gather_bytes(order)
+            there = 0 if gathers or is_first or released.share == 1 else self._kept_gather_bytes(order)
             self._estimates[key] = rows + [_as_estimate(row, there) for row in others]
         return self._estimates[key]
 
@@ -366,7 +378,7 @@ class Request:
                 runtime=self.runtime,
                 iteration=asked.iteration,
                 zero_init=asked.zero_init,
-                all_released=asked.all_released,
+                released_by=asked.released_by,
             )
         return zero_stages.expected(
             self.config,
@@ -377,7 +389,7 @@ class Request:
             self.runtime,
             iteration=asked.iteration,
             zero_init=asked.zero_init,
-            all_released=asked.all_released,
+            released_by=asked.released_by,
             host_ranks=self.host_ranks,
             grid=self.grid,
             costs=self.costs,
@@ -619,11 +631,14 @@ def _as_far_as_frozen_modules_run(row: Expectation, least: int) -> Expectation:
     )
 
 
-def _as_partly_released(row: Expectation, added: int, released: float) -> Expectation:
-    """``row``, of gathers, of whose bytes ``added`` are of persistent parameters, of which a share was ``released``."""
+def _as_partly_released(row: Expectation, usual: int, share: float) -> Expectation:
+    """``row``, of gathers; bytes beyond the ``usual`` are of persistent parameters, a ``share`` of which was released."""
+    if row.purpose != Purpose.PARAMETER_GATHER:
+        return row
+    added = max(0, row.payload_bytes - usual)
     most = row.payload_bytes if row.bytes_exact else row.most_bytes
     return row._replace(
-        payload_bytes=row.payload_bytes - round(added * (1 - released)),
+        payload_bytes=row.payload_bytes - round(added * (1 - share)),
         exact=False,
         bytes_exact=False,
         least_bytes=max(0, row.least_bytes - added),

@@ -136,7 +136,10 @@ class Engines:
     def _wrap_forward(self, original: Call) -> Call:
         def forward(engine: Any, *args: Any, **kwargs: Any) -> Any:
             self._guarded(self._announce, engine)
-            hooks.phase("evaluation" if self._evaluates(engine) else "forward")
+            evaluates = self._evaluates(engine)
+            hooks.phase("evaluation" if evaluates else "forward")
+            if evaluates:
+                self._guarded(_publish_released, engine, "evaluation_released_share")
             try:
                 return original(engine, *args, **kwargs)
             finally:
@@ -234,9 +237,8 @@ class Engines:
             is_first, progress.announced = progress.announced is None, now
             hooks.step(*now)
             hooks.metric("samples", float(engine.train_micro_batch_size_per_gpu()))
-            released = 0.0 if is_first or progress.micro_step else _released_share(engine)
-            if released:
-                hooks.metric("released_share", released)
+            if not is_first and not progress.micro_step:
+                _publish_released(engine, "released_share")
 
     def _keep_groups(self, engine: Any, optimizer: Any) -> None:
         """The optimizer's parameters by group, before DeepSpeed puts flat partitions in their place."""
@@ -279,11 +281,12 @@ def _wrap_checkpoint(original: Call) -> Call:
     return checkpoint
 
 
-def _released_share(engine: Any) -> float:
-    """The share of the elements of stage 3's persistent parameters that are released, from 0 to 1."""
+def _publish_released(engine: Any, metric: str) -> None:
+    """The share of the elements of stage 3's persistent parameters that are released; nothing where none is."""
     persistent = getattr(engine.optimizer, "persistent_parameters", None) or ()
-    numel = sum(each.ds_numel for each in persistent)
-    return sum(each.ds_numel for each in persistent if not each.numel()) / numel if numel else 0.0
+    released = sum(each.ds_numel for each in persistent if not each.numel())
+    if released:
+        hooks.metric(metric, released / sum(each.ds_numel for each in persistent))
 
 
 def _publish_metrics(engine: Any) -> None:

@@ -34,6 +34,7 @@ from commprof.requested.parallel.stage_messages import (
 )
 from commprof.requested.parameters import Parameter, item_bytes, trained_groups
 from commprof.requested.zero.flat_stages import FLAG_BYTES, NORM_BYTES, Runtime
+from commprof.requested.zero.gathering import ReleasedBy
 from commprof.requested.zero.stage3 import Construction, sharded_agreements
 from commprof.requested.zero.zero_stages import expected, steady_step
 from commprof.schema import Op, Purpose
@@ -65,7 +66,7 @@ def expected_on_axes(
     *,
     iteration: int | None = None,
     zero_init: bool | Construction = False,
-    all_released: bool = False,
+    released_by: ReleasedBy = "",
 ) -> list[Expectation]:
     """What ``config`` should send on ranks along ``axes``. Each row names the groups that send it.
 
@@ -102,7 +103,7 @@ def expected_on_axes(
             runtime,
             iteration=iteration,
             zero_init=zero_init,
-            all_released=all_released,
+            released_by=released_by,
         )
         rows += [on_lines(each, lines) for each in sent]
         rows += _along_model(config, own, axes, shapes, stage)

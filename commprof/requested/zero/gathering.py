@@ -10,13 +10,17 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
-from typing import Final, NamedTuple
+from typing import Final, Literal, NamedTuple
 
 from commprof.requested.parameters import Parameter
 from commprof.requested.zero.gather_configuration import GatherConfiguration
 from commprof.requested.zero.modules import Module, Visit, module_tree, training_visits
 
 BEFORE_ANY_USE: Final = -1
+# Why parameters that stay gathered are not: a step was skipped, or the program released them; empty where they are.
+ReleasedBy = Literal["", "skip", "program"]
+SKIP: Final = "skip"
+PROGRAM: Final = "program"
 # Forward, backward, and a repeated forward: the most uses of a parameter in one micro-batch.
 REPEATED_USES: Final = 4
 

@@ -84,19 +84,20 @@ def gather_messages(
     world_size: int,
     *,
     first_of_step: bool = True,
+    gathered_since: Set[str] = frozenset(),
 ) -> list[Sent]:
     """The messages that gather parameters for the modules of one micro-batch, by operation and group.
 
     With ``zero_hpz_partition_size`` each small group of ranks keeps a copy of what was gathered since the last step:
-    ``first_of_step`` says that there is none yet, but of frozen parameters, which no step changes. Parameters with and
-    without a copy are never in one message.
+    ``first_of_step`` says that there is none yet, but of frozen parameters, which no step changes, and of those that were
+    ``gathered_since``. Parameters with and without a copy are never in one message.
     """
     split = gathering.secondary_size if 1 < gathering.secondary_size < world_size else None
     copied: set[str] | None = None
     if split and first_of_step:
         copied = {
             each.name for gather in gathers.gathers for each in gather.parameters if not each.requires_grad
-        }
+        } | gathered_since
     payloads: dict[tuple[Op, int | None], list[int]] = {}
     padding: dict[tuple[Op, int | None], int] = {}
     for gather in gathers.gathers if world_size > 1 else ():  # a single rank gathers nothing

@@ -11,7 +11,7 @@ from commprof.requested.expectation import Expectation, When, row
 from commprof.requested.explanation import describe_configuration, requested_op
 from commprof.requested.parameters import Parameter, in_model_order, item_bytes, trained_groups
 from commprof.requested.zero.gather_configuration import GatherConfiguration, read_gather_configuration
-from commprof.requested.zero.gathering import Gathers, gathers_of, persistent_parameters
+from commprof.requested.zero.gathering import PROGRAM, Gathers, ReleasedBy, gathers_of, persistent_parameters
 from commprof.requested.zero.parameter_blocks import Block, block_gathers, block_messages, gathered_blocks
 from commprof.requested.zero.sharded import (
     Sent,
@@ -60,8 +60,7 @@ class Training(NamedTuple):
         exchanges: whether a reduce_scatter is issued as an all_to_all and a local sum, as by zero_runtime on gloo.
         unpartitioned: names of parameters that are not partitioned: gathered at the start and after each step.
             Their gradients are summed on every rank.
-        all_released: whether no parameter is gathered when the micro-batch begins: a step before it was skipped, or the
-            program has released them.
+        released_by: why no parameter is gathered when the micro-batch begins; empty where persistent parameters are.
     """
 
     parameters: Sequence[Parameter]
@@ -72,7 +71,7 @@ class Training(NamedTuple):
     zero_init: bool | Construction
     exchanges: bool = False
     unpartitioned: Set[str] = frozenset()
-    all_released: bool = False
+    released_by: ReleasedBy = ""
 
 
 def stage3_expectations(
@@ -154,7 +153,11 @@ def _micro_step(
     # Attaching the hooks before the first step has already gathered everything.
     new_step = training.iteration % training.micro_steps == 0 and training.iteration >= training.micro_steps
     gathers = _gathers(gathering, training, blocks)
-    sent = gather_messages(gathers, configuration, gathering, world, first_of_step=new_step)
+    by_program = training.released_by == PROGRAM
+    gathered_since = _persistent(gathering, training) if by_program else frozenset()
+    sent = gather_messages(
+        gathers, configuration, gathering, world, first_of_step=new_step, gathered_since=gathered_since
+    )
     gathered = _rows("micro_step", Purpose.PARAMETER_GATHER, sent, world)
     gradients, check = _gradients(configuration, gathering, training, blocks)
     checks = [None if blocks else order_checks(gathers, training.iteration), check]
@@ -190,19 +193,22 @@ def _gathers(gathering: GatherConfiguration, training: Training, blocks: Sequenc
             gathering,
             training.iteration,
             training.unpartitioned,
-            all_released=training.all_released,
+            all_released=bool(training.released_by),
         )
-    listed = in_model_order(training.parameters)
-    persistent = {p.name for p in persistent_parameters(listed, gathering, training.unpartitioned)}
     return gathers_of(
         used,
         gathering,
-        persistent & {p.name for p in used},
+        _persistent(gathering, training) & {p.name for p in used},
         training.micro_steps,
         training.iteration,
         training.unpartitioned,
-        all_released=training.all_released,
+        all_released=bool(training.released_by),
     )
+
+
+def _persistent(gathering: GatherConfiguration, training: Training) -> Set[str]:
+    listed = in_model_order(training.parameters)
+    return {each.name for each in persistent_parameters(listed, gathering, training.unpartitioned)}
 
 
 def _gradients(

@@ -33,6 +33,7 @@ from commprof.requested.parameters import Parameter, check_parameters, item_byte
 from commprof.requested.support import optimizer_type, refuse_unsupported, refuse_with_experts
 from commprof.requested.zero.flat_stages import FLAG_BYTES, NORM_BYTES, Runtime, flat_expectations
 from commprof.requested.zero.gather_configuration import MODULE, read_gather_configuration
+from commprof.requested.zero.gathering import ReleasedBy
 from commprof.requested.zero.reductions import REDUCTIONS
 from commprof.requested.zero.stage3 import Construction, Training, stage3_expectations
 from commprof.requested.zero.unpartitioned import unpartitioned
@@ -64,7 +65,7 @@ def expected(  # noqa: PLR0913 - what a run depends on
     *,
     iteration: int | None = None,
     zero_init: bool | Construction = False,
-    all_released: bool = False,
+    released_by: ReleasedBy = "",
     host_ranks: int | None = None,
     grid: Sizes | None = None,
     costs: object = None,
@@ -85,8 +86,8 @@ def expected(  # noqa: PLR0913 - what a run depends on
             Only at stage 3 do the first two differ from later ones, of which None is any.
         zero_init: whether the model was made within ``deepspeed.zero.Init`` (stage 3), which broadcasts it once less;
             or how each of its parameters was made.
-        all_released: no parameter is gathered when the micro-batch begins, as after a step that was skipped since a gradient
-            overflowed. At stage 3 it gathers the parameters that otherwise stay gathered.
+        released_by: why no parameter is gathered when the micro-batch begins, which at stage 3 gathers those that otherwise
+            stay gathered: a ``skip`` of the step before since a gradient overflowed, or the ``program`` released them.
         host_ranks: ranks of each host, for hierarchical compression and ``communication.topology``; None where that is not
             known.
         grid: the axes of a grid of ranks that a run had, outermost first, where the config leaves them to the hosts.
@@ -130,7 +131,7 @@ def expected(  # noqa: PLR0913 - what a run depends on
             zero_init,
             runtime == "zero_runtime" and configuration.reduce_scatter_on(backend) == "all_to_all",
             not_partitioned,
-            all_released,
+            released_by,
         )
         gathering = read_gather_configuration(zero_section(config))
         if runtime != "zero_runtime":

@@ -147,7 +147,10 @@ class Engine(Accessors):
         if training:
             self._announce()
             self.tput_timer.start()
-        hooks.phase("forward" if training or not self._is_between_steps() else "evaluation")
+        evaluates = not training and self._is_between_steps()
+        hooks.phase("evaluation" if evaluates else "forward")
+        if evaluates and self._residency is not None:
+            self._residency.publish_released("evaluation_released_share")
         if self._precision.inputs is not None:
             inputs, kwargs = cast_floating((inputs, kwargs), self._precision.inputs)
         with (
@@ -408,9 +411,7 @@ class Engine(Accessors):
             if self.skipped_steps:
                 hooks.metric("skipped_steps", float(self.skipped_steps))
             if self._residency is not None and not is_first and not self._window.passes:
-                released = self._residency.released_share
-                if released:
-                    hooks.metric("released_share", released)
+                self._residency.publish_released("released_share")
 
     def _trains(self) -> bool:
         """Whether the engine or its model is in training mode: Lightning sets the mode of the model alone."""

@@ -184,6 +184,23 @@ def test_persistent_parameters_that_the_program_releases_are_gathered_again(accu
     assert str(verify(Changed(run, twice)).state) == "mismatch"
 
 
+@pytest.mark.parametrize("threshold", [None, 20])
+def test_an_evaluation_gathers_persistent_parameters_that_the_program_has_released(threshold):
+    """Where all of them persist, nothing else shows that the gathers between two steps are those of an evaluation."""
+    run = recorded("inside", between=2, threshold=threshold, releases=(2,))
+    verdict = verify(run)
+    assert (str(verdict.state), verdict.unexplained) == ("closed", ()), verdict
+    gathers = [row for row in run.table("collectives").to_pylist() if row["purpose"] == "parameter_gather"]
+    assert any(row["after_step"] == 2 for row in gathers)
+
+    # The same gathers within the pass of training are a surplus.
+    def within(row):
+        is_gather = row["after_step"] == 2 and row["purpose"] == "parameter_gather"
+        return [row | {"after_step": None, "step": 3, "phase": "forward"} if is_gather else row]
+
+    assert str(verify(Changed(run, within)).state) == "mismatch"
+
+
 @pytest.mark.sampled
 @pytest.mark.parametrize("hows", MADE, ids=" and ".join)
 def test_broadcasts_of_parameters_that_are_made_within_zero_init_or_not(hows):

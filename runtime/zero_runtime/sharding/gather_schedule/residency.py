@@ -23,6 +23,7 @@ from typing import Any, Final
 
 import torch
 
+from commprof import hooks
 from zero_runtime import comm, log
 from zero_runtime.comm import DataParallelGroup
 from zero_runtime.errors import ConfigError
@@ -252,12 +253,14 @@ class Residency:
         self.gather_persistent()
         self._iteration.anticipate()
 
-    @property
-    def released_share(self) -> float:
-        """The share of the elements of persistent parameters that are released, from 0 to 1."""
+    def publish_released(self, metric: str) -> None:
+        """Publish the share of the elements of persistent parameters that are released; nothing where none is."""
+        if not hooks.recording():
+            return
         persistent = [shard for shard in self._iteration.shards.values() if shard.persistent]
-        numel = sum(shard.numel for shard in persistent)
-        return sum(shard.numel for shard in persistent if not shard.available) / numel if numel else 0.0
+        released = sum(shard.numel for shard in persistent if not shard.available)
+        if released:
+            hooks.metric(metric, released / sum(shard.numel for shard in persistent))
 
     @torch.no_grad()
     def gather_persistent(self) -> None:

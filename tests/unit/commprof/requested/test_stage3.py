@@ -227,6 +227,21 @@ def test_a_second_copy_serves_what_the_step_gathered_before():
     assert gathers(stage_3(zero_hpz_partition_size=4), 0) == {None: (4, 2 * padded, 2 * padded * 3 / 4)}
 
 
+def test_released_parameters_keep_their_second_copy_unless_the_step_before_was_skipped():
+    """The biases persist. DeepSpeed 0.19.8 gathers them by their copies after ``empty_partition_cache``."""
+    config = stage_3(zero_hpz_partition_size=2, param_persistence_threshold=3)
+
+    def released(by):
+        rows = expected(config, MODEL, 4, ARRIVED, runtime="deepspeed", iteration=5, released_by=by)
+        mine = [row for row in rows if row.when == "micro_step" and row.purpose == "parameter_gather"]
+        return {row.group_size: row.payload_bytes for row in mine}
+
+    weights, biases = (12 + 12) * 4, (4 + 4) * 4
+    assert released("") == {None: weights}
+    assert released("skip") == {None: weights + biases}
+    assert released("program") == {None: weights, 2: biases}
+
+
 def test_frozen_parameters_keep_their_second_copy():
     """DeepSpeed 0.19.8 on four gloo ranks, the third step: a network whose second block is frozen, gathered by modules."""
     sizes = {
