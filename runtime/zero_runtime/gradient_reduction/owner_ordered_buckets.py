@@ -155,16 +155,16 @@ class OwnerOrderedGradients:
         """Reduce the gradients that several backward passes accumulated while paused."""
         self._put_all()
         self._finish_pass()
-        if self._policy.stage.reduces_every_micro_batch:
-            for parameter in self._of:
-                parameter.grad = None
 
     def _put_all(self) -> None:
+        """Send the gradients that are whole on each rank; from then on the sum is in the shards alone."""
         for chunk in self._chunks[self._sent :]:
             for member in chunk.members:
                 if member.parameter.grad is not None:
                     self._put(chunk, member, member.parameter.grad)
             self._send(chunk)
+        for parameter in self._of:
+            parameter.grad = None
 
     def pause(self, paused: bool) -> None:
         """Set whether gradients only accumulate (``no_sync``)."""

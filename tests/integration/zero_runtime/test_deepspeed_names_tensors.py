@@ -74,10 +74,13 @@ def read(rank, world, settings):
         config(0),
         config(1),
         config(2),
+        config(1, gradient_reduction="reduce_scatter"),
         config(2, gradient_reduction="reduce_scatter"),
+        config(2, gradient_accumulation_reduce="boundary"),
         config(3, stage3_param_persistence_threshold=0),
+        config(3, stage3_gather_unit="block"),
     ],
-    ids=["0", "1", "2", "2-chunks", "3"],
+    ids=["0", "1", "2", "1-chunks", "2-chunks", "2-boundary", "3", "3-blocks"],
 )
 def test_full_values_gradients_and_states_are_those_of_plain_torch(settings):
     wanted = expected(2)
@@ -112,9 +115,17 @@ def change(rank, world, settings):
     return used.tolist(), state.tolist(), tensor_access.safe_get_full_fp32_param(first).tolist()
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_what_is_set_is_what_the_next_step_and_the_model_use(stage):
-    settings = config(stage, **({"stage3_param_persistence_threshold": 0} if stage == 3 else {}))
+@pytest.mark.parametrize(
+    ("stage", "zero"),
+    [
+        (1, {}),
+        (1, {"gradient_reduction": "reduce_scatter"}),
+        (2, {}),
+        (3, {"stage3_param_persistence_threshold": 0}),
+    ],
+)
+def test_what_is_set_is_what_the_next_step_and_the_model_use(stage, zero):
+    settings = config(stage, **zero)
     for used, state, master in run_standing(2, change, settings):
         # Gradients of zero, no momentum and no decay: the step leaves 0.5 as it is.
         if stage == 3:
