@@ -56,7 +56,8 @@ def engine_metrics_of(tables: Iterable[pa.Table]) -> EngineMetrics:
     released: dict[StepKey, float] = {}
     evaluated: set[StepKey] = set()
     for part in tables:
-        rows = part.filter(pc.is_in(part["name"], pa.array(_NAMES)))
+        is_known = pc.is_in(part["name"], pa.array(_NAMES))
+        rows = part.filter(pc.and_(is_known, pc.is_finite(part["value"])))
         for row in rows.select(list(COLUMNS)).to_pylist():
             key = StepKey(row["attempt"], row["step"])
             if row["name"] == _SKIPPED:
