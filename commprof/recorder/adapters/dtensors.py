@@ -1,9 +1,9 @@
 """Adapter for DTensor: derives the purpose of a redistribution from its caller.
 
 A parameter that is redistributed to Replicate within the model is gathered, and its gradient is reduced in the backward
-pass; outside of the passes the program reads it. All other redistributions within forward and backward passes are
-activations and their gradients. Gradients that are still partial sums when an optimizer steps are reduced there. The purpose
-of a redistribution elsewhere is not known.
+pass. All other redistributions within forward and backward passes are activations and their gradients. Gradients that are
+still partial sums when an optimizer steps are reduced there. Outside of passes and optimizers the program reads what is
+sharded. The purpose of a redistribution elsewhere is not known.
 """
 
 from __future__ import annotations
@@ -148,12 +148,19 @@ def _of_distribution(tensor: Any = None, *_: Any) -> hooks.tag | None:
 
 
 def _of_forward(context: Any = None, tensor: Any = None, *_: Any) -> hooks.tag | None:
+    phase = hooks.position.phase
+    if phase not in _PASSES:
+        return _ACCESS if phase != Phase.OPTIMIZER and _is_sharded(tensor) else None
     if not isinstance(tensor, torch.nn.Parameter):
         return None
-    if hooks.position.phase not in _PASSES:
-        return _ACCESS
     setattr(context, _OF_PARAMETER, True)
     return _GATHER
+
+
+def _is_sharded(tensor: Any) -> bool:
+    """Whether a DTensor has a part on each rank, as parameters and their states have, rather than sums to be added."""
+    placements = getattr(tensor, "placements", ())
+    return any(each.is_shard() for each in placements) and not any(each.is_partial() for each in placements)
 
 
 def _of_backward(context: Any = None, *_: Any) -> hooks.tag | None:

@@ -149,6 +149,8 @@ def read_whole(step, model):
     if step == 1:
         for parameter in model.parameters():
             parameter.full_tensor()
+        for tensor in model.state_dict().values():
+            tensor.full_tensor()
 
 
 def two_models(rank, world):
