@@ -99,11 +99,13 @@ def demands(
 def _released(
     request: Request, key: StepKey, before: StepKey | None, skipped: Collection[StepKey]
 ) -> Released:
-    """What of the persistent parameters step ``key`` finds released; no rule needs it of the first one."""
-    if before in skipped:
-        return Released(1.0, SKIP)
-    share = 0.0 if before is None else request.metrics.released.get(key, 0.0)
-    return Released(share, PROGRAM) if share else NOTHING_RELEASED
+    """What of the persistent parameters step ``key`` finds released; no rule needs it of the first one.
+
+    After a skipped step that is all of them, unless the engine says that a checkpoint has gathered them again.
+    """
+    is_after_skip = before in skipped
+    share = 0.0 if before is None else request.metrics.released.get(key, float(is_after_skip))
+    return Released(share, SKIP if is_after_skip else PROGRAM) if share else NOTHING_RELEASED
 
 
 def of_recorded_groups(

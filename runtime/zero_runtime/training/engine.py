@@ -411,7 +411,7 @@ class Engine(Accessors):
             if self.skipped_steps:
                 hooks.metric("skipped_steps", float(self.skipped_steps))
             if self._residency is not None and not is_first and not self._window.passes:
-                self._residency.publish_released("released_share")
+                self._residency.publish_released("released_share", always=self.skipped_steps > 0)
 
     def _trains(self) -> bool:
         """Whether the engine or its model is in training mode: Lightning sets the mode of the model alone."""

@@ -184,6 +184,35 @@ def test_persistent_parameters_that_the_program_releases_are_gathered_again(accu
     assert str(verify(Changed(run, twice)).state) == "mismatch"
 
 
+def saved_after_an_overflow(rank, world):
+    """The third step is skipped, which leaves no parameter gathered; the checkpoint after it gathers them."""
+    torch.manual_seed(0)
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "AdamW"},
+        "fp16": {"enabled": True, "initial_scale_power": 4},
+        "zero_optimization": {"stage": 3},
+    }
+    engine = zero_runtime.initialize(model=Model(drops=False), config=config)[0]
+    with tempfile.TemporaryDirectory() as folder:
+        place = [folder]
+        torch.distributed.broadcast_object_list(place)
+        for step in range(5):
+            loss = engine(torch.arange(4)).float().square().mean()
+            engine.backward(loss * (float("inf") if step == 2 else 1.0))
+            engine.step()
+            if step == 2:
+                engine.save_checkpoint(place[0])
+        torch.distributed.barrier()
+
+
+def test_a_checkpoint_after_a_skipped_step_gathers_what_the_next_step_needs(tmp_path):
+    run, _ = record(tmp_path / "run", 2, saved_after_an_overflow)
+    verdict = verify(run)
+    assert any("overflow" in sentence for sentence in verdict.sentences)
+    assert (str(verdict.state), verdict.unexplained) == ("closed", ()), verdict
+
+
 @pytest.mark.parametrize("threshold", [None, 20])
 def test_an_evaluation_gathers_persistent_parameters_that_the_program_has_released(threshold):
     """Where all of them persist, nothing else shows that the gathers between two steps are those of an evaluation."""

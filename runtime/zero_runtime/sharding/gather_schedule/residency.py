@@ -253,13 +253,13 @@ class Residency:
         self.gather_persistent()
         self._iteration.anticipate()
 
-    def publish_released(self, metric: str) -> None:
-        """Publish the share of the elements of persistent parameters that are released; nothing where none is."""
+    def publish_released(self, metric: str, *, always: bool = False) -> None:
+        """Publish the share of the elements of persistent parameters that are released; 0 only if ``always``."""
         if not hooks.recording():
             return
         persistent = [shard for shard in self._iteration.shards.values() if shard.persistent]
         released = sum(shard.numel for shard in persistent if not shard.available)
-        if released:
+        if persistent and (released or always):
             hooks.metric(metric, released / sum(shard.numel for shard in persistent))
 
     @torch.no_grad()
