@@ -376,6 +376,13 @@ def record_real(tmp_path, program, ranks, *arguments):
     return open_run(tmp_path / "run")
 
 
+def assert_verified(run, code):
+    """``commprof verify`` ends with ``code`` and names nothing unexplained."""
+    command = [COMMPROF, "verify", str(run.path)]
+    verified = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert verified.returncode == code and "unexplained" not in verified.stdout, verified.stdout
+
+
 ACCESS_SCRIPT = """
 import sys, torch, deepspeed
 torch.manual_seed(0)
@@ -408,10 +415,7 @@ def test_what_a_program_reads_of_sharded_parameters_is_an_access(tmp_path, stage
     # sent by rank 0, which has changed them.
     whole = [(op, size) for op in ("all_gather", "broadcast") for size in (512, 16)] if stage == 3 else []
     assert sorted(accesses) == sorted([("all_gather" if stage == 3 else "all_reduce", 2048)] * 2 + whole)
-    verified = subprocess.run(
-        [COMMPROF, "verify", str(run.path)], capture_output=True, text=True, timeout=300, check=False
-    )
-    assert verified.returncode == 3 and "unexplained" not in verified.stdout, verified.stdout
+    assert_verified(run, 3)
 
 
 CHECKPOINT_SCRIPT = """
@@ -445,10 +449,7 @@ def test_what_a_checkpoint_gathers_is_for_the_checkpoint(tmp_path, stage):
     rows = run.table("collectives").to_pylist()
     beside = {row["purpose"] for row in rows if row["phase"] == "checkpoint"}
     assert beside == {"checkpoint"}
-    verified = subprocess.run(
-        [COMMPROF, "verify", str(run.path)], capture_output=True, text=True, timeout=300, check=False
-    )
-    assert verified.returncode == 0, verified.stdout
+    assert_verified(run, 0)
 
 
 RELEASE_SCRIPT = """
@@ -491,10 +492,7 @@ def test_persistent_parameters_that_a_program_releases_are_gathered_again(tmp_pa
     biases, others = 4 * (32 + 4), 4 * (16 * 32 + 32 * 4) * (threshold > 100)
     again = {"cache": biases + others, "state": 0, "one": 4 * 4}[what]
     assert [size - gathered[2] for size in gathered] == [again, again, 0]
-    verified = subprocess.run(
-        [COMMPROF, "verify", str(run.path)], capture_output=True, text=True, timeout=300, check=False
-    )
-    assert verified.returncode == 0, verified.stdout
+    assert_verified(run, 0)
 
 
 PADDED_SCRIPT = """
