@@ -17,7 +17,8 @@ _INTERNAL_PREFIXES: Final = (f"{_TORCH}/", f"{Path(__file__).parents[2]}/", "<fr
 _COMPILED: Final = "/torchinductor_"  # within the path of code that torch's compiler has written
 # What frameworks put between themselves and torch.distributed says nothing: the place is that of who calls it.
 _FRAMEWORKS_DOORS: Final = (
-    *("/deepspeed/comm/", "/deepspeed/utils/nvtx.py", "/zero_runtime/comm.py"),
+    *("/deepspeed/comm/", "/deepspeed/utils/nvtx.py"),
+    *("/zero_runtime/comm.py", "/zero_runtime/deepspeed_names/ranks/", "/zero_runtime/groups/comm_log.py"),
     *(
         "/accelerate/accelerator.py",
         "/accelerate/data_loader.py",
