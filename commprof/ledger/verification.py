@@ -86,6 +86,7 @@ def verify(recorded: WholeRun) -> Verdict:
         wanted,
         partial,
         request.unpredicted,
+        request.unpublished,
         tells_evaluations=request.wrapped is not None,
         evaluated_after=request.metrics.evaluated,
     )
@@ -122,7 +123,7 @@ def verify(recorded: WholeRun) -> Verdict:
     ran_otherwise = () if run.health.summed or run.health.outside else ran.problems
     # Contradictions make a mismatch, doubts make the verdict "cannot tell".
     problems = [*differing, *ran_otherwise, *_moved_otherwise([*moved, *([together] if together else [])])]
-    labels = Labelled.of(findings, request.unpredicted)
+    labels = Labelled.of(findings, {**request.unpublished, **request.unpredicted})
     doubts = [*unrecorded, *ran.doubts, *unsure, *(labels.doubts if request.reason is None else ())]
     if is_without_steps:
         doubts.append(

@@ -86,6 +86,7 @@ def attribute(
     wanted: Mapping[StepKey, Mapping[Class, Want]],
     partial: frozenset[StepKey],
     unpredicted: Mapping[str, str] = MappingProxyType({}),
+    unpublished: Mapping[str, str] = MappingProxyType({}),
     *,
     tells_evaluations: bool = False,
     evaluated_after: Set[StepKey] = frozenset(),
@@ -99,6 +100,7 @@ def attribute(
         wanted: what each step should send.
         partial: steps that did not reach their end: they cannot miss anything.
         unpredicted: purposes that the rules predict only in part, and why.
+        unpublished: those that they predict only in part for the steps in ``partial``, and why.
         tells_evaluations: whether ``wanted`` includes what evaluations send, so that they need no detection.
         evaluated_after: steps after which an evaluation gathered parameters, as the engine says.
     """
@@ -114,12 +116,13 @@ def attribute(
     nothing: dict[Class, Want] = {}
     for key, sent in classes.items():
         wants, ended = wanted.get(key, nothing), key not in partial
+        reasons = unpredicted if ended else {**unpublished, **unpredicted}
         alike = (id(sent), id(wants), ended)
         if evaluated[key] or left[key]:
-            findings[key] = _judged(sent, wants, evaluated[key], left[key], unpredicted, ended=ended)
+            findings[key] = _judged(sent, wants, evaluated[key], left[key], reasons, ended=ended)
         else:
             findings[key] = known[alike] = known.get(alike) or _judged(
-                sent, wants, {}, {}, unpredicted, ended=ended
+                sent, wants, {}, {}, reasons, ended=ended
             )
     _single_out(findings, unpredicted)
     _doubt_the_odd(findings, {key for key, sent in left.items() if sent})

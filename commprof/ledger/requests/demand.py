@@ -85,6 +85,7 @@ def demands(
                 if same not in known:
                     known[same] = expectations, wants(expectations, request.world_size)
                 wanted[key] = known[same][1]
+        wanted.update(_of_stopped(() if request.wrapped is None else partial, wanted, steps))
     except CommprofError as error:
         request.reason = str(error)
         return {}, frozenset(), []
@@ -289,6 +290,23 @@ def _updated(steps: pa.Table) -> set[StepKey]:
     """The steps in which the engine says that it updated the parameters: it publishes the norm of the gradients."""
     taken = steps.filter(pc.is_valid(steps["grad_norm"])).select(["attempt", "step"]).to_pylist()
     return {StepKey(row["attempt"], row["step"]) for row in taken}
+
+
+def _of_stopped(
+    partial: Collection[StepKey], wanted: Mapping[StepKey, dict[Class, Want]], steps: Issued
+) -> dict[StepKey, dict[Class, Want]]:
+    """What steps that did not reach their end should have sent: the same as the step before, if that covers what they sent.
+
+    The passes of wrapped models that they began were not all recorded.
+    """
+    likely = {}
+    for key in partial:
+        before = wanted.get(StepKey(key.attempt, key.step - 1))
+        if before is not None and key.step > 0:
+            sent = attribution.attribute({key: dict(steps.get(key, {}))}, {key: before}, frozenset({key}))
+            if all(finding.closes for finding in sent.get(key, {}).values()):
+                likely[key] = before
+    return likely
 
 
 def _unfinished(

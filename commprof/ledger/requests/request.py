@@ -344,6 +344,11 @@ class Request:
         return {} if self.wrapped is None else self.wrapped.unpredicted
 
     @property
+    def unpublished(self) -> Mapping[str, str]:
+        """Purposes of which a step that did not reach its end may have sent more than was published, and why."""
+        return {} if self.wrapped is None else self.wrapped.unpublished
+
+    @property
     def parameters_text(self) -> str:
         """How many parameters they are of: ``12 parameters``, of wrappers ``24 parameters of 2 models``."""
         lists = [] if self.wrapped is None else self.wrapped.parameter_lists

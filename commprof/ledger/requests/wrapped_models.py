@@ -36,6 +36,13 @@ NAMES: Final = {
 
 _MODELS: Final = ("ddp", "fsdp", "fully_shard")  # the others wrap parts of models, or optimizers
 _SEVERAL: Final = "whose gradients are clipped is not known of several models"
+# What wrappers send in passes.
+_OF_PASSES: Final = (
+    *(Purpose.PARAMETER_GATHER, Purpose.GRADIENT_REDUCE, Purpose.GRADIENT_NORM, Purpose.ACTIVATION),
+    *(Purpose.BUFFER_BROADCAST, Purpose.UNUSED_PARAMETERS, Purpose.BUCKET_REBUILD),
+    Purpose.PARAMETER_BROADCAST,  # ZeroRedundancyOptimizer
+)
+_UNPUBLISHED: Final = "the program stopped then, so not all passes that it began were recorded"
 _MOST_STEPS: Final = 10_000_000  # of an attempt; more is damage
 
 
@@ -128,6 +135,15 @@ class WrappedModels:
         if sharded and max(sharded.values()) > 1:
             reasons_by_purpose[str(Purpose.GRADIENT_NORM)][_SEVERAL] = None
         return {purpose: "; ".join(reasons) for purpose, reasons in reasons_by_purpose.items()}
+
+    @property
+    def unpublished(self) -> dict[str, str]:
+        """Purposes of which a step that did not reach its end may have sent more than was published, and why.
+
+        A pass is published when it has ended, and the passes of a step when the next one begins; a unit of FSDP gathers
+        the next one while its own pass runs.
+        """
+        return dict.fromkeys(map(str, _OF_PASSES), _UNPUBLISHED)
 
     def expected(self, key: StepKey) -> list[Expectation]:
         """What step ``key`` should send; the same list for steps that send the same.

@@ -23,11 +23,23 @@ MOST_PASSES: Final = 4096  # of one step; what runs more is not followed
 _MOST_ROWS: Final = 100_000
 
 
-class _Rows:
-    """How many rows of passes this process may still write."""
+class _Process:
+    """What the wrapped models of this process share.
+
+    Attributes:
+        wrapped: all of them.
+        rows_left: how many rows of passes may still be written. From the last of them on, the passes of a model that runs
+            others than in the step before are not known.
+    """
 
     def __init__(self) -> None:
-        self.left = _MOST_ROWS
+        self.wrapped: list[Wrapped] = []
+        self.rows_left = _MOST_ROWS
+
+    def begin_step(self, step: int) -> None:
+        """The first pass of ``step`` runs: what all models ran before is written, in case the process is killed in it."""
+        for each in self.wrapped:
+            each.begin_step(step)
 
 
 class Wrapped:
@@ -36,12 +48,12 @@ class Wrapped:
     Args:
         journal: where its passes are written.
         row: what was published of it.
-        rows: of the passes of all models. From the last of them on, those of a model that runs others are not known.
+        process: what it shares with the others.
     """
 
-    def __init__(self, journal: Journal, row: Mapping[str, Any], rows: _Rows) -> None:
+    def __init__(self, journal: Journal, row: Mapping[str, Any], process: _Process) -> None:
         self.row = dict(row)
-        self._rows = rows
+        self._process = process
         self._journal = journal
         self.has_units = False  # of a model that is sharded in units, the first, which has the passes of all
         self._step = hooks.position.step
@@ -54,11 +66,16 @@ class Wrapped:
         """A pass: one of the letters of ``schema.PASSES``, or as the table ``wrapper_passes`` says it of units."""
         step = hooks.position.step
         if step != self._step:
-            self._end_step(step)
+            self._process.begin_step(step)
         if self._journal.step_ends != self._ends:
             self._ends, self._ended_at = self._journal.step_ends, len(self._passes)
         if len(self._passes) < MOST_PASSES:
             self._passes.append(kind)
+
+    def begin_step(self, step: int) -> None:
+        """A model of this process runs the first pass of ``step``."""
+        if step != self._step:
+            self._end_step(step)
 
     def ran_before(self, step: int, kind: str) -> None:
         """A pass that ran in ``step``, this one or one before it, before the model was published."""
@@ -108,10 +125,10 @@ class Wrapped:
         self._ends, self._ended_at = self._journal.step_ends, None
 
     def _say(self, step: int, passes: str) -> None:
-        if passes != self._written[1] and self._rows.left <= 0:
+        if passes != self._written[1] and self._process.rows_left <= 0:
             passes = PASSES_UNKNOWN
         if passes != self._written[1]:
-            self._rows.left -= 1
+            self._process.rows_left -= 1
             self._written = step, passes
             row = {"number": self.row["number"], "step": step, "passes": passes}
             self._journal.write("wrapper_passes", row)
@@ -126,8 +143,7 @@ class WrappedModels:
 
     def __init__(self, journal: Journal) -> None:
         self._journal = journal
-        self._known: list[Wrapped] = []
-        self._rows = _Rows()
+        self._process = _Process()
 
     def add(
         self,
@@ -153,7 +169,7 @@ class WrappedModels:
         wrapped = Wrapped(
             self._journal,
             {
-                "number": len(self._known),
+                "number": len(self._process.wrapped),
                 "wrapper": kind,
                 "unit": unit,
                 "group_ranks": _ranks(group),
@@ -162,9 +178,9 @@ class WrappedModels:
                 "parameters": _listed(parameters),
                 "buffers": json.dumps([_described(*each) for each in buffers]),
             },
-            self._rows,
+            self._process,
         )
-        self._known.append(wrapped)
+        self._process.wrapped.append(wrapped)
         wrapped.publish()
         return wrapped
 
@@ -176,17 +192,17 @@ class WrappedModels:
     @property
     def next_number(self) -> int:
         """The number of the wrapper that is added next."""
-        return len(self._known)
+        return len(self._process.wrapped)
 
     def clipped(self) -> None:
         """The program clips the gradients of the model that it trains; of which one is known where there is one alone."""
-        sharding = [each for each in self._known if each.has_units]
+        sharding = [each for each in self._process.wrapped if each.has_units]
         for wrapped in sharding if len(sharding) == 1 else ():
             wrapped.ran("N")
 
     def finish(self) -> None:
         """Recording ends: write the passes of the last step."""
-        for wrapped in self._known:
+        for wrapped in self._process.wrapped:
             wrapped.finish()
 
 

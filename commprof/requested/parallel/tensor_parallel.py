@@ -18,7 +18,7 @@ from typing import Final, NamedTuple
 from commprof.requested.errors import RequestedError
 from commprof.requested.expectation import Expectation
 from commprof.requested.parameters import item_bytes
-from commprof.requested.wrappers.arguments import Tensor, Wrapper, matches
+from commprof.requested.wrappers.arguments import DISTRIBUTED, Tensor, Wrapper, matches
 from commprof.requested.zero.partition import padded
 from commprof.schema import Op, Purpose
 
@@ -73,7 +73,7 @@ class TensorParallel:
     @property
     def unpredicted(self) -> dict[str, str]:
         """Purposes that the rules do not predict, and why."""
-        reasons = {str(Purpose.GRADIENT_NORM): _NORM}
+        reasons = {str(Purpose.GRADIENT_NORM): _NORM, str(Purpose.PARAMETER_BROADCAST): DISTRIBUTED}
         if self._style not in RULED:
             reasons[str(Purpose.ACTIVATION)] = reasons[str(Purpose.PARAMETER_BROADCAST)] = _NO_STYLE
             reasons[str(Purpose.GRADIENT_REDUCE)] = _NO_STYLE

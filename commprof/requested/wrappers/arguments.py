@@ -19,6 +19,7 @@ FORWARD_ALONE: Final = "f"  # whose gradients stay where they are
 NO_GRADIENTS: Final = "e"
 BACKWARD: Final = "B"  # that reduces gradients
 BACKWARD_ALONE: Final = "b"
+DISTRIBUTED: Final = "what the program itself distributes (distribute_tensor) is not covered by the rules"
 
 
 class Tensor(NamedTuple):

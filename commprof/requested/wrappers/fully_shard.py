@@ -16,7 +16,7 @@ from typing import Any, Final, NamedTuple
 
 from commprof.requested.expectation import Expectation
 from commprof.requested.parameters import item_bytes
-from commprof.requested.wrappers.arguments import ShardedModel, Tensor, Wrapper
+from commprof.requested.wrappers.arguments import DISTRIBUTED, ShardedModel, Tensor, Wrapper
 from commprof.requested.zero.partition import padded
 from commprof.schema import Op, Purpose, parse_ranks
 
@@ -47,7 +47,7 @@ class FullyShard(ShardedModel):
     @property
     def unpredicted(self) -> dict[str, str]:
         """Purposes that the rules do not predict, and why."""
-        reasons = {}
+        reasons = {str(Purpose.PARAMETER_BROADCAST): DISTRIBUTED}
         for unit in self.units:
             why = unit.arguments.get("unpredicted")
             if why:
