@@ -7,13 +7,11 @@ which decides how they are split, not how many bytes they are.
 from __future__ import annotations
 
 import re
-import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import asdict, dataclass, field, replace
 from fractions import Fraction
 from functools import cached_property
-from operator import itemgetter
 from typing import Any, Final, NamedTuple, Protocol
 
 import pyarrow as pa
@@ -24,6 +22,7 @@ from commprof.ledger.records.row_index import combinations
 from commprof.ledger.requests.engine_metrics import COLUMNS as OF_METRICS
 from commprof.ledger.requests.engine_metrics import NO_METRICS, EngineMetrics, engine_metrics_of
 from commprof.ledger.requests.expert_tokens import OF_TYPES, ExpertTokens, expert_tokens_of
+from commprof.ledger.requests.gradient_orders import gradient_orders
 from commprof.ledger.requests.module_orders import Pass
 from commprof.ledger.requests.shared_models import USUAL, SharedModel, shared_model_of
 from commprof.ledger.requests.wrapped_models import WrappedModels, reading_wrappers, wrapped_models_of
@@ -55,7 +54,6 @@ HOST: Final = "host"  # what zero_runtime calls a group of the ranks of one host
 AXIS: Final = re.compile(r"axis \d+ of (?P<sizes>\d+(x\d+)*)")  # and one of those along an axis of a grid
 MOST_PARAMETERS: Final = 10_000_000  # more of one size is a damaged number
 _DEEPSPEED_KEYS: Final = ("zero_optimization", "train_micro_batch_size_per_gpu", "train_batch_size")
-_BUCKET_COLUMNS: Final = ("rank", "attempt", "step", "micro_step", "bucket", "parameters")
 # Resolved by the engine in its effective config, or without influence on what is sent.
 _RESOLVED: Final = (
     "gradient_reduction",
@@ -422,7 +420,7 @@ def request_of(run: RecordedRun) -> Request:
         world_size=world_size,
         backend=_backend(run.parts("collectives", ["backend", "group_size"])),
         runtime="deepspeed" if str(manifest.engine or "").lower().startswith("deepspeed") else "zero_runtime",
-        orders=gradient_orders(run.parts("buckets", _BUCKET_COLUMNS)),
+        orders=gradient_orders(run),
         host_ranks=_host_ranks(run.table("groups"), manifest.nproc),
         grid=_grid(run.table("groups"), world_size),
         costs=_costs(manifest.effective_config),
@@ -471,7 +469,7 @@ def _request_of_wrappers(run: RecordedRun) -> Request:
         parameters=parameters_of(run.table("parameters")),
         world_size=run.manifest.world_size or run.health.ranks_expected or 1,
         backend=_backend(run.parts("collectives", ["backend", "group_size"])),
-        orders=gradient_orders(run.parts("buckets", _BUCKET_COLUMNS)),
+        orders=gradient_orders(run),
     )
     try:
         with reading_wrappers():
@@ -669,32 +667,3 @@ def _backend(tables: Iterable[pa.Table]) -> str:
                 counts[size, str(backend)] += len(places)
     largest = max(counts, key=lambda each: (each[0], counts[each]), default=None)
     return largest[1] if largest else "gloo"
-
-
-def gradient_orders(tables: Iterable[pa.Table]) -> dict[StepKey, list[tuple[str, ...]]]:
-    """The order in which gradients arrived, for each micro-batch of a step, as the lowest rank published it.
-
-    Args:
-        tables: the rows of table ``buckets``, :data:`_BUCKET_COLUMNS` of it.
-    """
-    lowest: int | None = None
-    texts_by_micro_batch: dict[tuple[StepKey, int], list[tuple[int, str]]] = defaultdict(list)
-    for part in tables:
-        for (rank,), places in combinations(part, ["rank"]):
-            if lowest is None or rank < lowest:
-                lowest, texts_by_micro_batch = rank, defaultdict(list)
-            if rank == lowest:
-                for row in part.take(pa.array(places)).to_pylist():
-                    micro_batch = StepKey(row["attempt"], row["step"]), row["micro_step"]
-                    texts_by_micro_batch[micro_batch].append(
-                        (row["bucket"], sys.intern(row["parameters"] or ""))
-                    )
-    orders: dict[StepKey, list[tuple[str, ...]]] = defaultdict(list)
-    known: dict[tuple[str, ...], tuple[str, ...]] = {}
-    for (key, _), buckets in sorted(texts_by_micro_batch.items()):
-        texts = tuple(text for _, text in sorted(buckets, key=itemgetter(0)) if text)
-        if texts not in known:
-            known[texts] = tuple(dict.fromkeys(name for text in texts for name in text.split(",")))
-        if texts:
-            orders[key].append(known[texts])
-    return dict(orders)
