@@ -27,6 +27,7 @@ from commprof.schema import Purpose
 
 _PACKAGE: Final = "torch.distributed.tensor.parallel"
 _STYLES: Final = f"{_PACKAGE}.style"
+_FSDP_PARAMETER: Final = "torch.distributed.fsdp._fully_shard._fsdp_param"
 _CUTTING: Final = ("ColwiseParallel", "RowwiseParallel")
 _SEQUENCE: Final = "SequenceParallel"
 _INPUT, _OUTPUT = "PrepareModuleInput", "PrepareModuleOutput"
@@ -82,6 +83,7 @@ class TensorParallel:
             ),
             Part(_STYLES, f"{_INPUT}._prepare_input_arg", self._wrap_argument, optional=True),
             Part(_STYLES, f"{_OUTPUT}._prepare_out_fn", self._wrap_results, optional=True),
+            Part(_FSDP_PARAMETER, "FSDPParam._get_grad_inner_tensor", self._wrap_summing, optional=True),
         ]
 
     # What each module was given.
@@ -262,7 +264,27 @@ class TensorParallel:
 
         return came
 
-    # An optimizer sums partial gradients over the ranks wherever it reads one.
+    # Partial gradients are summed over the ranks: by fully_shard before it reduces them, else by an optimizer wherever it
+    # reads one.
+
+    def _wrap_summing(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def inner(parameter: Any, gradient: Any) -> Any:
+            try:
+                if self._followed and _is_dtensor(gradient) and _layout(gradient) == "P":
+                    self._summed(parameter, gradient)
+            except Exception as error:
+                self._doubt(error)
+            return original(parameter, gradient)
+
+        return inner
+
+    def _summed(self, parameter: Any, gradient: torch.Tensor) -> None:
+        """``parameter`` is what fully_shard has of a parameter."""
+        module, name = parameter._module_info.module, parameter._module_info.param_name
+        wrapped = self._followed.get(module)
+        names = [name for name, _ in module.named_parameters()]
+        if wrapped is not None and name in names:
+            wrapped.ran(f"U{names.index(name)}:fully_shard+{_dtype(gradient)};")
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if not self._followed or torch.compiler.is_compiling():

@@ -40,6 +40,7 @@ _PASS: Final = re.compile(
     r"(:(?P<output_dtype>\w+))?(@(?P<gradient>[LRP]|S\d+))?;"
     r"|U(?P<places>[\d.]+):(?P<optimizer>[\w+]+);"
 )
+_FSDP: Final = "fully_shard"
 # How often an optimizer of torch reads a gradient; with partial sums each time is an all_reduce.
 _READS: Final = {"SGD": 1, "SGD+nesterov": 2, "Adam": 3, "AdamW": 3, "Adam+fused": 1, "AdamW+fused": 1}
 
@@ -135,13 +136,16 @@ class TensorParallel:
         return self._backward(argument, match["output_dtype"], gradient, needs_gradient=number > 0)
 
     def _stepped(self, places: str, optimizer: str) -> list[Expectation]:
-        """An optimizer reads gradients that are partial sums."""
+        """An optimizer reads gradients that are partial sums, or fully_shard sums them once, in the type that follows it."""
         payloads = []
+        kind, _, dtype = optimizer.partition("+")
         for place in map(int, places.split(".")):
             if place >= len(self.wrapper.parameters):
                 raise RequestedError(f"module {self.wrapper.unit!r} has no parameter {place}")
-            payloads.append(self.wrapper.parameters[place].nbytes)
-        return self.wrapper.sent(Purpose.GRADIENT_REDUCE, Op.ALL_REDUCE, payloads * _READS.get(optimizer, 0))
+            parameter = self.wrapper.parameters[place]
+            payloads.append(parameter.numel * item_bytes(dtype) if kind == _FSDP else parameter.nbytes)
+        reads = 1 if kind == _FSDP else _READS.get(optimizer, 0)
+        return self.wrapper.sent(Purpose.GRADIENT_REDUCE, Op.ALL_REDUCE, payloads * reads)
 
     def _backward(
         self, argument: _Argument, dtype: str | None, gradient: str, *, needs_gradient: bool

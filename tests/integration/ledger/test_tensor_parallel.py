@@ -208,6 +208,25 @@ def sharded(rank, world):
         optimizer.zero_grad()
 
 
+def sharded_sequences(rank, world, precision=None, accumulation=1):
+    """The same with gradients of norms that are partial sums, which fully_shard adds up before it reduces them."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    warnings.filterwarnings("ignore", "FSDP2-wrapped module", UserWarning)
+    mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("data", "tensors"))
+    model = Block()
+    parallelize_module(model, mesh["tensors"], sequences())
+    policy = MixedPrecisionPolicy(param_dtype=precision, reduce_dtype=torch.float32 if precision else None)
+    fully_shard(model, mesh=mesh["data"], mp_policy=policy)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, foreach=True)
+    for step in range(STEPS):
+        for micro in range(accumulation):
+            model.set_requires_gradient_sync(micro == accumulation - 1)
+            model(tokens(step)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 def in_pairs(rank, world):
     """Each pair of ranks has a model of its own."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensors"))["tensors"]
@@ -277,6 +296,12 @@ PROGRAMS = {
     ),
     "in pairs": (4, in_pairs),
     "sharded too": (4, sharded),
+    "sharded sequences": (4, sharded_sequences),
+    "sharded sequences, bfloat16": (4, functools.partial(sharded_sequences, precision=torch.bfloat16)),
+    "sharded sequences, accumulated": (
+        4,
+        functools.partial(sharded_sequences, precision=torch.bfloat16, accumulation=2),
+    ),
 }
 
 
@@ -286,7 +311,7 @@ def recorded(name):
     return record(Path(tempfile.mkdtemp()) / "run", world, body)[0]
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled("sharded sequences")
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_every_byte_is_explained(name):
     run = recorded(name)
