@@ -49,8 +49,9 @@ class FullyShard:
             Part(_GROUP, "FSDPParamGroup.post_forward", self._wrap_post_forward),
             Part(_GROUP, "FSDPParamGroup.pre_backward", self._wrap_pre_backward),
             Part(_GROUP, "FSDPParamGroup._to_sharded", self._wrap_reshard),
-            Part("torch.nn.utils.clip_grad", "clip_grad_norm_", self._wrap_clip, optional=True),
-            Part("torch.nn.utils", "clip_grad_norm_", self._wrap_clip, optional=True),
+            Part("torch.nn.utils.clip_grad", "_get_total_norm", self._wrap_clipping, optional=True),
+            # What programs call that clip in two steps.
+            Part("torch.nn.utils", "get_total_norm", self._wrap_norm, optional=True),
         ]
 
     def _wrap_unshard(self, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -142,12 +143,31 @@ class FullyShard:
 
         return end
 
-    def _wrap_clip(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def clip(*args: Any, **kwargs: Any) -> Any:
-            self._wrapped.clipped()
-            return original(*args, **kwargs)
+    def _wrap_norm(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        return self._followed_norm(original, is_used=False)
 
-        return clip
+    def _wrap_clipping(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        return self._followed_norm(original, is_used=True)
+
+    def _followed_norm(self, original: Callable[..., Any], *, is_used: bool) -> Callable[..., Any]:
+        """The norms of the tensors are summed over the ranks at once; their largest one is only if it ``is_used``."""
+
+        def norm(tensors: Any, norm_type: Any = 2.0, *args: Any, **kwargs: Any) -> Any:
+            if not isinstance(tensors, torch.Tensor | list | tuple):
+                tensors = list(tensors)  # as torch does: what is counted must not be exhausted
+            try:
+                if self._wrapped.is_clipped:
+                    listed = [tensors] if isinstance(tensors, torch.Tensor) else tensors
+                    count = sum(map(_is_in_shards, listed))
+                    if float(norm_type) == math.inf:
+                        count = min(count, int(is_used))
+                    if count:
+                        self._wrapped.clipped(count)
+            except Exception as error:
+                self._doubt(error)
+            return original(tensors, norm_type, *args, **kwargs)
+
+        return norm
 
     def _wrap_first_forward(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def first_forward(state: Any, *args: Any, **kwargs: Any) -> Any:
@@ -314,3 +334,8 @@ def _names(parameters: Sequence[Any]) -> tuple[str, ...]:
 def module_name(name: str | None) -> str | None:
     """Return the module's name in a record; None if torch does not know it yet."""
     return name if name is None else plain_name(name) or ROOT
+
+
+def _is_in_shards(tensor: Any) -> bool:
+    """Whether a tensor is a DTensor of which the ranks hold parts."""
+    return any(not each.is_replicate() for each in getattr(tensor, "placements", ()))

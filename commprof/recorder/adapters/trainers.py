@@ -1,4 +1,4 @@
-"""Adapter for accelerate, transformers, Lightning and torchmetrics: collectives that no model wrapper issues.
+"""Adapter for accelerate, transformers, Lightning, torchmetrics and torchtitan: collectives that no model wrapper issues.
 
 A few internal functions, which are called for many purposes, issue most of them. Such a function gets its most frequent
 purpose, unless a caller has set another.
@@ -22,6 +22,7 @@ _LOADER: Final = "accelerate.data_loader"
 _TRAINER: Final = "transformers.trainer"
 _GATHERS: Final = "transformers.trainer_pt_utils"
 _METRICS: Final = "torchmetrics.utilities.distributed"
+_TITAN: Final = "torchtitan.distributed.utils"
 _LIGHTNING: Final = (("lightning.pytorch", "lightning.fabric"), ("pytorch_lightning", "lightning_fabric"))
 _STRATEGIES: Final = (
     ("ddp", "DDPStrategy"),
@@ -72,6 +73,13 @@ _TORCHMETRICS: Final = (
     # Whatever function the program gave it.
     default_purpose("torchmetrics.metric", "Metric._sync_dist", Purpose.METRIC, optional=True),
 )
+_TORCHTITAN: Final = (
+    # Losses, counts of tokens. A newer version has the second function, which the first calls.
+    default_purpose(_TITAN, "_dist_reduce", Purpose.METRIC, optional=True),
+    default_purpose(_TITAN, "_dist_reduce_tensor", Purpose.METRIC, optional=True),
+    purpose(_TITAN, "set_determinism", Purpose.CONTROL, optional=True),
+    purpose(_TITAN, "clip_grad_norm_", Purpose.GRADIENT_NORM, optional=True),
+)
 _CHECKPOINTS: Final = (
     *((_ACCELERATOR, f"Accelerator.{name}") for name in ("save_state", "load_state", "save_model")),
     (_ACCELERATOR, "Accelerator.get_state_dict"),
@@ -110,6 +118,7 @@ class Trainers:
             *_TRANSFORMERS,
             Part(_TRAINER, "Trainer.evaluation_loop", _wrap_evaluation, True),
             *_TORCHMETRICS,
+            *_TORCHTITAN,
             *(self._checkpoints.part(module, name) for module, name in _CHECKPOINTS),
             *(part for packages in _LIGHTNING for part in self._lightning(*packages)),
         ]

@@ -194,11 +194,16 @@ class WrappedModels:
         """The number of the wrapper that is added next."""
         return len(self._process.wrapped)
 
-    def clipped(self) -> None:
-        """The program clips the gradients of the model that it trains; of which one is known where there is one alone."""
-        sharding = [each for each in self._process.wrapped if each.has_units]
-        for wrapped in sharding if len(sharding) == 1 else ():
-            wrapped.ran("N")
+    @property
+    def is_clipped(self) -> bool:
+        """Whether it is known whose gradients the program clips: there is one sharded model alone."""
+        return sum(each.has_units for each in self._process.wrapped) == 1
+
+    def clipped(self, count: int) -> None:
+        """The program computes the norm of ``count`` gradients of the one sharded model."""
+        for wrapped in self._process.wrapped:
+            if wrapped.has_units:
+                wrapped.ran(f"N{count}")
 
     def finish(self) -> None:
         """Recording ends: write the passes of the last step."""

@@ -21,7 +21,9 @@ from commprof.requested.zero.partition import padded
 from commprof.schema import Op, Purpose, parse_ranks
 
 SHARDED, WHOLE, PARTLY = "S", "U", "P"
-_PASS: Final = re.compile(r"(?P<kind>[FRpbkBurEN])(?P<unit>\d+)?(?P<alone>~)?(-(?P<without>[\d.]+))?")
+_PASS: Final = re.compile(
+    r"(?P<kind>[FRpbkBurE])(?P<unit>\d+)?(?P<alone>~)?(-(?P<without>[\d.]+))?|N(?P<norms>\d*)"
+)
 
 
 class State(NamedTuple):
@@ -82,7 +84,7 @@ class FullyShard(ShardedModel):
         for match in self.matches(passes, _PASS):
             before = len(now.sent)
             now.run(match)
-            kinds.append((match["kind"], now.sent[before:]))
+            kinds.append((match["kind"] or "N", now.sent[before:]))
         return kinds
 
 
@@ -105,6 +107,9 @@ class _Units:
 
     def run(self, match: re.Match[str]) -> None:
         """One pass of one unit."""
+        if match["norms"] is not None:
+            self._norm(int(match["norms"]) if match["norms"] else None)
+            return
         kind, number = match["kind"], int(match["unit"] or 0)
         unit = self._rules.units[number]
         if kind in "FRu":
@@ -123,8 +128,6 @@ class _Units:
             self._reduce(unit, without, alone=bool(match["alone"]))
         elif kind == "E":
             self._order, self._open = [], [[] for _ in self._open]
-        elif kind == "N":
-            self._norm()
 
     def _gather(self, number: int) -> None:
         unit, before = self._rules.units[number], self._states[number]
@@ -160,7 +163,8 @@ class _Units:
         if len(reducing) > 1 and not alone and self._rules.speaks(reducing):
             self.sent += unit.sent(Purpose.GRADIENT_REDUCE, Op.ALL_REDUCE, [size // world], ranks=reducing)
 
-    def _norm(self) -> None:
+    def _norm(self, count: int | None) -> None:
+        """The norms of ``count`` gradients are summed; of all where an earlier version recorded no number."""
         unit = self._rules.units[0]
         # Parameters that stay gathered after the backward pass show no gradients: their shards have them.
         seen = [
@@ -175,9 +179,8 @@ class _Units:
             and self._rules.speaks(unit.ranks)
         ):
             size = max(item_bytes(each.dtype) for each in trained)
-            self.sent += unit.sent(
-                Purpose.GRADIENT_NORM, Op.ALL_REDUCE, [sum(self._reduced[each] for each in seen) * size]
-            )
+            count = sum(self._reduced[each] for each in seen) if count is None else count
+            self.sent += unit.sent(Purpose.GRADIENT_NORM, Op.ALL_REDUCE, [count * size])
 
 
 def shards(unit: Wrapper) -> bool:

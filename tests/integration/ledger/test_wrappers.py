@@ -225,7 +225,10 @@ def fsdp2(rank, world, mesh=None, clip=False, checkpoint=False, **given):
         model.set_requires_gradient_sync(True)
 
     def clips(norm):
-        torch.nn.utils.clip_grad_norm_(model.parameters(), norm)
+        if callable(clip):
+            clip(model, norm)
+        else:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), norm)
 
     train(model, no_sync, clip=clips if clip else None, **training)
 
@@ -235,6 +238,16 @@ def with_policy(rank, world):
 
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     fsdp2(rank, world, mp_policy=policy, checkpoint=True)
+
+
+def norms(model, norm):
+    """Clipping in two steps, of a part of the model, of one parameter, and by the largest gradient; a norm of weights."""
+    total = torch.nn.utils.get_total_norm(each.grad for each in model.parameters() if each.grad is not None)
+    torch.nn.utils.clip_grads_with_norm_(model.parameters(), norm, total.full_tensor())
+    torch.nn.utils.clip_grad_norm_(model.first.parameters(), norm)
+    torch.nn.utils.clip_grad_norm_(model.head.weight, norm)
+    torch.nn.utils.clip_grad_norm_(model.parameters(), norm, norm_type=float("inf"))
+    torch.nn.utils.get_total_norm(list(model.parameters())[:3])
 
 
 def fsdp1(rank, world, strategy="FULL_SHARD", mesh=None, clip=False, **given):
@@ -317,6 +330,7 @@ PROGRAMS = {
     "ddp of halves": (4, halves),
     "fully_shard": (2, functools.partial(fsdp2, clip=True)),
     "fully_shard, types": (3, with_policy),
+    "fully_shard, norms": (2, functools.partial(fsdp2, clip=norms, accumulation=2)),
     "fully_shard, accumulated": (2, functools.partial(fsdp2, accumulation=3, reshard_after_forward=False)),
     "fully_shard, evaluated": (2, functools.partial(fsdp2, between=evaluated)),
     "fully_shard, evaluated after": (2, functools.partial(fsdp2, after=evaluated)),
@@ -357,7 +371,7 @@ def rows(verdict, purpose, when="steps"):
     return [row for row in verdict.rows if row.purpose == purpose and row.when == when]
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled("fully_shard, norms")
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_every_byte_is_explained(name):
     verdict = verify(recorded(name))

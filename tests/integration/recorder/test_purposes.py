@@ -5,6 +5,7 @@ The expectations are written down by hand from what the programs call.
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 
 import pytest
@@ -260,3 +261,37 @@ def test_the_state_of_a_module_in_shards_is_a_checkpoint(tmp_path):
     ]
     assert {row[:2] for row in rows[2:]} == {("checkpoint", "checkpoint")}
     assert len(rows) == len(outcomes[0]["flights"])
+
+
+_TITAN = """
+import torch, torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
+
+def _dist_reduce(x, op, mesh, extra_pg):
+    return funcol.all_reduce(x, reduceOp=op, group=mesh).item()
+
+def dist_mean(x, mesh):
+    return _dist_reduce(x, "avg" if dist.get_backend() == "nccl" else "sum", mesh, None)
+
+def set_determinism():
+    dist.broadcast(torch.zeros(1, dtype=torch.int64), src=0)
+
+def clip_grad_norm_(total):
+    dist.all_reduce(total)  # over the stages of a pipeline
+"""
+
+
+def titan(rank, world, place):
+    sys.path.insert(0, str(place))
+    from torchtitan.distributed import utils
+
+    utils.set_determinism()
+    utils.dist_mean(torch.ones(1), dist.group.WORLD)
+    utils.clip_grad_norm_(torch.ones(2))
+
+
+def test_what_torchtitan_sends_beside_its_models_has_a_purpose(tmp_path):
+    (tmp_path / "torchtitan" / "distributed").mkdir(parents=True)
+    (tmp_path / "torchtitan" / "distributed" / "utils.py").write_text(_TITAN)
+    run, _ = record(tmp_path / "run", 2, titan, tmp_path)
+    assert calls(run, 0, "purpose", "numel") == [("control", 1), ("metric", 1), ("gradient_norm", 2)]
