@@ -25,6 +25,7 @@ _CHECKPOINT: Final = "torch.distributed.checkpoint"
 _DISTRIBUTED: Final = "torch.distributed"
 _C10D: Final = "torch.distributed.distributed_c10d"
 _AUTOGRAD: Final = "torch.distributed.nn.functional"
+_FUNCTIONAL: Final = "torch.distributed._functional_collectives"
 _SCALER: Final = "torch.distributed.fsdp.sharded_grad_scaler"
 _GRAPH: Final = "torch._dynamo.output_graph"
 _OBJECTS: Final = (
@@ -58,6 +59,13 @@ _PURPOSES: Final = (
         default_purpose(_AUTOGRAD, f"{name}.{direction}", Purpose.ACTIVATION, optional=True)
         for name in _DIFFERENTIABLE
         for direction in ("forward", "backward")
+    ),
+    *(
+        default_purpose(_FUNCTIONAL, f"{name}_autograd", Purpose.ACTIVATION, optional=True)
+        for name in (
+            *("all_gather_tensor", "reduce_scatter_tensor", "all_to_all_single"),
+            *("all_gather_single", "reduce_scatter_single"),
+        )
     ),
     purpose(_SCALER, "ShardedGradScaler.unscale_", Purpose.OVERFLOW_CHECK, optional=True),
     # The seed by which all ranks shuffle one list of samples.

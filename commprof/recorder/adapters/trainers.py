@@ -23,6 +23,7 @@ _TRAINER: Final = "transformers.trainer"
 _GATHERS: Final = "transformers.trainer_pt_utils"
 _METRICS: Final = "torchmetrics.utilities.distributed"
 _TITAN: Final = "torchtitan.distributed.utils"
+_TITAN_EXPERTS: Final = "torchtitan.distributed.expert_parallel"
 _LIGHTNING: Final = (("lightning.pytorch", "lightning.fabric"), ("pytorch_lightning", "lightning_fabric"))
 _STRATEGIES: Final = (
     ("ddp", "DDPStrategy"),
@@ -79,6 +80,11 @@ _TORCHTITAN: Final = (
     default_purpose(_TITAN, "_dist_reduce_tensor", Purpose.METRIC, optional=True),
     purpose(_TITAN, "set_determinism", Purpose.CONTROL, optional=True),
     purpose(_TITAN, "clip_grad_norm_", Purpose.GRADIENT_NORM, optional=True),
+    # How many tokens each rank gets for its experts, and the tokens.
+    *(
+        default_purpose(_TITAN_EXPERTS, f"{style}._token_dispatch", Purpose.ACTIVATION, optional=True)
+        for style in ("ExpertParallel", "ExpertTensorParallel")
+    ),
 )
 _CHECKPOINTS: Final = (
     *((_ACCELERATOR, f"Accelerator.{name}") for name in ("save_state", "load_state", "save_model")),

@@ -23,19 +23,22 @@ from commprof.recorder.dispatcher.operator_calls import OperatorCalls
 from commprof.recorder.dispatcher.operators import C10D, Issued, Reader, layout
 from commprof.recorder.dispatcher.registration import Kernels, Redispatch, arguments_of
 from commprof.recorder.process.journal import Journal
-from commprof.recorder.process_group.callsite import CallSites
+from commprof.recorder.process_group.callsite import CallSites, is_of_autograd
 from commprof.recorder.process_group.fast_path import remember
 from commprof.recorder.process_group.groups import Group, Groups
 from commprof.recorder.process_group.methods import Method
 from commprof.recorder.process_group.pending_functional import Results
 from commprof.recorder.process_group.signatures import Signer, freeze, most_known
 from commprof.recorder.training.reducer_waits import Stalls
-from commprof.schema import LAYERS, Layer
+from commprof.schema import LAYERS, Layer, Purpose
 from commprof.trace.rank_files.segments import RETURN_WORD, WAIT_BEGIN_WORD, WAIT_END_WORD, Token
 
 # What the dispatcher takes to call a kernel in Python and to go on from it, beside the kernel's own time (measured, bare).
 _CROSSING_NS: Final = 2_200
 _FRAMEWORK: Final = LAYERS.index(Layer.FRAMEWORK)
+_FUNCTIONAL: Final = LAYERS.index(Layer.FUNCTIONAL)
+# The gradient of a collective that gradients flow through.
+_ACTIVATION: Final = hooks.tag(Purpose.ACTIVATION.value)
 
 # Who to ask for a tag when C++ issues a collective that no block of the program tags: method, group, tensors.
 Tagger = Callable[[Method, Group, Sequence[Any]], "hooks.tag | None"]
@@ -169,6 +172,8 @@ class KernelRecorder:
             group.extra += extra(group, values)
         seq = next(group.messages if method.is_p2p else group.collectives)
         tag_number = self._tag_number()
+        if not tag_number and layer == _FUNCTIONAL and is_of_autograd(frame):
+            tag_number = self._number_of(_ACTIVATION)
         thread = hooks._thread.state.recorder_number or self.journal.intern_thread()
         site = self.sites.find(frame)
         now = time.perf_counter_ns()
@@ -177,8 +182,9 @@ class KernelRecorder:
 
     def _tag_number(self) -> int:
         tag = hooks.current_tag()
-        if tag is None:
-            return 0
+        return 0 if tag is None else self._number_of(tag)
+
+    def _number_of(self, tag: hooks.tag) -> int:
         interned = tag.interned
         if interned is None or interned[0] is not self.journal.key:
             return self.journal.intern_tag(tag)

@@ -37,6 +37,9 @@ _API_FILES: Final = frozenset(
     str(_TORCH / "distributed" / name)
     for name in ("distributed_c10d.py", "_functional_collectives.py", "nn/functional.py")
 )
+_FUNCTIONAL_FILE: Final = str(_TORCH / "distributed" / "_functional_collectives.py")
+# Between a functional collective and its kernel.
+_OPERATOR_FILES: Final = frozenset(str(_TORCH / name) for name in ("_ops.py", "_library/autograd.py"))
 _STANDARD_WRAPPERS: Final = frozenset({"contextlib.py", "functools.py", "typing_extensions.py"})
 
 PROGRAM: Final = 0
@@ -47,6 +50,22 @@ _MOST_CODES: Final = 20_000
 _MOST_SITES: Final = 50_000
 
 Key = tuple[int, int, int]  # addresses and offset: the program's code, instruction, torch's function
+
+
+def is_of_autograd(frame: FrameType | None) -> bool:
+    """Whether ``frame``, the caller of a functional collective, is the backward pass of another one.
+
+    Since torch 2.12 such a pass is a function in Python; before, autograd's engine called it in C++, on a thread of its own
+    for a GPU.
+    """
+    while frame is not None and frame.f_code.co_filename in _OPERATOR_FILES:
+        frame = frame.f_back
+    if frame is None:
+        return True
+    code = frame.f_code
+    if code.co_filename == _FUNCTIONAL_FILE:
+        return code.co_name.endswith("_backward")
+    return code.co_name == "_engine_run_backward"
 
 
 class CallSites:

@@ -183,10 +183,33 @@ def differentiable(rank, world):
     (sum(all_gather(weight)) + all_reduce(weight)).sum().backward()
 
 
-def test_collectives_that_gradients_flow_through_are_activations(tmp_path):
-    run, outcomes = record(tmp_path / "run", 2, differentiable)
+def functional(rank, world):
+    import torch.distributed._functional_collectives as functions
+
+    inputs = torch.ones(2, 3, requires_grad=True)
+    exchanged = functions.all_to_all_single_autograd(inputs, None, None, dist.group.WORLD)
+    gathered = functions.all_gather_tensor_autograd(exchanged, 0, dist.group.WORLD)
+    (functions.reduce_scatter_tensor_autograd(gathered, "sum", 0, dist.group.WORLD) ** 2).sum().backward()
+
+
+@pytest.mark.parametrize("body", [differentiable, functional])
+def test_collectives_that_gradients_flow_through_are_activations(tmp_path, body):
+    run, outcomes = record(tmp_path / "run", 2, body)
     assert set(calls(run, 0, "purpose")) == {"activation"}
     assert len(calls(run, 0, "op")) == len(outcomes[0]["flights"]) >= 4
+
+
+def reduced_in_a_hook(rank, world):
+    import torch.distributed._functional_collectives as functions
+
+    weight = torch.ones(4, requires_grad=True)
+    weight.register_hook(lambda gradient: functions.all_reduce(gradient, "sum", dist.group.WORLD) + 0)
+    weight.sum().backward()
+
+
+def test_a_functional_collective_of_a_program_s_hook_has_no_purpose(tmp_path):
+    run, _ = record(tmp_path / "run", 2, reduced_in_a_hook)
+    assert calls(run, 0, "purpose", "phase", "op") == [(None, "backward", "all_reduce")]
 
 
 @pytest.mark.long
