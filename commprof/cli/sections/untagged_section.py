@@ -28,6 +28,8 @@ def untagged_parts(rows: Sequence[Mapping[str, Any]]) -> list[Rows | str]:
     """Return the table of call sites that sent the most without a purpose; empty if there are none."""
     if not rows:
         return []
+    # A message counts at its send: the place that receives it adds nothing, and is left out where the sends are recorded.
+    rows = [row for row in rows if row["collectives"]] or rows
     cells = [
         (
             _place(row["call_site"]),
@@ -41,7 +43,8 @@ def untagged_parts(rows: Sequence[Mapping[str, Any]]) -> list[Rows | str]:
     if rows[_MOST:]:
         cells.append((f"and {len(rows) - _MOST} more", "", "", *_sums(rows[_MOST:])))
     calls, payload = _sums(rows)
-    title = f"Without a purpose, in the whole run: {calls} calls, {payload} payload, by place"
+    noun = "call" if calls == "1" else "calls"
+    title = f"Without a purpose, in the whole run: {calls} {noun}, {payload} payload, by place"
     return [Rows(_HEADINGS, cells, title=title), rendering.paragraph(_HINT) + "\n"]
 
 

@@ -286,6 +286,19 @@ def test_a_report_lists_the_places_of_what_has_no_purpose(tmp_path, capsys, monk
     assert [found[0][name] for name in ("collectives", "records", "payload_bytes")] == [3, 6, 3072]
 
 
+def test_a_place_that_only_receives_is_left_out_where_the_sends_are_shown(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    run = SyntheticRun(world_size=2)
+    run.add_step(0, duration_ns=20_000_000)
+    for op, rank, line in (("send", 0, 3), ("recv", 1, 5)):
+        place = f"{tmp_path}/pipe.py:{line} {op}"
+        run.add_collective(op, payload_bytes=16, ranks=(rank,), peer=1 - rank, step=0, call_site=place)
+    run.write(tmp_path / "run")
+    part = printed(capsys, "report", "run").partition("Without a purpose")[2]
+    assert "1 call, 16 B payload" in part and "pipe.py:3" in part and "pipe.py:5" not in part
+    assert len(json.loads(printed(capsys, "report", "run", "--json"))["untagged"]) == 2
+
+
 def test_a_report_shows_the_algorithms_of_an_aligned_log(capsys, tmp_path, monkeypatch):
     """NCCL prints a choice on one rank; its bandwidth is that rank's: 2 (n - 1) / n of payload over time at n = 2."""
     monkeypatch.chdir(tmp_path)
