@@ -55,8 +55,8 @@ Key = tuple[int, int, int]  # addresses and offset: the program's code, instruct
 def is_of_autograd(frame: FrameType | None) -> bool:
     """Whether ``frame``, the caller of a functional collective, is the backward pass of another one.
 
-    Since torch 2.12 such a pass is a function in Python; before, autograd's engine called it in C++, on a thread of its own
-    for a GPU.
+    In torch 2.13 such a pass is a function in Python. Where it is one in C++, autograd's engine is the caller, or for a GPU
+    a thread that has no Python frame.
     """
     while frame is not None and frame.f_code.co_filename in _OPERATOR_FILES:
         frame = frame.f_back

@@ -23,37 +23,18 @@ MOST_PASSES: Final = 4096  # of one step; what runs more is not followed
 _MOST_ROWS: Final = 100_000
 
 
-class _Process:
-    """What the wrapped models of this process share.
-
-    Attributes:
-        wrapped: all of them.
-        rows_left: how many rows of passes may still be written. From the last of them on, the passes of a model that runs
-            others than in the step before are not known.
-    """
-
-    def __init__(self) -> None:
-        self.wrapped: list[Wrapped] = []
-        self.rows_left = _MOST_ROWS
-
-    def begin_step(self, step: int) -> None:
-        """The first pass of ``step`` runs: what all models ran before is written, in case the process is killed in it."""
-        for each in self.wrapped:
-            each.begin_step(step)
-
-
 class Wrapped:
     """One wrapped model, and the passes that it runs in the current step.
 
     Args:
         journal: where its passes are written.
         row: what was published of it.
-        process: what it shares with the others.
+        models: all wrapped models of this process.
     """
 
-    def __init__(self, journal: Journal, row: Mapping[str, Any], process: _Process) -> None:
+    def __init__(self, journal: Journal, row: Mapping[str, Any], models: WrappedModels) -> None:
         self.row = dict(row)
-        self._process = process
+        self._models = models
         self._journal = journal
         self.has_units = False  # of a model that is sharded in units, the first, which has the passes of all
         self._step = hooks.position.step
@@ -66,7 +47,7 @@ class Wrapped:
         """A pass: one of the letters of ``schema.PASSES``, or as the table ``wrapper_passes`` says it of units."""
         step = hooks.position.step
         if step != self._step:
-            self._process.begin_step(step)
+            self._models.begin_step(step)
         if self._journal.step_ends != self._ends:
             self._ends, self._ended_at = self._journal.step_ends, len(self._passes)
         if len(self._passes) < MOST_PASSES:
@@ -125,10 +106,10 @@ class Wrapped:
         self._ends, self._ended_at = self._journal.step_ends, None
 
     def _say(self, step: int, passes: str) -> None:
-        if passes != self._written[1] and self._process.rows_left <= 0:
+        if passes != self._written[1] and self._models.rows_left <= 0:
             passes = PASSES_UNKNOWN
         if passes != self._written[1]:
-            self._process.rows_left -= 1
+            self._models.rows_left -= 1
             self._written = step, passes
             row = {"number": self.row["number"], "step": step, "passes": passes}
             self._journal.write("wrapper_passes", row)
@@ -139,11 +120,16 @@ class WrappedModels:
 
     Args:
         journal: where they are written.
+
+    Attributes:
+        rows_left: how many rows of passes may still be written. From the last of them on, the passes of a model that runs
+            others than in the step before are not known.
     """
 
     def __init__(self, journal: Journal) -> None:
+        self.rows_left = _MOST_ROWS
         self._journal = journal
-        self._process = _Process()
+        self._known: list[Wrapped] = []
 
     def add(
         self,
@@ -169,7 +155,7 @@ class WrappedModels:
         wrapped = Wrapped(
             self._journal,
             {
-                "number": len(self._process.wrapped),
+                "number": len(self._known),
                 "wrapper": kind,
                 "unit": unit,
                 "group_ranks": _ranks(group),
@@ -178,9 +164,9 @@ class WrappedModels:
                 "parameters": _listed(parameters),
                 "buffers": json.dumps([_described(*each) for each in buffers]),
             },
-            self._process,
+            self,
         )
-        self._process.wrapped.append(wrapped)
+        self._known.append(wrapped)
         wrapped.publish()
         return wrapped
 
@@ -192,22 +178,27 @@ class WrappedModels:
     @property
     def next_number(self) -> int:
         """The number of the wrapper that is added next."""
-        return len(self._process.wrapped)
+        return len(self._known)
+
+    def begin_step(self, step: int) -> None:
+        """The first pass of ``step`` runs: what all models ran before is written, in case the process is killed in it."""
+        for each in self._known:
+            each.begin_step(step)
 
     @property
     def is_clipped(self) -> bool:
         """Whether it is known whose gradients the program clips: there is one sharded model alone."""
-        return sum(each.has_units for each in self._process.wrapped) == 1
+        return sum(each.has_units for each in self._known) == 1
 
     def clipped(self, count: int) -> None:
         """The program computes the norm of ``count`` gradients of the one sharded model."""
-        for wrapped in self._process.wrapped:
+        for wrapped in self._known:
             if wrapped.has_units:
                 wrapped.ran(f"N{count}")
 
     def finish(self) -> None:
         """Recording ends: write the passes of the last step."""
-        for wrapped in self._process.wrapped:
+        for wrapped in self._known:
             wrapped.finish()
 
 
