@@ -25,8 +25,7 @@ from typing import Any, TextIO
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from results import Spread, arguments, median_interval, publish
-from step_time import DEEPSPEED, PEER, RANKS, ROOT, Pair, deepspeed_python
-from step_time import _free_port as free_port
+from step_time import DEEPSPEED, PEER, RANKS, ROOT, Pair, deepspeed_python, free_port
 
 CGROUP = Path("/sys/fs/cgroup/memory")
 MIB = 2**20

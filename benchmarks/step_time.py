@@ -104,7 +104,8 @@ class Block(NamedTuple):
     cpu: float
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A TCP port that is free now."""
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         return int(server.getsockname()[1])
@@ -217,7 +218,7 @@ def measure(pairs: Mapping[str, Pair], model: str, variant: Variant, count: int)
                 {
                     **job,
                     "config": {**COMMON, "zero_optimization": configs.get(name, variant.zero)},
-                    "port": _free_port(),
+                    "port": free_port(),
                 }
             )
         )

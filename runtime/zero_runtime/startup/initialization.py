@@ -28,6 +28,7 @@ from zero_runtime.sharding.shards import shard_of
 from zero_runtime.startup.assembly import assemble
 from zero_runtime.startup.common_start import CommonStart
 from zero_runtime.startup.equal_settings import check_parameters, check_settings
+from zero_runtime.startup.gloo_threads import let_senders_finish
 from zero_runtime.startup.open_values import decide
 from zero_runtime.startup.process_end import pause_before_ending
 from zero_runtime.startup.uncaught import report_uncaught
@@ -193,6 +194,7 @@ def _constructed(
         has_optimizer=engine.optimizer is not None,
         construction=None if assembly.construction is None else assembly.construction.described(),
     )
+    let_senders_finish()  # the groups exist by now
     hooks.phase("other")
     return engine, engine.optimizer, loader, scheduler
 

@@ -1,0 +1,111 @@
+"""What the policy SCHED_BATCH of gloo's event threads does to a training step of zero_runtime, and of torch's own.
+
+Two gloo ranks train block by block, by turns with the policy (zero_runtime sets it) and with the default one, which this
+program sets from outside. Each pair of blocks gives a ratio of the step times and one of the CPU times.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import tempfile
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+import torch_peers
+from results import arguments, median_interval, publish
+from step_time import COMMON, MICRO_BATCH, MODELS, TORCH, VARIANTS, Pair, free_port
+
+from zero_runtime.startup.gloo_threads import THREAD
+
+POLICIES = {"default": os.SCHED_OTHER, "SCHED_BATCH": os.SCHED_BATCH}
+STAGES = ("0", "0, in buckets", "2", "3", "3, by block")
+PEERS = (torch_peers.DDP, torch_peers.FSDP2_NO_RESHARD)
+CASES = {f"zero_runtime, stage {stage}": ("zero_runtime", stage) for stage in STAGES} | {
+    peer: (TORCH, next(name for name, each in VARIANTS.items() if each.peer == peer)) for peer in PEERS
+}
+
+
+def set_policy(pair: Pair, policy: int) -> int:
+    """Give gloo's event threads of the ranks ``policy``; how many there are."""
+    ranks = [  # each is a fork of a process that has imported its modules
+        child
+        for process in pair.processes
+        for child in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    ]
+    tasks = [
+        task
+        for rank in ranks
+        for task in Path(f"/proc/{rank}/task").iterdir()
+        if (task / "comm").read_text().strip() == THREAD
+    ]
+    for task in tasks:
+        os.sched_setscheduler(int(task.name), policy, os.sched_param(0))
+    return len(tasks)
+
+
+def by_turns(runtime: str, stage: str, model: str, rounds: int) -> dict[str, Any]:
+    """Milliseconds of a step (of the slower rank, and of the processor) in each block, by policy."""
+    shape, steps = MODELS[model]
+    variant = VARIANTS[stage]
+    job = {"model": shape, "micro_batch": MICRO_BATCH, "peer": variant.peer, "port": free_port()}
+    blocks: dict[str, Any] = {name: {"wall": [], "cpu": []} for name in POLICIES}
+    with tempfile.TemporaryFile("w+") as log:
+        pair = Pair(sys.executable, runtime, log)
+        try:
+            pair.ask({**job, "config": {**COMMON, "zero_optimization": variant.zero}})
+            pair.ask({"steps": steps})  # groups of torch's own are made in the first step
+            for number in range(-1, rounds):
+                for name in list(POLICIES) if number % 2 else reversed(POLICIES):
+                    if not set_policy(pair, POLICIES[name]):
+                        raise SystemExit(f"gloo_threads: the ranks have no thread named {THREAD}")
+                    answers = pair.ask({"steps": steps})
+                    if number >= 0:
+                        wall = max(median(each["seconds"]) for each in answers)
+                        blocks[name]["wall"].append(1e3 * wall)
+                        blocks[name]["cpu"].append(1e3 * fmean(each["cpu"] for each in answers))
+            pair.tell({"end": True})
+        finally:
+            pair.end()
+    return blocks
+
+
+def main() -> None:
+    """Measure, print, write."""
+    parser = arguments(__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=20)
+    args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    rows, figures = [], {}
+    for model in MODELS:
+        for name, (runtime, stage) in CASES.items():
+            blocks = figures[f"{model}, {name}"] = by_turns(runtime, stage, model, args.rounds)
+            row = [model, name]
+            for what in ("wall", "cpu"):
+                default, batch = (blocks[policy][what] for policy in POLICIES)
+                ratio = median_interval([b / a for a, b in zip(default, batch, strict=True)])
+                row += [f"{median(default):.1f} / {median(batch):.1f}", ratio.text()]
+            rows.append(row)
+            print(" | ".join(row), file=sys.stderr, flush=True)
+    publish(
+        args,
+        f"The policy SCHED_BATCH of gloo's event threads: a training step of two ranks, {args.rounds} pairs of blocks",
+        [
+            "model",
+            "case",
+            "step, ms: default / SCHED_BATCH",
+            "ratio (95 % interval)",
+            "CPU, ms a rank: default / SCHED_BATCH",
+            "ratio (95 % interval)",
+        ],
+        rows,
+        figures,
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,59 @@
+"""gloo's event threads have the policy SCHED_BATCH once an engine exists; those that the program has set keep theirs."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import zero_runtime
+from support.ranks import run_ranks
+
+pytestmark = [
+    pytest.mark.ranks,
+    pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="this system has no such policy"),
+]
+CONFIG = {
+    "train_micro_batch_size_per_gpu": 1,
+    "optimizer": {"type": "Adam"},
+    "zero_optimization": {"stage": 3},
+}
+
+
+def policies():
+    """(name, policy) of each thread of this process, by its number."""
+    return {
+        task.name: ((task / "comm").read_text().strip(), os.sched_getscheduler(int(task.name)))
+        for task in Path("/proc/self/task").iterdir()
+    }
+
+
+def around_an_engine(rank, world):
+    """What :func:`policies` says before there is an engine and after a step; one thread has been set by the program."""
+    dist.new_group([0, 1])
+    for number in policies():  # also where the tests themselves have another policy
+        os.sched_setscheduler(int(number), os.SCHED_OTHER, os.sched_param(0))
+    threads = [number for number, (name, _) in policies().items() if name == "gloo_tcp_loop"]
+    os.sched_setscheduler(int(threads[0]), os.SCHED_IDLE, os.sched_param(0))
+    before = policies()
+    engine, *_ = zero_runtime.initialize(model=torch.nn.Linear(4, 4), config=CONFIG)
+    engine.backward(engine(torch.ones(1, 4)).sum())
+    engine.step()
+    return before, policies(), threads[0]
+
+
+def test_event_threads_preempt_nothing_and_other_threads_stay_as_they_are():
+    for before, after, own in run_ranks(2, around_an_engine):
+        loops = {number: policy for number, (name, policy) in after.items() if name == "gloo_tcp_loop"}
+        assert len(loops) >= 2
+        assert loops.pop(own) == os.SCHED_IDLE
+        assert set(loops.values()) == {os.SCHED_BATCH}
+        others = [policy for name, policy in after.values() if name != "gloo_tcp_loop"]
+        assert (
+            set(others)
+            == {os.SCHED_OTHER}
+            == {policy for number, (_, policy) in before.items() if number != own}
+        )
