@@ -93,6 +93,11 @@ docs-site: $(STAMPS)/install ## docs/ as a site in build/site, links checked
 checks: $(STAMPS)/dev ## lint, types and contracts, two at a time
 	@$(MAKE) --no-print-directory -j 2 types lint contracts
 
+# In a new clone the tests are compiled once, beside the checks, and not by every worker.
+.PHONY: compiled-tests
+compiled-tests: $(STAMPS)/dev
+	@$(BIN)/python -m pytest -q --collect-only >/dev/null || true
+
 WORKERS ?= 3
 
 # Tests beside each other, except what measures times: one more than there are processors on the machine that this is meant
@@ -107,7 +112,8 @@ define pytest
 endef
 
 .PHONY: test
-test: checks $(STAMPS)/chromium $(STAMPS)/java ## what .ci/run calls: every test file, and a sample of the long sets
+test: $(STAMPS)/dev $(STAMPS)/chromium $(STAMPS)/java ## what .ci/run calls: the checks, every test file, and a sample of the long sets
+	@$(MAKE) --no-print-directory -j 2 checks compiled-tests
 	$(call pytest,not long and )
 
 .PHONY: test-all

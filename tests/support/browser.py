@@ -26,6 +26,7 @@ FLAGS = (
     "--disable-sync",
     "--disable-dev-shm-usage",
     "--hide-scrollbars",
+    "--js-flags=--no-opt --no-maglev",  # pages are left before compiled scripts pay: 8 % of the time of a test
 )
 # dash-ag-grid asks for the selected rows in a timer, which may end after the page with the table was left.
 ASKED_TOO_LATE = "warning #26 Grid API function getSelectedRows()"
