@@ -113,7 +113,7 @@ endef
 
 .PHONY: test
 test: $(STAMPS)/dev $(STAMPS)/chromium $(STAMPS)/java ## what .ci/run calls: the checks, every test file, and a sample of the long sets
-	@$(MAKE) --no-print-directory -j 2 checks compiled-tests
+	@$(MAKE) --no-print-directory -j 2 types compiled-tests lint contracts
 	$(call pytest,not long and )
 
 .PHONY: test-all

@@ -145,6 +145,7 @@ def _constructed(
     else:
         parallelism = shared.parallelism()
     _notify_host_update(checked, optimizer)
+    let_senders_finish()  # before messages are timed for sizes that are "auto"
     checked = decide(checked, model, comm.DataParallelGroup(parallelism.data))
     if checked.traffic_contract != OFF:
         check_parameters(checked, model, comm.DataParallelGroup(parallelism.data))
@@ -194,7 +195,7 @@ def _constructed(
         has_optimizer=engine.optimizer is not None,
         construction=None if assembly.construction is None else assembly.construction.described(),
     )
-    let_senders_finish()  # the groups exist by now
+    let_senders_finish()  # of the groups that were made since
     hooks.phase("other")
     return engine, engine.optimizer, loader, scheduler
 

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 import zero_runtime
 from support.ranks import run_ranks
+from zero_runtime.startup import open_sizes
 
 pytestmark = [
     pytest.mark.ranks,
@@ -57,3 +58,25 @@ def test_event_threads_preempt_nothing_and_other_threads_stay_as_they_are():
             == {os.SCHED_OTHER}
             == {policy for number, (_, policy) in before.items() if number != own}
         )
+
+
+def while_sizes_are_measured(rank, world):
+    """The policies of gloo's event threads while messages are timed for a size that is "auto"."""
+    for number in policies():
+        os.sched_setscheduler(int(number), os.SCHED_OTHER, os.sched_param(0))
+    seen = []
+    measured = open_sizes.measured_cost
+
+    def measured_cost(*args):
+        seen.extend(policy for name, policy in policies().values() if name == "gloo_tcp_loop")
+        return measured(*args)
+
+    open_sizes.measured_cost = measured_cost
+    zero = {"stage": 2, "reduce_bucket_size": "auto"}
+    zero_runtime.initialize(model=torch.nn.Linear(4, 4), config={**CONFIG, "zero_optimization": zero})
+    return seen
+
+
+def test_sizes_that_are_auto_are_measured_with_that_policy():
+    for seen in run_ranks(2, while_sizes_are_measured):
+        assert set(seen) == {os.SCHED_BATCH}
