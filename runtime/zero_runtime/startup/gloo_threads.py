@@ -14,14 +14,14 @@ import os
 from pathlib import Path
 from typing import Final
 
-THREAD: Final = "gloo_tcp_loop"  # gloo/transport/tcp/loop.cc
+THREAD: Final = "gloo_tcp_loop"  # gloo/transport/tcp/loop.cc; torch 2.11 and 2.12 have it without a name
 _TASKS: Final = Path("/proc/self/task")
 
 
 def let_senders_finish() -> None:
     """Give the event threads of this process's gloo groups the policy SCHED_BATCH, where they have the default policy.
 
-    Without effect on other systems and where the policy may not be changed.
+    Without effect on other systems, where the policy may not be changed, and before torch 2.13, whose threads have no name.
     """
     if not hasattr(os, "SCHED_BATCH") or not _TASKS.exists():
         return
