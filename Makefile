@@ -91,9 +91,11 @@ docs-site: $(STAMPS)/install ## docs/ as a site in build/site, links checked
 
 .PHONY: checks
 checks: $(STAMPS)/dev ## lint, types and contracts, two at a time
-	@$(MAKE) --no-print-directory -j 2 types lint contracts
+	@$(MAKE) --no-print-directory -j 2 types $(BESIDE_CHECKS) lint contracts
 
 # In a new clone the tests are compiled once, beside the checks, and not by every worker.
+test test-all: BESIDE_CHECKS := compiled-tests
+
 .PHONY: compiled-tests
 compiled-tests: $(STAMPS)/dev
 	@$(BIN)/python -m pytest -q --collect-only >/dev/null || true
@@ -112,8 +114,7 @@ define pytest
 endef
 
 .PHONY: test
-test: $(STAMPS)/dev $(STAMPS)/chromium $(STAMPS)/java ## what .ci/run calls: the checks, every test file, and a sample of the long sets
-	@$(MAKE) --no-print-directory -j 2 types compiled-tests lint contracts
+test: checks $(STAMPS)/chromium $(STAMPS)/java ## what .ci/run calls: every test file, and a sample of the long sets
 	$(call pytest,not long and )
 
 .PHONY: test-all

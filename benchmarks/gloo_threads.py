@@ -41,7 +41,7 @@ def set_policy(pair: Pair, policy: int) -> int:
         task
         for rank in ranks
         for task in Path(f"/proc/{rank}/task").iterdir()
-        if (task / "comm").read_text().strip() == THREAD
+        if (task / "comm").read_bytes().rstrip() == THREAD
     ]
     for task in tasks:
         os.sched_setscheduler(int(task.name), policy, os.sched_param(0))
@@ -62,7 +62,9 @@ def by_turns(runtime: str, stage: str, model: str, rounds: int) -> dict[str, Any
             for number in range(-1, rounds):
                 for name in list(POLICIES) if number % 2 else reversed(POLICIES):
                     if not set_policy(pair, POLICIES[name]):
-                        raise SystemExit(f"gloo_threads: the ranks have no thread named {THREAD}")
+                        raise SystemExit(
+                            f"gloo_threads: no rank has a thread {THREAD.decode()}: use torch 2.13 or newer"
+                        )
                     answers = pair.ask({"steps": steps})
                     if number >= 0:
                         wall = max(median(each["seconds"]) for each in answers)

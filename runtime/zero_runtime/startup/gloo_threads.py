@@ -14,22 +14,21 @@ import os
 from pathlib import Path
 from typing import Final
 
-THREAD: Final = "gloo_tcp_loop"  # gloo/transport/tcp/loop.cc; torch 2.11 and 2.12 have it without a name
+THREAD: Final = b"gloo_tcp_loop"  # gloo/transport/tcp/loop.cc; torch 2.11 and 2.12 have it without a name
 _TASKS: Final = Path("/proc/self/task")
 
 
-def let_senders_finish() -> None:
+def use_batch_policy() -> None:
     """Give the event threads of this process's gloo groups the policy SCHED_BATCH, where they have the default policy.
 
     Without effect on other systems, where the policy may not be changed, and before torch 2.13, whose threads have no name.
     """
-    if not hasattr(os, "SCHED_BATCH") or not _TASKS.exists():
-        return
-    for task in _TASKS.iterdir():
+    tasks: list[Path] = []
+    with contextlib.suppress(OSError):
+        tasks = list(_TASKS.iterdir())
+    for task in tasks:
         with contextlib.suppress(OSError):  # the thread has ended, or a sandbox forbids it
-            if (task / "comm").read_text().strip() == THREAD and _has_default_policy(int(task.name)):
+            # In bytes: what names other threads have is not known.
+            is_gloos = (task / "comm").read_bytes().rstrip() == THREAD
+            if is_gloos and os.sched_getscheduler(int(task.name)) == os.SCHED_OTHER:
                 os.sched_setscheduler(int(task.name), os.SCHED_BATCH, os.sched_param(0))
-
-
-def _has_default_policy(thread: int) -> bool:
-    return os.sched_getscheduler(thread) == os.SCHED_OTHER

@@ -28,7 +28,7 @@ from zero_runtime.sharding.shards import shard_of
 from zero_runtime.startup.assembly import assemble
 from zero_runtime.startup.common_start import CommonStart
 from zero_runtime.startup.equal_settings import check_parameters, check_settings
-from zero_runtime.startup.gloo_threads import let_senders_finish
+from zero_runtime.startup.gloo_threads import use_batch_policy
 from zero_runtime.startup.open_values import decide
 from zero_runtime.startup.process_end import pause_before_ending
 from zero_runtime.startup.uncaught import report_uncaught
@@ -145,7 +145,7 @@ def _constructed(
     else:
         parallelism = shared.parallelism()
     _notify_host_update(checked, optimizer)
-    let_senders_finish()  # before messages are timed for sizes that are "auto"
+    use_batch_policy()  # of gloo's threads, before messages are timed for sizes that are "auto"
     checked = decide(checked, model, comm.DataParallelGroup(parallelism.data))
     if checked.traffic_contract != OFF:
         check_parameters(checked, model, comm.DataParallelGroup(parallelism.data))
@@ -195,7 +195,7 @@ def _constructed(
         has_optimizer=engine.optimizer is not None,
         construction=None if assembly.construction is None else assembly.construction.described(),
     )
-    let_senders_finish()  # of the groups that were made since
+    use_batch_policy()  # of the threads of groups that were made since
     hooks.phase("other")
     return engine, engine.optimizer, loader, scheduler
 

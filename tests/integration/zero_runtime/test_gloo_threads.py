@@ -28,7 +28,10 @@ CONFIG = {
 def policies():
     """(name, policy) of each thread of this process, by its number."""
     return {
-        task.name: ((task / "comm").read_text().strip(), os.sched_getscheduler(int(task.name)))
+        task.name: (
+            (task / "comm").read_text(errors="replace").strip(),
+            os.sched_getscheduler(int(task.name)),
+        )
         for task in Path("/proc/self/task").iterdir()
     }
 
@@ -40,6 +43,9 @@ def around_an_engine(rank, world):
         os.sched_setscheduler(int(number), os.SCHED_OTHER, os.sched_param(0))
     threads = [number for number, (name, _) in policies().items() if name == "gloo_tcp_loop"]
     os.sched_setscheduler(int(threads[0]), os.SCHED_IDLE, os.sched_param(0))
+    Path(f"/proc/self/task/{os.getpid()}/comm").write_bytes(
+        "ränkerränker".encode()[:2]
+    )  # cut within a character
     before = policies()
     engine, *_ = zero_runtime.initialize(model=torch.nn.Linear(4, 4), config=CONFIG)
     engine.backward(engine(torch.ones(1, 4)).sum())
