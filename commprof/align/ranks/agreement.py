@@ -301,7 +301,7 @@ def _together(conducts: Mapping[int, tuple[IssuedCall | None, bool]]) -> tuple[C
 
 def call_text(call: IssuedCall) -> str:
     """``all_reduce #5 (400 bytes, float32, SUM) for module blocks.1 at train.py:8 step``."""
-    side = {Op.SEND: " to", Op.RECV: " from"}.get(Op(call.op))
+    side = {Op.SEND.value: " to", Op.RECV.value: " from"}.get(call.op)
     other = "" if side is None else f"{side} rank {call.root}"
     return f"{call.op} #{call.number}{other}{_details(call)}{_place_text(call.module, call.call_site)}"
 

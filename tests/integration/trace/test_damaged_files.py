@@ -270,6 +270,16 @@ def test_an_operation_of_a_later_version(copied, tmp_path, capsys, monkeypatch):
         assert said.count("\n") == 1
 
 
+def test_an_operation_of_a_later_version_is_a_mismatch(copied, capsys):
+    """It ended in a traceback where the ranks did not issue the same."""
+    run = copied("finalised")
+    (one, *_) = sorted(run.glob("collectives/*"))
+    changed(one, with_value("op", "all_transmogrify"))
+    assert execute(["verify", str(run)]) == 1
+    said = " ".join(capsys.readouterr().out.split())
+    assert re.search(r"rank \d issued all_transmogrify #\d", said), said
+
+
 def test_the_files_of_a_rank_of_a_later_version_are_kept(copied, capsys):
     run = copied("unfinalised")
     events = run / "rank-00001-0-4000001.events"

@@ -181,7 +181,7 @@ def test_a_rank_that_cannot_be_read_is_noted_and_the_others_are_told(tmp_path):
 def test_damaged_files_never_give_anything_but_a_dump_or_one_sentence(tmp_path):
     for rank in range(2):
         write_rank(tmp_path / "good", rank=rank, world=2, records=12, ended=False, host=socket.gethostname())
-    good = {file.name: file.read_bytes() for file in (tmp_path / "good").iterdir()}
+    good = {file.name: file.read_bytes() for file in sorted((tmp_path / "good").iterdir())}
     values = [b"0", b"-1", b"null", b'"x"', b"[]", b"{}", b"9" * 30, b'"0-999999999"']
     chance, dumps = random.Random(7), 0
     for turn in range(200):

@@ -145,6 +145,12 @@ def test_what_ranks_must_agree_about(op, mine, theirs, parts):
     assert (look(*ranks).kind == "different") is parts
 
 
+def test_an_operation_of_a_later_version_is_named_as_it_is_recorded():
+    """Also what a damaged file has in its place: ``commprof dump`` ended in a traceback."""
+    ranks = [Rank(n, 2).issue(op) for n, op in enumerate(("all_reduce", "all_transmogrify"))]
+    assert "rank 1 issued all_transmogrify #0 (4,096 bytes" in " ".join(look(*ranks, moved=(0, 1)).notes)
+
+
 def test_a_difference_long_ago_is_named_where_a_group_hangs_now():
     """Rank 1 left out one of equal collectives' neighbours: everything behind it is shifted."""
     ranks = [Rank(n, 2).issue(numbers=2) for n in range(2)]
