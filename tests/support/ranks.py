@@ -43,6 +43,18 @@ class RankError(AssertionError):
     """At least one rank raised, died or did not finish in time."""
 
 
+def prepare() -> None:
+    """What every rank would do for itself: import torch and the recorder, and keep our functions from torch's compiler."""
+    import torch
+    import torch._dynamo  # in its optimizer's first step: seconds
+
+    import commprof.recorder.session  # noqa: F401 - where it is recorded: 90 modules
+    from commprof.recorder.dispatcher.compiler import keep_from_compiler
+
+    torch.set_num_threads(1)
+    keep_from_compiler(torch._dynamo.eval_frame)
+
+
 def run_ranks(
     world: int,
     function: Callable[..., Any],
@@ -60,12 +72,7 @@ def run_ranks(
     Raises:
         RankError: with every failing rank's traceback.
     """
-    import torch
-    import torch._dynamo  # or every rank imports it for itself, in its optimizer's first step: seconds
-
-    import commprof.recorder.session  # noqa: F401 - as well, where it is recorded: 90 modules
-
-    torch.set_num_threads(1)
+    prepare()
     store = tempfile.mktemp(prefix="commprof-store-")
     pipes: dict[int, int] = {}
     pids: dict[int, int] = {}

@@ -66,12 +66,7 @@ class _Set:
     """Forked ranks, each at the other end of a connection."""
 
     def __init__(self, world: int) -> None:
-        import torch
-        import torch._dynamo  # as for other ranks
-
-        import commprof.recorder.session  # noqa: F401
-
-        torch.set_num_threads(1)
+        ranks.prepare()
         self._store = tempfile.mktemp(prefix="commprof-store-")
         self._connections: list[Connection] = []
         self._pids: list[int] = []

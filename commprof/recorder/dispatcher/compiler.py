@@ -8,6 +8,11 @@ from types import CodeType, FunctionType, ModuleType
 from typing import Any, Final
 
 _PACKAGE: Final = __name__.partition(".")[0]
+# What runs between the functions of a program, with the modules that stand in no folder. A program may have imported all of
+# commprof to ask about its run: ten times as much code.
+_RECORDING: Final = frozenset({"recorder", "trace"})
+# Modules whose functions torch knows, by its function that takes them. A forked process knows them too.
+_kept: Final[dict[Callable[[CodeType], None], set[str]]] = {}
 
 
 def keep_from_compiler(eval_frame: ModuleType) -> None:
@@ -17,17 +22,33 @@ def keep_from_compiler(eval_frame: ModuleType) -> None:
     """
     skip: Callable[[CodeType], None] | None = getattr(eval_frame, "skip_code", None)
     if skip is not None:
-        for code in _own_codes():
+        for code in _own_codes(_kept.setdefault(skip, set())):
             skip(code)
 
 
-def _own_codes() -> Iterator[CodeType]:
+def _own_codes(done: set[str]) -> Iterator[CodeType]:
+    """The code of all modules that are not in ``done``, where they are added."""
     seen: set[int] = set()
-    for name, module in list(sys.modules.items()):
-        if name == _PACKAGE or name.startswith(f"{_PACKAGE}."):
+    for module in _modules(sys.modules[_PACKAGE]):
+        name = module.__name__
+        if name not in done:
+            done.add(name)
             for value in list(vars(module).values()):
                 if getattr(value, "__module__", None) == name:
                     yield from _codes_in(value, seen)
+
+
+def _modules(module: ModuleType) -> Iterator[ModuleType]:
+    """``module`` and what is imported below it and records. Not from ``sys.modules``: it may hold thousands, and a forked
+    process copies the page of each that it looks at.
+    """
+    yield module
+    if hasattr(module, "__path__"):
+        for name, value in list(vars(module).items()):
+            is_own = isinstance(value, ModuleType) and value.__name__ == f"{module.__name__}.{name}"
+            is_other = module.__name__ == _PACKAGE and hasattr(value, "__path__") and name not in _RECORDING
+            if is_own and not is_other:
+                yield from _modules(value)
 
 
 def _codes_in(value: Any, seen: set[int]) -> Iterator[CodeType]:
