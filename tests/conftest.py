@@ -4,9 +4,12 @@ import contextlib
 import gc
 import inspect
 import os
+import shutil
 import signal
 import sys
+import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -28,6 +31,13 @@ if hasattr(os, "SCHED_BATCH"):
     with contextlib.suppress(OSError):  # a sandbox forbids it
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
+# The files of tests lie in memory where that has room: commands wait for a disk when they write. Another place is taken with
+# PYTEST_DEBUG_TEMPROOT, which pytest reads.
+MEMORY = "/dev/shm"
+ROOM = 8 << 30
+if Path(MEMORY).is_dir() and shutil.disk_usage(MEMORY).free >= ROOM:
+    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", MEMORY)
+
 
 def pytest_configure(config: pytest.Config) -> None:
     sample.set_share(config)
@@ -39,6 +49,15 @@ def pytest_configure(config: pytest.Config) -> None:
         max_examples=sample.examples(sample.EXAMPLES),
     )
     settings.load_profile("any pace")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _temporary_directory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """What programs, browsers and killed processes leave in it is removed with the other files of the tests."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("TMPDIR", str(tmp_path_factory.mktemp("tmp")))
+        patched.setattr(tempfile, "tempdir", None)
+        yield
 
 
 @pytest.fixture(scope="module")
