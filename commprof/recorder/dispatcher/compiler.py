@@ -8,10 +8,10 @@ from types import CodeType, FunctionType, ModuleType
 from typing import Any, Final
 
 _PACKAGE: Final = __name__.partition(".")[0]
-# What runs between the functions of a program, with the modules that stand in no folder. A program may have imported all of
-# commprof to ask about its run: ten times as much code.
+# The recorder imports these packages and modules directly below commprof, nothing else of ours. A program may have imported
+# all of commprof to ask about its run: six times as many functions.
 _RECORDING: Final = frozenset({"recorder", "trace"})
-# Modules whose functions torch knows, by its function that takes them. A forked process knows them too.
+# The names of the modules that were passed to each skip_code. A fork inherits what torch has stored about their code.
 _kept: Final[dict[Callable[[CodeType], None], set[str]]] = {}
 
 
@@ -39,8 +39,8 @@ def _own_codes(done: set[str]) -> Iterator[CodeType]:
 
 
 def _modules(module: ModuleType) -> Iterator[ModuleType]:
-    """``module`` and what is imported below it and records. Not from ``sys.modules``: it may hold thousands, and a forked
-    process copies the page of each that it looks at.
+    """``module`` and its imported submodules, of commprof only those that record. ``sys.modules`` is not searched: it may
+    hold thousands of modules, and a forked process copies the memory page of each that it looks at.
     """
     yield module
     if hasattr(module, "__path__"):
