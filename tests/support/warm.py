@@ -27,7 +27,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
-from commprof.analysis.relations import sql_engine
 from commprof.analysis.storage import answer_cache, answer_files
 from support import warm_programs
 
@@ -214,8 +213,7 @@ def _as_started(words: list[str], cwd: Path, env: dict[str, str]) -> None:
     logging.root.handlers.clear()
     logging.root.setLevel(logging.WARNING)
     answer_files.cache_directory = _CACHE_DIRECTORY
-    _ENGINES.extend([sql_engine._connection, *vars(answer_cache.answer_cache).values()])
-    sql_engine._connection = type(sql_engine._connection)()
+    _ENGINES.extend(vars(answer_cache.answer_cache).values())
     answer_cache.answer_cache.__init__()
 
 

@@ -7,12 +7,13 @@ files, which ``TMPDIR`` sets.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import os
 import re
+import shutil
 import tempfile
-from functools import cache
 from pathlib import Path
 from typing import Final
 
@@ -24,6 +25,7 @@ VARIABLE: Final = "COMMPROF_MEMORY_LIMIT"
 _UNITS: Final = {"": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30}
 _LEAST: Final = 128 << 20  # with less the engine cannot even sort
 _SHARE: Final = 2
+_spill_directories: Final[dict[int, str]] = {}  # of each process that this one was forked from, too
 
 
 def engine_settings(most: int | None = None) -> dict[str, str]:
@@ -36,7 +38,7 @@ def engine_settings(most: int | None = None) -> dict[str, str]:
         UsageError: the environment sets a limit that is no size.
     """
     limit = limit_bytes() if most is None else min(most, limit_bytes())
-    return {"memory_limit": f"{limit >> 10}KiB", "temp_directory": _spill_directory().name}
+    return {"memory_limit": f"{limit >> 10}KiB", "temp_directory": _spill_directory()}
 
 
 def give_back() -> None:
@@ -100,7 +102,19 @@ def _number(file: Path) -> list[int]:
     return [int(text)] if text.isdecimal() else []  # "max" is no limit
 
 
-@cache
-def _spill_directory() -> tempfile.TemporaryDirectory[str]:
-    """One directory for this process, removed when it ends."""
-    return tempfile.TemporaryDirectory(prefix="commprof-", ignore_cleanup_errors=True)
+def _spill_directory() -> str:
+    """One directory for this process, removed when it ends. A forked child has its own, and leaves that of its parent."""
+    process = os.getpid()
+    if process not in _spill_directories:
+        made = tempfile.mkdtemp(prefix="commprof-")
+        if _spill_directories.setdefault(process, made) == made:
+            atexit.register(_remove, made, process)
+        else:
+            Path(made).rmdir()  # another thread was first
+    return _spill_directories[process]
+
+
+def _remove(directory: str, process: int) -> None:
+    """What ``process`` has spilled; not at the end of its forked children."""
+    if os.getpid() == process:
+        shutil.rmtree(directory, ignore_errors=True)

@@ -7,10 +7,12 @@ reserved names, no lists. Only starting the engine and registering the tables is
 
 from __future__ import annotations
 
+import ctypes
 import itertools
+import os
 import re
-import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cache
 from importlib import resources
 from typing import Final
@@ -25,12 +27,37 @@ from commprof.errors import TraceError
 from commprof.schema import parse_ranks
 from commprof.trace.reader import Scan
 
+_MOST_IDLE: Final = 8  # each has a thread for each processor; the dashboard asks in 8 threads
 
-class _Connection(threading.local):
-    """One engine for each thread: starting an engine takes longer than most questions."""
+
+class _Engines:
+    """Engines that answer one question after another: starting one takes longer than most questions.
+
+    Any thread takes an idle one. None belongs to a thread: Python deletes what belongs to other threads in a forked child,
+    and the end of an engine waits for threads of its own, which the child does not have (a segmentation fault).
+    """
 
     def __init__(self) -> None:
-        self.engine = connect()
+        self._idle: list[duckdb.DuckDBPyConnection] = []
+        os.register_at_fork(after_in_child=self._leave)
+
+    @contextmanager
+    def one(self) -> Iterator[duckdb.DuckDBPyConnection]:
+        """An engine for this question alone."""
+        try:
+            engine = self._idle.pop()
+        except IndexError:
+            engine = connect()
+        yield engine
+        # Not after an error: a new one starts without what that has left.
+        if len(self._idle) < _MOST_IDLE:
+            self._idle.append(engine)
+
+    def _leave(self) -> None:
+        """In a forked child: begin with new engines, and never end those of the parent."""
+        for engine in self._idle:
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(engine))
+        self._idle = []
 
 
 def connect(path: str = ":memory:", **settings: str) -> duckdb.DuckDBPyConnection:
@@ -46,7 +73,7 @@ def connect(path: str = ":memory:", **settings: str) -> duckdb.DuckDBPyConnectio
     return duckdb.connect(path, config={**engine_settings(), **settings})
 
 
-_connection: Final = _Connection()
+_engines: Final = _Engines()
 _AGREEMENT: Final = "agreement"
 _DIFFERING: Final = "differing_operations"
 _numbers: Final = itertools.count()
@@ -198,21 +225,21 @@ def _answer(
     act: Callable[[duckdb.DuckDBPyConnection], pa.Table] | None = None,
 ) -> pa.Table:
     """The answer to ``text``, or the result of ``act``, with ``tables`` in the engine."""
-    engine = _connection.engine
     registered: list[str] = []
     try:
-        for name, rows in tables.items():
-            registered += register(engine, name, rows)
-        return engine.sql(text).to_arrow_table() if act is None else act(engine)
+        with _engines.one() as engine:
+            for name, rows in tables.items():
+                registered += register(engine, name, rows)
+            answer = engine.sql(text).to_arrow_table() if act is None else act(engine)
+            for name in reversed(registered):
+                engine.unregister(name)  # so that no table outlives its question
+            return answer
     except duckdb.Error as error:
         first = str(error).strip().partition("\n")[0]
         raise TraceError(
             f"the {' and '.join(tables)} of the run do not answer {what}: {first}. Some file of the run is damaged; copy it "
             "again from where it was recorded"
         ) from None
-    finally:
-        for name in reversed(registered):
-            engine.unregister(name)  # so that no table outlives its question
 
 
 def register(engine: duckdb.DuckDBPyConnection, name: str, rows: pa.Table | Scan) -> list[str]:
