@@ -27,6 +27,7 @@ from support.ranks import run_ranks
 
 pytestmark = pytest.mark.ranks
 
+ROOT = Path(__file__).parents[3]
 REAL = "COMMPROF_DEEPSPEED_PYTHON"  # an interpreter that has the real DeepSpeed
 STEPS_WITH_OVERFLOW, OVERFLOWS = 6, 3
 STEPS = 4  # the messages of stage 3 repeat from the third micro-batch on
@@ -295,6 +296,7 @@ def test_the_real_deepspeed_issues_what_plan_predicts(tmp_path, stage, precision
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": "29500",
             "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": str(ROOT),
         }
         words = [
             python,

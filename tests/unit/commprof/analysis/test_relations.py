@@ -17,6 +17,7 @@ from support.runs import SyntheticRun
 
 GROUP = (2, 0, 3, 1)
 EMPTY_HERE = (
+    "differing_operations",
     "differing_records",
     "exchanges",
     "group_members",
