@@ -114,7 +114,7 @@ define pytest
 endef
 
 .PHONY: test
-test: checks $(STAMPS)/chromium $(STAMPS)/java ## what .ci/run calls: every test file, and a sample of the long sets
+test: checks $(STAMPS)/chromium $(STAMPS)/java ## what .ci/run calls: all tests but the long sets
 	$(call pytest,not long and )
 
 .PHONY: test-all

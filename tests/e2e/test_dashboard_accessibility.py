@@ -115,8 +115,10 @@ def test_every_page_in_both_schemes_on_a_telephone_and_at_200_percent(axe, view,
     assert view.errors == []
 
 
-@pytest.mark.sampled("a broken run")
-@pytest.mark.parametrize("what", ADDRESSES)
+@pytest.mark.parametrize(
+    "what",
+    [each if each == "a broken run" else pytest.param(each, marks=pytest.mark.long) for each in ADDRESSES],
+)
 def test_what_pages_say_instead(axe, view, base_url, what):
     begin_at(view, base_url + ADDRESSES[what])
     for scheme in ("light", "dark"):
@@ -125,6 +127,7 @@ def test_what_pages_say_instead(axe, view, base_url, what):
         assert objections(axe, view) == [], scheme
 
 
+@pytest.mark.long
 def test_an_empty_directory(axe, view, tmp_path):
     with served(tmp_path) as url:
         for path in ("/", "/overview"):
@@ -132,6 +135,7 @@ def test_an_empty_directory(axe, view, tmp_path):
             assert objections(axe, view) == [], path
 
 
+@pytest.mark.long
 def test_open_lists_and_the_menu_of_a_telephone(axe, view, base_url):
     begin_at(view, f"{base_url}/matrix?run=plain")
     view.page.get_by_role("textbox", name="Operation").click()

@@ -137,6 +137,7 @@ def test_points_curves_table_and_file_hold_the_answers_of_the_library_and_fit_a_
     view.page.set_viewport_size(DESKTOP)
 
 
+@pytest.mark.long
 def test_every_choice_is_in_the_address_and_back_undoes_it(view, base_url, runs):
     view.open(f"{base_url}/bandwidth?run=trained")
     choose(view, "op", "broadcast")

@@ -414,6 +414,7 @@ def test_the_csv_of_a_figure_in_a_fold_holds_what_is_drawn_and_each_is_as_wide_a
     assert_nothing_is_cut_or_covered(page)
 
 
+@pytest.mark.long
 def test_a_heading_sorts_the_table_and_the_chart_and_back_undoes_it(page, base_url):
     page.open(f"{base_url}/compare")
     given = shown_order(page)

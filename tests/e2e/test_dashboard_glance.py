@@ -249,6 +249,7 @@ def test_the_timeline_is_in_the_window_and_begins_in_its_first_half(view, base_u
     assert box["y"] <= SCREEN["height"] / 2 and box["y"] + box["height"] <= SCREEN["height"]
 
 
+@pytest.mark.long
 def test_the_grid_is_offered_only_without_holes(view, base_url):
     view.open(f"{base_url}/compare?{SETTINGS}")
     with awaited_drawing(view):
@@ -263,6 +264,7 @@ def test_the_grid_is_offered_only_without_holes(view, base_url):
     assert view.page.locator("#card-levels .js-plotly-plot").count() == 1
 
 
+@pytest.mark.long
 def test_compare_on_a_telephone_is_no_wider_than_it(browser, base_url):
     view = watched(browser, viewport={"width": 400, "height": 844})
     view.open(f"{base_url}/compare")
@@ -278,6 +280,7 @@ def test_compare_on_a_telephone_is_no_wider_than_it(browser, base_url):
     assert view.errors == []
 
 
+@pytest.mark.long
 def test_a_wide_window_has_long_labels_in_one_line_and_a_narrow_one_wraps_them(opened_once):
     view = opened_once(f"/compare?{SETTINGS}")
     lines = """() => Math.max(...[...document.querySelectorAll('#card-levels .annotation-text')]

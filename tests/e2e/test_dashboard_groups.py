@@ -79,6 +79,7 @@ def exported(runs, tmp_path_factory):
         ]
 
 
+@pytest.mark.long
 def test_from_afar_each_group_of_a_rank_is_as_busy_as_its_records(page, base_url, exported):
     length = max(row[4] for row in exported) - min(row[3] for row in exported)
     page.open(f"{base_url}/timeline?run=shared&from=0&to={length}")

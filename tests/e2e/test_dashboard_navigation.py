@@ -100,6 +100,7 @@ def test_a_page_without_a_run_in_its_address_writes_the_newest_there_and_a_wide_
     page.page.wait_for_function("document.querySelector('.page').clientWidth >= 1700")
 
 
+@pytest.mark.long
 def test_the_filters_of_a_page_are_there_when_one_comes_back(page, base_url):
     page.open(f"{base_url}/matrix?run=older")
     page.page.get_by_label("Steps", exact=True).fill("1-2")
@@ -126,6 +127,7 @@ def test_the_filters_of_a_page_are_there_when_one_comes_back(page, base_url):
     assert query.get("to") != ["9"], "the window of a run says nothing about another"
 
 
+@pytest.mark.long
 def test_a_chart_is_downloaded_as_an_image_with_its_title(page, base_url):
     page.open(f"{base_url}/overview?run=older")
     images = {}
@@ -236,6 +238,7 @@ def test_a_live_page_keeps_folds_focus_and_place_when_it_is_drawn_again(browser,
     assert view.errors == []
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("path", ["/timeline", "/stragglers"])
 def test_a_run_that_is_deleted_while_its_page_is_open_is_said(browser, tmp_path, monkeypatch, path):
     monkeypatch.setattr(data, "_LISTING_SECONDS", 0.1)
@@ -320,6 +323,7 @@ def depart(page, base_url, held, path: str) -> float:
     return wait
 
 
+@pytest.mark.long
 def test_a_click_shows_the_page_and_what_is_read_for_it_before_the_server_has_drawn_it(page, base_url, held):
     waits = [depart(page, base_url, held, path) for path in ("/compare", "/stragglers")]
     # Milliseconds; a machine that does other work delays one or the other.
@@ -346,6 +350,7 @@ def test_an_address_shows_its_page_and_the_seconds_of_reading_until_it_is_drawn(
     page.page.wait_for_function("!document.querySelector('#progress').innerText")
 
 
+@pytest.mark.long
 def test_another_run_on_the_same_page_leaves_the_picture_pale_until_it_is_drawn(page, base_url, held):
     page.open(f"{base_url}/matrix?run=older")
     held.hold()

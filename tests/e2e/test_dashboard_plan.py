@@ -101,6 +101,7 @@ def test_the_figures_and_files_hold_what_the_command_prints(page, base_url, tmp_
         }
 
 
+@pytest.mark.long
 def test_a_field_is_written_to_the_address_back_undoes_it_and_a_config_that_is_typed_is_planned_or_refused(
     page, base_url
 ):
@@ -121,6 +122,7 @@ def test_a_field_is_written_to_the_address_back_undoes_it_and_a_config_that_is_t
     assert field(page, "config").input_value() == form(page)["config"]
 
 
+@pytest.mark.long
 def test_the_config_of_a_run_and_the_setting_of_the_figures_are_chosen(page, base_url):
     page.open(f"{base_url}/plan?{ADDRESS}")
     field(page, "run").click()
@@ -145,6 +147,7 @@ def test_plan_opened_from_a_run_plans_that_run(page, base_url):
     assert form(page)["run"] == "trained"
 
 
+@pytest.mark.long
 def test_a_calibration_and_a_recorded_run_give_the_times_of_the_command(
     page, base, base_url, tmp_path, capsys
 ):

@@ -149,6 +149,7 @@ def test_the_card_has_what_the_command_prints_and_fits_a_telephone(page, base, b
         assert page.page.evaluate("document.documentElement.scrollWidth") <= 400, scheme
 
 
+@pytest.mark.long
 def test_a_calibration_beside_the_run_is_used_if_it_is_of_its_hosts(page, base, base_url, capsys):
     run = base / "measured" / "run"
     calibration = base / "measured" / "calibration.json"
@@ -163,6 +164,7 @@ def test_a_calibration_beside_the_run_is_used_if_it_is_of_its_hosts(page, base, 
     assert "4 changes were not predicted" in opened(page, base_url, "elsewhere/run")
 
 
+@pytest.mark.long
 def test_a_line_says_that_no_change_is_better_or_that_none_can_be_predicted(page, base_url):
     text = opened(page, base_url, "quiet")
     assert "3 changes were predicted; none is faster than the recorded setting" in text
@@ -170,6 +172,7 @@ def test_a_line_says_that_no_change_is_better_or_that_none_can_be_predicted(page
     assert "No change can be predicted" in opened(page, base_url, "single")
 
 
+@pytest.mark.long
 def test_compare_draws_what_a_sweep_predicted_as_hollow_bars(page, base_url):
     names = "&".join(f"run=sweep/{size}" for size in PREDICTED)
     page.open(f"{base_url}/compare?{names}")
@@ -186,6 +189,7 @@ def test_compare_draws_what_a_sweep_predicted_as_hollow_bars(page, base_url):
     assert [trace["name"] for trace in page.page.evaluate(BARS)] == ["step time"]
 
 
+@pytest.mark.long
 def test_a_setting_that_was_predicted_and_not_run_is_a_row_with_a_hollow_bar_only(page, base, base_url):
     page.open(f"{base_url}/compare?run=stopped/20000")
     assert "1 setting, 1 run, 1 predicted only" in page.page.inner_text("#card-levels h2")

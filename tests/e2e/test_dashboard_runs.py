@@ -124,6 +124,7 @@ def test_the_numbers_are_those_of_the_library_and_sort_the_rows_and_the_words_ar
     wait_for_rows(page.page, ["slow", SWEEP, "fast"])
 
 
+@pytest.mark.long
 def test_the_search_and_the_filters_look_into_closed_sweeps(page, base_url):
     opened(page, base_url)
     page.page.locator("#runs-search").fill("stage=1")
@@ -145,6 +146,7 @@ def test_the_search_and_the_filters_look_into_closed_sweeps(page, base_url):
     assert page.page.url == address
 
 
+@pytest.mark.long
 def test_a_ticked_sweep_stands_for_its_runs_and_goes_to_compare(page, base_url):
     opened(page, base_url)
     page.page.locator(f"#runs-grid .ag-row[row-id='sweep:{SWEEP}'] input[type=checkbox]").check()
@@ -189,6 +191,7 @@ LAST_COLUMN_FITS = """() => {
 }"""
 
 
+@pytest.mark.long
 def test_the_main_columns_fit_a_window_of_1440_pixels_and_all_are_a_click_away(browser, base_url):
     view = watched(browser, viewport={"width": 1440, "height": 900})
     try:
@@ -224,6 +227,7 @@ LONG_KEYS = {"stage": 2, "reduce_scatter": True, "use_multi_rank_bucket_allreduc
 LONG_SETTING = "stage=2, reduce_scatter=true, use_multi_rank_bucket_allreduce=false"
 
 
+@pytest.mark.long
 def test_a_wide_window_shows_all_columns_and_dropped_records_have_theirs_in_every_window(browser, tmp_path):
     write_run(tmp_path / "short", 1_000_000, 0, lost=7, config={"zero_optimization": LONG_KEYS})
     with served(tmp_path) as url:

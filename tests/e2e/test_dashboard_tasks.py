@@ -159,6 +159,7 @@ def visit(browser, address):
     assert views[0].errors == []
 
 
+@pytest.mark.long
 def test_which_rank_is_slow_and_since_when(visit, slow):
     visitor = visit(slow)
     visitor.click(visitor.view.page.locator(".ag-row a", has_text="slow"))
@@ -182,6 +183,7 @@ def check_bucket_7(visitor) -> None:
     assert "2.bias and 2.weight" in answer and f"{LAYER:,} elements" in answer and "did not fit" in answer
 
 
+@pytest.mark.long
 def test_what_does_bucket_7_of_a_run_hold(visit, slow):
     visitor = visit(slow)
     visitor.click(visitor.view.page.locator(".ag-row a", has_text="slow"))
@@ -190,6 +192,7 @@ def test_what_does_bucket_7_of_a_run_hold(visit, slow):
     check_bucket_7(visitor)
 
 
+@pytest.mark.long
 def test_what_bucket_7_of_a_run_in_a_closed_sweep_holds(visit, slow):
     visitor = visit(slow)
     visitor.click(visitor.view.page.get_by_role("button", name="keys (2 runs)"))
@@ -200,6 +203,7 @@ def test_what_bucket_7_of_a_run_in_a_closed_sweep_holds(visit, slow):
     assert answer.startswith("7 2.bias, 2.weight 100% next gradient did not fit 16.2 KiB all_reduce")
 
 
+@pytest.mark.long
 def test_what_bucket_7_of_a_ticked_run_holds_and_a_click_above_a_small_bar_chooses_its_bucket(visit, slow):
     visitor = visit(slow)
     visitor.tick("slow")

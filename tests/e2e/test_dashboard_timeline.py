@@ -207,6 +207,7 @@ def wait_for_labels(page, first: str, rows: int) -> None:
     )
 
 
+@pytest.mark.long
 def test_many_ranks_are_a_heat_map_the_latest_first_that_folds_by_host_and_unfolds(page, runs, base_url):
     write_wide_run(runs / "wide", 48)
     page.open(f"{base_url}/timeline?run=wide")
@@ -255,6 +256,7 @@ def test_1024_ranks_are_hosts_and_each_a_row_that_is_seen_when_they_are_unfolded
     wait_for_labels(page.page, "rank 8", 0)
 
 
+@pytest.mark.long
 def test_the_lanes_grow_with_the_window(page, base_url):
     heights = [0.0]
     for window in (700, 1000, 1300):
@@ -275,6 +277,7 @@ def test_the_lanes_grow_with_the_window(page, base_url):
     assert heights[1] < heights[2] < heights[3]
 
 
+@pytest.mark.long
 def test_a_drag_and_the_wheel_zoom(page, runs, base_url):
     page.open(f"{base_url}/timeline?run=few{WHOLE}")
     box = page.page.locator(f"{GRAPH} .nsewdrag").first.bounding_box()
@@ -418,6 +421,7 @@ def wait_for_rows(page, column: str, wanted: list[str]) -> None:
     )
 
 
+@pytest.mark.long
 def test_the_grid_filters_sorts_and_scrolls_on_the_server(page, runs, base_url):
     page.open(f"{base_url}/records?run=many&filter=")
     path = runs / "many"

@@ -122,6 +122,7 @@ def test_the_matrix_and_its_controls(page, base_url, runs):
     assert traces(page, "owners")[0]["y"] == received
 
 
+@pytest.mark.long
 def test_the_load_of_experts_and_the_choice_of_the_layer(page, base_url, runs):
     def loads(layer):
         frame = api.experts(runs / "experts").query("layer == @layer")
@@ -182,6 +183,7 @@ def test_an_alignment_with_its_rings(page, base_url, runs):
     page.page.wait_for_selector(f"#card-side-by-side >> text=rank {last['rank']}, group")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("path", ["/buckets", "/alignment"])
 def test_every_chart_has_a_name_and_its_table_and_keys_reach_the_controls(page, base_url, path):
     """Of the other pages it is looked at where they are opened anyway."""

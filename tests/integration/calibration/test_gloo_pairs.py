@@ -31,8 +31,6 @@ CALLS = [  # operation, bytes, root
     ("all_to_all", 900_000, None),
     ("unequal all_to_all", 900_000, None),
 ]
-# One that gloo runs in a way of its own and one of unequal parts each time; the others with the long sets.
-QUICK = (("reduce", 11 * MIB, 2), ("unequal all_to_all", 900_000, None))
 # Of each rank, how many thousands of elements go to each other.
 SPLITS = ((1, 60, 164), (120, 5, 100), (0, 200, 25))
 
@@ -88,10 +86,8 @@ def send(rank: int, world: int, out: str, op: str, size: int, root: int | None) 
     return before, after
 
 
-@pytest.mark.parametrize(
-    ("op", "size", "root"),
-    [pytest.param(*call, marks=[] if call in QUICK else pytest.mark.long) for call in CALLS],
-)
+@pytest.mark.long
+@pytest.mark.parametrize(("op", "size", "root"), CALLS)
 def test_the_matrix_says_what_each_connection_carries(tmp_path, op, size, root):
     told = run_ranks(WORLD, send, str(tmp_path / "run"), op, size, root)
     owner = {ports: rank for rank, (_, after) in enumerate(told) for ports in after}

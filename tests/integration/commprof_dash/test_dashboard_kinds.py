@@ -110,6 +110,7 @@ def test_every_page_says_something_of_every_kind_of_run(server, caplog, kind, pa
     assert wanted in shown
 
 
+@pytest.mark.long
 def test_the_files_of_every_kind_of_run_are_served_or_refused_in_words(server):
     client = server.server.test_client()
     for kind in KINDS:

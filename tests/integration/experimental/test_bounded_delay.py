@@ -83,6 +83,7 @@ def several(rank, world, folder):
     return [numbered(rank, world, delay, f"{folder}/{delay}") for delay in DELAYS]
 
 
+@pytest.mark.long
 def test_every_gradient_is_applied_once_in_order_and_by_all_ranks_alike(tmp_path):
     world, half = 3, STEPS // 2
     outcomes = run_ranks(world, several, str(tmp_path))

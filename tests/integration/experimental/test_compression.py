@@ -159,6 +159,7 @@ def train_with_hosts(rank, world):
     return {stage: train_one(rank, stage, keys, {}, {}) for stage in (0, 2)}
 
 
+@pytest.mark.long
 def test_only_what_goes_between_hosts_is_compressed():
     ranks = run_ranks(4, train_with_hosts, timeout=200)
     for stage in (0, 2):
@@ -217,6 +218,7 @@ def load_alone(rank, world, root):
     return whole, engine._residuals.stored()
 
 
+@pytest.mark.long
 def test_training_goes_on_from_a_checkpoint_bit_by_bit(tmp_path):
     ranks = run_standing(2, save_and_resume, str(tmp_path), timeout=200)
     for found, steps in ranks:

@@ -12,6 +12,7 @@ SCRIPT, CONFIG = ROOT / "examples" / "train_gpt.py", ROOT / "examples" / "ds_com
 SIZES = ("--steps", "13", "--layers", "1", "--width", "32", "--context", "16")
 
 
+@pytest.mark.long
 @pytest.mark.ranks
 def test_the_example_of_compressed_gradients(tmp_path):
     words = ("--nproc", "2", "--out", "compressed", str(SCRIPT), *SIZES, "--config", str(CONFIG))

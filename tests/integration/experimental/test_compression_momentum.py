@@ -61,6 +61,7 @@ def load_alone(rank, world, root):
     return stored, train(engine, rank, 3, 2, precision)
 
 
+@pytest.mark.long
 def test_the_momentum_goes_on_from_a_checkpoint_bit_by_bit(tmp_path):
     ranks = run_standing(2, save_and_resume, str(tmp_path), timeout=200)
     for found in ranks:

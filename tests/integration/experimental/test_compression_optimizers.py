@@ -67,6 +67,7 @@ def trained():
 WHOLE, COMPRESSED = [("allreduce", "float32", NUMEL)], [("all_gather_single", "uint8", SIGNS)]
 
 
+@pytest.mark.long
 @pytest.mark.ranks
 def test_one_bit_optimizers_send_signs_once_their_second_mean_is_frozen():
     for found in trained():
@@ -75,6 +76,7 @@ def test_one_bit_optimizers_send_signs_once_their_second_mean_is_frozen():
         assert found["1-bit, never"][2] == [WHOLE] * STEPS
 
 
+@pytest.mark.long
 @pytest.mark.ranks
 def test_zero_one_adam_measures_and_meets_ever_more_rarely():
     # Measured in steps 1, 2, 3, then 4, 6, 8; apart for 1 step twice, 2 steps once, then 4 at a time.

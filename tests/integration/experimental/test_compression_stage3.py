@@ -93,6 +93,7 @@ def bytes_in(calls, phase, method, dtype=None):
     )
 
 
+@pytest.mark.long
 @pytest.mark.sampled
 @pytest.mark.parametrize("name", [name for name in SETTINGS if name != "secondary"])
 def test_ranks_agree_and_the_loss_falls_alike(name):
@@ -103,6 +104,7 @@ def test_ranks_agree_and_the_loss_falls_alike(name):
     assert losses[-2] < plain[0] - 0.8 * (plain[0] - plain[-2])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", [name for name in SETTINGS if name != "secondary"])
 def test_a_script_sees_the_slices_themselves(name):
     """What is gathered for a script, which may change and keep it, has not travelled quantized."""

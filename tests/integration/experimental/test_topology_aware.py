@@ -95,6 +95,7 @@ def composed(rank, world, sizes):
     return wrong
 
 
+@pytest.mark.long
 def test_composed_collectives_equal_the_plain_ones_to_the_bit_where_sums_are_exact():
     assert run_ranks(4, composed, (2, 2)) == [[]] * 4
 
@@ -147,6 +148,7 @@ def largest_difference(outcomes):
     )
 
 
+@pytest.mark.long
 def test_losses_are_those_of_plain_collectives_at_every_stage():
     outcomes = run_ranks(4, both, [2, 2], [(zero, {}) for zero in STAGES])
     assert largest_difference(outcomes) < SUM_OF_FLOATS

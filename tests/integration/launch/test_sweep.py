@@ -27,6 +27,7 @@ def script(tmp_path):
     return tmp_path
 
 
+@pytest.mark.long
 def test_each_run_gets_its_point(script):
     done = sweep(
         script, "--nproc", "1", "--out", "s", "--repeat", "2", "--set", "deep.x=2,3", "--set", "new.key=auto",
@@ -117,6 +118,7 @@ def test_an_engine_that_uses_other_values_is_found_out(script):
     assert "the engine did not use the derived config: deep.x is 7, not 5" in done.stderr
 
 
+@pytest.mark.long
 @pytest.mark.ranks
 def test_the_comparison_of_two_reductions(tmp_path):
     done = sweep(

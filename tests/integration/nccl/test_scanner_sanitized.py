@@ -61,6 +61,7 @@ def fuzz(tmp_path: Path, seconds: int, seed: int) -> None:
     assert done.returncode == 0, done.stderr.decode("utf-8", "replace")[-3000:]
 
 
+@pytest.mark.long
 def test_damaged_blocks_are_read_within_their_bounds(tmp_path):
     fuzz(tmp_path, 1, 1)
 

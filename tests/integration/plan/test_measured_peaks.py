@@ -136,6 +136,7 @@ def secondary_cases():
     }
 
 
+@pytest.mark.long
 def test_peaks_with_secondary_shards_are_within_five_percent():
     assert large(errors_here(secondary_cases(), 4)) == {}
 
@@ -158,18 +159,10 @@ def test_peaks_by_block_are_not_below_the_measured_ones_and_at_most_six_percent_
     assert {name: error for name, error in found.items() if not -0.001 < error < 0.06} == {}
 
 
-def is_quick(name):
-    """Whether a case of :func:`expert_cases` runs in `make test`: each stage, each ep_size, each kind of layer, and fp32."""
-    if "stage 1" in name:
-        return "fp32" not in name
-    return name in ("stage 0, ep_size 2", "stage 2, ep_size 2", "stage 2, ep_size 2, fp32")
-
-
-@pytest.mark.parametrize("world", [WORLD, pytest.param(4, marks=pytest.mark.long)])
-@pytest.mark.parametrize("quick", [True, pytest.param(False, marks=pytest.mark.long)])
-def test_peaks_with_experts_are_within_five_percent(world, quick):
-    given = {name: case for name, case in expert_cases(world).items() if is_quick(name) == quick}
-    assert large(errors_here(given, world)) == {}
+@pytest.mark.long
+@pytest.mark.parametrize("world", [WORLD, 4])
+def test_peaks_with_experts_are_within_five_percent(world):
+    assert large(errors_here(expert_cases(world), world)) == {}
 
 
 @pytest.mark.long

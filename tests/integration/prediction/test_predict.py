@@ -216,6 +216,7 @@ def test_a_config_of_another_program_is_not_taken_for_the_engines(zero, tmp_path
     assert {**other, "why": None} == {**same, "why": None}
 
 
+@pytest.mark.long
 def test_without_a_setting_the_changes_worth_trying_are_listed(exposed):
     told = answer(exposed)
     assert [each["set"] for each in told["settings"]] == [{}]

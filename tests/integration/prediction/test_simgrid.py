@@ -88,6 +88,7 @@ def drawn(
     return Program(listed, tuple(events)), Step(spans, np.zeros((messages, ranks)), False), times
 
 
+@pytest.mark.long
 def test_where_ranks_are_late_and_groups_share_a_link_ends_are_close():
     # A flow that waits for a late rank is taken to fill its link from the issue on.
     chance = random.Random(3)
@@ -100,6 +101,7 @@ def test_where_ranks_are_late_and_groups_share_a_link_ends_are_close():
         assert np.mean(np.array(errors) < 1e-6) > 0.9 and max(errors) < 0.05
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("groups", "late_ns"), [([WORLD], 2_000_000), ([ROWS], 2_000_000), ([ROWS, COLUMNS], 0)],
     ids=["one group", "two groups side by side", "a grid"],

@@ -110,6 +110,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.long
 def test_an_elastic_restart_keeps_both_attempts_apart(tmp_path):
     program = tmp_path / "program.py"
     program.write_text(_ELASTIC)

@@ -32,6 +32,7 @@ def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
+@pytest.mark.long
 def test_thousands_of_groups(tmp_path):
     many = 2_500
 
@@ -87,7 +88,7 @@ def _from_many_sites(run: Path, sites: int) -> tuple[int, int]:
     return marks[0], marks[1]
 
 
-@pytest.mark.parametrize("sites", [60_000, pytest.param(1_000_000, marks=pytest.mark.long)])
+@pytest.mark.parametrize("sites", [20_000, pytest.param(1_000_000, marks=pytest.mark.long)])
 def test_a_million_call_sites_keep_memory_bounded(tmp_path, sites):
     ((first, second),) = run_ranks(
         1, lambda rank, world: _from_many_sites(tmp_path / "run", sites), process_group=False, timeout=280
@@ -199,6 +200,7 @@ class Numbers(Dataset):
         return torch.arange(index, index + 8, dtype=torch.float32) / 60
 
 
+@pytest.mark.long
 def test_the_workers_of_a_data_loader_leave_the_training_and_the_trace_alone(tmp_path):
     def body(rank: int, world: int) -> bool:
         import commprof

@@ -194,6 +194,7 @@ def with_slow_input(rank, world):
         evaluated(model)
 
 
+@pytest.mark.long
 def test_samples_per_second_are_of_the_loading_and_the_steps_but_not_of_evaluations(tmp_path):
     from commprof.analysis import api
 

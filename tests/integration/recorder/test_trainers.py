@@ -49,6 +49,7 @@ def calls_of_program(run):
     return [row[1:] for row in calls(run, 0, "purpose", "step", "phase") if row[0] is None]
 
 
+@pytest.mark.long
 def test_trainer(tmp_path):
     found, own = by_purpose(recorded(tmp_path, TRAINER))
     assert own == 2  # steps
@@ -79,6 +80,7 @@ class Planted(Trainer):
 trainer = Planted("""
 
 
+@pytest.mark.long
 def test_verify_closes_for_trainer_and_names_a_gather_in_its_loop(tmp_path):
     alone = TRAINER.replace(", callbacks=[Own()]", "")
     planted = alone.replace("trainer = Trainer(", PLANTED)
@@ -114,6 +116,7 @@ def test_accelerate(tmp_path):
     assert all("/accelerate/" not in row[3] for rows in found.values() for row in rows)
 
 
+@pytest.mark.long
 def test_lightning(tmp_path):
     run = recorded(tmp_path, LIGHTNING)
     found, own = by_purpose(run)

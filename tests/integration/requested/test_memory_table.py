@@ -66,6 +66,7 @@ def compare_page(directory):
     return figures, text
 
 
+@pytest.mark.long
 def test_a_directory_that_is_taken(tmp_path):
     (tmp_path / "runs").mkdir()
     (tmp_path / "runs" / "mine").write_text("x")

@@ -50,6 +50,7 @@ def test_the_time_of_an_all_reduce():
     assert second == ""
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("stage", ["2", "3"])
 def test_a_checkpoint_under_a_tag(tmp_path, stage):
     first, _ = example("deepspeed_checkpoint.py", "--dir", str(tmp_path / "dir"), "--stage", stage)

@@ -179,6 +179,7 @@ def test_checkpoints_change_no_loss(tmp_path):
     assert losses(plain) == losses(checkpointed) and len(losses(plain)) == 10
 
 
+@pytest.mark.long
 def test_a_config_of_175_billion_parameters(tmp_path):
     config = EXAMPLES / "deepspeed_175b.json"
     words = ("requested", str(config), "--params", "175e9", "--world", "256")
@@ -215,6 +216,7 @@ def test_classic_keys(tmp_path):
     assert ("gradient_reduce", "reduce_scatter") in traffic
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_classic_keys_at_other_stages(tmp_path, stage):
     given = json.loads((EXAMPLES / "deepspeed_classic_keys.json").read_text())

@@ -146,6 +146,7 @@ def compare(rank, world, names):
     return found
 
 
+@pytest.mark.long
 @pytest.mark.sampled
 @pytest.mark.parametrize("first", [0, 1])
 def test_training_goes_on_as_if_the_states_had_stayed(first):

@@ -308,6 +308,7 @@ def changing(rank, world, folder):
     return found
 
 
+@pytest.mark.long
 def test_parameters_can_be_looked_at_and_changed(tmp_path):
     for plain, filed in run_ranks(2, changing, str(tmp_path)):
         assert filed[0] == plain[0]
@@ -338,6 +339,7 @@ def two_engines(rank, world, folder):
     return losses == alone, files, len(left), (0,) in shapes
 
 
+@pytest.mark.long
 def test_two_engines_and_other_stages_after(tmp_path):
     for same, files, left, empty in run_standing(2, two_engines, str(tmp_path)):
         assert same
@@ -394,6 +396,7 @@ def half_frozen(rank, world, folder):
     return found
 
 
+@pytest.mark.long
 def test_frozen_parameters_and_weights(tmp_path):
     for filed, plain in run_standing(2, half_frozen, str(tmp_path)):
         assert filed == plain

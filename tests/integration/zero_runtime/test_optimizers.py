@@ -90,6 +90,7 @@ def test_every_optimizer_trains_alike_at_every_stage_and_world_size():
                     )
 
 
+@pytest.mark.long
 @pytest.mark.sampled
 @pytest.mark.parametrize("name", ["Lamb", "Muon"])
 def test_a_checkpoint_goes_on_at_any_stage_and_world_size(name, tmp_path):

@@ -281,6 +281,7 @@ def _resumed(rank, world, directory):
     return told, engine.global_steps
 
 
+@pytest.mark.long
 def test_the_checkpoint_before_a_killed_save_loads(tmp_path):
     with pytest.raises(RankError, match="died with status -9"):
         run_ranks(2, _killed, tmp_path)

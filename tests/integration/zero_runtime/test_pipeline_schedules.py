@@ -224,6 +224,7 @@ def _three_stages(rank, world):
         same(engine, train(engine, count=6), wanted)
 
 
+@pytest.mark.long
 def test_three_stages():
     run_standing(3, _three_stages)
 
@@ -246,5 +247,6 @@ def _replicas(rank, world):
         same(engine, train(engine), reference(tied(4), replicas=2))
 
 
+@pytest.mark.long
 def test_replicas():
     run_standing(4, _replicas)

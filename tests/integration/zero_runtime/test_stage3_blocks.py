@@ -207,6 +207,7 @@ def train_features(rank, world, name):
     return found
 
 
+@pytest.mark.sampled("tied", "hook")
 @pytest.mark.parametrize("name", FEATURES)
 def test_blocks_have_the_losses_of_modules(name):
     for found in run_standing(2, train_features, name):
@@ -267,6 +268,7 @@ def resume(rank, world, folder):
     return whole, found
 
 
+@pytest.mark.long
 def test_checkpoints_load_with_another_unit(tmp_path):
     for whole, found in run_standing(2, resume, tmp_path, timeout=120):
         for each in found:

@@ -117,6 +117,7 @@ def change_together(rank, world, unit, zero):
     return train(unit, zero, orders, frozen=(0,))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("memory", MEMORY)
 @pytest.mark.parametrize("unit", ["module", "block"])
 def test_ranks_that_run_the_same_new_order_go_on(unit, memory):

@@ -91,15 +91,13 @@ def of_two_ranks(tmp_path, text, **variables):
     return commprof(*words, cwd=tmp_path, env=environment(**variables), new_interpreters=True)
 
 
-@pytest.mark.sampled
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("text", "said", "line"),
     [
         (NOT_CAST, "set fp16.auto_cast to true", "line 6: engine(torch.ones(2, 8))"),
         (NOT_READY, "call deepspeed.init_distributed()", "line 4: all_reduce(torch.ones(3))"),
-        pytest.param(
-            NO_SUCH_NAME, "nothing_of_the_kind", "line 2: from deepspeed.runtime", marks=pytest.mark.long
-        ),
+        (NO_SUCH_NAME, "nothing_of_the_kind", "line 2: from deepspeed.runtime"),
     ],
     ids=["inputs", "order", "name"],
 )

@@ -78,6 +78,7 @@ def test_a_file_or_a_part_of_it_in_place_of_a_part(tmp_path):
         list(suite.test_files(unit, "comm/test_other.py"))
 
 
+@pytest.mark.long
 def test_each_test_has_one_outcome(outcomes):
     found = {each.test.rpartition("::")[2]: each.outcome for each in outcomes if "::" in each.test}
     assert found == {
@@ -91,6 +92,7 @@ def test_each_test_has_one_outcome(outcomes):
     }
 
 
+@pytest.mark.long
 def test_reasons_are_the_lines_that_say_what_went_wrong(outcomes):
     reasons = {each.test.rpartition("::")[2]: each.reason for each in outcomes}
     assert "one is not two" in reasons["test_fails"]
@@ -98,6 +100,7 @@ def test_reasons_are_the_lines_that_say_what_went_wrong(outcomes):
     assert reasons["test_ends_its_process"] == "hung, or ended its process"
 
 
+@pytest.mark.long
 def test_a_file_that_cannot_be_read_counts_once_for_each_test_in_it(outcomes):
     unread = [each for each in outcomes if "not imported" in each.test]
     assert Counter(each.outcome for each in unread) == {"refused": 2}

@@ -63,6 +63,7 @@ def figures_of(parts):
     return {part.id["name"]: part.figure for part in found}
 
 
+@pytest.mark.long
 def test_figures_that_are_made_in_one_go_pass_the_checks_of_plotly(directory):
     checked = 0
     for run in ("plain", "aligned"):
@@ -237,6 +238,7 @@ def test_the_cards_of_experts_draw_what_the_api_answers(uneven):
     assert "all ranks receive the same" in text
 
 
+@pytest.mark.long
 def test_overview_and_traffic_matrix_begin_with_the_load_of_experts(uneven):
     summary = api.expert_summary(uneven / "run")
     worst = summary.layers[0]
@@ -593,6 +595,7 @@ def test_a_record_of_the_timeline_is_found_in_the_alignment(directory):
         )
 
 
+@pytest.mark.long
 def test_an_alignment_is_drawn_with_its_first_divergence(directory):
     parts = draw(directory, "/alignment?run=aligned")
     counts = api.alignment_summary(directory / "aligned").counts.groupby("state")["lines"].sum()

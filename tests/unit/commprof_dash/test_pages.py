@@ -110,6 +110,7 @@ def test_runs_that_are_broken_or_lost_something_are_listed_as_such(tmp_path):
     assert '"/overview?run=broken"' not in text, "a run that cannot be read is no link"
 
 
+@pytest.mark.long
 def test_a_sweep_is_one_row_with_the_ranges_of_its_runs(tmp_path):
     for number, reduction in enumerate(("all_reduce", "reduce", "all_reduce")):
         sweep = {"name": "of-two", "point": {"zero_optimization.gradient_reduction": reduction}, "repeat": 0}
@@ -181,6 +182,7 @@ def test_a_run_in_a_folder_is_named_by_its_path(directory):
     assert "by-step" in figures_of(page)
 
 
+@pytest.mark.long
 @pytest.mark.sampled
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_figures_are_of_the_scheme(directory, scheme):

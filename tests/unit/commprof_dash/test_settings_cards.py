@@ -86,6 +86,7 @@ def grid(tmp_path_factory):
     return base
 
 
+@pytest.mark.long
 def test_two_keys_make_a_grid_with_shared_axes_on_request(grid):
     text, figures = body(grid, "/compare")
     assert "levels" in figures and not any(name.startswith("levels-") for name in figures)
@@ -109,6 +110,7 @@ def test_two_keys_make_a_grid_with_shared_axes_on_request(grid):
     assert "gradient_reduction=auto" in notes and "gradient_reduction=reduce_scatter" not in notes
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "settings", [((True, True), (True, False), (False, True)), ((True, True), (True, False))]
 )
@@ -169,6 +171,7 @@ def alone(tmp_path_factory):
     return base
 
 
+@pytest.mark.long
 def test_another_process_answers_and_what_it_raises_is_raised(alone):
     path, beside = alone / "a", Background()
     assert beside.ask("verdict", api.verify, path) is None
@@ -331,6 +334,7 @@ def test_overlapped_time_is_a_bound_where_not_all_ends_are_known():
     assert "<b>&lt;= 2.00 us</b>" in texts
 
 
+@pytest.mark.long
 def test_the_table_says_what_a_step_of_each_setting_cost_and_is_sorted_as_asked(tmp_path):
     for number, (scatter, duration_ns) in enumerate(((True, 1_000_000), (False, 2_000_000))):
         write(
@@ -352,6 +356,7 @@ def test_the_table_says_what_a_step_of_each_setting_cost_and_is_sorted_as_asked(
     assert 'aria-sort": "descending' not in body(tmp_path, "/compare?sort=nonsense")[0]
 
 
+@pytest.mark.long
 def test_repeats_are_one_chip_with_a_link_to_each(tmp_path):
     for number in range(3):
         write(tmp_path / f"run-{number}")

@@ -357,6 +357,7 @@ def test_a_log_that_ends_early_matches_up_to_its_end(tmp_path):
     assert report.extra == report.ambiguous == 0
 
 
+@pytest.mark.long
 def test_long_logs_of_equal_steps_are_aligned_without_error(tmp_path):
     truth, report = planted(tmp_path, repeating_run(1000), seed=1, drop=200, extra=50)
     assert score(truth, report).precision == 1.0

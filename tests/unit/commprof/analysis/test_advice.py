@@ -157,6 +157,7 @@ def test_a_setting_without_a_step_is_left_out_and_said_to_have_failed_only_if_it
     assert any(f"stage=7 is left out: {why}." in sentence for sentence in found.sentences)
 
 
+@pytest.mark.long
 def test_a_loss_that_repeats_explain_counts_as_equal():
     found = api.advice(
         opened(*(run("reduce", t, loss=x, **REDUCE) for t, x in ((10, 2.2), (11, 1.9), (12, 2.1))))
@@ -202,6 +203,7 @@ def test_it_takes_two_settings(count):
     assert api.advice(opened(*[run() for _ in range(count)])).answer == "cannot tell"
 
 
+@pytest.mark.long
 def test_the_order_of_the_runs_changes_nothing():
     views = two_reductions() + opened(*(run("reduce", t, **REDUCE, overlap_comm=False) for t in TIMES[:2]))
     first = api.advice(views)

@@ -50,6 +50,7 @@ def recorded(tmp_path_factory):
     return detailed_run(steps=4).write(tmp_path_factory.mktemp("answers") / "run")
 
 
+@pytest.mark.long
 @pytest.mark.sampled
 @pytest.mark.parametrize(
     "words",

@@ -92,6 +92,7 @@ def test_the_late_rank_is_the_one_that_the_records_name(tmp_path, only_files, gr
     pd.testing.assert_frame_equal(found, expected)
 
 
+@pytest.mark.long
 @pytest.mark.sampled
 @pytest.mark.parametrize("groups", [("all",), ("host",), ("host", "all")])
 def test_some_steps_say_what_their_records_say(tmp_path, only_files, monkeypatch, groups):
@@ -128,6 +129,7 @@ def test_clocks_that_were_not_compared_still_name_a_rank_within_its_host(tmp_pat
     assert f"In {2 * STEPS} collectives the last rank is not known" in said
 
 
+@pytest.mark.long
 @pytest.mark.sampled
 @pytest.mark.parametrize("damage", ["missing", "damaged", "older"])
 def test_a_host_without_a_file_is_sampled_from_its_records(tmp_path, damage):

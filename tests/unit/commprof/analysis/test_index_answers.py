@@ -87,6 +87,7 @@ def sorted_rows(frame):
     return frame.sort_values(list(frame.columns)).reset_index(drop=True)
 
 
+@pytest.mark.long
 def test_answers_out_of_the_index_are_those_of_all_records(runs):
     plain, indexed = runs
     found, expected = api.straggling(indexed), api.straggling(plain)
@@ -121,6 +122,7 @@ def test_random_times_of_microseconds_blame_nobody(tmp_path, seed):
     assert said == {"statement": None, "culprit": "nobody", "late": []}
 
 
+@pytest.mark.long
 @pytest.mark.sampled
 @pytest.mark.parametrize("reused", [True, False], ids=["numbers come twice", "numbers come once"])
 def test_the_tables_of_an_index_are_the_same_however_they_are_worked_out(tmp_path, monkeypatch, reused):

@@ -56,6 +56,7 @@ def test_the_answer_lists_what_single_steps_sent_beyond_each_step(path):
     assert list(frame["executed_wire_bytes"]) == [1200.0, 0.0, 2500.0]  # gloo runs them as issued
 
 
+@pytest.mark.long
 def test_report_json_and_export_have_the_same_rows(path, tmp_path, capsys):
     assert execute(["report", str(path), "--json"]) == 0
     told = json.loads(capsys.readouterr().out)["one_offs"]

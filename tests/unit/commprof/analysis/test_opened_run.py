@@ -52,6 +52,7 @@ def test_there_is_a_method_for_every_question_about_runs():
     assert not methods - set(dir(OpenedRun))
 
 
+@pytest.mark.long
 def test_methods_answer_as_the_functions_do(path):
     run = commprof.open(path)
     for name in (
@@ -76,6 +77,7 @@ def test_methods_answer_as_the_functions_do(path):
     assert set(run.matrix(op="all_gather").attrs) == set(run.matrix().attrs)
 
 
+@pytest.mark.long
 def test_a_run_stands_beside_others(path, tmp_path):
     other = detailed_run(seed=1, steps=4).write(tmp_path / "other")
     run = commprof.open(path)

@@ -64,6 +64,7 @@ def a_run(path, in_order=True):
     return run.write(path)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("in_order", [True, False])
 def test_the_records_of_an_index_are_the_same_whoever_puts_them_in_order(tmp_path, monkeypatch, in_order):
     monkeypatch.setattr(span_source, "_FEWEST_SCANNED", 0)

@@ -42,6 +42,7 @@ def expected(run) -> dict[str, int]:
     return {op: int(sum(int(each) for each in of["payload_bytes"])) for op, of in rows.groupby("op")}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["csv", "parquet"])
 def test_polars_and_pandas_and_duckdb_read_the_tables(run, expected, tmp_path, kind):
     polars = pytest.importorskip("polars")

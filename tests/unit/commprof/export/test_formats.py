@@ -101,6 +101,7 @@ def test_parquet_and_duckdb_hold_what_the_csv_holds(run, tmp_path):
     )
 
 
+@pytest.mark.long
 @pytest.mark.sampled
 @pytest.mark.parametrize("kind", ["csv", "parquet", "duckdb"])
 def test_several_runs_stand_in_one_export(tmp_path, kind):
@@ -596,6 +597,7 @@ def test_the_report_is_one_file_that_loads_nothing(tmp_path):
     assert '"showSendToCloud": false' in text
 
 
+@pytest.mark.long
 def test_the_report_of_one_run_has_contents_and_what_to_set(tmp_path):
     run = predictable_run(tmp_path / "run", gradient_ms=12)
     assert command("export", run, "--format", "html", "--out", tmp_path / "out") == 0

@@ -59,6 +59,7 @@ def made(exported, tmp_path_factory) -> Path:
     return out
 
 
+@pytest.mark.long
 def test_every_figure_in_two_widths_and_two_formats(made):
     figures = {
         f"{name}_{width}.{kind}"
@@ -73,6 +74,7 @@ def test_every_figure_in_two_widths_and_two_formats(made):
     }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("width", "inches"), [("one", 3.33), ("two", 7.0)])
 def test_figures_are_vectors_with_text_and_embedded_fonts(made, width, inches):
     for name, words in (
@@ -251,6 +253,7 @@ def test_lines_that_coincide_have_one_label(exported):
     assert coinciding(curves) == [["a", "b"], ["c"], ["d"]]
 
 
+@pytest.mark.long
 def test_another_font_is_used_and_an_unknown_one_refused(exported, tmp_path, capsys):
     assert command("paper", exported, "--out", tmp_path / "out", "--font", "serif") == 0
     (page,) = pypdf.PdfReader(tmp_path / "out" / "traffic_one.pdf").pages

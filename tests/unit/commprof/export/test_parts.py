@@ -42,6 +42,7 @@ def contents(directory, pattern):
     return {file.name: file.read_bytes() for file in directory.glob(pattern)}
 
 
+@pytest.mark.long
 def test_files_are_the_same_byte_for_byte(path, tmp_path, request):
     for number, export in enumerate(ALIKE):
         export(path, tmp_path / f"whole-{number}")
@@ -71,6 +72,7 @@ def test_tables_hold_every_row_and_their_count(path, tmp_path, in_parts):
     assert files[0].rows == 2 * records + steps
 
 
+@pytest.mark.long
 def test_a_check_finds_a_difference_in_the_middle(path, tmp_path, in_parts):
     out = tmp_path / "csv"
     export_csv(path, out)

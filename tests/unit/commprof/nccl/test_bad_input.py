@@ -73,6 +73,7 @@ def test_rows_survive_among_bytes_that_mean_nothing(tmp_path):
     assert [row["line"] for row in parsed.ops.to_pylist()] == [2, 4, 6]
 
 
+@pytest.mark.long
 @pytest.mark.sampled
 @pytest.mark.parametrize(
     "word", [b"x", b"opCount ", b": opCount ", b"[nranks=", b"NCCL CALL nccl", b"n:1:1 [0] NCCL "]

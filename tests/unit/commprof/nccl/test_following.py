@@ -65,6 +65,7 @@ def trickle(path: Path, data: bytes, seed: int) -> None:
         time.sleep(rng.choice([0, 0, 0.001]))
 
 
+@pytest.mark.long
 def test_files_that_grow_and_appear_give_what_they_give_when_finished(logs):
     texts = {logs / f"n0.{pid}": log_of(pid, 150) for pid in (1, 2, 3)}
     texts[logs / "n0.3"] = texts[logs / "n0.3"][:-30]  # its last line stays unfinished
@@ -220,6 +221,7 @@ def test_options_that_make_no_sense_are_refused(logs, arguments):
         invoke(["nccl", "parse", str(logs), *arguments])
 
 
+@pytest.mark.long
 def test_an_interrupt_ends_it_cleanly_with_all_tables_written(logs, tmp_path):
     append(logs / "a", log_of(1, 5))
     out = tmp_path / "out"

@@ -71,6 +71,7 @@ def test_the_plan_takes_computation_and_overlap_from_the_run():
         make_plan(question._replace(recorded=told))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("run", ["ddp_trace", "deepspeed_stage2", "zero_stage2"])
 def test_what_pages_ask_about_a_run_is_what_its_overview_says(run, tmp_path):
     path = shutil.copytree(RUNS / run, tmp_path / "run")

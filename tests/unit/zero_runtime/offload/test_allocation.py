@@ -89,10 +89,12 @@ def numbers():
     return dict(zip(programs, printed(*programs.values()), strict=True))
 
 
+@pytest.mark.long
 def test_freed_tensors_are_resident_no_more(numbers):
     assert numbers["freed"] > 70
 
 
+@pytest.mark.long
 def test_the_users_own_setting_stays():
     (freed_mib,) = printed(PROGRAM, **{VARIABLE: str(32 * MIB)})
     assert freed_mib < 30
@@ -102,6 +104,7 @@ def test_kept_memory_costs_no_page_faults(numbers):
     assert numbers["kept"] < 500
 
 
+@pytest.mark.long
 def test_the_users_setting_of_the_end_of_the_heap_stays():
     (faults,) = printed(faults_again(), MALLOC_TRIM_THRESHOLD_=str(128 * 1024))
     assert faults > 5000

@@ -58,6 +58,7 @@ def found():
     return {name: (int(faults), state) for name, (faults, state) in zip(BEFORE, lines, strict=True)}
 
 
+@pytest.mark.long
 @given
 def test_after_the_import_a_large_tensor_needs_few_pages(found):
     faults, state = found[""]
@@ -65,6 +66,7 @@ def test_after_the_import_a_large_tensor_needs_few_pages(found):
     assert state == "for tensors of 2 MiB and more"
 
 
+@pytest.mark.long
 @given
 def test_a_variable_that_is_set_stays(found):
     faults, state = found["variable"]
@@ -73,6 +75,7 @@ def test_a_variable_that_is_set_stays(found):
         assert faults > TOUCHED_MIB * 256 / 2
 
 
+@pytest.mark.long
 @given
 def test_a_tensor_that_was_made_before_is_said(found):
     _, state = found["tensor"]
