@@ -7,6 +7,9 @@ The ratio of a round is the case's mean step time by that of DeepSpeed's ZeRO-2 
 by that of what torch offers for the same: DDP for stages 0 to 2, FSDP2 for stage 3, each with gloo. gloo runs FSDP2's
 reduce_scatter as an all_reduce, which NCCL does not.
 
+The row of gloo trains nothing: it sends what a step at stage 2 with reduce_scatter has to send, as zero_runtime sends it,
+with nothing to compute beside it.
+
 The phases are by the clock of a rank, waits included. The processor time is of all threads of a rank: the hosts share the
 machine's processors, so a step takes at least the sum over the ranks by the number of processors.
 
@@ -75,7 +78,7 @@ class Case(NamedTuple):
     @property
     def config(self) -> dict[str, Any]:
         """The configuration."""
-        if self.framework == TORCH:
+        if self.framework == TORCH or self.peer == torch_peers.MESSAGES:
             return {**COMMON, "peer": self.peer}
         return {**COMMON, **self.top, "zero_optimization": dict(self.zero)}
 
@@ -101,7 +104,8 @@ CASES = {
     "DeepSpeed, stage 3": Case(
         "deepspeed", "DeepSpeed stage 3", {"stage": 3}, peer=torch_peers.FSDP2_NO_RESHARD
     ),
-    **{name: Case(TORCH, TORCH, {}, peer=name) for name in torch_peers.PEERS},
+    **{name: Case(TORCH, TORCH, {}, peer=name) for name in torch_peers.PEERS if name != torch_peers.MESSAGES},
+    torch_peers.MESSAGES: Case("zero_runtime", "zero_runtime", {}, peer=torch_peers.MESSAGES),
     "zero_runtime, stage 0": Case("zero_runtime", "zero_runtime", {"stage": 0}),
     "zero_runtime, stage 0, in buckets": Case("zero_runtime", "zero_runtime", IN_BUCKETS),
     "zero_runtime, stage 2": Case("zero_runtime", "zero_runtime", {"stage": 2}),
@@ -327,24 +331,30 @@ def summarise(
         figures[name]["peak_tensors_mib"] = memory.get(name)
         row.append(f"{memory[name]:.1f}" if name in memory else "-")
         row += [f"{received:.2f}", f"{sent:.2f}", *of_record]
-        torchs = found.get(CASES[name].peer)
+        trains = CASES[name].peer != torch_peers.MESSAGES
+        peer = CASES[name].peer if trains else torch_peers.DDP
+        torchs = found.get(peer)
         beside_torch = None if torchs is None else _ratio(each, torchs)
         figures[name]["ratio_torch"] = beside_torch
-        row.append("-" if beside_torch is None else f"{beside_torch.text()} {CASES[name].peer}")
+        row.append("-" if beside_torch is None else f"{beside_torch.text()} {peer}")
         if base is None:
             rows.append([*row, "-", "-", "-"])
             continue
         ratio = _ratio(each, base)
-        peer = of_stage.get(CASES[name].zero.get("stage"))
-        alike = None if peer is None else _ratio(each, found[peer])
+        same_stage = of_stage.get(CASES[name].zero.get("stage"))
+        alike = None if same_stage is None else _ratio(each, found[same_stage])
         apart = max(
             abs(mine / its - 1)
             for these, those in zip(each["losses"], base["losses"], strict=True)
             for mine, its in zip(these, those, strict=True)
         )
-        figures[name] |= {"ratio": ratio, "loss_difference": apart, "final_loss": each["losses"][-1][0]}
+        figures[name] |= {"ratio": ratio}
+        if trains:
+            figures[name] |= {"loss_difference": apart, "final_loss": each["losses"][-1][0]}
         figures[name]["ratio_same_stage"] = alike
-        rows.append([*row, ratio.text(), "-" if alike is None else alike.text(), f"{apart:.1e}"])
+        rows.append(
+            [*row, ratio.text(), "-" if alike is None else alike.text(), f"{apart:.1e}" if trains else "-"]
+        )
     return rows, figures
 
 

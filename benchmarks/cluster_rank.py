@@ -37,7 +37,7 @@ class Training:
         example = load(EXAMPLE)
         self.module = model = example.GPT(**job["model"])
         model.load_state_dict(torch.load(job["weights"], weights_only=True))
-        if framework == TORCH:
+        if "peer" in config:
             self.engine = torch_peers.peer(config["peer"], model, config)
         else:
             initialize = importlib.import_module(framework).initialize

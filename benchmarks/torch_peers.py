@@ -6,6 +6,7 @@ true}}``. On gloo FSDP2's reduce_scatter is an all_reduce of which a rank keeps 
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
@@ -17,6 +18,7 @@ DDP: Final = "torch DDP"
 ZERO_REDUNDANCY: Final = "torch ZeroRedundancyOptimizer"
 FSDP2: Final = "torch FSDP2"
 FSDP2_NO_RESHARD: Final = "torch FSDP2 no reshard"
+MESSAGES: Final = "gloo, the messages of a step alone"
 
 
 class Peer(nn.Module):
@@ -39,6 +41,47 @@ class Peer(nn.Module):
         """Update the parameters, and drop the gradients."""
         self.optimizer.step()
         self.optimizer.zero_grad()
+
+
+class Messages(Peer):
+    """No training: what a step of ``model`` at stage 2 with reduce_scatter has to send, as zero_runtime sends it on gloo.
+
+    A rank sends each other rank its shard of the parameters, and the gradients of that rank's shard, both in parts of which
+    some are on their way.
+    """
+
+    PARTS: Final = 16
+    IN_FLIGHT: Final = 3
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model, torch.optim.SGD(model.parameters(), lr=0.0))
+        world = dist.get_world_size()
+        part = -(-sum(parameter.numel() for parameter in model.parameters()) // (self.PARTS * world))
+        self.shard = torch.zeros(self.PARTS, part)
+        self.whole, self.gradients = torch.zeros(2, self.PARTS, world * part)
+
+    def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
+        """Gather the shards; zero."""
+        self._send(
+            lambda part: dist.all_gather_into_tensor(self.whole[part], self.shard[part], async_op=True)
+        )
+        return self.whole[0, 0]
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Exchange the gradients."""
+        self._send(lambda part: dist.all_to_all_single(self.gradients[part], self.whole[part], async_op=True))
+
+    def step(self) -> None:
+        """Nothing."""
+
+    def _send(self, issue: Callable[[int], Any]) -> None:
+        works: deque[Any] = deque()
+        for part in range(self.PARTS):
+            if len(works) == self.IN_FLIGHT:
+                works.popleft().wait()
+            works.append(issue(part))
+        for work in works:
+            work.wait()
 
 
 def _ddp(model: nn.Module, rate: float) -> Peer:
@@ -69,6 +112,7 @@ PEERS: Final[Mapping[str, Callable[[nn.Module, float], Peer]]] = {
     ZERO_REDUNDANCY: _zero_redundancy,
     FSDP2: lambda model, rate: _fsdp2(model, rate, True),
     FSDP2_NO_RESHARD: lambda model, rate: _fsdp2(model, rate, False),
+    MESSAGES: lambda model, rate: Messages(model),
 }
 
 
