@@ -107,6 +107,7 @@ def choose(view, key: str, value: str) -> None:
     view.page.wait_for_url(f"**{key}={value}*")
 
 
+@pytest.mark.long
 def test_points_curves_table_and_file_hold_the_answers_of_the_library_and_fit_a_telephone(
     view, base_url, runs
 ):

@@ -99,6 +99,7 @@ def test_verify_closes_for_trainer_and_names_a_gather_in_its_loop(tmp_path):
         assert {row["issued_count"] for row in verdict["rows"] if row["purpose"] == "gradient_reduce"} == {2}
 
 
+@pytest.mark.long
 def test_accelerate(tmp_path):
     found, own = by_purpose(recorded(tmp_path, ACCELERATE))
     assert own == 2  # batches of 4 for each of two ranks, out of 16

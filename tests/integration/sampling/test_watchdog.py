@@ -111,6 +111,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.long
 def test_commprof_run_samples_watches_and_hands_on_the_exit_code(tmp_path):
     (tmp_path / "train.py").write_text(HANGS_FOR_A_WHILE)
     environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}

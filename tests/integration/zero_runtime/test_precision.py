@@ -119,6 +119,7 @@ def compare_with_fp32(rank, world, rest=False):
     return found
 
 
+@pytest.mark.long
 def test_sixteen_bits_follow_fp32_under_sgd():
     """SGD shows a wrong scale at once. 4 steps of it: an update that is half or twice as large differs by 5e-3."""
     check_sixteen_bits(told(compare_with_fp32))

@@ -100,6 +100,7 @@ def test_the_users_own_setting_stays():
     assert freed_mib < 30
 
 
+@pytest.mark.long
 def test_kept_memory_costs_no_page_faults(numbers):
     assert numbers["kept"] < 500
 
