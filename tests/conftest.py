@@ -1,5 +1,6 @@
 """Settings that every test shares. Set before torch is imported anywhere."""
 
+import atexit
 import contextlib
 import gc
 import inspect
@@ -118,8 +119,6 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000, 20, 50)
-
-
-def pytest_unconfigure() -> None:
-    """Let the interpreter clean up what was imported: DuckDB reports what is left at its end."""
-    gc.unfreeze()
+    # At its end the interpreter cleans up what was imported: DuckDB reports what is left. Not before: pytest collects five
+    # times when a session ends.
+    atexit.register(gc.unfreeze)

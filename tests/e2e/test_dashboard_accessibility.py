@@ -168,6 +168,7 @@ def tab_to(page, what: str) -> None:
     raise AssertionError(f"Tab does not reach {what}")
 
 
+@pytest.mark.long
 def test_pages_are_reached_and_a_bucket_is_chosen_with_the_keyboard_only(view, base_url):
     begin_at(view, f"{base_url}/bandwidth?run=plain")
     tab_to(view.page, "Skip to the page")

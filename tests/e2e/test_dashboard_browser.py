@@ -282,6 +282,7 @@ def test_overview_draws_every_step(page, runs, base_url):
     assert_nothing_is_cut_or_covered(page)
 
 
+@pytest.mark.long
 def test_a_choice_is_in_the_address_and_back_undoes_it(page, base_url):
     first, second = name_of("reduce"), name_of("all_reduce")
     page.open(f"{base_url}/compare?run={first}&run={second}&measure=payload")

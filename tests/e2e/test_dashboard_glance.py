@@ -165,6 +165,7 @@ def test_the_tiles_of_overview_take_the_width_of_the_page(opened_once, width):
     assert tiles == card and width - page <= 20 and page - card <= 24
 
 
+@pytest.mark.long
 def test_overview_names_the_straggler_in_its_first_600_pixels(view, base_url):
     view.open(f"{base_url}/overview?run=late")
     line = view.page.locator(".told", has_text="There is a straggler")

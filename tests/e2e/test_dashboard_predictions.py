@@ -123,6 +123,7 @@ def check_same(page, text: str, told: dict) -> None:
     assert f"{told['promising']['tried']} changes were predicted" in text
 
 
+@pytest.mark.long
 def test_the_card_has_what_the_command_prints_and_fits_a_telephone(page, base, base_url, capsys):
     text = opened(page, base_url, "exposed")
     told = printed(capsys, base / "exposed")

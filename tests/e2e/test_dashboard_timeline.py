@@ -133,6 +133,7 @@ def test_bars_are_the_records_and_buttons_move_the_window(page, runs, base_url):
     assert window_of(page.page.url) == (0, shown.run_end_ns - shown.run_begin_ns)
 
 
+@pytest.mark.long
 def test_it_opens_on_the_steps_after_the_first_and_keys_and_a_drag_over_the_minimap_move_it(
     page, runs, base_url
 ):

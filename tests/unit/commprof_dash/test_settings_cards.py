@@ -367,6 +367,7 @@ def test_repeats_are_one_chip_with_a_link_to_each(tmp_path):
     assert all(f"/overview?run=run-{number}" in text for number in range(3))
 
 
+@pytest.mark.long
 def test_exposed_time_that_no_step_tells_is_not_known(grid):
     assert re.search(r"[0-9] [mun]s, [0-9.]+ %", body(grid, "/compare")[0]) is None
     assert api.compare_both([grid / "True-True-auto"]).resources["exposed_ns"].isna().all()
