@@ -238,7 +238,6 @@ def test_a_live_page_keeps_folds_focus_and_place_when_it_is_drawn_again(browser,
     assert view.errors == []
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("path", ["/timeline", "/stragglers"])
 def test_a_run_that_is_deleted_while_its_page_is_open_is_said(browser, tmp_path, monkeypatch, path):
     monkeypatch.setattr(data, "_LISTING_SECONDS", 0.1)
@@ -323,7 +322,6 @@ def depart(page, base_url, held, path: str) -> float:
     return wait
 
 
-@pytest.mark.long
 def test_a_click_shows_the_page_and_what_is_read_for_it_before_the_server_has_drawn_it(page, base_url, held):
     waits = [depart(page, base_url, held, path) for path in ("/compare", "/stragglers")]
     # Milliseconds; a machine that does other work delays one or the other.

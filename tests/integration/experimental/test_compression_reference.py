@@ -154,7 +154,6 @@ def test_every_step_is_that_of_the_reference(cases_that_run, name):
     compare(2, name, CASES[name], cases_that_run)
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("name", OF_THREE)
 def test_every_step_of_three_ranks_is_that_of_the_reference(cases_that_run, name):
     compare(3, name, OF_THREE[name], cases_that_run)

@@ -94,7 +94,6 @@ def check(done, folder: Path, stage: int) -> list[float]:
     return losses(done.stdout)
 
 
-@pytest.mark.long
 def test_accelerate_launch_with_a_config_file(tmp_path):
     check(launch(tmp_path, STAGED.format(stage=2), "--gloo"), tmp_path, 2)
 

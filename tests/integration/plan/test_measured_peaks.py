@@ -136,7 +136,6 @@ def secondary_cases():
     }
 
 
-@pytest.mark.long
 def test_peaks_with_secondary_shards_are_within_five_percent():
     assert large(errors_here(secondary_cases(), 4)) == {}
 

@@ -80,7 +80,7 @@ def check(program, stage, name, folder):
     return run
 
 
-@pytest.mark.long
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("program", "stage", "name"),
     [("trainer", 3, "pretrained"), ("accelerate_loop", 2, "file"), ("lightning_fit", 1, "clipped")],

@@ -207,7 +207,7 @@ def train_features(rank, world, name):
     return found
 
 
-@pytest.mark.sampled("tied", "hook")
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", FEATURES)
 def test_blocks_have_the_losses_of_modules(name):
     for found in run_standing(2, train_features, name):

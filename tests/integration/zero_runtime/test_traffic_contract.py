@@ -234,7 +234,6 @@ def known(rank, world, what, stage, folder):
     return "ended", ""
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("what", "world", "stage", "parts"),
     [
@@ -285,7 +284,6 @@ def started(rank, world, plant):
     return "", "", 0.0
 
 
-@pytest.mark.sampled("off-parts0", "argument-parts4")
 @pytest.mark.parametrize(
     ("plant", "parts"),
     [
@@ -326,7 +324,6 @@ def killed(rank, world, victim, when, folder):
         raise
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("when", ["known message", "new message"])
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_process_that_is_killed_is_named_on_the_ranks_that_remain(tmp_path, victim, when):
@@ -623,19 +620,9 @@ if how == "destroys":
 """
 
 
-@pytest.mark.parametrize(
-    ("how", "leaver"),
-    [
-        ("ends", 1),
-        ("raises", 0),
-        *(
-            pytest.param(how, leaver, marks=pytest.mark.long)
-            for how in ("ends", "raises", "skips", "destroys")
-            for leaver in (0, 1)
-            if (how, leaver) not in (("ends", 1), ("raises", 0))
-        ),
-    ],
-)
+@pytest.mark.sampled("ends-1", "raises-0")
+@pytest.mark.parametrize("leaver", [0, 1])
+@pytest.mark.parametrize("how", ["ends", "raises", "skips", "destroys"])
 def test_a_rank_that_is_gone_is_named_on_all_ranks_that_remain(tmp_path, how, leaver):
     (tmp_path / "train.py").write_text(LEAVER)
     result = commprof("run", "--nproc", "3", "--out", "run", "train.py", str(leaver), how, cwd=tmp_path)

@@ -114,7 +114,6 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.long
 def test_it_exits_with_a_dashboard_that_was_killed(tmp_path):
     script = tmp_path / "killed.py"
     script.write_text(KILLED)

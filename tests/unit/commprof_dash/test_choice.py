@@ -77,7 +77,6 @@ def without_old(path):
     return path
 
 
-@pytest.mark.long
 def test_the_newest_sweep_is_compared_and_the_others_are_links(base):
     drawing = compare(base)
     parts = chosen(drawing)
@@ -96,7 +95,6 @@ def test_a_link_leads_to_what_it_names(base):
         assert texts(chosen(compare(base, href.removeprefix("/compare")))).startswith(f"Compared: {name}. ")
 
 
-@pytest.mark.long
 def test_of_a_newest_run_without_a_sweep_its_program_and_model_are_compared(own):
     write(own / "alone", 40, numel=5000)
     assert texts(chosen(compare(own))).startswith(
@@ -104,7 +102,6 @@ def test_of_a_newest_run_without_a_sweep_its_program_and_model_are_compared(own)
     )
 
 
-@pytest.mark.long
 def test_a_sweep_of_one_setting_is_compared_with_the_program(own):
     sweep(own, "scatter", 40, sizes=(9,))
     assert texts(chosen(compare(own))).startswith("Compared: train.py, 2 ranks, 1,000 parameters (3 runs).")

@@ -238,7 +238,6 @@ def test_the_cards_of_experts_draw_what_the_api_answers(uneven):
     assert "all ranks receive the same" in text
 
 
-@pytest.mark.long
 def test_overview_and_traffic_matrix_begin_with_the_load_of_experts(uneven):
     summary = api.expert_summary(uneven / "run")
     worst = summary.layers[0]

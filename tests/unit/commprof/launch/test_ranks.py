@@ -276,7 +276,6 @@ def test_a_signal_that_is_ignored_from_the_start_reaches_nobody(name):
     assert (sorted(out.split()), err, started.returncode) == (["0:", "1:"], "", 0)
 
 
-@pytest.mark.long
 def test_a_rank_that_writes_a_checkpoint_on_sigterm_gets_the_time():
     program = """
 import os, signal, sys, time

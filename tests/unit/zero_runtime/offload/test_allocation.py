@@ -100,12 +100,10 @@ def test_the_users_own_setting_stays():
     assert freed_mib < 30
 
 
-@pytest.mark.long
 def test_kept_memory_costs_no_page_faults(numbers):
     assert numbers["kept"] < 500
 
 
-@pytest.mark.long
 def test_the_users_setting_of_the_end_of_the_heap_stays():
     (faults,) = printed(faults_again(), MALLOC_TRIM_THRESHOLD_=str(128 * 1024))
     assert faults > 5000
