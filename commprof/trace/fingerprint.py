@@ -14,7 +14,7 @@ from typing import Final
 from commprof.trace.directory import COLLECTIVES_DIRECTORY
 from commprof.trace.rank_files.layout import EVENTS_SUFFIX, RECORDS_SUFFIX
 
-VERSION: Final = 25  # of what is derived: the index and the summaries
+VERSION: Final = 26  # of what is derived: the index and the summaries
 _GROWING: Final = (RECORDS_SUFFIX, EVENTS_SUFFIX, ".jsonl")
 _INPUTS: Final = (
     "clocks",

@@ -467,9 +467,11 @@ def _parted(members: Mapping[Place, Pace]) -> tuple[set[Place], set[Place], floa
         return set(), set(members), 0.0, 0
     by_pace = sorted(members.items(), key=lambda member: member[1].ns)
     fastest = by_pace[0][1].ns
-    # A busy machine delays some of the other paths as well: the cut with the fewest others is not always the one.
+    widest, answer = 0.0, (set[Place](), set(members), 0.0, 0)
+    # The widest gap parts them. A busy machine delays some of the other paths as well, by less than a slow link does.
     for first in range(1, len(by_pace)):
         others, slow = ([pace for _, pace in part] for part in (by_pace[:first], by_pace[first:]))
+        gap = slow[0].ns / others[-1].ns
         extra = [(pace.ns - fastest) * pace.size for pace in slow]
         is_apart = (
             slow[0].ns >= max(_SLOW * fastest, 2 * others[-1].ns)
@@ -477,11 +479,11 @@ def _parted(members: Mapping[Place, Pace]) -> tuple[set[Place], set[Place], floa
             and max(pace.high for pace in others) < min(pace.low for pace in slow)
             and all(time >= REAL_WAIT_NS * pace.number for time, pace in zip(extra, slow, strict=True))
         )
-        if is_apart:
+        if is_apart and gap > widest:
             ratio = float(np.median([pace.ns for pace in slow]) / np.median([pace.ns for pace in others]))
             names = [name for name, _ in by_pace]
-            return set(names[first:]), set(names[:first]), ratio, round(math.fsum(extra))
-    return set(), set(members), 0.0, 0
+            widest, answer = gap, (set(names[first:]), set(names[:first]), ratio, round(math.fsum(extra)))
+    return answer
 
 
 def _steps(arrived: pa.Table) -> Numbers:

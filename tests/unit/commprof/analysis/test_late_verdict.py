@@ -483,6 +483,21 @@ def test_paths_that_a_busy_machine_delays_do_not_hide_a_far_slower_link():
     assert slow_paths._of_pairs(paces) is None
 
 
+def test_the_widest_gap_parts_slow_paths_from_those_that_wake_up_late():
+    """Paces of three hosts, of which the link of h1 has 20 Mbit/s (measured ns per byte): h0 woke up late for h2's messages.
+
+    What the link holds back is less than a message, so half of the messages pass it faster.
+    """
+    measured = {
+        ("h0", "h1"): (402, 402, 402), ("h0", "h2"): (0.6, 0.7, 0.8), ("h1", "h0"): (19, 19, 20),
+        ("h1", "h2"): (437, 437, 437), ("h2", "h0"): (2.6, 2.9, 3.4), ("h2", "h1"): (18, 19, 19),
+    }  # fmt: skip
+    paces = {ends: slow_paths.Pace(*pace, size=11 * MIB / 4, number=11) for ends, pace in measured.items()}
+    found = slow_paths._of_pairs(paces)
+    assert (found.kind, found.ends) == (slow_paths.LINK, ("h1",))
+    assert found.ratio == pytest.approx((402 + 437) / (2.9 + 19))
+
+
 def test_operations_that_disagree_leave_it_open_which_link_is_slow():
     one = slow_paths.SlowPath(slow_paths.SENDS, ("host a",), 4.0, 1000)
     other = slow_paths.SlowPath(slow_paths.RECEIVES, ("host b",), 4.0, 999)
