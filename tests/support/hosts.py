@@ -161,34 +161,6 @@ def environment(machines: Sequence[Host], rank: int, each: int = 1, port: int = 
     }
 
 
-def run_on_each(
-    machines: Sequence[Host], words: Sequence[str], cwd: Path, each: int = 1
-) -> list[tuple[str, str]]:
-    """Run ``words`` as ``each`` ranks on every host; what each has printed, and said on its standard error.
-
-    Raises:
-        AssertionError: a rank has not ended with 0.
-    """
-    ranks = [
-        machines[rank // each].start(
-            words,
-            environment(machines, rank, each),
-            cwd=cwd,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(len(machines) * each)
-    ]
-    try:
-        said = [process.communicate(timeout=200) for process in ranks]
-    finally:
-        for process in ranks:
-            process.kill()
-    assert [process.returncode for process in ranks] == [0] * len(ranks), said
-    return said
-
-
 def resent_bytes(host: Host) -> int:
     """At most so many bytes ``host`` has sent a second time: TCP's own count of segments, each as a frame of a veth.
 

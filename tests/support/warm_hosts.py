@@ -1,7 +1,7 @@
-"""commprof commands on the hosts of :mod:`support.hosts`, forked from the warm test process: no interpreter starts.
+"""Commands and programs on the hosts of :mod:`support.hosts`, forked from the warm test process: no interpreter starts.
 
 A forked process goes to the namespaces of its host first. For tests of what is recorded on several hosts; what tests how
-interpreters start there calls ``hosts.run_on_each``.
+interpreters start there calls ``Host.start``.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import ctypes
 import os
 import socket
 import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final
@@ -18,14 +19,15 @@ from support import warm, warm_programs
 from support.hosts import Host, environment
 from support.ranks import run_ranks
 
-_NEW_UTS, _NEW_NET = 0x04000000, 0x40000000  # of sched.h; os has them from Python 3.12 on
+# Of sched.h; os has them from Python 3.12 on.
+_NEW_TIME, _NEW_UTS, _NEW_NET = 0x00000080, 0x04000000, 0x40000000
 _libc: Final = ctypes.CDLL(None, use_errno=True)
 
 
 def run_commprof_on_each(
     machines: Sequence[Host], words: Sequence[str], cwd: Path, each: int = 1
 ) -> list[tuple[str, str]]:
-    """As ``hosts.run_on_each``, of ``commprof WORDS``.
+    """Run ``commprof WORDS`` as ``each`` ranks on every host; what each has printed, and said on its standard error.
 
     Raises:
         AssertionError: a command has not ended with 0.
@@ -36,6 +38,18 @@ def run_commprof_on_each(
         [words] * len(environments),
         cwd,
         environments,
+    )
+
+
+def run_on_each(machines: Sequence[Host], words: Sequence[str], cwd: Path) -> list[tuple[str, str]]:
+    """Run ``python WORDS`` as one rank on every host; what each has printed, and said on its standard error.
+
+    Raises:
+        AssertionError: a program has not ended with 0.
+    """
+    warm_programs.import_all()
+    return _outputs(
+        run_ranks(len(machines), _run_program_there, machines, words, cwd, process_group=False, timeout=250)
     )
 
 
@@ -54,12 +68,26 @@ def run_commprof(
     """
     warm.import_all()  # here, or each of the processes imports it for itself
     warm_programs.import_all()
-    done: list[subprocess.CompletedProcess[str]] = run_ranks(
-        len(machines), _run_there, machines, commands, cwd, environments, process_group=False, timeout=250
+    return _outputs(
+        run_ranks(
+            len(machines), _run_there, machines, commands, cwd, environments, process_group=False, timeout=250
+        )
     )
+
+
+def _outputs(done: Sequence[subprocess.CompletedProcess[str]]) -> list[tuple[str, str]]:
     said = [(each.stdout, each.stderr) for each in done]
     assert [each.returncode for each in done] == [0] * len(done), said
     return said
+
+
+def _run_program_there(number, _, machines, words, cwd) -> subprocess.CompletedProcess[str]:
+    _enter(machines[number])
+    command = [sys.executable, *map(str, words)]
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with warm_programs.Popen(command, cwd=cwd, env=environment(machines, number), **streams) as process:
+        out, err = process.communicate(timeout=200)
+    return subprocess.CompletedProcess(command, process.returncode, out, err)
 
 
 def _run_there(number, _, machines, commands, cwd, environments) -> subprocess.CompletedProcess[str]:
@@ -68,12 +96,14 @@ def _run_there(number, _, machines, commands, cwd, environments) -> subprocess.C
 
 
 def _enter(host: Host) -> None:
-    """Move this process to the network and the name of ``host``."""
-    assert not host.ahead, "a clock of its own has only a child of the process that asks for it"
+    """Move this process to the network and the name of ``host``, and what it forks from now on to its clock."""
     with Path("/run/netns", host.name).open() as namespace:
         _succeed(_libc.setns(namespace.fileno(), _NEW_NET))
     _succeed(_libc.unshare(_NEW_UTS))
     socket.sethostname(host.name)
+    if host.ahead:
+        _succeed(_libc.unshare(_NEW_TIME))
+        Path("/proc/self/timens_offsets").write_text(f"monotonic {host.ahead} 0\n")
 
 
 def _succeed(result: int) -> None:

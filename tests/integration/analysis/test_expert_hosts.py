@@ -1,13 +1,11 @@
 """Two hosts with two ranks each that exchange tokens: the bytes between hosts are what their interfaces sent."""
 
-import sys
-from pathlib import Path
-
 import pytest
 
 from commprof.analysis import api
 from commprof.trace.reader import open_run
 from support import hosts as network
+from support.warm_hosts import run_commprof_on_each
 
 WHY_NOT = network.why_impossible()
 pytestmark = [
@@ -62,8 +60,7 @@ def test_tokens_between_hosts_are_what_the_interfaces_sent(tmp_path):
     (tmp_path / "train.py").write_text(PROGRAM)
     run = tmp_path / "run"
     with network.hosts(HOSTS) as machines:
-        words = ["-m", "commprof", "run", "--wire", "--out", str(run), "train.py"]
-        network.run_on_each(machines, [sys.executable, *words], Path(tmp_path), EACH)
+        run_commprof_on_each(machines, ["run", "--wire", "--out", str(run), "train.py"], tmp_path, EACH)
         resent = sum(map(network.resent_bytes, machines))
     exchanged = api.exchange_imbalance(run, of_experts=True)
     assert exchanged["between_hosts_bytes"].tolist() == [BETWEEN] * STEPS

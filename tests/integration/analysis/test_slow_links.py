@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import textwrap
 from pathlib import Path
 
@@ -10,6 +9,7 @@ import pytest
 
 from commprof.analysis import api
 from support import hosts as network
+from support.warm_hosts import run_on_each
 
 WHY_NOT = network.why_impossible()
 pytestmark = [
@@ -63,7 +63,7 @@ def record(directory: Path, rates, kind: str, late: int = -1) -> tuple[str, str]
     script, run = directory / "train.py", directory / "run"
     script.write_text(textwrap.dedent(PROGRAM))
     with network.hosts(len(rates), rates) as machines:
-        network.run_on_each(machines, [sys.executable, str(script), str(run), kind, str(late)], directory)
+        run_on_each(machines, [str(script), str(run), kind, str(late)], directory)
         said = api.stragglers(run).attrs
         statement = said["statement"] or ""
         for number, machine in enumerate(machines):

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import sys
 import textwrap
 
 import pytest
 
 from support import hosts as network
+from support.warm_hosts import run_on_each
 
 HOSTS = 4
 STEPS = 2
@@ -80,8 +80,7 @@ def sent(tmp_path_factory):
     script = tmp_path_factory.mktemp("hosts") / "train.py"
     script.write_text(textwrap.dedent(PROGRAM).replace("STEPS", str(STEPS)))
     with network.hosts(HOSTS) as machines:
-        words = [sys.executable, str(script), json.dumps(CASES)]
-        said = network.run_on_each(machines, words, script.parent)
+        said = run_on_each(machines, [str(script), json.dumps(CASES)], script.parent)
     found = [
         json.loads(line[6:]) for out, _ in said for line in out.splitlines() if line.startswith("found ")
     ]

@@ -5,7 +5,6 @@ The hosts are network and time namespaces of one machine; two of them are shifte
 
 from __future__ import annotations
 
-import sys
 import textwrap
 from pathlib import Path
 
@@ -14,6 +13,7 @@ import pytest
 from commprof.analysis import api
 from commprof.trace.reader import open_run
 from support import hosts as network
+from support.warm_hosts import run_on_each
 
 ROOT = Path(__file__).parents[3]
 AHEAD = (0, 5000, 90_000, 0)
@@ -54,8 +54,7 @@ def record(directory: Path, *unrecorded: int) -> Path:
     script, run = directory / "train.py", directory / "run"
     script.write_text(textwrap.dedent(PROGRAM))
     with network.hosts(len(AHEAD), ahead=AHEAD) as machines:
-        words = [sys.executable, str(script), str(run), *map(str, unrecorded)]
-        said = network.run_on_each(machines, words, directory)
+        said = run_on_each(machines, [str(script), str(run), *map(str, unrecorded)], directory)
         # torch's own: the names of these hosts are in no register.
         lines = [
             line for _, text in said for line in text.splitlines() if "hostname of the client" not in line
