@@ -13,7 +13,7 @@ from commprof.export.csv import export_csv
 from support.browser import served
 from support.runs import SyntheticRun
 
-pytestmark = [pytest.mark.browser, pytest.mark.shared_answers]
+pytestmark = [pytest.mark.long, pytest.mark.browser, pytest.mark.shared_answers]
 
 WORLD, STEPS, STEP_NS = 8, 60, 1_000_000
 GRAPH = "#card-timeline .js-plotly-plot"
@@ -79,7 +79,6 @@ def exported(runs, tmp_path_factory):
         ]
 
 
-@pytest.mark.long
 def test_from_afar_each_group_of_a_rank_is_as_busy_as_its_records(page, base_url, exported):
     length = max(row[4] for row in exported) - min(row[3] for row in exported)
     page.open(f"{base_url}/timeline?run=shared&from=0&to={length}")

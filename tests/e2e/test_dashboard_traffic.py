@@ -82,6 +82,7 @@ def check_charts_and_keys(view):
     assert view.page.evaluate(focused) == "Run"
 
 
+@pytest.mark.long
 def test_the_matrix_and_its_controls(page, base_url, runs):
     def answered(**asked):
         frame = api.matrix(runs / "plain", **asked)

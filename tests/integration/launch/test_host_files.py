@@ -17,7 +17,11 @@ from support import hosts as network
 from support.warm_hosts import run_commprof
 
 WHY_NOT = network.why_impossible()
-pytestmark = [pytest.mark.root, pytest.mark.skipif(WHY_NOT is not None, reason=WHY_NOT or "")]
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.root,
+    pytest.mark.skipif(WHY_NOT is not None, reason=WHY_NOT or ""),
+]
 
 PROGRAM = """
 import torch, torch.distributed as dist

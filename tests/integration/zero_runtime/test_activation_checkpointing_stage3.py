@@ -105,9 +105,17 @@ def trained(rank, world, settings):
     return found
 
 
-def test_the_same_model_is_trained_to_the_bit(capfd):
-    for found in run_ranks(2, trained, list(SETTINGS)):
-        for name in SETTINGS:
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ("tight", "fp16"),
+        pytest.param([name for name in SETTINGS if name not in ("tight", "fp16")], marks=pytest.mark.long),
+    ],
+    ids=["common", "rarer"],
+)
+def test_the_same_model_is_trained_to_the_bit(settings, capfd):
+    for found in run_ranks(2, trained, settings):
+        for name in settings:
             for way in WAYS:
                 assert found[name, way] == found[name, "none"], (name, way)
     assert "recorded order" not in capfd.readouterr().err  # what runs again does not disturb the prefetcher
