@@ -67,10 +67,17 @@ class CompiledParts(BuildHookInterface[Any]):
                 f"{source.stem}.{os.getpid()}.so"
             )  # a name that git and hatch leave alone
             command = [
-                *("-O2", "-Wall", "-Wextra", "-Wno-missing-field-initializers", "-fPIC", "-shared"),
+                "-O2",
+                "-Wall",
+                "-Wextra",
+                "-Wno-missing-field-initializers",
+                "-fPIC",
+                "-shared",
                 *macros,
                 f"-I{sysconfig.get_paths()['include']}",
-                *(str(source), "-o", str(unfinished)),
+                str(source),
+                "-o",
+                str(unfinished),
             ]
             try:
                 compiler = shlex.split(os.environ.get("CC") or sysconfig.get_config_var("CC") or "cc")

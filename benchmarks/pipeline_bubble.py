@@ -97,15 +97,15 @@ def figures_of(args: argparse.Namespace) -> dict[str, dict[str, float]]:
     """What the ranks measured, by schedule."""
     words = [str(value) for value in (args.stages, args.micro_batches, args.milliseconds, args.steps)]
     command = [
-        *(
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            "--nproc-per-node",
-            str(args.stages),
-        ),
-        *(__file__, "--rank", *words),
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        str(args.stages),
+        __file__,
+        "--rank",
+        *words,
     ]
     done = subprocess.run(
         command, env=_environment(), capture_output=True, text=True, timeout=1200, check=False

@@ -14,8 +14,13 @@ from commprof.align.sequences.edits import Codes
 from commprof.trace.tables import table_from_rows
 
 _COUNTED: Final = (
-    *("matched", "missing", "extra", "ambiguous"),
-    *("ambiguous_records", "ambiguous_missing", "ambiguous_extra"),
+    "matched",
+    "missing",
+    "extra",
+    "ambiguous",
+    "ambiguous_records",
+    "ambiguous_missing",
+    "ambiguous_extra",
 )
 
 

@@ -34,9 +34,17 @@ _RESOURCES: Final = (*_EXPOSED, *_MEMORY, "samples_per_second")
 # Where a run is, and in which files, changes without a change of what it recorded.
 _NOT_OF_RUN: Final = ("name", "path", "finalised")
 _MEASURED: Final = (
-    *("requested_op", "issued_op", "intended_op", "collectives_per_step"),
-    *("payload_bytes_per_step", "wire_bytes_per_step", "executed_wire_bytes_per_step"),
-    *("step_time_ns", "step_time_low_ns", "step_time_high_ns", "final_loss"),
+    "requested_op",
+    "issued_op",
+    "intended_op",
+    "collectives_per_step",
+    "payload_bytes_per_step",
+    "wire_bytes_per_step",
+    "executed_wire_bytes_per_step",
+    "step_time_ns",
+    "step_time_low_ns",
+    "step_time_high_ns",
+    "final_loss",
 )
 _RUN_COLUMNS: Final = {
     "run": RUN_COLUMN,

@@ -14,15 +14,18 @@ from commprof.export.paper_figures import letters, number, operation, spelled, s
 Row = Mapping[str, str]
 
 NEEDED: Final = (
-    *("label", "requested_op", "issued_op", "intended_op", "payload_bytes_per_step", "wire_bytes_per_step"),
-    *(
-        "collectives_per_step",
-        "step_time_ns",
-        "step_time_low_ns",
-        "step_time_high_ns",
-        "final_loss",
-        "repeats",
-    ),
+    "label",
+    "requested_op",
+    "issued_op",
+    "intended_op",
+    "payload_bytes_per_step",
+    "wire_bytes_per_step",
+    "collectives_per_step",
+    "step_time_ns",
+    "step_time_low_ns",
+    "step_time_high_ns",
+    "final_loss",
+    "repeats",
 )
 _ESCAPES: Final = {
     "\\": r"\textbackslash{}",

@@ -372,8 +372,15 @@ class Durations:
             else "the run has no such message whose result a rank waited for"
         )
         command = command_line(
-            *("calibrate", "--nproc", ranks, "--ops", calibrated_op(op), "--sizes", _sizes_around(size)),
-            *("--out", "calibration.json"),
+            "calibrate",
+            "--nproc",
+            ranks,
+            "--ops",
+            calibrated_op(op),
+            "--sizes",
+            _sizes_around(size),
+            "--out",
+            "calibration.json",
         )
         have = "" if self._calibration is None else ", and the calibration none of that size"
         return (

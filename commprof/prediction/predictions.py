@@ -49,20 +49,28 @@ KEYS: Final = (
     *(
         f"zero_optimization.{name}"
         for name in (
-            *("stage", "reduce_bucket_size", "gradient_reduction", "reduce_scatter", "reduce_scatter_impl"),
-            *(
-                "use_multi_rank_bucket_allreduce",
-                "overlap_comm",
-                "round_robin_gradients",
-                "contiguous_gradients",
-            ),
-            *("allgather_bucket_size", "allgather_partitions", "compute_grad_norm"),
-            *("gradient_accumulation_reduce", "stage3_prefetch_bucket_size", "stage3_max_live_parameters"),
-            *("stage3_max_reuse_distance", "stage3_param_persistence_threshold"),
+            "stage",
+            "reduce_bucket_size",
+            "gradient_reduction",
+            "reduce_scatter",
+            "reduce_scatter_impl",
+            "use_multi_rank_bucket_allreduce",
+            "overlap_comm",
+            "round_robin_gradients",
+            "contiguous_gradients",
+            "allgather_bucket_size",
+            "allgather_partitions",
+            "compute_grad_norm",
+            "gradient_accumulation_reduce",
+            "stage3_prefetch_bucket_size",
+            "stage3_max_live_parameters",
+            "stage3_max_reuse_distance",
+            "stage3_param_persistence_threshold",
             "stage3_model_persistence_threshold",
         )
     ),
-    *("communication_data_type", "disable_allgather"),
+    "communication_data_type",
+    "disable_allgather",
 )
 REFUSED_ERROR: Final = 0.10  # of the replay, above which nothing is predicted
 _WIDE_ERROR: Final = 0.02  # above which a note says so

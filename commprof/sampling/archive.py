@@ -12,21 +12,23 @@ from commprof.trace.directory import COLLECTIVES_DIRECTORY
 
 _COLUMNS: Final = (
     *(name for name in What._fields),
-    *(
-        "rank",
-        "attempt",
-        "pid",
-        "seq",
-        "pg_seq",
-        "call_site",
-        "purpose",
-        "module",
-        "step",
-        "thread",
-        "layer",
-        "status",
-    ),
-    *("issue_ns", "return_ns", "wait_begin_ns", "wait_end_ns", "device_end_ns"),
+    "rank",
+    "attempt",
+    "pid",
+    "seq",
+    "pg_seq",
+    "call_site",
+    "purpose",
+    "module",
+    "step",
+    "thread",
+    "layer",
+    "status",
+    "issue_ns",
+    "return_ns",
+    "wait_begin_ns",
+    "wait_end_ns",
+    "device_end_ns",
 )
 _TIMES: Final = ("return_ns", "wait_begin_ns", "wait_end_ns", "device_end_ns")
 

@@ -77,7 +77,14 @@ def test_the_figures_and_files_hold_what_the_command_prints(page, base_url, tmp_
     page.open(f"{base_url}/plan?{ADDRESS}&setting=stage%3D3")
     assert [page.page.evaluate(AXIS, f"plan-{name}") for name in ("traffic", "memory")] == ["log", "log"]
     assert page.page.evaluate(LABELS, "plan-traffic") == [
-        *("1", "4", "16", "64", "256", "1K", "4K", "16K"),
+        "1",
+        "4",
+        "16",
+        "64",
+        "256",
+        "1K",
+        "4K",
+        "16K",
     ]
     traffic, memory = drawn(page, "plan-traffic"), drawn(page, "plan-memory")
     with page.page.expect_download() as waiting:

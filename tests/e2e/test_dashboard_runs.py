@@ -171,7 +171,7 @@ def test_a_run_that_appears_is_added_and_the_rest_stays(page, runs, base_url):
 
 
 MAIN = [
-    *("name", "state", "setting", "step_time", "exposed", "sent", "verdict", "duration", "started"),
+    "name", "state", "setting", "step_time", "exposed", "sent", "verdict", "duration", "started",
 ]  # fmt: skip
 CUT = """() => [...document.querySelectorAll('#runs-grid .ag-cell')]
     .map((cell) => cell.querySelector('.ag-cell-value') || cell)

@@ -19,9 +19,20 @@ WORLD = 2
 STEPS = 4
 CAPACITY_MB = 0.05
 KINDS = (
-    *("ddp", "fsdp", "one-rank", "sums", "killed", "going"),
-    *("imported-flight", "imported-kineto", "imported-inspector", "imported-comms"),
-    *("hostile", "no-steps", "nothing", "broken"),
+    "ddp",
+    "fsdp",
+    "one-rank",
+    "sums",
+    "killed",
+    "going",
+    "imported-flight",
+    "imported-kineto",
+    "imported-inspector",
+    "imported-comms",
+    "hostile",
+    "no-steps",
+    "nothing",
+    "broken",
 )
 
 

@@ -34,8 +34,21 @@ MISSING = f"no recorded runs at {ROOT}; set COMMPROF_RECORDED_RUNS to the direct
 
 # Flags of a case that say how it was recorded, or that ``_engine`` and ``_SCRIPTS`` know.
 _KNOWN_FLAGS = {
-    *("name", "world", "config", "model", "steps", "timeout", "profile", "shm", "backend"),
-    *("two_groups", "client_opt", "kind", "args", "force_fp16", "zero_init"),
+    "name",
+    "world",
+    "config",
+    "model",
+    "steps",
+    "timeout",
+    "profile",
+    "shm",
+    "backend",
+    "two_groups",
+    "client_opt",
+    "kind",
+    "args",
+    "force_fp16",
+    "zero_init",
 }
 _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 _QUANTIZED = ("zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients")

@@ -414,8 +414,19 @@ def _buffers(op: str, payload_bytes: int, size: int, rank: int, peer: int) -> tu
 
 
 _SUMMED_BY = (
-    *("rank", "attempt", "pid", "step", "after_step", "phase", "op", "intended_op", "purpose"),
-    *("pg", "group_ranks", "group_size", "is_p2p"),
+    "rank",
+    "attempt",
+    "pid",
+    "step",
+    "after_step",
+    "phase",
+    "op",
+    "intended_op",
+    "purpose",
+    "pg",
+    "group_ranks",
+    "group_size",
+    "is_p2p",
 )
 
 

@@ -50,8 +50,13 @@ def main():
     """All cases beside each other, each with hosts of its own."""
     engine = Engine(
         [
-            *("player", "--log=root.thres:critical", "--cfg=network/model:CM02", "--cfg=network/TCP-gamma:0"),
-            *("--cfg=network/crosstraffic:0", "--cfg=network/weight-S:0", "--cfg=network/bandwidth-factor:1"),
+            "player",
+            "--log=root.thres:critical",
+            "--cfg=network/model:CM02",
+            "--cfg=network/TCP-gamma:0",
+            "--cfg=network/crosstraffic:0",
+            "--cfg=network/weight-S:0",
+            "--cfg=network/bandwidth-factor:1",
         ]
     )
     cases = json.load(sys.stdin)

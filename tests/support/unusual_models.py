@@ -354,8 +354,24 @@ class HalfUsed(nn.Module):
 MODELS = {
     each.__name__: each
     for each in (
-        *(Tied, Borrowed, Hidden, Returned, Attention, Recurrent, Repeated, Containers, Sizes, Changing),
-        *(Recomputed, RecomputedReentrant, Twice, Experts, Leaking, AttentionFirst, Derived, HalfUsed),
+        Tied,
+        Borrowed,
+        Hidden,
+        Returned,
+        Attention,
+        Recurrent,
+        Repeated,
+        Containers,
+        Sizes,
+        Changing,
+        Recomputed,
+        RecomputedReentrant,
+        Twice,
+        Experts,
+        Leaking,
+        AttentionFirst,
+        Derived,
+        HalfUsed,
     )
 }
 

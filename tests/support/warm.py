@@ -34,26 +34,33 @@ ROOT: Final = Path(__file__).resolve().parents[2]
 # Which engine and which parts in C are taken is decided while modules are imported.
 _READ_AT_IMPORT: Final = ("COMMPROF_COMPILED",)
 _ROOMS: Final = (
-    *("align", "analysis", "calibration", "cli", "export", "imports", "ledger", "nccl", "plan", "prediction"),
-    *("requested", "sampling", "trace"),
+    "align",
+    "analysis",
+    "calibration",
+    "cli",
+    "export",
+    "imports",
+    "ledger",
+    "nccl",
+    "plan",
+    "prediction",
+    "requested",
+    "sampling",
+    "trace",
 )
 _NOT_IMPORTED: Final = ("commprof.analysis.relations.spark",)
 # What these, and the libraries below them, import in their first call.
 _LIBRARIES: Final = (
-    *(
-        "commprof.recorder.session",
-        "commprof_dash.app",
-        "pandas.core.arrays.arrow._arrow_utils",
-        "pyarrow.acero",
-    ),
-    *(
-        "pyarrow.dataset",
-        "pyarrow.parquet",
-        "rich.console",
-        "rich.table",
-        "typer._adapters",
-        "typer._click.decorators",
-    ),
+    "commprof.recorder.session",
+    "commprof_dash.app",
+    "pandas.core.arrays.arrow._arrow_utils",
+    "pyarrow.acero",
+    "pyarrow.dataset",
+    "pyarrow.parquet",
+    "rich.console",
+    "rich.table",
+    "typer._adapters",
+    "typer._click.decorators",
 )
 _IMPORT: Final = builtins.__import__
 _CACHE_DIRECTORY: Final = answer_files.cache_directory

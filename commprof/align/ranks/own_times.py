@@ -27,8 +27,22 @@ _UNKNOWN: Final = -(1 << 62)  # earlier than any
 OWN_COLUMNS: Final = ("own_ns", "own_since_seq", "held_elsewhere_ns")
 _ROOTED: Final = ("broadcast", "scatter", "reduce", "gather")
 SOURCES: Final = (
-    *("op", "rank", "attempt", "pid", "pg", "group_ranks", "pg_seq", "is_p2p", "is_async", "device"),
-    *("issue_ns", "return_ns", "wait_begin_ns", "wait_end_ns", "device_end_ns", "exposed_ns"),
+    "op",
+    "rank",
+    "attempt",
+    "pid",
+    "pg",
+    "group_ranks",
+    "pg_seq",
+    "is_p2p",
+    "is_async",
+    "device",
+    "issue_ns",
+    "return_ns",
+    "wait_begin_ns",
+    "wait_end_ns",
+    "device_end_ns",
+    "exposed_ns",
 )
 
 

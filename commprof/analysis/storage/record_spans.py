@@ -28,19 +28,22 @@ Numbers = npt.NDArray[np.int64]
 
 # Columns that differ from record to record. Each combination of the others is stored once.
 OWN_COLUMNS: Final = (
-    *(
-        "rank",
-        "attempt",
-        "pid",
-        "seq",
-        "step",
-        "micro_step",
-        "pg_seq",
-        "group_rank",
-        "coalesce_id",
-        "replays",
-    ),
-    *("issue_ns", "return_ns", "wait_begin_ns", "wait_end_ns", "device_begin_ns", "device_end_ns"),
+    "rank",
+    "attempt",
+    "pid",
+    "seq",
+    "step",
+    "micro_step",
+    "pg_seq",
+    "group_rank",
+    "coalesce_id",
+    "replays",
+    "issue_ns",
+    "return_ns",
+    "wait_begin_ns",
+    "wait_end_ns",
+    "device_begin_ns",
+    "device_end_ns",
     "exposed_ns",
 )
 KIND_COLUMNS: Final = tuple(name for name in COLLECTIVES.names if name not in OWN_COLUMNS)

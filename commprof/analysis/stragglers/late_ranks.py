@@ -29,20 +29,22 @@ _MORE: Final = 1.25  # times as often as among equal ranks
 _TURNS: Final = 0.05  # of the cost of ranks that are late in turn
 
 _NUMBERS: Final = (
-    *(
-        "attempt",
-        "step",
-        "rank",
-        "second_rank",
-        "members",
-        "lateness_error_ns",
-        "lateness_ns",
-        "own_delay_ns",
-        "lead_ns",
-        "others_waited_ns",
-    ),
-    *("others_waited_own_ns", "own_lead_ns", "elsewhere_lead_ns"),
-    *("second_lead_ns", "second_own_lead_ns", "second_waited_ns"),
+    "attempt",
+    "step",
+    "rank",
+    "second_rank",
+    "members",
+    "lateness_error_ns",
+    "lateness_ns",
+    "own_delay_ns",
+    "lead_ns",
+    "others_waited_ns",
+    "others_waited_own_ns",
+    "own_lead_ns",
+    "elsewhere_lead_ns",
+    "second_lead_ns",
+    "second_own_lead_ns",
+    "second_waited_ns",
 )
 _FLAGS: Final = {"is_timed": "others_waited_ns", "is_known": "own_lead_ns"}
 

@@ -18,8 +18,14 @@ Numbers = npt.NDArray[np.int64]
 _CHANCE: Final = 0.01  # the probability that equal ranks come so often in such an order
 _WORTH: Final = 0.02  # of the time
 _NUMBERS: Final = (
-    *("attempt", "step", "rank", "peer", "group_size"),
-    *("awaited_own_ns", "awaited_later_ns", "own_lead_ns"),
+    "attempt",
+    "step",
+    "rank",
+    "peer",
+    "group_size",
+    "awaited_own_ns",
+    "awaited_later_ns",
+    "own_lead_ns",
 )
 
 

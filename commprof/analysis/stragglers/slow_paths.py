@@ -55,8 +55,20 @@ _LATE_WITH_ANOTHER: Final = 0.9
 _ALONE: Final = 0.07  # of the lateness of the latest: below it a rank is not late
 
 _NEEDED: Final = (
-    *("attempt", "collective", "op", "rank", "peer", "group_ranks", "group_size", "backend"),
-    *("step", "arrived_ns", "payload_bytes", "lateness_ns", "transfer_ns", "ended_ns"),
+    "attempt",
+    "collective",
+    "op",
+    "rank",
+    "peer",
+    "group_ranks",
+    "group_size",
+    "backend",
+    "step",
+    "arrived_ns",
+    "payload_bytes",
+    "lateness_ns",
+    "transfer_ns",
+    "ended_ns",
 )
 
 Pair = tuple[str, str]

@@ -19,8 +19,14 @@ from commprof.trace.reader import Run, Scan
 _LAYER: Final = ["attempt", "step", "layer"]
 # Columns of the table that say how a layer is set, in the order in which they are shown.
 SETTING: Final = (
-    *("num_experts", "ep_size", "k", "capacity_factor", "eval_capacity_factor", "min_capacity"),
-    *("drop_tokens", "hidden"),
+    "num_experts",
+    "ep_size",
+    "k",
+    "capacity_factor",
+    "eval_capacity_factor",
+    "min_capacity",
+    "drop_tokens",
+    "hidden",
 )
 
 

@@ -12,7 +12,12 @@ from commprof.schema import Op, Purpose
 _SHARING: Final = (Purpose.ACTIVATION, Purpose.PIPELINE)
 # Purposes of any program beside its training, which commprof itself assigns.
 _BESIDE: Final = (
-    *(Purpose.CONTROL, Purpose.OBJECT, Purpose.INPUT, Purpose.METRIC, Purpose.EVALUATION, Purpose.CHECKPOINT),
+    Purpose.CONTROL,
+    Purpose.OBJECT,
+    Purpose.INPUT,
+    Purpose.METRIC,
+    Purpose.EVALUATION,
+    Purpose.CHECKPOINT,
     Purpose.PARAMETER_ACCESS,
 )
 _NAMELESS: Final = ("", "default_pg", "undefined")  # torch's description of a group without a name

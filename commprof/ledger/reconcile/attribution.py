@@ -27,16 +27,28 @@ from commprof.schema import Op, Purpose, Status
 # Purposes that a program or its wrapper gives to messages that no config requests.
 OWN_PURPOSES: Final = frozenset(
     {
-        *(Purpose.METRIC, Purpose.CHECKPOINT, Purpose.OTHER, Purpose.ACTIVATION, Purpose.PIPELINE),
-        *(Purpose.CONTROL, Purpose.OBJECT, Purpose.INPUT, Purpose.EVALUATION, Purpose.PARAMETER_ACCESS),
+        Purpose.METRIC,
+        Purpose.CHECKPOINT,
+        Purpose.OTHER,
+        Purpose.ACTIVATION,
+        Purpose.PIPELINE,
+        Purpose.CONTROL,
+        Purpose.OBJECT,
+        Purpose.INPUT,
+        Purpose.EVALUATION,
+        Purpose.PARAMETER_ACCESS,
     }
 )
 LABEL: Final = "label"  # what says why it was issued, and nothing says how much of it there should be
 # Those outside of the passes of a model: no rule of training covers them.
 BESIDE_TRAINING: Final = frozenset(
     {
-        *(Purpose.METRIC, Purpose.EVALUATION, Purpose.CHECKPOINT),
-        *(Purpose.CONTROL, Purpose.OBJECT, Purpose.INPUT),
+        Purpose.METRIC,
+        Purpose.EVALUATION,
+        Purpose.CHECKPOINT,
+        Purpose.CONTROL,
+        Purpose.OBJECT,
+        Purpose.INPUT,
     }
 )
 UNTAGGED: Final = "no purpose was given, and the config requests nothing like it"

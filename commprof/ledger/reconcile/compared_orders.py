@@ -35,8 +35,20 @@ _NUMBERS: Final = ("pid", "seq", "pg_seq")
 COLUMNS: Final = (*GROUP, *_STATE, "rank", "pid", "thread", "step", "pg_seq")
 _ORDER: Final = (*COLUMNS, "seq")
 _SHOWN: Final = (
-    *(*_ORDER, "payload_bytes", "dtype", "reduce_op", "peer", "backend", "after_step", "module", "purpose"),
-    *("call_site", "input_bytes", "output_bytes", "input_splits", "output_splits"),
+    *_ORDER,
+    "payload_bytes",
+    "dtype",
+    "reduce_op",
+    "peer",
+    "backend",
+    "after_step",
+    "module",
+    "purpose",
+    "call_site",
+    "input_bytes",
+    "output_bytes",
+    "input_splits",
+    "output_splits",
 )
 _WEIGHTS: Final = tuple(
     np.uint64(odd) for odd in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)

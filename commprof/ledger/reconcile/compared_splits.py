@@ -27,8 +27,19 @@ _STATE: Final = ("captured", "status", "layer")
 _SIZES: Final = ("input_bytes", "output_bytes", "input_splits", "output_splits")
 COLUMNS: Final = (*GROUP, "op", *_STATE, "rank", "pg_seq", *_SIZES)
 _SHOWN: Final = (
-    *(*COLUMNS, "seq", "issue_ns", "payload_bytes", "dtype", "reduce_op", "peer", "backend"),
-    *("step", "after_step", "module", "purpose", "call_site"),
+    *COLUMNS,
+    "seq",
+    "issue_ns",
+    "payload_bytes",
+    "dtype",
+    "reduce_op",
+    "peer",
+    "backend",
+    "step",
+    "after_step",
+    "module",
+    "purpose",
+    "call_site",
 )
 _UNKNOWN: Final = -1
 _PAIRS: Final = 1 << 12  # pairs of ranks whose sizes one sum has

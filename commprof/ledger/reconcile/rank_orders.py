@@ -35,8 +35,13 @@ COLUMNS: Final = (*_KIND, "rank", "step", "pg_seq")
 _NUMBERS: Final = ("rank", "pid", "seq", "pg_seq", "issue_ns", "step")
 _ORDER: Final = (*COLUMNS, "pid", "seq", "issue_ns", "module", "call_site")
 _SHOWN: Final = (
-    *(*_ORDER, "after_step", "purpose"),
-    *("input_bytes", "output_bytes", "input_splits", "output_splits"),
+    *_ORDER,
+    "after_step",
+    "purpose",
+    "input_bytes",
+    "output_bytes",
+    "input_splits",
+    "output_splits",
 )
 _OF_STEP: Final = ["group", "step"]
 _SUMS: Final = [*_OF_STEP, "rank", "count", "mixed"]

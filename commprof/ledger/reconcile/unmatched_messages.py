@@ -21,8 +21,14 @@ from commprof.schema import Op
 _KEY: Final = ("attempt", "pg", "group_ranks", "step", "rank", "peer", "op")
 COLUMNS: Final = (*_KEY, "payload_bytes", "pg_seq")
 _SHOWN: Final = (
-    *(*COLUMNS, "dtype", "reduce_op", "backend"),
-    *("after_step", "module", "purpose", "call_site"),
+    *COLUMNS,
+    "dtype",
+    "reduce_op",
+    "backend",
+    "after_step",
+    "module",
+    "purpose",
+    "call_site",
 )
 _NEAR: Final = 256  # messages of a step that are compared
 

@@ -12,8 +12,16 @@ from commprof.ledger.records.row_index import Lookup, Numbers, combinations, whe
 
 LINE_COLUMNS: Final = ("file", "line", "op")
 MATCH_COLUMNS: Final = (
-    *("state", "rank", "attempt", "record_pid", "seq", "op", "file", "line"),
-    *("host", "line_pid"),
+    "state",
+    "rank",
+    "attempt",
+    "record_pid",
+    "seq",
+    "op",
+    "file",
+    "line",
+    "host",
+    "line_pid",
 )
 _WRITTEN: Final = ("host", "line_pid", "rank", "record_pid", "state")
 _PLACE: Final = ("file",)

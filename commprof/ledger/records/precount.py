@@ -30,9 +30,23 @@ _OF_SCRIPTS: Final = frozenset(
 _PASSES: Final = frozenset({Phase.FORWARD, Phase.BACKWARD})
 _KNOWN, _NOT_KNOWN = 1, 2  # splits; of several ranks the largest counts
 COLUMNS: Final = (
-    *(*GROUP, "group_desc", "rank", "pid", "seq", "pg_seq", "step", "after_step", "phase"),
-    *("op", "purpose", "backend", "payload_bytes"),
-    *("group_size", "group_rank", "input_splits", "output_splits"),
+    *GROUP,
+    "group_desc",
+    "rank",
+    "pid",
+    "seq",
+    "pg_seq",
+    "step",
+    "after_step",
+    "phase",
+    "op",
+    "purpose",
+    "backend",
+    "payload_bytes",
+    "group_size",
+    "group_rank",
+    "input_splits",
+    "output_splits",
 )
 
 

@@ -38,8 +38,13 @@ _MODELS: Final = ("ddp", "fsdp", "fully_shard")  # the others wrap parts of mode
 _SEVERAL: Final = "whose gradients are clipped is not known of several models"
 # What wrappers send in passes.
 _OF_PASSES: Final = (
-    *(Purpose.PARAMETER_GATHER, Purpose.GRADIENT_REDUCE, Purpose.GRADIENT_NORM, Purpose.ACTIVATION),
-    *(Purpose.BUFFER_BROADCAST, Purpose.UNUSED_PARAMETERS, Purpose.BUCKET_REBUILD),
+    Purpose.PARAMETER_GATHER,
+    Purpose.GRADIENT_REDUCE,
+    Purpose.GRADIENT_NORM,
+    Purpose.ACTIVATION,
+    Purpose.BUFFER_BROADCAST,
+    Purpose.UNUSED_PARAMETERS,
+    Purpose.BUCKET_REBUILD,
     Purpose.PARAMETER_BROADCAST,  # ZeroRedundancyOptimizer
 )
 _UNPUBLISHED: Final = "the program stopped then, so not all passes that it began were recorded"

@@ -41,8 +41,14 @@ _USED_PARAMETERS: Final = hooks.tag(Purpose.UNUSED_PARAMETERS.value)
 
 # What decides what is sent, as :func:`commprof.requested.wrappers.ddp.read_ddp` takes it.
 _ARGUMENTS: Final = (
-    *("broadcast_buffers", "forward_sync_buffers", "init_sync", "bucket_cap_mb", "bucket_cap_mb_list"),
-    *("find_unused_parameters", "static_graph", "skip_all_reduce_unused_params"),
+    "broadcast_buffers",
+    "forward_sync_buffers",
+    "init_sync",
+    "bucket_cap_mb",
+    "bucket_cap_mb_list",
+    "find_unused_parameters",
+    "static_graph",
+    "skip_all_reduce_unused_params",
 )
 
 # What it issues on the thread that calls it. The innermost purpose counts.

@@ -199,7 +199,13 @@ _GATHER: Final = hooks.tag(Purpose.PARAMETER_GATHER.value)
 def with_padding(tag: hooks.tag, padding_bytes: int) -> hooks.tag:
     """The same tag, for a message with padding."""
     return _padded_tag(
-        *(tag.purpose, tag.bucket, tag.owner, tag.parameters, tag.intended_op, tag.bucket_bytes, tag.module),
+        tag.purpose,
+        tag.bucket,
+        tag.owner,
+        tag.parameters,
+        tag.intended_op,
+        tag.bucket_bytes,
+        tag.module,
         padding_bytes,
     )
 

@@ -29,12 +29,24 @@ _FUNCTIONAL: Final = "torch.distributed._functional_collectives"
 _SCALER: Final = "torch.distributed.fsdp.sharded_grad_scaler"
 _GRAPH: Final = "torch._dynamo.output_graph"
 _OBJECTS: Final = (
-    *("all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list"),
-    *("send_object_list", "recv_object_list"),
+    "all_gather_object",
+    "gather_object",
+    "broadcast_object_list",
+    "scatter_object_list",
+    "send_object_list",
+    "recv_object_list",
 )
 _DIFFERENTIABLE: Final = (
-    *("_Broadcast", "_Gather", "_Scatter", "_Reduce", "_Reduce_Scatter", "_AllGather", "_AllGatherBase"),
-    *("_AlltoAll", "_AlltoAllSingle", "_AllReduce"),
+    "_Broadcast",
+    "_Gather",
+    "_Scatter",
+    "_Reduce",
+    "_Reduce_Scatter",
+    "_AllGather",
+    "_AllGatherBase",
+    "_AlltoAll",
+    "_AlltoAllSingle",
+    "_AllReduce",
 )
 
 _PURPOSES: Final = (
@@ -63,8 +75,11 @@ _PURPOSES: Final = (
     *(
         default_purpose(_FUNCTIONAL, f"{name}_autograd", Purpose.ACTIVATION, optional=True)
         for name in (
-            *("all_gather_tensor", "reduce_scatter_tensor", "all_to_all_single"),
-            *("all_gather_single", "reduce_scatter_single"),
+            "all_gather_tensor",
+            "reduce_scatter_tensor",
+            "all_to_all_single",
+            "all_gather_single",
+            "reduce_scatter_single",
         )
     ),
     purpose(_SCALER, "ShardedGradScaler.unscale_", Purpose.OVERFLOW_CHECK, optional=True),

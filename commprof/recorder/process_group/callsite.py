@@ -17,20 +17,28 @@ _INTERNAL_PREFIXES: Final = (f"{_TORCH}/", f"{Path(__file__).parents[2]}/", "<fr
 _COMPILED: Final = "/torchinductor_"  # within the path of code that torch's compiler has written
 # What frameworks put between themselves and torch.distributed says nothing: the place is that of who calls it.
 _FRAMEWORKS_DOORS: Final = (
-    *("/deepspeed/comm/", "/deepspeed/utils/nvtx.py"),
-    *("/zero_runtime/comm.py", "/zero_runtime/deepspeed_names/ranks/", "/zero_runtime/groups/comm_log.py"),
-    *(
-        "/accelerate/accelerator.py",
-        "/accelerate/data_loader.py",
-        "/accelerate/state.py",
-        "/accelerate/utils/",
-    ),
+    "/deepspeed/comm/",
+    "/deepspeed/utils/nvtx.py",
+    "/zero_runtime/comm.py",
+    "/zero_runtime/deepspeed_names/ranks/",
+    "/zero_runtime/groups/comm_log.py",
+    "/accelerate/accelerator.py",
+    "/accelerate/data_loader.py",
+    "/accelerate/state.py",
+    "/accelerate/utils/",
     "/transformers/trainer_pt_utils.py",
-    *("/lightning/fabric/utilities/", "/lightning_fabric/utilities/", "/torchmetrics/utilities/"),
-    *("/lightning/fabric/plugins/collectives/", "/lightning_fabric/plugins/collectives/"),
-    *("/lightning/fabric/strategies/", "/lightning_fabric/strategies/"),
-    *("/lightning/pytorch/strategies/", "/pytorch_lightning/strategies/", "/lightning_utilities/"),
-    *("/lightning/pytorch/trainer/call.py", "/pytorch_lightning/trainer/call.py"),
+    "/lightning/fabric/utilities/",
+    "/lightning_fabric/utilities/",
+    "/torchmetrics/utilities/",
+    "/lightning/fabric/plugins/collectives/",
+    "/lightning_fabric/plugins/collectives/",
+    "/lightning/fabric/strategies/",
+    "/lightning_fabric/strategies/",
+    "/lightning/pytorch/strategies/",
+    "/pytorch_lightning/strategies/",
+    "/lightning_utilities/",
+    "/lightning/pytorch/trainer/call.py",
+    "/pytorch_lightning/trainer/call.py",
 )
 # The modules whose functions a program calls to issue a collective.
 _API_FILES: Final = frozenset(

@@ -409,7 +409,12 @@ class Signer:
         of_output, of_input = frozen[0], frozen[1]
         output_shape, input_shape = of_output[0], of_input[0]
         key = (
-            *(method.name, group.name, output_shape[1:], input_shape[1:], of_output[1:], of_input[1:]),
+            method.name,
+            group.name,
+            output_shape[1:],
+            input_shape[1:],
+            of_output[1:],
+            of_input[1:],
             frozen[_WITH_SPLITS:],
         )
         template = self._templates.get(key)

@@ -83,8 +83,18 @@ EVENT_KINDS: Final[tuple[str, ...]] = (
 
 # What a row of sums holds: columns of the table ``aggregates``.
 SUM_FIELDS: Final = (
-    *("phase", "op", "intended_op", "purpose", "pg", "is_p2p"),
-    *("calls", "payload_bytes", "input_bytes", "output_bytes", "host_ns", "exposed_ns"),
+    "phase",
+    "op",
+    "intended_op",
+    "purpose",
+    "pg",
+    "is_p2p",
+    "calls",
+    "payload_bytes",
+    "input_bytes",
+    "output_bytes",
+    "host_ns",
+    "exposed_ns",
 )
 
 

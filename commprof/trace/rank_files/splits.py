@@ -10,8 +10,14 @@ from commprof.schema import format_splits
 
 _MOST: Final = 1 << 50  # more is damage
 _OWN: Final = (
-    *("id", "sizes", "numel", "input_bytes", "output_bytes", "payload_bytes"),
-    *("input_splits", "output_splits"),
+    "id",
+    "sizes",
+    "numel",
+    "input_bytes",
+    "output_bytes",
+    "payload_bytes",
+    "input_splits",
+    "output_splits",
 )
 _PLACES: Final = {name: place for place, name in enumerate(_OWN)}
 

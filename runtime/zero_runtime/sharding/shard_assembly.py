@@ -77,8 +77,14 @@ class ShardedModel:
             overlap=config.zero.overlap_comm,
         )
         rest = (
-            *(self.groups, dtypes, policy, group, kinds.accumulation, at_boundary),
-            *(_leaves(module, self.groups), self._unpartitioned),
+            self.groups,
+            dtypes,
+            policy,
+            group,
+            kinds.accumulation,
+            at_boundary,
+            _leaves(module, self.groups),
+            self._unpartitioned,
         )
         blocks = self._blocks()
         self.gradients = (

@@ -298,7 +298,12 @@ def _tell_scripts(shard: Shard) -> None:
     parameter = shard.parameter
     partition_numel = partial(int, shard.slice_numel)  # a call without arguments, for Lightning's summary
     values = (
-        *(shard.number, shard.shape, shard.numel, shard.own, shard.status, shard.persistent),
+        shard.number,
+        shard.shape,
+        shard.numel,
+        shard.own,
+        shard.status,
+        shard.persistent,
         partition_numel,
     )
     for name, value in zip(_SCRIPT_ATTRIBUTES, values, strict=True):

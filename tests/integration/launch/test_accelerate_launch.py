@@ -66,8 +66,18 @@ def launch(folder: Path, block: str, *words: str, **settings: str):
     )
     variables = environment(PATH=os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]))
     return commprof(
-        *("run", "--engine", "zero_runtime", "--out", str(folder / "run"), "--", "accelerate", "launch"),
-        *("--config_file", "accelerate.yaml", "train.py", *words),
+        "run",
+        "--engine",
+        "zero_runtime",
+        "--out",
+        str(folder / "run"),
+        "--",
+        "accelerate",
+        "launch",
+        "--config_file",
+        "accelerate.yaml",
+        "train.py",
+        *words,
         cwd=folder,
         env=variables,
     )
@@ -132,7 +142,7 @@ def test_several_machines_over_ssh_are_refused_in_one_sentence(tmp_path):
     done = launch(
         tmp_path,
         STAGED.format(stage=2) + "\n  deepspeed_multinode_launcher: pdsh\n  deepspeed_hostfile: hosts",
-        *["--gloo"],
+        "--gloo",
         num_machines="2",
         main_process_ip="127.0.0.1",
     )

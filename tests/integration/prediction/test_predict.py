@@ -374,9 +374,7 @@ def test_the_messages_of_every_stage_are_predicted_from_every_other(tmp_path):
         (folder / "ds.json").write_text(json.dumps(configs[name]))
         (folder / "train.py").write_text(f"STEPS = {STEPS}\n{STAGED}")
         runs[name] = folder / "run"
-        output(
-            *("run", "--nproc", "2", "--out", str(runs[name]), "train.py", "--config", "ds.json"), cwd=folder
-        )
+        output("run", "--nproc", "2", "--out", str(runs[name]), "train.py", "--config", "ds.json", cwd=folder)
     programs = {name: recorded_steps(open_run(run)).program for name, run in runs.items()}
     for name, run in runs.items():
         request = request_of(open_run(run))

@@ -402,7 +402,8 @@ _SHARDED_STEP = [("reduce_scatter", _WHOLE), ("all_reduce", 8), *[("all_gather",
 _SHARDED = [
     *_SHARDED_START,
     # The first step has no order of modules yet, which is asked by its length and content: each layer comes twice.
-    *[("broadcast", 8), ("broadcast", 0)],
+    ("broadcast", 8),
+    ("broadcast", 0),
     *[("all_gather", size) for size in (544, 136, 136, 544)],
     *_SHARDED_STEP,
     # The second one compares it: 6 visits to modules, 8 uses of weights, and when each is used again, each after its length.

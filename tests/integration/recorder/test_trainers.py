@@ -54,8 +54,14 @@ def test_trainer(tmp_path):
     found, own = by_purpose(recorded(tmp_path, TRAINER))
     assert own == 2  # steps
     assert set(found) == {
-        *(None, "trace_check", "parameter_broadcast", "gradient_reduce", "unused_parameters"),
-        *("metric", "control", "checkpoint"),
+        None,
+        "trace_check",
+        "parameter_broadcast",
+        "gradient_reduce",
+        "unused_parameters",
+        "metric",
+        "control",
+        "checkpoint",
     }
     # Embeddings of 32 tokens and 8 places, one layer of width 8 (two norms, attention, 4 times as wide inside), a norm.
     norm, layer = 8 + 8, (8 * 24 + 24) + (8 * 8 + 8) + (8 * 32 + 32) + (32 * 8 + 8)
@@ -104,8 +110,15 @@ def test_accelerate(tmp_path):
     found, own = by_purpose(recorded(tmp_path, ACCELERATE))
     assert own == 2  # batches of 4 for each of two ranks, out of 16
     assert set(found) == {
-        *(None, "trace_check", "parameter_broadcast", "buffer_broadcast", "gradient_reduce"),
-        *("input", "metric", "control", "object"),
+        None,
+        "trace_check",
+        "parameter_broadcast",
+        "buffer_broadcast",
+        "gradient_reduce",
+        "input",
+        "metric",
+        "control",
+        "object",
     }
     # One optimizer step for two batches, of a layer of 4 x 4 and 4, and a norm of 4 and 4.
     assert [row[:3] for row in found["gradient_reduce"]] == [("backward", "all_reduce", 28)]
@@ -123,8 +136,15 @@ def test_lightning(tmp_path):
     found, own = by_purpose(run)
     assert own == 2  # batches of 4 for each of two ranks, out of 16
     assert set(found) == {
-        *(None, "trace_check", "parameter_broadcast", "gradient_reduce", "bucket_rebuild"),
-        *("metric", "control", "checkpoint", "evaluation"),
+        None,
+        "trace_check",
+        "parameter_broadcast",
+        "gradient_reduce",
+        "bucket_rebuild",
+        "metric",
+        "control",
+        "checkpoint",
+        "evaluation",
     }
     assert [row[:3] for row in found["gradient_reduce"]] == [("backward", "all_reduce", 10)] * 2
     # The model of 4 x 2 and 2, once for the training and once for the validation after it.

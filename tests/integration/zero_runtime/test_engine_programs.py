@@ -90,8 +90,16 @@ def test_a_program_of_deepspeed_trains_alike(tmp_path, program, stage, name):
     case = PROGRAMS[program](stage)[name]
     variables = environment() | {name: text for name, text in ENVIRONMENT.items() if "WORLD" not in name}
     done = commprof(
-        *("run", "--engine", "zero_runtime", "--nproc", "2", "--out", str(tmp_path / "run")),
-        *(str(FOLDER / f"{program}.py"), json.dumps(case), str(tmp_path)),
+        "run",
+        "--engine",
+        "zero_runtime",
+        "--nproc",
+        "2",
+        "--out",
+        str(tmp_path / "run"),
+        str(FOLDER / f"{program}.py"),
+        json.dumps(case),
+        str(tmp_path),
         cwd=tmp_path,
         env=variables,
     )

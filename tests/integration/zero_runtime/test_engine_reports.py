@@ -70,7 +70,11 @@ def test_rank_0_says_what_the_configuration_asks_for():
     assert len(stage_3) == 3  # the progress, the times of all four steps, and samples per second
     assert "step 4, ms, mean of 4 steps: " in stage_3[1] and "forward" in stage_3[1]
     assert [line.split(": ")[1] for line in memory] == [
-        *("after forward", "after backward", "after forward", "after backward", "after step")
+        "after forward",
+        "after backward",
+        "after forward",
+        "after backward",
+        "after step",
     ]
     assert all(re.search(r"process [\d.]+ GiB resident \(peak [\d.]+ GiB\)", line) for line in memory)
 
@@ -99,7 +103,10 @@ def test_the_csv_monitor_writes_one_file_for_each_quantity(tmp_path):
         *(f"Train_Samples_elapsed_time_ms_{part}.csv" for part in ("forward", "backward", "step")),
     }
     assert rows(directory / "Train_Samples_lr.csv") == [
-        *(["step", "lr"], ["16", "0.001"], ["32", "0.001"], ["16", "0.001"])
+        ["step", "lr"],
+        ["16", "0.001"],
+        ["32", "0.001"],
+        ["16", "0.001"],
     ]
     header, *values = rows(directory / "Train_Samples_train_loss.csv")
     assert header == ["step", "train_loss"]

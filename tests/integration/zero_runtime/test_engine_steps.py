@@ -294,7 +294,19 @@ def answers(rank, world):
 def test_the_engine_answers_for_its_configuration():
     (found,) = run_standing(1, answers)
     assert list(found.values()) == [
-        *(3, True, True, 20_000, 50_000_000, 100_000, "AdamW", None, None, False, True, None, {}),
+        3,
+        True,
+        True,
+        20_000,
+        50_000_000,
+        100_000,
+        "AdamW",
+        None,
+        None,
+        False,
+        True,
+        None,
+        {},
         [(0.9, 0.999)],
     ]
 

@@ -353,11 +353,26 @@ def refuse_lazy(rank, world):
 
 
 STORIES = (
-    *(construct, construct_disabled, construct_in_16_bits, construct_with_apply, construct_empty, convert),
-    *(look, change, run_while_gathered, evaluate_then_train, fail_and_go_on, grow, two_models),
+    construct,
+    construct_disabled,
+    construct_in_16_bits,
+    construct_with_apply,
+    construct_empty,
+    convert,
+    look,
+    change,
+    run_while_gathered,
+    evaluate_then_train,
+    fail_and_go_on,
+    grow,
+    two_models,
     little_is_whole_at_a_time,
-    *(change_between_steps, initialize_what_was_made_in_slices),
-    *(borrow_from_another_model, shard_again, cast_after_cutting, refuse_lazy),
+    change_between_steps,
+    initialize_what_was_made_in_slices,
+    borrow_from_another_model,
+    shard_again,
+    cast_after_cutting,
+    refuse_lazy,
 )
 
 

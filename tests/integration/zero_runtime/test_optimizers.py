@@ -149,7 +149,11 @@ def muon_marks(rank, world):
 
 def test_muon_trains_matrices_but_for_embeddings_heads_and_what_says_no():
     others = [
-        *("embedding.weight", "inner.bias", "lm_head.bias", "lm_head.weight", "plain.weight"),
+        "embedding.weight",
+        "inner.bias",
+        "lm_head.bias",
+        "lm_head.weight",
+        "plain.weight",
     ]
     assert run_standing(1, muon_marks)[0] == [(True, 1e-2, ["inner.weight"]), (False, 1e-3, others)]
 

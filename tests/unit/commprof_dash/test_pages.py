@@ -70,10 +70,17 @@ def figures_of(component):
 
 def test_every_page_draws_the_runs_of_a_directory(directory):
     assert set(figures_of(draw(directory, "/overview"))) == {
-        *("by-step", "by-purpose", "step-time", "exposure"),
+        "by-step",
+        "by-purpose",
+        "step-time",
+        "exposure",
     }
     assert set(figures_of(draw(directory, "/compare"))) == {
-        *("levels", "reducing", "others", "loss", "ranks"),
+        "levels",
+        "reducing",
+        "others",
+        "loss",
+        "ranks",
     }
 
 

@@ -204,7 +204,7 @@ def test_each_option_answers_as_the_command_does(tmp_path, capsys, fields, words
     answer = plan_data.planned(Runs(runs), form)
     command = shlex.split(plan_data.command(Runs(runs), form))
     common = ["--hosts", "4x4", "--sequence", "128", "--set", sets]
-    listed = [*("--model", "params:1e8", "--world", "16", "--device-memory", "80GiB"), *common, *words]
+    listed = ["--model", "params:1e8", "--world", "16", "--device-memory", "80GiB", *common, *words]
     assert dict(pairs_of(command[3:])) == dict(pairs_of(listed))
     settings = printed(tmp_path, capsys, 16, *common, *words)
     assert plan_api.as_json(answer.plan)["settings"] == settings

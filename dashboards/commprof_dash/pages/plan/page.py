@@ -108,19 +108,20 @@ def _controls(runs: Runs, form: plan_data.Form, labels: list[str], recommended: 
         _titled(
             "calibration",
             _choice(
-                *(
-                    "calibration",
-                    "Times of a calibration",
-                    plan_data.calibrations(runs),
-                    texts["calibration"],
-                ),
+                "calibration",
+                "Times of a calibration",
+                plan_data.calibrations(runs),
+                texts["calibration"],
                 "none: NCCL's model at the rates of the links",
             ),
         ),
         _titled(
             "recorded",
             _choice(
-                *("recorded", "Computation and overlap of a run", runs.names(), texts["recorded"]),
+                "recorded",
+                "Computation and overlap of a run",
+                runs.names(),
+                texts["recorded"],
                 'none: "Computation of a step"',
             ),
         ),

@@ -15,7 +15,15 @@ STEP: Final = "step"
 COLUMN: Final = "column"
 COLUMNS: Final[dict[str, Column]] = api.describe_columns("records")
 SHOWN_FIRST: Final = (
-    *("begin_ns", "rank", "step", "phase", "op", "purpose", "bucket", "payload_bytes", "exposed_ns"),
+    "begin_ns",
+    "rank",
+    "step",
+    "phase",
+    "op",
+    "purpose",
+    "bucket",
+    "payload_bytes",
+    "exposed_ns",
     "group_ranks",
 )
 # Times that are shown and asked for since the first record of the run.

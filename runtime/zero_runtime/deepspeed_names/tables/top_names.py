@@ -191,7 +191,7 @@ MODULES: Final[dict[str, Module]] = {
         | names_from("zero_runtime.experts.layer", "TopKGate", note="its forward returns routes, not masks")
         | names_from(
             f"{_HERE}.training.gates",
-            *("top1gating", "top2gating", "topkgating"),
+            "top1gating", "top2gating", "topkgating",
             _route_slots="route_slots",
             _sparse_encode="sparse_encode",
             _sparse_decode="sparse_decode",

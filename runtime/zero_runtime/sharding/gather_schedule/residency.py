@@ -75,7 +75,11 @@ class Residency:
         self.own_groups = tuple(each for each in (secondary, gathering) if each is not None)
         self.memory = MessageMemory()
         self._gatherer = Gatherer(
-            *(policy.sequential, policy.by_all_reduce, secondary, dtypes, policy.quantizes),
+            policy.sequential,
+            policy.by_all_reduce,
+            secondary,
+            dtypes,
+            policy.quantizes,
             group=gathering,
             memory=self.memory if by_block else None,
         )

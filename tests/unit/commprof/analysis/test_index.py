@@ -679,8 +679,14 @@ def test_answers_are_the_same_with_the_index_as_without(tmp_path, in_file):
         per_step = api.exposure_per_step(path), api.exposure(path, ("attempt", "step"))
         compared = api.compare_both([path])
         return (
-            *(api.traffic(path), api.traffic(path, ()), api.step_times(path), api.matrix(path, ("step",))),
-            *(*per_step, compared.settings, compared.traffic, pd.DataFrame([api.overview(path)])),
+            api.traffic(path),
+            api.traffic(path, ()),
+            api.step_times(path),
+            api.matrix(path, ("step",)),
+            *per_step,
+            compared.settings,
+            compared.traffic,
+            pd.DataFrame([api.overview(path)]),
         )
 
     before = answers()

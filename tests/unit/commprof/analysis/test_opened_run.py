@@ -23,16 +23,22 @@ CALLED = {
     "compare_both": "comparison",
 }
 PARTS = {
-    *("advice", "resources", "rank_bytes"),  # fields of comparison()
-    *(
-        "backends",
-        "health",
-        "step_numbers",
-        "has_exposed_times",
-    ),  # of overview(), step_times(), exposure_per_step()
+    "advice",
+    "resources",
+    "rank_bytes",  # fields of comparison()
+    "backends",
+    "health",
+    "step_numbers",
+    "has_exposed_times",  # of overview(), step_times(), exposure_per_step()
 }
 NOT_OF_A_RUN = {
-    *("finalise", "has_index", "records_csv", "fingerprint", "predicted_steps", "run_names", "unrun_settings")
+    "finalise",
+    "has_index",
+    "records_csv",
+    "fingerprint",
+    "predicted_steps",
+    "run_names",
+    "unrun_settings",
 }
 
 

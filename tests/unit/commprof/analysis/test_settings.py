@@ -191,7 +191,9 @@ def test_the_engine_that_a_failed_run_of_a_sweep_never_started_is_no_setting():
     manifests[0].engine = manifests[1].engine = "zero_runtime 0.1.0"
     names = ["a", "b", "c"]
     assert [one.label for one in settings_of(manifests, names)] == [
-        *("reduce_scatter=true", "reduce_scatter=false", "reduce_scatter=other")
+        "reduce_scatter=true",
+        "reduce_scatter=false",
+        "reduce_scatter=other",
     ]
     manifests[1].engine = "deepspeed 0.19.8"
     assert settings_of(manifests, names)[1].label == "reduce_scatter=false, engine=deepspeed 0.19.8"

@@ -43,8 +43,16 @@ MESSAGES = (
 EVENTS = tuple(
     Event(kind, number)
     for kind, number in (
-        *(("issue", 0), ("wait", 0), ("issue", 1), ("wait", 1)),
-        *(("issue", 2), ("wait", 2), ("issue", 3), ("issue", 4), ("wait", 3), ("wait", 4)),
+        ("issue", 0),
+        ("wait", 0),
+        ("issue", 1),
+        ("wait", 1),
+        ("issue", 2),
+        ("wait", 2),
+        ("issue", 3),
+        ("issue", 4),
+        ("wait", 3),
+        ("wait", 4),
     )
 )
 
@@ -66,8 +74,14 @@ def test_gathers_of_the_backward_pass_go_and_compute_stays():
     assert changed.program.events == tuple(
         Event(kind, number)
         for kind, number in (
-            *(("issue", 0), ("wait", 0), ("issue", 1), ("wait", 1)),
-            *(("issue", 2), ("issue", 3), ("wait", 2), ("wait", 3)),
+            ("issue", 0),
+            ("wait", 0),
+            ("issue", 1),
+            ("wait", 1),
+            ("issue", 2),
+            ("issue", 3),
+            ("wait", 2),
+            ("wait", 3),
         )
     )
     (new,) = changed.steps

@@ -238,10 +238,16 @@ def test_a_call_site_is_interned_once_per_place():
 @pytest.mark.parametrize(
     "door",
     [
-        *("deepspeed/comm/torch.py", "deepspeed/utils/nvtx.py", "zero_runtime/comm.py"),
-        *("zero_runtime/deepspeed_names/ranks/comm_functions.py", "zero_runtime/groups/comm_log.py"),
-        *("accelerate/utils/operations.py", "accelerate/accelerator.py", "transformers/trainer_pt_utils.py"),
-        *("lightning/fabric/utilities/distributed.py", "lightning/pytorch/strategies/ddp.py"),
+        "deepspeed/comm/torch.py",
+        "deepspeed/utils/nvtx.py",
+        "zero_runtime/comm.py",
+        "zero_runtime/deepspeed_names/ranks/comm_functions.py",
+        "zero_runtime/groups/comm_log.py",
+        "accelerate/utils/operations.py",
+        "accelerate/accelerator.py",
+        "transformers/trainer_pt_utils.py",
+        "lightning/fabric/utilities/distributed.py",
+        "lightning/pytorch/strategies/ddp.py",
         "torchmetrics/utilities/distributed.py",
     ],
 )

@@ -78,9 +78,11 @@ def test_the_observer_added_last_sees_a_call_first():
 
     def nested(method, inside=()):
         return [
-            *(("outer", "begins", method), ("inner", "begins", method)),
+            ("outer", "begins", method),
+            ("inner", "begins", method),
             *inside,
-            *(("inner", "ends", method), ("outer", "ends", method)),
+            ("inner", "ends", method),
+            ("outer", "ends", method),
         ]
 
     for name, seen, returned in outcomes:
