@@ -63,9 +63,8 @@ class CompiledParts(BuildHookInterface[Any]):
         macros = self._macros()
         for source in self._sources():
             target = source.with_suffix(SUFFIX)
-            unfinished = target.with_name(
-                f"{source.stem}.{os.getpid()}.so"
-            )  # a name that git and hatch leave alone
+            # A name that git and hatch leave alone.
+            unfinished = target.with_name(f"{source.stem}.{os.getpid()}.so")
             command = [
                 "-O2",
                 "-Wall",

@@ -21,9 +21,8 @@ PATHS_VARIABLE: Final = "COMMPROF_ENGINE_PATHS"
 PACKAGE: Final = "deepspeed"
 RUNTIME: Final = "zero_runtime"  # by name only: the profiler imports no runtime
 PYTHON_VARIABLE: Final = "COMMPROF_ENGINE_PYTHON"
-COMMANDS: Final = (
-    Path(__file__).parent / "launch" / "inject" / "commands"
-)  # the launcher `deepspeed`, of zero_runtime
+# The launcher `deepspeed`, of zero_runtime.
+COMMANDS: Final = Path(__file__).parent / "launch" / "inject" / "commands"
 _OURS: Final = (RUNTIME, "commprof")
 
 

@@ -249,9 +249,8 @@ def main() -> None:
         import deepspeed.runtime.zero.stage3
         import deepspeed.runtime.zero.stage_1_and_2
 
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = (
-            False  # compiled for 30 s, and not used in training
-        )
+        # Compiled for 30 s, and not used in training.
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     get_accelerator().is_fp16_supported = lambda: True
     every = json.loads(Path(sys.argv[2]).read_text())
     target = Path(sys.argv[3])

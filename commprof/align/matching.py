@@ -98,9 +98,8 @@ def align(
         generated: the log is marked as generated.
     """
     collectives = run.table("collectives")
-    collectives = collectives.filter(
-        pc.invert(has_raised(collectives))
-    )  # NCCL checks a call before it prints it
+    # NCCL checks a call before it prints it.
+    collectives = collectives.filter(pc.invert(has_raised(collectives)))
     vocabulary = Vocabulary()
     streams = record_streams(collectives, vocabulary)
     lines = line_streams(ops, vocabulary, communicators)

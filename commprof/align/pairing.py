@@ -56,9 +56,8 @@ class _Family(NamedTuple):
     """Communicators that must belong to one group: those with one commId, else a single one."""
 
     members: tuple[int, ...]
-    agreement: dict[
-        GroupKey, tuple[int, int]
-    ]  # lines that the group could have left; those in order at either end
+    # Lines that the group could have left; those in order at either end.
+    agreement: dict[GroupKey, tuple[int, int]]
     named: bool  # torch's line names its group
 
 

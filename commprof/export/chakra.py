@@ -146,9 +146,8 @@ def _write(rank: RankRows, groups: _Groups, tell: Callable[[int], None], sink: S
     metadata = GlobalMetadata(version=VERSION)
     _attribute(metadata, "rank", int64_val=rank.rank)
     sink.write(delimited(metadata))
-    issued = rank.table.filter(
-        pc.invert(has_raised(rank.table))
-    )  # in a replay, nobody would answer the others
+    # In a replay, nobody would answer the others.
+    issued = rank.table.filter(pc.invert(has_raised(rank.table)))
     nodes = nodes_of(issued, groups.number, tell)
     while bundle := list(islice(nodes, _NODES_AT_A_TIME)):
         sink.write(b"".join(map(delimited, bundle)))

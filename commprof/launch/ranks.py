@@ -195,9 +195,8 @@ class RankGroup:
 
     def _unwatch(self, pidfd: int) -> None:
         assert self._epoll is not None
-        self._epoll.unregister(
-            pidfd
-        )  # closing it is not enough: a child that is about to start may hold it, too
+        # Closing it is not enough: a child that is about to start may hold it, too.
+        self._epoll.unregister(pidfd)
         os.close(pidfd)
 
     def _forget_pidfds(self) -> None:

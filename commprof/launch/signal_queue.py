@@ -16,9 +16,8 @@ from typing import Final, NamedTuple
 
 from commprof.errors import LaunchError
 
-_SIGINFO: Final = struct.Struct(
-    "=Iii116x"
-)  # linux/signalfd.h: number, errno, code, and fields that are not used
+# linux/signalfd.h: number, errno, code, and fields that are not used.
+_SIGINFO: Final = struct.Struct("=Iii116x")
 _LARGEST_SET: Final = 128  # bytes of sigset_t, glibc and musl
 _AT_ONCE: Final = 64
 

@@ -137,9 +137,8 @@ KNOWN: Final = frozenset(
         "zero_optimization.sub_group_size",
     )
 )
-_OF_EXPERTS: Final = frozenset(
-    f"{EXPERTS}.{name}" for name in Settings._fields
-)  # what options of their own set
+# Set by options of their own.
+_OF_EXPERTS: Final = frozenset(f"{EXPERTS}.{name}" for name in Settings._fields)
 
 
 def misspelled(config: Mapping[str, Any]) -> list[str]:

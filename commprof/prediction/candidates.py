@@ -75,10 +75,8 @@ def _of_zero(request: Request) -> Iterator[Candidate]:
             f"{_ZERO}.overlap_comm": True,
             f"{_ZERO}.reduce_bucket_size": max(1, _rounded(numel / 10)),
         }
-        recorded = {
-            key: getattr(configuration, key.removeprefix(f"{_ZERO}."))
-            for key in setting  # the attributes have the names of the keys
-        }
+        # The attributes have the names of the keys.
+        recorded = {key: getattr(configuration, key.removeprefix(f"{_ZERO}.")) for key in setting}
         yield Candidate(setting, recorded, _with(request.config, setting))
 
 

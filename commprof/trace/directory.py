@@ -12,12 +12,10 @@ from commprof.trace.rank_files.layout import rank_files
 
 MANIFEST_NAME: Final = "run.json"
 COLLECTIVES_DIRECTORY: Final = "collectives"
-INDEX_NAME: Final = (
-    "index.duckdb"  # what the dashboard asks; made from the rest, and made again when it is gone
-)
-SUMMARIES_DIRECTORY: Final = (
-    "relations"  # what most answers begin with, made from the rest when the run ended
-)
+# What the dashboard asks; made from the rest, and made again when it is gone.
+INDEX_NAME: Final = "index.duckdb"
+# What most answers begin with, made from the rest when the run ended.
+SUMMARIES_DIRECTORY: Final = "relations"
 HOSTS_DIRECTORY: Final = "hosts"  # the same of each host, made by its own launcher
 SAMPLES_NAME: Final = "samples.jsonl"  # what the launcher's samplers read, while the job runs
 EVERY_SAMPLES: Final = "samples*.jsonl"  # and those of other hosts

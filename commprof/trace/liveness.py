@@ -15,9 +15,8 @@ from commprof.trace.directory import MANIFEST_NAME
 from commprof.trace.process import is_alive
 from commprof.trace.rank_files.layout import EVENTS_SUFFIX, RECORDS_SUFFIX, rank_files
 
-QUIET_SECONDS: Final = (
-    600  # a file of a host that we cannot ask, untouched for so long, is taken for abandoned
-)
+# A file of a host that we cannot ask, untouched for so long, is taken for abandoned.
+QUIET_SECONDS: Final = 600
 _LINE_BYTES: Final = 1 << 14  # the first and the last line of a rank's events are shorter
 _RUNNING: Final = "running"
 

@@ -86,9 +86,8 @@ _OPTIONAL_COUNTS: Final = (
     "recorder_ns",
 )
 _LARGEST: Final = 1 << 62
-MOST_RANKS: Final = (
-    1_000_000  # a larger world is a damaged number, and to list its missing ranks would take minutes
-)
+# A larger world is a damaged number, and to list its missing ranks would take minutes.
+MOST_RANKS: Final = 1_000_000
 # The variables that change what a collective does; nothing else of the environment is kept.
 _KEPT_VARIABLES: Final = ("NCCL_", "TORCH_", "OMP_", "GLOO_")
 

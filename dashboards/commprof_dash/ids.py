@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Final
 
 ADDRESS: Final = "address"  # the dcc.Location: pathname and search are the state of the page
-SCHEME: Final = (
-    "scheme"  # a store: "light" or "dark", as the browser draws the page now, and " wide" on a wide screen
-)
+# A store: "light" or "dark", as the browser draws the page now, and " wide" on a wide screen.
+SCHEME: Final = "scheme"
 SCHEME_TOGGLE: Final = "scheme-toggle"
 SHELL: Final = "shell"
 MENU_BUTTON: Final = "menu-button"

@@ -111,9 +111,8 @@ def main() -> None:
         for picture in pictures:
             path = take(browser, base, picture, out)
             print(f"{path}  {path.stat().st_size:,} bytes", flush=True)
-    os._exit(
-        0
-    )  # a thread of the dashboard may be in the middle of a query, which an ending interpreter aborts
+    # A thread of the dashboard may be in the middle of a query, which an ending interpreter aborts.
+    os._exit(0)
 
 
 if __name__ == "__main__":

@@ -124,6 +124,19 @@ def test_sources_are_ascii_outside_of_strings_that_people_read(package):
                 assert not isinstance(name, str) or name.isascii(), f"{path.name}: {name}"
 
 
+@pytest.mark.parametrize("package", PACKAGES)
+def test_no_tuple_is_spliced_to_put_several_names_on_a_line(package):
+    """``(*("a", "b"), *("c",))`` is ``("a", "b", "c")``."""
+    spliced = [
+        f"{path.name}:{node.lineno}"
+        for path in sources(package)
+        if re.search(r"\*[(\[]", path.read_text())  # parsing takes long
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Starred) and isinstance(node.value, ast.Tuple | ast.List)
+    ]
+    assert not spliced, f"write the names themselves, one on a line: {spliced}"
+
+
 def test_no_message_puts_a_path_into_a_command_unquoted():
     """A path with spaces would be several words in a shell: ``commprof.printable.command_line`` quotes it."""
     pattern = re.compile(r"(?<!<)commprof [a-z]+(?: (?:[A-Z.]+|--[a-z-]+))* \{")

@@ -5,9 +5,8 @@ from pathlib import Path
 
 import pytest
 
-os.environ.setdefault(
-    "PYTORCH_NVML_BASED_CUDA_CHECK", "1"
-)  # or the question starts CUDA, and ranks cannot be forked
+# Else the question starts CUDA, and ranks cannot be forked.
+os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -76,9 +76,8 @@ def test_the_overview_lists_what_was_sent_once(page, base_url):
 
 
 def test_the_matrix_draws_what_gloo_runs_and_what_was_issued(page, base_url):
-    sent = (
-        STEPS + 1
-    )  # reduces: to the rank before 2/3, then 1/3 to rank 1; the gather goes around the other way
+    # Reduces: to the rank before 2/3, then 1/3 to rank 1; the gather goes around the other way.
+    sent = STEPS + 1
     ring, part, gather = sent * SIZE * 2 / 3, sent * SIZE / 3, SIZE * 2 / 3
     executed = {
         (0, 2): ring,

@@ -62,9 +62,8 @@ def aligned_run(path: Path, drop: int = 3, is_marked: bool = True) -> Path:
     from commprof.cli.application import invoke
 
     run = detailed_run()
-    run.rows["collectives"] = [
-        row for row in run.rows["collectives"] if row["op"] not in ("send", "recv")
-    ]  # communicators of lone messages are a matter of their own
+    # Communicators of lone messages are a matter of their own.
+    run.rows["collectives"] = [row for row in run.rows["collectives"] if row["op"] not in ("send", "recv")]
     written = run.write(path)
     logs = written / "nccl"
     logs.mkdir()

@@ -231,9 +231,8 @@ class Training:
     expert_counts: list[list[list[int]]] = field(default_factory=list)  # by micro-batch, layer and expert
     grad_norms: list[float | None] = field(default_factory=list)  # by step
     loss_scales: list[float | None] = field(default_factory=list)
-    weight_norms: list[float] = field(
-        default_factory=list
-    )  # after the last step: of dense parameters, of experts
+    # After the last step: of dense parameters, of experts.
+    weight_norms: list[float] = field(default_factory=list)
     evaluated: float | None = None  # the loss of one evaluation after the last step
     calls: list[Call] = field(default_factory=list)
     error: str | None = None

@@ -23,9 +23,8 @@ class FakeEvent:
         assert self.reached_ns is not None and end.reached_ns is not None
         assert self.device.now >= max(self.reached_ns, end.reached_ns), "asked before it was reached"
         begin, last = (self.device.device_time(event.reached_ns) for event in (self, end))
-        return struct.unpack("f", struct.pack("f", (last - begin) / 1e6))[
-            0
-        ]  # single precision, as CUDA gives
+        # Single precision, as CUDA gives.
+        return struct.unpack("f", struct.pack("f", (last - begin) / 1e6))[0]
 
     def synchronize(self) -> None:
         raise AssertionError("the recorder must never wait for a device")

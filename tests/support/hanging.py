@@ -13,9 +13,8 @@ from typing import Any, Final
 
 from support.ranks import run_ranks  # noqa: F401 - imports what forked ranks need warm
 
-_STILL: Final = (
-    3  # looks, a tenth of a second apart, between which nothing moved: a machine may stand still for one
-)
+# Looks, a tenth of a second apart, between which nothing moved: a machine may stand still for one.
+_STILL: Final = 3
 
 
 @contextlib.contextmanager

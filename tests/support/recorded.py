@@ -241,9 +241,8 @@ class Replay:
 def replay_all(rank: int, world: int, cases: list[Case]) -> dict[str, Replay]:
     """Replay ``cases``, all of world size ``world``, on this rank; an error of one does not stop the others."""
     replays = {}
-    torch.set_default_device(
-        "cpu"
-    )  # the random numbers of the recorded runs are the CPU's, also where a GPU trains
+    # The random numbers of the recorded runs are the CPU's, also where a GPU trains.
+    torch.set_default_device("cpu")
     for case in cases:
         with logged() as log:
             replays[case.name] = _replay(case, rank, log)

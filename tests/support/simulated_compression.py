@@ -84,9 +84,8 @@ class Workers:
         numel = sum(each.numel() for each in self._parameters)
         self.residuals = [torch.zeros(numel) for _ in range(count)]
         self.velocities = [torch.zeros(numel) for _ in range(count)]
-        self._width = (
-            ceil(numel / (count * BLOCK)) * BLOCK
-        )  # of each worker's share of the sum, in two phases
+        # Of each worker's share of the sum, in two phases.
+        self._width = ceil(numel / (count * BLOCK)) * BLOCK
         self.of_shares = torch.zeros(count * self._width)
 
     def step(self, losses: Sequence[Callable[[], torch.Tensor]]) -> list[float]:

@@ -77,9 +77,8 @@ class _Set:
             if pid == 0:
                 ours.close()
                 nowhere = os.open(os.devnull, os.O_WRONLY)
-                ranks.rank_main(
-                    rank, world, _serve, (theirs,), nowhere, self._store, True, {}, working
-                )  # does not return
+                # Does not return.
+                ranks.rank_main(rank, world, _serve, (theirs,), nowhere, self._store, True, {}, working)
             theirs.close()
             self._connections.append(ours)
             self._pids.append(pid)

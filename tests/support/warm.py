@@ -164,9 +164,8 @@ def _read(ends: list[int], deadline: float) -> list[str]:
             else:
                 open_ends.remove(end)
     texts = [b"".join(chunks[end]).decode() for end in ends]
-    return [
-        text.replace("\r\n", "\n").replace("\r", "\n") for text in texts
-    ]  # as text=True of subprocess does
+    # As text=True of subprocess does.
+    return [text.replace("\r\n", "\n").replace("\r", "\n") for text in texts]
 
 
 def _child(

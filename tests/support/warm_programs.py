@@ -39,9 +39,8 @@ from typing import Any, Final, NoReturn, TextIO
 _HIDDEN: Final = ("torch", "zero_runtime")
 # Imported anew. Lightning binds torch's functions at its import, which the recorder has wrapped by then.
 _DROPPED: Final = ("deepspeed", "sitecustomize", "__main__", "lightning", "lightning_fabric", "torchmetrics")
-_SEED: Final = (
-    67280421310721  # of torch's generator before a program sets another (c10::detail::default_rng_seed_val)
-)
+# The seed of torch's generator before a program sets another (c10::detail::default_rng_seed_val).
+_SEED: Final = 67280421310721
 
 
 def import_all(*libraries: str) -> None:

@@ -250,9 +250,8 @@ def _sorted_places(
     return places
 
 
-_Cut = tuple[
-    str, tuple[Any, ...], int, bool
-]  # a condition, its values, how many rows fit, and whether all are equal
+# A condition, its values, how many rows fit, and whether all are equal.
+_Cut = tuple[str, tuple[Any, ...], int, bool]
 
 
 def _kind_cuts(

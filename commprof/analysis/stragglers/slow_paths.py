@@ -38,12 +38,10 @@ _LARGE: Final = 1 << 16  # bytes: the rate of smaller transfers says little abou
 _SLOW: Final = 3.0  # times as long as the fastest of its kind
 _FEWEST: Final = 8  # transfers that a path or group needs to be judged
 _CHANCE: Final = 0.01  # the probability that equal paths of a ring end so often in the same order
-_AS_MUCH: Final = (
-    0.5  # of the extra time of the costliest path: above it another path may be the cause as well
-)
-_MOST_VALUES: Final = (
-    2_000_000  # values behind medians; more are sampled, depending on nothing but the transfers
-)
+# Share of the extra time of the costliest path: above it another path may be the cause as well.
+_AS_MUCH: Final = 0.5
+# Values behind medians; more are sampled, depending on nothing but the transfers.
+_MOST_VALUES: Final = 2_000_000
 _MIXED: Final = np.uint64(0x9E3779B97F4A7C15)
 _ROOTED: Final = (Op.BROADCAST, Op.SCATTER)
 _RINGS: Final = {Op.ALL_REDUCE: 1, Op.ALL_GATHER: -1}  # the neighbour from which gloo's ring receives
@@ -419,9 +417,8 @@ def _is_leaf(groups: Groups, is_root: Flags) -> Flags:
     """Which ranks of gloo's broadcasts receive from the root and send to nobody, so that their end depends on one path."""
     place = np.arange(len(is_root)) - np.repeat(groups.starts, groups.lengths)
     after_root = (place - groups.largest(np.where(is_root, place, 0))) % groups.size
-    is_of_root = (
-        after_root & (after_root - 1)
-    ) == 0  # in its binomial tree n receives from n without its highest bit
+    # In its binomial tree n receives from n without its highest bit.
+    is_of_root = (after_root & (after_root - 1)) == 0
     leaf: Flags = is_of_root & (3 * after_root >= groups.size)
     return leaf
 

@@ -21,9 +21,8 @@ from commprof.analysis.stragglers.rank_lateness import RankLateness, last_ones
 from commprof.analysis.stragglers.slow_paths import Paths
 from commprof.analysis.stragglers.step_lateness import StepLateness
 
-_MORE_THAN_WAITED: Final = (
-    4  # times its own waiting for the other: between two equal ranks one seldom costs so much more
-)
+# Times its own waiting for the other: between two equal ranks one seldom costs so much more.
+_MORE_THAN_WAITED: Final = 4
 
 
 class Straggling(NamedTuple):

@@ -80,9 +80,8 @@ class Finding:
     reason: str = ""
     remark: str = ""  # why it is explained although it is not what was expected
     doubt: str = ""  # why it may or may not be explained
-    evaluated: Counter[Message] = field(
-        default_factory=Counter
-    )  # sent by an evaluation, in addition to ``messages``
+    # Sent by an evaluation, in addition to ``messages``.
+    evaluated: Counter[Message] = field(default_factory=Counter)
 
     @property
     def closes(self) -> bool:

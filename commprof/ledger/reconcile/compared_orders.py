@@ -58,9 +58,8 @@ _CUT_BITS: Final = np.uint64(24)  # of a mixed number: sums of 2 ** 23 of the re
 Sums: TypeAlias = npt.NDArray[np.uint64]
 _Rank: TypeAlias = tuple[int, int]  # attempt and rank
 _Key: TypeAlias = tuple[int, int, int, int]  # of a record
-_Swap: TypeAlias = tuple[
-    int, int, int
-]  # position in the course of a rank, its slot there, and that of another rank
+# Position in the course of a rank, its slot there, and that of another rank.
+_Swap: TypeAlias = tuple[int, int, int]
 
 
 class _Shared(NamedTuple):
@@ -128,9 +127,8 @@ class GroupOrders:
                 self._shared.append(_Shared(groups, of_groups))
         self._is_shared = [self._is_in(groups) for groups, _ in self._shared]
         self._streams: dict[tuple[int, str | None], int] = {}  # shared groups and thread -> number
-        self._last: dict[
-            tuple[int, _Rank, int], np.uint64
-        ] = {}  # the last collective of a process in each stream
+        # The last collective of a process in each stream.
+        self._last: dict[tuple[int, _Rank, int], np.uint64] = {}
         self._sums: list[tuple[Numbers, ...]] = []
 
     def add(self, part: pa.Table) -> None:

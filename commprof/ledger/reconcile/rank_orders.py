@@ -46,9 +46,8 @@ _SHOWN: Final = (
 _OF_STEP: Final = ["group", "step"]
 _SUMS: Final = [*_OF_STEP, "rank", "count", "mixed"]
 _BITS: Final = np.uint64(26)
-_SPARSE: Final = (
-    1 << 16
-)  # steps between the first and the last of a part, beyond which those there are get numbers
+# Steps between the first and the last of a part. Of a part with more, the steps that it has are numbered.
+_SPARSE: Final = 1 << 16
 _STEP_BITS: Final = 32
 _MIX: Final = (np.uint64(0x9E3779B97F4A7C15), np.uint64(0xBF58476D1CE4E5B9))
 _BEFORE, _BEHIND = 16, 176  # collectives around a difference that are looked at

@@ -55,9 +55,8 @@ class StepKey(NamedTuple):
     step: int
 
 
-Issued = dict[
-    StepKey, dict[Message, int]
-]  # steps that sent the same share one value, which must not be changed
+# Steps that sent the same share one value, which must not be changed.
+Issued = dict[StepKey, dict[Message, int]]
 Executed: TypeAlias = Callable[[pa.Table], pa.Array]
 
 _OF_RECORD: Final = ("purpose", "op", "group_ranks", "group_size", "backend", "call_site", "status")

@@ -121,9 +121,8 @@ class RowStore:
     def _path(self) -> Path:
         if self._directory is None:
             self._directory = Path(tempfile.mkdtemp(prefix="commprof-", dir=self._scratch))
-            weakref.finalize(
-                self, shutil.rmtree, self._directory, ignore_errors=True
-            )  # removed with the rows
+            # Removed with the rows.
+            weakref.finalize(self, shutil.rmtree, self._directory, ignore_errors=True)
         return self._directory / "rows.arrow"
 
     def _spill(self) -> None:

@@ -25,13 +25,11 @@ NO_INPUTS: Final = "give --sequence if its input is token ids, or let the functi
 # values that attention, feed-forward and the two norms keep, and the one-byte masks of two dropouts.
 _VALUES: Final = 16
 _MASKS: Final = 2
-_FEED_FORWARD_VALUES: Final = (
-    9  # of these values: the inputs of its two matrices and of the activation function
-)
+# Of these values: the inputs of its two matrices and of the activation function.
+_FEED_FORWARD_VALUES: Final = 9
 _WIDE: Final = 4  # bytes of an fp32 number
-_SHARED_VALUES: Final = (
-    12  # of these values, those that tensor-parallel ranks share (equation 2: 24 / t of 34 bytes)
-)
+# Of these values, those that tensor-parallel ranks share (equation 2: 24 / t of 34 bytes).
+_SHARED_VALUES: Final = 12
 
 
 def activations_of(

@@ -200,9 +200,8 @@ def _separate(_: torch.nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
 
 def _replaced(module: torch.nn.Module, inputs: Any, dtype: torch.dtype | None) -> Any:
     """Replace the tensors of ``module`` by fake ones on the CPU, tied ones by the same, and return fake ``inputs``."""
-    fakes: dict[
-        int, tuple[torch.Tensor, torch.Tensor]
-    ] = {}  # the meta tensor too, so that its id stays its own
+    # The meta tensor too, so that its id stays its own.
+    fakes: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def fake(tensor: torch.Tensor) -> torch.Tensor:
         if id(tensor) not in fakes:

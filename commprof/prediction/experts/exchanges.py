@@ -98,9 +98,8 @@ def with_tokens(
     passes = recorded.passes
     program = recorded.program
     replaced: dict[int, Message | None] = {}
-    scaled: dict[
-        int, tuple[int, Floats]
-    ] = {}  # first all_to_all -> the second, and the factor of the compute between
+    # First all_to_all -> the second, and the factor of the compute between.
+    scaled: dict[int, tuple[int, Floats]] = {}
     inserted: dict[int, list[Inserted]] = defaultdict(list)
     for micro in sorted({each.micro_step for each in passes[0]}):
         old, new = (list(_exchanges(passes[0], micro, tokens)) for tokens in (before, after))

@@ -56,9 +56,8 @@ class _Progress:
     micro_step: int = 0  # backward passes since the last step
     announced: tuple[int, int] | None = None
     inside_backward: bool = False
-    groups: list[tuple[torch.nn.Parameter, int]] = field(
-        default_factory=list
-    )  # while the engine is being made
+    # Collected while the engine is being made.
+    groups: list[tuple[torch.nn.Parameter, int]] = field(default_factory=list)
 
 
 class Engines:

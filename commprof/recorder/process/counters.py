@@ -20,9 +20,8 @@ from commprof.program_exceptions import pass_on
 PROC_NET_DEV: Final = Path("/proc/net/dev")
 _SNMP: Final = "snmp"  # beside it: TCP's own counters
 _SOCKETS: Final = ("tcp", "tcp6")  # and its sockets
-_MOST_SOCKETS_BYTES: Final = (
-    1 << 20
-)  # of either list, some 7,000 sockets: what is longer takes too long to read
+# Of either list, some 7,000 sockets: what is longer takes too long to read.
+_MOST_SOCKETS_BYTES: Final = 1 << 20
 _LISTENING: Final = "0A"
 _ONE: Final = bytes((0, 0, 0, 1))  # the end of ::1
 _MAPPED: Final = bytes((0, 0, 255, 255))  # before the four bytes of an IPv4 address within IPv6

@@ -102,9 +102,8 @@ class Groups:
         self._references: dict[int, weakref.ref[Any]] = {}
         self._by_name: dict[str, Group] = {}
         self._generations: dict[str, int] = {}
-        self._renewed: dict[
-            str, tuple[str, tuple[int, int]]
-        ] = {}  # see :meth:`renew`: by torch's name of the group
+        # See :meth:`renew`: by torch's name of the group.
+        self._renewed: dict[str, tuple[str, tuple[int, int]]] = {}
         self._all: list[Group] = []
         self._unnamed = 0
         self._on_new = on_new

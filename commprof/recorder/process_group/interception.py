@@ -252,9 +252,8 @@ class Interception:
                 self.journal.look_closer(group)
                 issued = count_of(group.collectives) - self._begun.pop(group.name, 0)
                 if issued > 1:
-                    group.extra -= (
-                        issued - 1
-                    )  # NCCL, the only backend that coalesces, counts the block as one
+                    # NCCL, the only backend that coalesces, counts the block as one.
+                    group.extra -= issued - 1
             except Exception as error:
                 self.journal.fault(error)
             work = original(pg, *args, **kwargs)

@@ -20,9 +20,8 @@ LEVELS: Final = ("requested", "issued", "executed", "moved")
 UNKNOWN: Final = "not known"
 UNRUN: Final = "not run"
 CELL_CHARACTERS: Final = 46
-_MOST_MOVED: Final = (
-    1.3  # of the longest bar; what moved beyond is drawn at the end of the axis, with an arrow
-)
+# Of the longest bar. What moved beyond it is drawn at the end of the axis, with an arrow.
+_MOST_MOVED: Final = 1.3
 _DIRECTIONS: Final = ("sent", "received")
 
 

@@ -11,9 +11,8 @@ from torch.utils.checkpoint import get_device_states, set_device_states
 
 from zero_runtime.errors import UsageError
 
-MODEL_PARALLEL: Final = (
-    "model-parallel-rng"  # DeepSpeed's name of the state that model-parallel ranks have apart
-)
+# DeepSpeed's name of the state that model-parallel ranks have apart.
+MODEL_PARALLEL: Final = "model-parallel-rng"
 
 
 def default_generator() -> torch.Generator:

@@ -22,9 +22,8 @@ from zero_runtime.sharding.shards import shard_of
 from zero_runtime.startup.memory_status import free_bytes
 from zero_runtime.startup.open_sizes import with_sizes
 
-_FREE_SHARE: Final = (
-    0.5  # of the free memory; the rest is for activations, which are not known before the first pass
-)
+# Share of the free memory; the rest is for activations, which are not known before the first pass.
+_FREE_SHARE: Final = 0.5
 _STATE_BYTES: Final = 12  # of an element of a shard: the fp32 master and two fp32 states of Adam
 _KEY: Final = "zero_optimization.gradient_accumulation_reduce"
 

@@ -187,9 +187,8 @@ def test_the_exposed_time_of_a_step_is_one_number(tmp_path, capsys, monkeypatch,
 
     text, share = api.exposed_time(told), api.exposed_share(told)
     before, _, block = printed(capsys, "report", path).partition("Exposed per training step")
-    assert "exposed " not in " ".join(before.split()).replace(
-        "not exposed time", ""
-    )  # no other number has that name
+    # No other number has that name.
+    assert "exposed " not in " ".join(before.split()).replace("not exposed time", "")
     assert (
         f"{text} " in block
         and f" {share} " in block

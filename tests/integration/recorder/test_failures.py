@@ -129,9 +129,8 @@ def test_a_full_disk_stops_recording_and_not_the_training(small_disk, capfd):
     assert errors.count("commprof:") == 1
     run = open_run(small_disk / "run")
     assert 1000 < run.health.records < total
-    assert (
-        run.health.records + run.health.lost == total or run.health.lost == 0
-    )  # no room left to write the totals
+    # No room left to write the totals.
+    assert run.health.records + run.health.lost == total or run.health.lost == 0
     assert str(total - run.health.records) in errors
     assert calls(run, 0, "pg_seq") == list(range(run.health.records))
 

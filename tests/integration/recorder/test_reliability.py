@@ -179,9 +179,8 @@ def _compared(place: Path, prepare, steps: int = 12, disturb=lambda place, step:
 @pytest.mark.long
 def test_a_limit_on_the_size_of_files_stops_recording_and_the_loss_is_stated(tmp_path, capfd):
     def limit(place: Path) -> None:
-        resource.setrlimit(
-            resource.RLIMIT_FSIZE, (300_000, 300_000)
-        )  # a first segment fits, a second does not
+        # A first segment fits, a second does not.
+        resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, 300_000))
 
     outcomes = _compared(tmp_path, limit, steps=560)
     run = open_run(tmp_path / "run")

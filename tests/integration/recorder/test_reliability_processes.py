@@ -85,9 +85,8 @@ def test_an_exception_in_one_rank_leaves_exit_code_and_last_words_alone(tmp_path
         log = tmp_path / "recorded" / f"log-{rank}"
         assert results(log) == results(tmp_path / "plain" / f"log-{rank}")
         assert issued(log) == len(calls(run, rank, "op"))
-    assert (
-        run.health.state == "complete" and run.health.ranks_recorded == 2
-    )  # each ended in order, and said so
+    # Each ended in order, and said so.
+    assert run.health.state == "complete" and run.health.ranks_recorded == 2
 
 
 _ELASTIC = """

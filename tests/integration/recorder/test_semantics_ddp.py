@@ -17,9 +17,8 @@ pytestmark = [pytest.mark.ranks, pytest.mark.filterwarnings("ignore::FutureWarni
 
 SAID = ("step", "micro_step", "phase", "op", "purpose", "bucket", "bucket_bytes", "parameters")
 FORWARD_ORDER = "0.weight,0.bias,2.weight,2.bias"
-SMALL = (
-    0.0001  # MiB: 104 bytes, so that each bucket is closed by the parameter that takes it beyond 26 elements
-)
+# MiB: 104 bytes, so that each bucket is closed by the parameter that takes it beyond 26 elements.
+SMALL = 0.0001
 
 
 def linear(batch_norm: bool = False) -> torch.nn.Module:
@@ -51,9 +50,8 @@ def said(tmp_path, steps=2, micro_batches=1, after_forward="", **options):
     run, outcomes = record(tmp_path / "run", 2, train, steps, micro_batches, options, after_forward)
     rows = calls(run, 0, *SAID)
     assert rows == calls(run, 1, *SAID)
-    assert (
-        len(rows) == len(outcomes[0]["flights"]) and run.health.notes == ()
-    )  # torch's own count, nothing to note
+    # Torch's own count, nothing to note.
+    assert len(rows) == len(outcomes[0]["flights"]) and run.health.notes == ()
     begin = [row[4] for row in rows if row[0] == -1]
     assert begin[:2] == ["trace_check", "trace_check"] and set(begin[2:]) == {"parameter_broadcast"}
     return run, [row for row in rows if row[0] >= 0]

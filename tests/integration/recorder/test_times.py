@@ -262,9 +262,8 @@ def test_a_sampled_call_says_when_it_ended_though_nobody_waited_then(tmp_path):
             (frame["rank"] == 0) & (frame["group_desc"] == row["group_desc"]) & (frame["op"] == "all_reduce")
         ].to_dict("records")
         assert seen["sampled"] == 1
-        assert (
-            seen["overlapped_ns"] == row["device_end_ns"] - row["issue_ns"]
-        )  # not until the wait, 30 ms later
+        # Not until the wait, 30 ms later.
+        assert seen["overlapped_ns"] == row["device_end_ns"] - row["issue_ns"]
         assert seen["exposed_ns"] == row["exposed_ns"]
         within(-1, row["exposed_ns"], WAKING_NS)
     on_time, *late_ones = (row["device_end_ns"] - row["issue_ns"] for row in rows if row["rank"] == 0)
@@ -538,9 +537,8 @@ def test_the_path_of_devices_times_each_call_once_through_torch(tmp_path):
         for row in rows[1::2]:
             beside = row["device_end_ns"] - row["device_begin_ns"] - row["exposed_ns"]
             within(4_500_000, beside, float("inf"))
-        assert (
-            made < 12 * 3 + 12 + 12
-        )  # begin, wait, end; of a synchronous call two ends; one anchor a step and more
+        # Begin, wait, end; of a synchronous call two ends; one anchor a step and more.
+        assert made < 12 * 3 + 12 + 12
     assert any("12 collectives were timed on the device" in note for note in run.health.notes)
 
 

@@ -153,9 +153,8 @@ def test_the_rules_give_the_recorded_messages(name):
     case = recorded["case"]
     config, world = case["config"], case["world"]
     parameters, layers = model_of(case)
-    backward = [
-        each.name for each in parameters[::-1]
-    ]  # the order in which all these models hand out gradients
+    # The order in which all these models hand out gradients.
+    backward = [each.name for each in parameters[::-1]]
     rows = expected(
         config, in_group_order(parameters), world, backward, runtime="deepspeed", expert_layers=layers
     )

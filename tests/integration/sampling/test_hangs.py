@@ -129,9 +129,8 @@ def test_a_stopped_process_is_named_and_stays_stopped(tmp_path):
         assert f"its process (pid {pids[2]}) is stopped by a signal" in sentence
         assert sentence.startswith("ranks 0, 1 wait in all_reduce #") or "rank 2" in sentence
         os.kill(pids[2], signal.SIGCONT)
-        assert (
-            take_dump(run, stacks=False, watch_seconds=2.0).verdict.kind == "moving"
-        )  # nothing was lost by looking
+        # Nothing was lost by looking.
+        assert take_dump(run, stacks=False, watch_seconds=2.0).verdict.kind == "moving"
 
 
 def send_without_recv(rank, world):

@@ -43,9 +43,8 @@ def around_an_engine(rank, world):
         os.sched_setscheduler(int(number), os.SCHED_OTHER, os.sched_param(0))
     threads = [number for number, (name, _) in policies().items() if name == "gloo_tcp_loop"]
     os.sched_setscheduler(int(threads[0]), os.SCHED_IDLE, os.sched_param(0))
-    Path(f"/proc/self/task/{os.getpid()}/comm").write_bytes(
-        "ränkerränker".encode()[:2]
-    )  # cut within a character
+    # Cut within a character.
+    Path(f"/proc/self/task/{os.getpid()}/comm").write_bytes("ränkerränker".encode()[:2])
     before = policies()
     engine, *_ = zero_runtime.initialize(model=torch.nn.Linear(4, 4), config=CONFIG)
     engine.backward(engine(torch.ones(1, 4)).sum())

@@ -276,9 +276,8 @@ def reads(rank, world, folder):
 def test_slices_are_read_ahead_of_their_use(tmp_path):
     for late, read, distinct in run_ranks(2, reads, str(tmp_path)):
         assert late[-2:] == [0, 0]
-        assert (
-            distinct <= read <= 3 * distinct
-        )  # for the forward and the backward pass, and the next forward pass
+        # For the forward and the backward pass, and the next forward pass.
+        assert distinct <= read <= 3 * distinct
 
 
 def changing(rank, world, folder):

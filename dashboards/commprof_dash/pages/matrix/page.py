@@ -81,9 +81,8 @@ def render(runs: Runs, query: Query, scheme: Scheme) -> Drawing:
         measure = MEASURES[address.one(query, address.MEASURE, MEASURES, EXECUTED.key)]
         op = address.one(query, OP, OPS, ALL)
         purpose = address.one(query, PURPOSE, (*PURPOSES, UNTAGGED), ALL)
-        written = next(iter(query.get(STEPS, query.get(STEP, ()))), "")[
-            :40
-        ]  # a step that another page shows, too
+        # A step that another page shows, too.
+        written = next(iter(query.get(STEPS, query.get(STEP, ()))), "")[:40]
         known = runs.step_numbers(name)
         steps, wrong = parse_steps(written, known)
         per = address.one(query, PER, _PER, STEP if known else TOTAL)

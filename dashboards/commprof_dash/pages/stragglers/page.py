@@ -29,9 +29,8 @@ FIRST: Final = "first"  # in the address: the first step is
 LEFT_OUT: Final = "out"
 INCLUDED: Final = "in"
 _FIRST_STEP: Final = {LEFT_OUT: "Leave out", INCLUDED: "Include"}
-_MOST_RECORDS: Final = (
-    200_000  # that are read again without the first step, for the charts that the index has with it
-)
+# Records that are read again without the first step, for the charts that the index has with it.
+_MOST_RECORDS: Final = 200_000
 _ALSO_FIRST: Final = " With the first step: the records are too many to read them again without it."
 _ONLY_FIRST: Final = " With the first step, since there is no other."
 _TABLE_ROWS: Final = 500

@@ -28,9 +28,8 @@ VERSION: Final = 1
 FILE_NAME: Final = "manifest.json"
 LATEST: Final = "latest"
 PARTS: Final = "parts.json"  # of a model that pipeline stages or tensor-parallel ranks share
-LATEST_UNIVERSAL: Final = (
-    "latest_universal"  # the tag of the last universal folder, as DeepSpeed's ds_to_universal names it
-)
+# The tag of the last universal folder, as DeepSpeed's ds_to_universal names it.
+LATEST_UNIVERSAL: Final = "latest_universal"
 _RANK_FILE: Final = re.compile(r"rank-\d{5,}-\d+\.safetensors")
 _PART: Final = re.compile(r"part-\d{5,}(-\d+)?")
 

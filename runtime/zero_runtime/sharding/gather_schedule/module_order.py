@@ -120,9 +120,8 @@ class Planner:
         self._position = 0  # of the next module
         self._queue: deque[Use] = deque()  # uses that have been neither gathered nor passed over
         self._decided: dict[tuple[int, int], list[int]] = {}  # parameters to release, by module and position
-        self._gathered_for: dict[
-            int, int
-        ] = {}  # parameter -> the last position that it has been gathered for
+        # Parameter -> the last position that it has been gathered for.
+        self._gathered_for: dict[int, int] = {}
 
     @property
     def position(self) -> int:

@@ -27,9 +27,8 @@ from zero_runtime.errors import UsageError
 END: Final = "the end of the backward pass"
 _SHOWN: Final = 6  # names of an order in an error
 _LONGEST_PAUSE_S: Final = 0.05
-_FAREWELL_S: Final = (
-    10.0  # time for the other ranks to see the error before the store may vanish with this process
-)
+# Time for the other ranks to see the error before the store may vanish with this process.
+_FAREWELL_S: Final = 10.0
 _numbers: Final = count()  # of the agreements of this process; equal on all ranks, which make the same ones
 
 

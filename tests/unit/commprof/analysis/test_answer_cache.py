@@ -135,9 +135,8 @@ def test_of_an_unchanged_run_the_files_are_not_read_again(tmp_path):
     first = {name: bytes_read(ask) for name, ask in questions.items()}
     again = {name: bytes_read(ask) for name, ask in questions.items()}
     assert first["traffic"] > records > 50_000
-    assert (
-        max(first["another traffic"], *again.values()) < records / 4
-    )  # the manifest and the table of groups
+    # The manifest and the table of groups.
+    assert max(first["another traffic"], *again.values()) < records / 4
     assert again["page"] < 1000  # what counts the bytes is read too
 
 

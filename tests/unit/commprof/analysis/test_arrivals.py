@@ -233,9 +233,8 @@ def test_equal_ranks_are_no_stragglers():
     for number in range(200):
         collective(run, "all_reduce", [number * 1000 + chance.randrange(100) for _ in range(4)])
     found = stragglers_of(arrived(run))
-    assert (
-        found["last"].sum() + found["within_bound"].sum() == 200
-    )  # of equal times neither is the last for certain
+    # Of equal times neither is the last for certain.
+    assert found["last"].sum() + found["within_bound"].sum() == 200
     assert not found["stands_out"].any()
     assert found.attrs["statement"] is None
 

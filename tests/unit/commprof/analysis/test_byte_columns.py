@@ -74,9 +74,8 @@ def planted(hosts: dict[int, str]) -> SyntheticRun:
     run = SyntheticRun(world_size=4)
     run.hosts = hosts
     run.add_step(0, duration_ns=1000)
-    run.add_collective(
-        "all_reduce", payload_bytes=1000, step=0, purpose="gradient_reduce"
-    )  # 1500 on each of 4 pairs
+    # 1500 on each of 4 pairs.
+    run.add_collective("all_reduce", payload_bytes=1000, step=0, purpose="gradient_reduce")
     run.add_collective("all_gather", payload_bytes=20, step=0, group=(0, 1), pg="1")  # 10 on each of 2 pairs
     run.add_collective(
         "reduce", payload_bytes=100, padding_bytes=4, step=0, peer=1, purpose="gradient_reduce"
@@ -187,9 +186,8 @@ def test_an_owner_has_null_where_a_host_is_not_known(hosts, of_one):
     found = api.owners(planted(hosts).open()).set_index("rank")["between_hosts_bytes"]
     assert [None if pd.isna(size) else size for size in found] == [0, of_one, 0, 0]
     ranks = api.rank_bytes([planted(hosts).open()])["sent_between_hosts_bytes_per_step"]
-    assert (
-        ranks.isna().tolist() == [of_one is None] * 4
-    )  # each rank sends to rank 3 in the all_to_all, or is it
+    # Each rank sends to rank 3 in the all_to_all, or is it.
+    assert ranks.isna().tolist() == [of_one is None] * 4
 
 
 def test_the_issued_level_has_its_bytes_between_hosts_and_its_padding():

@@ -47,9 +47,8 @@ def test_imbalance_is_the_largest_load_over_the_mean(run):
     rows = {(r.step, r.layer): r for r in api.expert_imbalance(run.open()).itertuples()}
     moe, last, even = rows[0, "moe"], rows[0, "last"], rows[1, "moe"]
     assert (moe.imbalance, moe.expert, moe.tokens, moe.seen, moe.dropped_share) == (2.0, 0, 64, 32, 8 / 64)
-    assert moe.highest == 8 * 4 / (
-        8 * 2
-    )  # 8 of 8 tokens that choose two of four experts each: twice an even choice
+    # 8 of 8 tokens that choose two of four experts each: twice an even choice.
+    assert moe.highest == 8 * 4 / (8 * 2)
     assert (last.imbalance, last.expert) == (40 / 22, 3)
     # Rank 3 has experts 2 and 3 for the ranks 2 and 3: 4 + 12 and 4 + 16 tokens, of a mean of 22.
     assert (last.rank_imbalance, last.rank) == (36 / 22, 3)

@@ -47,9 +47,8 @@ def test_rooted_operations_flow_between_the_root_and_each_other_rank():
 
 
 def test_all_to_all_is_pairwise():
-    assert cells(of_one("all_to_all")) == {
-        (i, j): 400.0 for i in range(3) for j in range(3) if i != j
-    }  # 1200 / 3 to each other
+    # 1200 / 3 to each other.
+    assert cells(of_one("all_to_all")) == {(i, j): 400.0 for i in range(3) for j in range(3) if i != j}
 
 
 def exchange(run, members, sent, pg="0", number=0, **of_rank):

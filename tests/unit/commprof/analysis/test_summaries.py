@@ -35,9 +35,8 @@ def run(tmp_path):
 def test_answers_are_the_same_with_summaries(run, question, monkeypatch):
     plain = question(run)
     assert run_totals.summarise(run)
-    monkeypatch.setattr(
-        "commprof.analysis.traffic.operation_totals.evaluate", None
-    )  # nothing is evaluated from the records
+    # Nothing is evaluated from the records.
+    monkeypatch.setattr("commprof.analysis.traffic.operation_totals.evaluate", None)
     found = question(run)
     pd.testing.assert_frame_equal(found, plain)
     assert len(found)

@@ -378,9 +378,8 @@ def test_chakra_compute_is_what_the_host_did_between(tmp_path):
     synthetic = SyntheticRun(world_size=2)
     synthetic.add_step(0, begin_ns=0, end_ns=100_000_000)
     sync = {"host_ns": 2_000_000, "wait_end_ns": 5_000_000}
-    synthetic.add_collective(
-        "all_reduce", payload_bytes=8, issue_ns=1_000_000, **sync
-    )  # the host stands until 5 ms
+    # The host stands until 5 ms.
+    synthetic.add_collective("all_reduce", payload_bytes=8, issue_ns=1_000_000, **sync)
     synthetic.add_collective(
         "all_reduce",
         payload_bytes=16,
@@ -389,9 +388,8 @@ def test_chakra_compute_is_what_the_host_did_between(tmp_path):
         wait_begin_ns=10_000_000,
         wait_end_ns=14_000_000,
     )
-    synthetic.add_collective(
-        "barrier", issue_ns=15_500_000, is_async=True
-    )  # never awaited: nothing depends on it
+    # Never awaited: nothing depends on it.
+    synthetic.add_collective("barrier", issue_ns=15_500_000, is_async=True)
     export_chakra(synthetic.write(tmp_path / "run"), tmp_path / "et")
     _, nodes = read_trace(tmp_path / "et" / "trace.0.et")
     compute = [node for node in nodes if node["type"] == 4]
@@ -587,9 +585,8 @@ def test_the_report_is_one_file_that_loads_nothing(tmp_path):
     page.feed(text)
     assert page.found == ["#advice", "#comparison", "#run-1", "#run-2"], "links within the file"
     assert all(f'id="{link[1:]}"' in text for link in page.found)
-    assert (
-        page.tags["table"] == (2 + 1) + 2 * 4
-    )  # of the comparison's figures and itself; of the figures of each run
+    # Of the comparison's figures and itself; of the figures of each run.
+    assert page.tags["table"] == (2 + 1) + 2 * 4
     assert hostile not in text
     words = " ".join(page.words)
     assert "What to set" in words and "<td>(absent)</td>" not in text

@@ -30,9 +30,8 @@ class MOELayer(torch.nn.Module):
 
     def forward(self, tokens):
         self.exp_counts = torch.tensor([3.0, 1.0])  # as with a mask of used tokens in floating point
-        slots = self.experts(
-            torch.ones(1, 2, 5, tokens.shape[-1])
-        )  # of one rank, two experts with five slots each
+        # Of one rank, two experts with five slots each.
+        slots = self.experts(torch.ones(1, 2, 5, tokens.shape[-1]))
         if self.ends:
             raise StopPassError
         return slots

@@ -217,9 +217,8 @@ def test_nothing_is_done_while_a_graph_is_captured():
     assert run.times_of(captured[1]) == run.times_of(open_before[1]) == (0, 0, 0)
     assert run.times.tally.captured == 2 and not run.faults
     assert "2 were not, since a CUDA graph was being captured" in run.times.finish()
-    assert (
-        run.words[captured[1] + RETURN_WORD] and run.words[open_before[1] + WAIT_END_WORD]
-    )  # host times are there
+    # Host times are there.
+    assert run.words[captured[1] + RETURN_WORD] and run.words[open_before[1] + WAIT_END_WORD]
 
 
 def on_side(run: Recording, work_ns: int, signature: int = SYNC) -> int:

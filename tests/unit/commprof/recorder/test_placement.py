@@ -48,9 +48,8 @@ def test_jobs_with_a_name_of_their_own():
     assert job_id({"TORCHELASTIC_RUN_ID": "my job/7"}) == "my_job_7"
     made_up = {"TORCHELASTIC_RUN_ID": "b5c9d1f0-3a4e-4f6b-9c1d-0123456789ab"}
     assert job_id({**made_up, "GROUP_WORLD_SIZE": "1"}) is None  # its time says more to a person
-    assert (
-        job_id({**made_up, "GROUP_WORLD_SIZE": "2"}) == made_up["TORCHELASTIC_RUN_ID"]
-    )  # equal on all hosts
+    # Equal on all hosts.
+    assert job_id({**made_up, "GROUP_WORLD_SIZE": "2"}) == made_up["TORCHELASTIC_RUN_ID"]
     assert job_id(SRUN) == "slurm-77.2"
     assert job_id({**SRUN, "SLURM_RESTART_COUNT": "1"}) == "slurm-77.2-1"
     assert job_id({"OMPI_COMM_WORLD_RANK": "0", "PMIX_NAMESPACE": "prterun-a-12@1"}) == "mpi-prterun-a-12_1"
@@ -62,8 +61,7 @@ def test_ranks_of_torchrun_on_several_hosts_share_the_place_where_they_meet():
     assert job_id({**several, "MASTER_ADDR": "10.0.0.7"}) == "10.0.0.7-29500"
     assert job_id({**several, "MASTER_ADDR": "fe80::1%eth0"}) == "fe80_1_eth0-29500"
     assert job_id(several) is None
-    assert (
-        job_id({**several, "MASTER_ADDR": "10.0.0.7", "GROUP_WORLD_SIZE": "1"}) is None
-    )  # its time says more
+    # Its time says more.
+    assert job_id({**several, "MASTER_ADDR": "10.0.0.7", "GROUP_WORLD_SIZE": "1"}) is None
     assert job_id({"GROUP_WORLD_SIZE": "2", "MASTER_ADDR": "10.0.0.7", "MASTER_PORT": "29500"}) is None
     assert job_id({**several, **SRUN, "MASTER_ADDR": "10.0.0.7"}) == "slurm-77.2"  # which no later job has

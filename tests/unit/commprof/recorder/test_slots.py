@@ -134,9 +134,8 @@ def test_what_does_not_fit_is_refused_and_leaves_no_whole_record(module, mapping
     with pytest.raises((OverflowError, ValueError, TypeError, struct.error)):
         segment.take(*fields)
     torn = record_offset("commit")
-    assert not any(
-        mapping[torn :: RECORD.size]
-    )  # what is begun in Python has no commit word, and counts for nothing
+    # What is begun in Python has no commit word, and counts for nothing.
+    assert not any(mapping[torn :: RECORD.size])
     assert segment.take(5, 0, 0, 0, 0, 0, TAIL) >= 0  # and the next one is kept
 
 
