@@ -50,15 +50,15 @@ MEANINGS: Final[dict[ExitCode, str]] = {
 }
 
 
-def decide(contradictions: Collection[object], doubts: Collection[object], *, whole: bool = True) -> State:
+def decide(contradictions: Collection[object], doubts: Collection[object], *, complete: bool = True) -> State:
     """Decide the result of a comparison: a contradiction outranks a doubt, but only if the records are complete.
 
     Args:
         contradictions: items without an explanation, missing items, differences between two sources.
         doubts: items that are not known.
-        whole: no record was dropped or left out. Otherwise a gap may cause the contradiction.
+        complete: no record was dropped or left out. Otherwise a gap may cause the contradiction.
     """
-    if not whole:
+    if not complete:
         return State.UNKNOWN
     if contradictions:
         return State.MISMATCH

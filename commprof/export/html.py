@@ -144,8 +144,8 @@ def _run(run: Run, name: str, anchor: str) -> Iterator[str]:
     if facts["notes"]:
         items = "".join(f"<li>{_text(note)}</li>" for note in facts["notes"])
         yield f'<div class="note"><h3>What is missing</h3><ul>{items}</ul></div>\n'
-    if told := api.several_trainings(run):
-        yield f'<p class="note">{_text(told)}.</p>\n'
+    if trainings := api.several_trainings(run):
+        yield f'<p class="note">{_text(trainings)}.</p>\n'
     yield from _verdict(run, anchor)
     by_step = traffic_frames.by_step(run)
     if len(by_step):

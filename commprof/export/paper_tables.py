@@ -110,7 +110,7 @@ def job_of(runs: Sequence[Row], parameters: Sequence[Row], provenance: Mapping[s
     def every(name: str) -> str:
         return " or ".join(dict.fromkeys(row[name] for row in runs if row.get(name)))
 
-    told = [each.get("run") or {} for each in provenance.get("runs", []) if isinstance(each, dict)]
+    run_facts = [each.get("run") or {} for each in provenance.get("runs", []) if isinstance(each, dict)]
     of_run: dict[str, dict[str, int]] = {}
     for row in parameters:
         of_run.setdefault(row.get("run", ""), {})[row["name"]] = int(number(row["numel"]) or 0)
@@ -121,7 +121,7 @@ def job_of(runs: Sequence[Row], parameters: Sequence[Row], provenance: Mapping[s
     return Job(
         ", ".join(part for part in (ranks and f"{ranks} ranks", every("backend")) if part),
         model,
-        " or ".join(dict.fromkeys(str(run["torch"]) for run in told if run.get("torch"))),
+        " or ".join(dict.fromkeys(str(run["torch"]) for run in run_facts if run.get("torch"))),
     )
 
 

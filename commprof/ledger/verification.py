@@ -140,7 +140,7 @@ def verify(recorded: WholeRun) -> Verdict:
     # The report: levels first, then notes, doubts and contradictions, the total last.
     edited = config_note(run.path, run.manifest.config)
     no_request = [] if request.reason is None else [request.reason]
-    state = decide([*left, *problems], [*doubts, *no_request], whole=not unrecorded)
+    state = decide([*left, *problems], [*doubts, *no_request], complete=not unrecorded)
     contradiction = "Mismatch" if state == State.MISMATCH else "Cannot tell"
     report_sentences = [
         *(

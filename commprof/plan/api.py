@@ -311,13 +311,13 @@ def read_job(path: Path) -> RecordedJob:
     return recorded_job(opened(path))
 
 
-def latency_sentences(plan: Plan, found: Prediction) -> list[str]:
+def latency_sentences(plan: Plan, prediction: Prediction) -> list[str]:
     """Return whether the largest gradient message of a setting is latency bound: by the calibration, or by NCCL's model."""
     sentence = None
     if plan.calibration is not None:
-        sentence = by_calibration(found.sent, plan.hosts, plan.calibration)
+        sentence = by_calibration(prediction.sent, plan.hosts, plan.calibration)
     elif plan.links is not None and plan.job.backend == "nccl":
-        sentence = by_model(found.sent, plan.hosts, plan.links)
+        sentence = by_model(prediction.sent, plan.hosts, plan.links)
     return [] if sentence is None else [sentence]
 
 
@@ -368,18 +368,22 @@ def over_worlds(plan: Plan, config: Mapping[str, Any], worlds: Iterable[int]) ->
     for world in worlds:
         hosts = Hosts(max(1, world // plan.hosts.ranks), min(plan.hosts.ranks, world))
         try:
-            found = predict(config, plan.job._replace(world=world, ranks_per_host=hosts.ranks))
+            prediction = predict(config, plan.job._replace(world=world, ranks_per_host=hosts.ranks))
         except UsageError as problem:
             outcomes.append(WorldOutcome(world, {}, [], None, "", str(problem)))
             continue
         wire: Counter[str] = Counter()
-        for each in found.sent:
+        for each in prediction.sent:
             wire[each.purpose] += round(mean_wire_bytes(each, len(groups_of(each, hosts)[0])))
         fill = hosts.count * hosts.ranks == world
         timed = (
-            plan.timing.of(found, hosts) if fill else f"hosts of {hosts.ranks} ranks do not make {world:,}"
+            plan.timing.of(prediction, hosts)
+            if fill
+            else f"hosts of {hosts.ranks} ranks do not make {world:,}"
         )
-        outcomes.append(WorldOutcome(world, dict(wire), found.parts, found.peak, timed, found.note))
+        outcomes.append(
+            WorldOutcome(world, dict(wire), prediction.parts, prediction.peak, timed, prediction.note)
+        )
     return outcomes
 
 
@@ -445,13 +449,13 @@ def _load_json(load: Load) -> dict[str, Any]:
     }
 
 
-def _setting_json(setting: Mapping[str, Any], found: Prediction | Refusal, plan: Plan) -> dict[str, Any]:
-    if isinstance(found, Refusal):
+def _setting_json(setting: Mapping[str, Any], prediction: Prediction | Refusal, plan: Plan) -> dict[str, Any]:
+    if isinstance(prediction, Refusal):
         nothing: dict[str, Any] = {"set": dict(setting), "traffic": [], "memory_bytes_per_rank": None}
-        return {**nothing, "step_ns": {"least": None, "most": None}, "refused": found.reason}
-    timed = plan.timing.of(found, plan.hosts)
+        return {**nothing, "step_ns": {"least": None, "most": None}, "refused": prediction.reason}
+    timed = plan.timing.of(prediction, plan.hosts)
     known = timed if isinstance(timed, StepTime) else None
-    classes = rank_classes(found.sent, plan.hosts)
+    classes = rank_classes(prediction.sent, plan.hosts)
     return {
         "set": dict(setting),
         "traffic": [
@@ -464,12 +468,14 @@ def _setting_json(setting: Mapping[str, Any], found: Prediction | Refusal, plan:
                 "wire_bytes_per_rank": row.wire_bytes_per_rank,
                 "padding_bytes": row.padding_bytes,
             }
-            for row in traffic_of(found.sent, plan.hosts)
+            for row in traffic_of(prediction.sent, plan.hosts)
         ],
         "memory_bytes_per_rank": {
-            **{place: sum(getattr(each, place) for each in found.parts) for place in PLACES},
-            "parts": {each.what: {place: getattr(each, place) for place in PLACES} for each in found.parts},
-            "peak": None if found.peak is None else found.peak._asdict(),
+            **{place: sum(getattr(each, place) for each in prediction.parts) for place in PLACES},
+            "parts": {
+                each.what: {place: getattr(each, place) for place in PLACES} for each in prediction.parts
+            },
+            "peak": None if prediction.peak is None else prediction.peak._asdict(),
         },
         "step_ns": {"least": known and known.least_ns, "most": known and known.most_ns},
         "communication_ns": {
@@ -480,8 +486,8 @@ def _setting_json(setting: Mapping[str, Any], found: Prediction | Refusal, plan:
             "source": plan.timing.source.text if known and plan.timing.source else None,
             "note": "" if known else timed,
         },
-        "experts": [_load_json(each) for each in found.loads],
-        "expert_memory_bytes_per_rank": {each.what: each.device for each in found.expert_memory},
+        "experts": [_load_json(each) for each in prediction.loads],
+        "expert_memory_bytes_per_rank": {each.what: each.device for each in prediction.expert_memory},
         "per_rank": {
             name: each._replace(mean=each.mean if name == "messages" else round(each.mean))._asdict()
             for name, each in spreads(classes).items()

@@ -32,16 +32,16 @@ def all_gathers(sent: Iterable[Expectation]) -> int:
     )
 
 
-def all_gathers_by_block(found: Prediction, job: Job) -> int | None:
+def all_gathers_by_block(prediction: Prediction, job: Job) -> int | None:
     """Return the all-gathers of a step if each block is one unit; None without blocks, or if the config names units."""
-    zero = zero_section(found.config)
+    zero = zero_section(prediction.config)
     names = blocks_of(job.model.parameters)
     if not names or zero.get("leaf_module"):
         return None
     key = gather_unit_key(job)
     keys = {key: "block"} if key == "stage3_gather_unit" else {key: {"names": names}}
     try:
-        by_block = predict({**found.config, "zero_optimization": {**zero, **keys}}, job)
+        by_block = predict({**prediction.config, "zero_optimization": {**zero, **keys}}, job)
     except RequestedError:  # another key does not go together with it
         return None
     return None if by_block.note else all_gathers(by_block.sent)

@@ -174,16 +174,16 @@ class Timing(NamedTuple):
     framework: Runtime = "zero_runtime"
     recorded: RecordedStep | None = None
 
-    def of(self, found: Prediction, hosts: Hosts) -> StepTime | str:
+    def of(self, prediction: Prediction, hosts: Hosts) -> StepTime | str:
         """Return the time of a step of that setting, or why it is not known."""
         if self.source is None:
             return self.missing
-        if found.note:
-            return found.note
-        steps = axis_rules.micro_batches(found.config, found.axes)
-        exposed = exposed_messages(found.config, steps, self.framework)
+        if prediction.note:
+            return prediction.note
+        steps = axis_rules.micro_batches(prediction.config, prediction.axes)
+        exposed = exposed_messages(prediction.config, steps, self.framework)
         try:
-            bounds = step_time(found.sent, hosts, self.source, exposed, self.compute_ns)
+            bounds = step_time(prediction.sent, hosts, self.source, exposed, self.compute_ns)
         except UnknownTimeError as problem:
             return str(problem)
         return bounds if self.recorded is None else narrowed(bounds, self.recorded)
@@ -318,12 +318,12 @@ def _of_rank(
     left = {purpose: number * shortest.get(purpose, 0.0) for purpose, number in exposed.items()}
     rows = []
     for number, place in messages:
-        each, (whole, latency, _) = sent[number], times[number, place]
+        each, (duration, latency, _) = sent[number], times[number, place]
         overlapping = 0.0
         if each.purpose in exposed:
-            overlapping = max(0.0, whole - left[each.purpose])
-            left[each.purpose] -= whole - overlapping
-        rows.append(RowTime(each.purpose, each.issued_op, place.ranks, whole, latency, overlapping))
+            overlapping = max(0.0, duration - left[each.purpose])
+            left[each.purpose] -= duration - overlapping
+        rows.append(RowTime(each.purpose, each.issued_op, place.ranks, duration, latency, overlapping))
     total, overlapping = sum(row.time_ns for row in rows), sum(row.overlapping_ns for row in rows)
     latency = round(sum(row.latency_ns for row in rows))
     least = most = None

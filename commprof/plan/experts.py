@@ -91,16 +91,18 @@ class Load(NamedTuple):
     def dropped_share(self) -> float:
         """Choices that are dropped, of all."""
         chosen = self.layer.tokens * self.layer.k
-        kept = min(self.fullest, self._slots) + (self.layer.num_experts - 1) * min(self._others, self._slots)
-        return max(0.0, 1 - kept / chosen) if chosen else 0.0
+        routed = min(self.fullest, self._slots) + (self.layer.num_experts - 1) * min(
+            self._others, self._slots
+        )
+        return max(0.0, 1 - routed / chosen) if chosen else 0.0
 
     @property
     def busiest_rank(self) -> float:
         """Tokens for the experts of the rank with the fullest one, as a multiple of the mean over the ranks."""
         others = min(self._others, self._slots)
         mine = min(self.fullest, self._slots) + (self.local_experts - 1) * others
-        kept = min(self.fullest, self._slots) + (self.layer.num_experts - 1) * others
-        return mine * self.layer.ep_size / kept if kept else 1.0
+        routed = min(self.fullest, self._slots) + (self.layer.num_experts - 1) * others
+        return mine * self.layer.ep_size / routed if routed else 1.0
 
     @property
     def _slots(self) -> int:
@@ -184,38 +186,38 @@ def placed(model: Model, settings: Settings | None, tokens: int, item_bytes: int
     Raises:
         UsageError: the settings do not fit the model, or each other.
     """
-    given = settings or Settings()
+    chosen = settings or Settings()
     if not model.experts and settings is None:
         return model, []
     if model.layers is None:
-        parameters, layers = _of_built(model, given)
+        parameters, layers = _of_built(model, chosen)
     else:
-        parameters, layers = _of_size(model, given)
-    layers = [each._replace(tokens=tokens, skew=given.skew) for each in layers]
+        parameters, layers = _of_size(model, chosen)
+    layers = [each._replace(tokens=tokens, skew=chosen.skew) for each in layers]
     for each in layers:
         each.check()
         most = each.num_experts / each.k
-        if given.skew > most:
+        if chosen.skew > most:
             raise UsageError(
-                f"--expert-skew is {given.skew:g} with {each.num_experts} experts and k {each.k}: an expert that gets all "
+                f"--expert-skew is {chosen.skew:g} with {each.num_experts} experts and k {each.k}: an expert that gets all "
                 f"tokens has {most:g} times the mean; expected 1 to {most:g}"
             )
-    held = model._replace(parameters=parameters, experts=tuple(layers))
-    return held, _loads(parameters, layers, item_bytes)
+    placed_model = model._replace(parameters=parameters, experts=tuple(layers))
+    return placed_model, _loads(parameters, layers, item_bytes)
 
 
-def _of_built(model: Model, given: Settings) -> tuple[list[Parameter], list[ExpertLayer]]:
+def _of_built(model: Model, settings: Settings) -> tuple[list[Parameter], list[ExpertLayer]]:
     """The layers of a model that was built, with other settings; each has experts of equal size."""
     if not model.experts:
         raise UsageError(
             "the model has no layers of experts; expected deepspeed.moe.layer.MoE in it, or --model params:N"
         )
     for name, flag in (("num_experts", "--experts"), ("layers", "--expert-layers")):
-        if getattr(given, name) is not None:
+        if getattr(settings, name) is not None:
             raise UsageError(
                 f"{flag} is for --model params:N; a model that is built has layers of experts of its own"
             )
-    own = {name: value for name, value in given._asdict().items() if name != "skew" and value is not None}
+    own = {name: value for name, value in settings._asdict().items() if name != "skew" and value is not None}
     layers = [each._replace(**own) for each in model.experts]
     local = {each.layer: each.num_experts // each.ep_size for each in layers}
     parameters: list[Parameter] = []
@@ -233,20 +235,20 @@ def _of_built(model: Model, given: Settings) -> tuple[list[Parameter], list[Expe
     return [each._replace(forward_index=None) for each in parameters], layers
 
 
-def _of_size(model: Model, given: Settings) -> tuple[list[Parameter], list[ExpertLayer]]:
+def _of_size(model: Model, settings: Settings) -> tuple[list[Parameter], list[ExpertLayer]]:
     """The feed-forward part of the last layers of a transformer becomes experts, with a gate before them."""
-    if given.num_experts is None:
+    if settings.num_experts is None:
         raise UsageError(
             "settings of experts are given, and no number of experts; give --experts, such as --experts 8"
         )
     count = model.layers or 1
-    with_experts = count if given.layers is None else given.layers
+    with_experts = count if settings.layers is None else settings.layers
     if with_experts > count:
         raise UsageError(f"--expert-layers is {with_experts}, and the model has {count} layers (--layers)")
-    ep_size, k = given.ep_size or 1, given.k or 1
-    factor = 1.0 if given.capacity_factor is None else given.capacity_factor
-    least = 4 if given.min_capacity is None else given.min_capacity  # DeepSpeed's default
-    drops = given.drop_tokens is not False
+    ep_size, k = settings.ep_size or 1, settings.k or 1
+    factor = 1.0 if settings.capacity_factor is None else settings.capacity_factor
+    least = 4 if settings.min_capacity is None else settings.min_capacity  # DeepSpeed's default
+    drops = settings.drop_tokens is not False
     parameters: list[Parameter] = []
     layers = []
     for number in range(count):
@@ -259,9 +261,9 @@ def _of_size(model: Model, given: Settings) -> tuple[list[Parameter], list[Exper
         feed_forward = [each for each in own if each.name.split(".")[-2] in _FEED_FORWARD]
         width = math.isqrt(own[0].numel // MATRICES["qkv"])
         parameters += [each for each in own if each not in feed_forward]
-        parameters.append(Parameter(f"{name}.deepspeed_moe.gate.wg.weight", width * given.num_experts))
-        layers.append(ExpertLayer(name, given.num_experts, ep_size, k, factor, least, drops, width, 0))
-        for copy in range(given.num_experts // ep_size):
+        parameters.append(Parameter(f"{name}.deepspeed_moe.gate.wg.weight", width * settings.num_experts))
+        layers.append(ExpertLayer(name, settings.num_experts, ep_size, k, factor, least, drops, width, 0))
+        for copy in range(settings.num_experts // ep_size):
             for each in feed_forward:
                 inner = f"{name}{_INNER}{copy}.{each.name.split('.')[-2]}.weight"
                 parameters.append(each._replace(name=inner, ep_size=ep_size, param_group=1))

@@ -163,10 +163,10 @@ def equal_ranks(groups: Iterable[Sequence[int]], hosts: Hosts) -> dict[tuple[Seq
     for number, group in enumerate(listed):
         for rank in group:
             numbers[rank].append(number)
-    found: dict[tuple[int, ...], list[int]] = {}
+    by_groups: dict[tuple[int, ...], list[int]] = {}
     for rank, each in enumerate(numbers):
-        found.setdefault(tuple(each), []).append(rank)
-    return {tuple(listed[number] for number in each): ranks for each, ranks in found.items()}
+        by_groups.setdefault(tuple(each), []).append(rank)
+    return {tuple(listed[number] for number in each): ranks for each, ranks in by_groups.items()}
 
 
 class Links(NamedTuple):

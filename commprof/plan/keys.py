@@ -145,7 +145,7 @@ def misspelled(config: Mapping[str, Any]) -> list[str]:
     """A sentence for each key of ``config`` at the top or in ``zero_optimization`` that is nearly one that rules read."""
     tops = {name.partition(".")[0] for name in KNOWN}
     zero = {name.split(".")[1] for name in KNOWN if name.startswith("zero_optimization.")}
-    found = []
+    sentences = []
     for prefix, block, names in (
         ("", config, tops),
         ("zero_optimization.", config.get("zero_optimization"), zero),
@@ -155,10 +155,10 @@ def misspelled(config: Mapping[str, Any]) -> list[str]:
         for name in block:
             near = [] if name in names else get_close_matches(name, names, 1, 0.9)
             if near and near[0] not in block:
-                found.append(
+                sentences.append(
                     f"{prefix}{name} in the config is not used: no rule reads it. Did you mean {near[0]}?"
                 )
-    return found
+    return sentences
 
 
 def check_keys(keys: Iterable[str]) -> None:

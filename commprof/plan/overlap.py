@@ -49,17 +49,17 @@ def exposed_messages(
     is_own = framework == "zero_runtime"
     if not is_own:
         configuration = configuration.as_deepspeed_reads()
-    found: dict[str, int] = {}
+    overlapping: dict[str, int] = {}
     if is_own and count(section(config, "communication"), "bounded_delay", 0, least=0):
-        found[Purpose.GRADIENT_REDUCE] = 0
+        overlapping[Purpose.GRADIENT_REDUCE] = 0
     elif reduces_beside_backward(config) and optimizer_type(config) not in sign_optimizers.NAMES:
-        found[Purpose.GRADIENT_REDUCE] = micro_batches if configuration.reduces_every_micro_step else 1
+        overlapping[Purpose.GRADIENT_REDUCE] = micro_batches if configuration.reduces_every_micro_step else 1
     if configuration.stage == 3:
         prefetches = read_gather_configuration(zero).prefetch_bucket_size > 0
     else:
         prefetches = is_own and flag(zero, "zero_optimization.overlap_parameter_gather", False)
     if prefetches:
-        found[Purpose.PARAMETER_GATHER] = 1
+        overlapping[Purpose.PARAMETER_GATHER] = 1
     if is_own and section(config, "pipeline_parallel").get("schedule") in ("interleaved", "zero_bubble"):
-        found[Purpose.PIPELINE] = 0
-    return found
+        overlapping[Purpose.PIPELINE] = 0
+    return overlapping

@@ -133,17 +133,17 @@ def predict_each(configs: Sequence[Mapping[str, Any]], job: Job) -> list[Predict
     Raises:
         UsageError: none of them can be used.
     """
-    found: list[Prediction | Refusal] = []
+    outcomes: list[Prediction | Refusal] = []
     problems: list[UsageError] = []
     for config in configs:
         try:
-            found.append(predict(config, job))
+            outcomes.append(predict(config, job))
         except UsageError as problem:
             problems.append(problem)
-            found.append(Refusal(str(problem)))
-    if problems and len(problems) == len(found):
+            outcomes.append(Refusal(str(problem)))
+    if problems and len(problems) == len(outcomes):
         raise problems[0]
-    return found
+    return outcomes
 
 
 def predict(config: Mapping[str, Any], job: Job) -> Prediction:
@@ -158,8 +158,8 @@ def predict(config: Mapping[str, Any], job: Job) -> Prediction:
     _check_startable(config, axes)
     if job.framework == "deepspeed":
         _check_asserted(config)
-    held, loads = _with_experts(config, settings, axes, job)
-    model = held.parameters
+    placed_model, loads = _with_experts(config, settings, axes, job)
+    model = placed_model.parameters
     replicas, of_rank, plain = job.world, model, config
     if not axes.only_data:
         if job.model.layers is None:
@@ -178,7 +178,7 @@ def predict(config: Mapping[str, Any], job: Job) -> Prediction:
     decisions += _left_open(config, decisions)
     types = {each.dtype.removeprefix("torch.") for each in of_rank}
     memory = held_by_rank(plain, of_rank, replicas, job.backend, job.framework)
-    activations, uncounted = activations_of(config, held, axes, job.sequence)
+    activations, uncounted = activations_of(config, placed_model, axes, job.sequence)
     order = _gradient_order(activations, of_rank)
     sent, note = _sent(config, model, axes, job, loads, order)
     # Offload moves states in each step, and also the parameters that stage 3 gathers.
@@ -314,9 +314,9 @@ def _with_experts(
     micro_batch = micro_batch_of(config, axes)
     tokens = 0 if micro_batch is None or job.sequence is None else micro_batch * job.sequence
     own = job.model.parameters[0].dtype if job.model.parameters else "float32"
-    held, loads = placed(job.model, settings, tokens, item_bytes(configuration.model_dtype or own))
+    placed_model, loads = placed(job.model, settings, tokens, item_bytes(configuration.model_dtype or own))
     RankGroups(job.world).check(each.layer.ep_size for each in loads)
-    return held, loads
+    return placed_model, loads
 
 
 def _of_experts(

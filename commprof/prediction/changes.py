@@ -93,9 +93,9 @@ def change(
         for each, of_step in zip(steps, calls, strict=True)
     ]
     work = np.array([_work(program, each) for each in steps])  # (steps, events + 1, ranks)
-    kept, moved = _kept(program, before, after)
+    kept_messages, moved = _kept(program, before, after)
     if regathers:
-        kept -= gathered_in_passes(program)
+        kept_messages -= gathered_in_passes(program)
     places = [
         Place(
             work[:, number],
@@ -104,7 +104,7 @@ def change(
             WITHIN if number < ends[-1] else AFTER,
         )
         for number, event in enumerate(program.events)
-        if event.message in kept
+        if event.message in kept_messages
     ]
     messages = list(program.messages)
     added: list[Message] = []
@@ -123,7 +123,7 @@ def change(
         place = place_at_end(program, work, purpose, ends[-1])
         places += end_events(after.at_end.get(purpose, []), place, len(messages) + len(added))
         added += after.at_end.get(purpose, [])
-    for message in [messages[number] for number in kept]:
+    for message in [messages[number] for number in kept_messages]:
         if sum(map(len, message.groups)) != ranks:
             raise UsageError(
                 f"{message.purpose} of this run is kept as it was recorded, and so is predicted only for the run's own "

@@ -534,10 +534,10 @@ def device_memory(request: Request, config: Mapping[str, Any] | None, world: int
         return None
     try:
         used = config if config is not None else request.config
-        held = held_by_rank(used, list(request.parameters), world, request.backend, request.runtime)
+        memory = held_by_rank(used, list(request.parameters), world, request.backend, request.runtime)
     except CommprofError:
         return None
-    return sum(each.device for each in held)
+    return sum(each.device for each in memory)
 
 
 def _why(base: Base, changed: Changed, answer: Simulated, sources: set[str]) -> list[str]:

@@ -189,8 +189,8 @@ def _last_attempt(steps: pd.DataFrame) -> pd.DataFrame:
 
 def _usable_steps(steps: pd.DataFrame, world: int, path: str) -> list[int]:
     """The numbers of the steps that ended on all ranks, without the first and those with something else in them."""
-    whole = steps[steps["end_ns"].notna() & (steps["outside_ns"].fillna(0) == 0)]
-    counts = Counter(whole["step"].tolist())
+    complete = steps[steps["end_ns"].notna() & (steps["outside_ns"].fillna(0) == 0)]
+    counts = Counter(complete["step"].tolist())
     first = int(steps["step"].min())
     usable = sorted(step for step, ranks in counts.items() if ranks == world and step > first)
     if len(usable) < LEAST_STEPS:
@@ -242,14 +242,14 @@ def _waits_in_cpp(run: Run, attempt: int) -> dict[tuple[int, int], list[tuple[in
 
     When the wait began is known between two bounds, and the middle is used.
     """
-    found: dict[tuple[int, int], list[tuple[int, int, int]]] = {}
+    intervals: dict[tuple[int, int], list[tuple[int, int, int]]] = {}
     for row in run.table("stalls").to_pylist():
         if row["attempt"] != attempt:
             continue
         exposed = (row["exposed_low_ns"] + row["exposed_high_ns"]) // 2
         begin = max(row["begin_ns"], row["end_ns"] - exposed)
-        found.setdefault((row["step"], row["rank"]), []).append((row["since_ns"], begin, row["end_ns"]))
-    return found
+        intervals.setdefault((row["step"], row["rank"]), []).append((row["since_ns"], begin, row["end_ns"]))
+    return intervals
 
 
 def _rank_of(rows: pd.DataFrame, times: Any, stalls: Sequence[tuple[int, int, int]]) -> _Rank:

@@ -80,12 +80,12 @@ def stream_steps(records: pd.DataFrame, usable: Sequence[int]) -> tuple[pd.DataF
     """
     last = records[["return_ns", "wait_end_ns"]].max(axis=1).groupby([records["step"], records["rank"]]).max()
     ranks = sorted(records["rank"].unique())
-    kept = [
+    paired = [
         step
         for before, step in pairwise(usable)
         if step == before + 1 and all((each, rank) in last.index for each in (before, step) for rank in ranks)
     ]
-    rows = [(step, rank, last[step - 1, rank], last[step, rank]) for step in kept for rank in ranks]
+    rows = [(step, rank, last[step - 1, rank], last[step, rank]) for step in paired for rank in ranks]
     frame = pd.DataFrame(rows, columns=["step", "rank", "begin_ns", "end_ns"])
     # Processor time of the host is not that of messages.
-    return frame.assign(cpu_ns=np.nan).set_index(["step", "rank"]), kept
+    return frame.assign(cpu_ns=np.nan).set_index(["step", "rank"]), paired

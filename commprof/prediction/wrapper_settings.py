@@ -249,8 +249,8 @@ def _without(program: Program, steps: Sequence[Step], gone: set[int]) -> Changed
             f"{KEY}=false cannot be predicted: {count} {op} of {size:,} bytes in the backward pass have none of that size "
             "in the forward pass, so the parameters are not gathered there"
         )
-    kept = [number for number in range(len(program.messages)) if number not in gone]
-    renumbered = {number: place for place, number in enumerate(kept)}
+    remaining = [number for number in range(len(program.messages)) if number not in gone]
+    renumbered = {number: place for place, number in enumerate(remaining)}
     stays = np.array([event.message not in gone for event in program.events])
     events = tuple(
         Event(event.kind, renumbered[event.message])
@@ -263,8 +263,8 @@ def _without(program: Program, steps: Sequence[Step], gone: set[int]) -> Changed
     for step in steps:
         spans = np.zeros((len(events) + 1, step.spans.shape[1]))
         np.add.at(spans, target, step.spans)
-        changed.append(step._replace(spans=spans, calls=step.calls[kept]))
-    return Changed(Program(tuple(program.messages[number] for number in kept), events), changed)
+        changed.append(step._replace(spans=spans, calls=step.calls[remaining]))
+    return Changed(Program(tuple(program.messages[number] for number in remaining), events), changed)
 
 
 def _kind(message: Message) -> tuple[str, int, Any]:

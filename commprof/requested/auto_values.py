@@ -91,9 +91,9 @@ def filled(config: Mapping[str, Any], effective: Mapping[str, Any] | None) -> Ma
     values = dict(block)
     for name in (_REDUCE, *_SIZES):
         # Stage 3 has two names of its keys.
-        found = decided.get(name, decided.get(f"stage3_{name}", decided.get(name.removeprefix("stage3_"))))
-        if block.get(name) == "auto" and found is not None:
-            values[name] = found
+        decision = decided.get(name, decided.get(f"stage3_{name}", decided.get(name.removeprefix("stage3_"))))
+        if block.get(name) == "auto" and decision is not None:
+            values[name] = decision
     return {**config, _ZERO: values}
 
 

@@ -131,14 +131,14 @@ def in_model_order(parameters: Sequence[Parameter]) -> list[Parameter]:
 
 def of_one_rank(parameters: Iterable[Parameter]) -> list[Parameter]:
     """What one rank holds of ``parameters``, those of the experts of all ranks: of each place in the model the first one."""
-    held: list[Parameter] = []
+    of_rank: list[Parameter] = []
     places = set()
     for each in parameters:
         if each.ep_size is None or each.forward_index is None or each.forward_index not in places:
-            held.append(each)
+            of_rank.append(each)
         if each.ep_size is not None:
             places.add(each.forward_index)
-    return held
+    return of_rank
 
 
 def ep_sizes(parameters: Iterable[Parameter]) -> list[int | None]:

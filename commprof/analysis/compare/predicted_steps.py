@@ -52,9 +52,9 @@ def _unrun(directory: Path) -> list[UnrunSetting]:
     values = [{key: value_text(value) for key, value in flatten(setting).items()} for setting, _ in predicted]
     keys = dict.fromkeys(key for each in values for key in each)
     short = short_names(keys, keys)
-    told = [key for key in keys if len({each.get(key) for each in values}) > 1] or list(keys)
+    differing = [key for key in keys if len({each.get(key) for each in values}) > 1] or list(keys)
     return [
-        UnrunSetting(", ".join(f"{short[key]}={texts[key]}" for key in told if key in texts), step)
+        UnrunSetting(", ".join(f"{short[key]}={texts[key]}" for key in differing if key in texts), step)
         for (setting, step), texts in zip(predicted, values, strict=True)
         if setting not in points
     ]

@@ -21,30 +21,35 @@ if TYPE_CHECKING:
 _MOST_CLASSES: Final = 4  # of ranks, in a sentence
 
 
-def show_one(found: Prediction, plan: Plan) -> None:
+def show_one(prediction: Prediction, plan: Plan) -> None:
     """Print memory, messages and sentences of the only setting of ``plan``."""
     from commprof.plan.api import latency_sentences
     from commprof.plan.traffic import histogram, totals_of, traffic_of
 
     hosts, capacity = plan.hosts, plan.capacity
     rendering.show(
-        rendering.paragraph(f"The model in {found.precision}."),
+        rendering.paragraph(f"The model in {prediction.precision}."),
         "",
-        memory_rows(found.parts, hosts.ranks),
+        memory_rows(prediction.parts, hosts.ranks),
         "",
     )
-    for sentence in _expert_sentences(found):
+    for sentence in _expert_sentences(prediction):
         rendering.show(rendering.paragraph(sentence))
-    if found.uncounted:
-        rendering.show(rendering.paragraph(f"Activations are not counted: {found.uncounted}."), "")
-    if found.peak is not None:
-        most = rendering.number_of_bytes(found.peak.device)
-        sentence = f"A rank needs most in the {found.peak.phase}: {most} on its device. Not all parts are alive at once."
+    if prediction.uncounted:
+        rendering.show(rendering.paragraph(f"Activations are not counted: {prediction.uncounted}."), "")
+    if prediction.peak is not None:
+        peak = prediction.peak
+        most = rendering.number_of_bytes(peak.device)
+        sentence = (
+            f"A rank needs most in the {peak.phase}: {most} on its device. Not all parts are alive at once."
+        )
         rendering.show(rendering.paragraph(sentence), "")
     if capacity is not None:
-        rendering.show(rendering.paragraph(fit_sentence(found.on_device, capacity, not found.uncounted)), "")
-    if found.sent:
-        traffic, totals = traffic_of(found.sent, hosts), totals_of(found.sent, hosts)
+        rendering.show(
+            rendering.paragraph(fit_sentence(prediction.on_device, capacity, not prediction.uncounted)), ""
+        )
+    if prediction.sent:
+        traffic, totals = traffic_of(prediction.sent, hosts), totals_of(prediction.sent, hosts)
         rendering.show(_traffic_rows(traffic), "", _rank_rows(totals.classes))
         bins = histogram(traffic)
         if bins:
@@ -53,24 +58,24 @@ def show_one(found: Prediction, plan: Plan) -> None:
         for sentence in [
             *_class_sentences(totals.classes),
             *_link_sentences(totals, hosts, plan.links),
-            *latency_sentences(plan, found),
-            *_gathers(found, plan.job),
+            *latency_sentences(plan, prediction),
+            *_gathers(prediction, plan.job),
         ]:
             rendering.show(rendering.paragraph(sentence))
-        show_time(plan.timing.of(found, hosts), plan.timing)
-    for sentence in [*found.decisions, *filter(None, [found.note])]:
+        show_time(plan.timing.of(prediction, hosts), plan.timing)
+    for sentence in [*prediction.decisions, *filter(None, [prediction.note])]:
         rendering.show(rendering.paragraph(sentence))
-    if found.moved:
-        rendering.show("", movement_rows(found.moved))
-    for line in sorted({row.note for row in found.sent if row.note}):
+    if prediction.moved:
+        rendering.show("", movement_rows(prediction.moved))
+    for line in sorted({row.note for row in prediction.sent if row.note}):
         rendering.show(rendering.paragraph(f"  {line}"))
 
 
-def _expert_sentences(found: Prediction) -> list[str]:
+def _expert_sentences(prediction: Prediction) -> list[str]:
     """What a rank holds of the layers with experts, and what the load of the experts means."""
     sentences = []
     shown = rendering.number_of_bytes
-    for each in found.loads:
+    for each in prediction.loads:
         layer = each.layer
         sentences.append(
             f"{each.count:,} layer{'s have' if each.count > 1 else ' has'} {layer.num_experts:,} experts each, ep_size "
@@ -79,8 +84,8 @@ def _expert_sentences(found: Prediction) -> list[str]:
         )
         if layer.tokens:
             sentences.append(_load_sentence(each))
-    if found.expert_memory:
-        states = sum(part.device for part in found.expert_memory)
+    if prediction.expert_memory:
+        states = sum(part.device for part in prediction.expert_memory)
         sentences.append(
             f"Of the memory on the device, {shown(states)} are those of experts and their states."
         )
@@ -198,22 +203,22 @@ def _link_sentences(totals: Totals, hosts: Hosts, links: Links | None) -> list[s
     return sentences
 
 
-def _gathers(found: Prediction, job: Job) -> list[str]:
+def _gathers(prediction: Prediction, job: Job) -> list[str]:
     from commprof.plan.blocks import all_gathers, all_gathers_by_block, gather_unit_key
     from commprof.requested.configuration import read_configuration, zero_section
     from commprof.requested.zero.gather_configuration import read_gather_configuration
     from commprof.requested.zero.parameter_blocks import gathered_blocks
 
-    if read_configuration(found.config).stage != 3:
+    if read_configuration(prediction.config).stage != 3:
         return []
-    gathers = all_gathers(found.sent)
+    gathers = all_gathers(prediction.sent)
     if not gathers:
         return []
-    gathering = read_gather_configuration(zero_section(found.config))
+    gathering = read_gather_configuration(zero_section(prediction.config))
     if job.framework == "zero_runtime" and gathered_blocks(job.model.parameters, gathering):
         return [f"Stage 3 launches {gathers:,} all-gathers per step: each block of the model is a unit."]
     sentence = f"Stage 3 launches {gathers:,} all-gathers per step because each module is a unit"
-    by_block = all_gathers_by_block(found, job)
+    by_block = all_gathers_by_block(prediction, job)
     if by_block is None or by_block >= gathers:
         return [f"{sentence}."]
     return [f"{sentence}; by block it would be {by_block:,} (zero_optimization.{gather_unit_key(job)})."]

@@ -90,8 +90,8 @@ def _several_trainings(runs: Sequence[Run]) -> list[str]:
     """Return a sentence for each run with several trainings, of which its setting has one mean."""
     from commprof.analysis import api
 
-    told = [(run.path.name, api.several_trainings(run)) for run in runs]
-    return [f"{name}: {text}." for name, text in told if text is not None]
+    trainings = [(run.path.name, api.several_trainings(run)) for run in runs]
+    return [f"{name}: {text}." for name, text in trainings if text is not None]
 
 
 def show(answers: Mapping[str, Any]) -> None:

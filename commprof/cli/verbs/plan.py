@@ -59,12 +59,12 @@ def plan(  # noqa: PLR0913 - a parameter for each option of the command
     from commprof.plan import api
 
     measured = None if calibration is None else read_calibration(calibration)
-    told = None
+    step_of_run = None
     if recorded is not None:
         with needed("analysis", "to read a run"):
             from commprof.plan.recorded_steps import recorded_step
 
-            told = recorded_step(opened(recorded))
+            step_of_run = recorded_step(opened(recorded))
     of_experts = {
         "num_experts": experts,
         "ep_size": ep_size,
@@ -89,17 +89,17 @@ def plan(  # noqa: PLR0913 - a parameter for each option of the command
         device_capacity(device_memory),
         measured,
         framework=framework,
-        recorded=told,
+        recorded=step_of_run,
         experts={name: text for name, text in of_experts.items() if text is not None},
     )
     planned = api.make_plan(question)
     for remark in planned.remarks:
         say(remark)
-    found = [each for _, each in planned.usable]
+    usable = [each for _, each in planned.usable]
     if as_json:
-        missing = [f"activations are not counted: {each.uncounted}" for each in found if each.uncounted]
-        decided = [sentence for each in found for sentence in each.decisions]
-        for note in dict.fromkeys([*decided, *(each.note for each in found if each.note), *missing]):
+        missing = [f"activations are not counted: {each.uncounted}" for each in usable if each.uncounted]
+        decided = [sentence for each in usable for sentence in each.decisions]
+        for note in dict.fromkeys([*decided, *(each.note for each in usable if each.note), *missing]):
             say(note)
         rendering.show_json(api.as_json(planned))
         return 0
@@ -112,10 +112,10 @@ def plan(  # noqa: PLR0913 - a parameter for each option of the command
         "",
     )
     if len(planned.outcomes) == 1:
-        show_one(found[0], planned)
+        show_one(usable[0], planned)
         return 0
     show_comparison(planned)
-    for sentence in dict.fromkeys(sentence for each in found for sentence in each.decisions):
+    for sentence in dict.fromkeys(sentence for each in usable for sentence in each.decisions):
         rendering.show(rendering.paragraph(sentence))
     if measured is not None:
         for setting, each in planned.usable:

@@ -53,14 +53,14 @@ def requested(
 
     say("commprof requested is deprecated; use commprof plan CONFIG --model params:N")
     model = sized_model(parse_number(params, "--params"), layers)
-    found = predict(read_config(config), Job(model, world, devices_per_host, backend, sequence))
-    for sentence in found.decisions:
+    prediction = predict(read_config(config), Job(model, world, devices_per_host, backend, sequence))
+    for sentence in prediction.decisions:
         say(sentence)
-    capacity, sent = device_capacity(device_memory), found.sent
+    capacity, sent = device_capacity(device_memory), prediction.sent
     assumed = (
         f"{model.source}; {world} rank{'s' * (world > 1)} "
-        f"on {backend}{'' if found.axes.only_data else f' along {found.axes}'}; the model in {found.precision}; "
-        "activations are not included"
+        f"on {backend}{'' if prediction.axes.only_data else f' along {prediction.axes}'}; "
+        f"the model in {prediction.precision}; activations are not included"
     )
     if as_json:
         rendering.show_json(
@@ -70,27 +70,27 @@ def requested(
                 "layers": model.layers,
                 "world_size": world,
                 "backend": backend,
-                "precision": found.precision,
+                "precision": prediction.precision,
                 "device_memory_bytes": capacity,
-                "fits": None if capacity is None else found.on_device <= capacity,
-                "memory_per_rank": [each._asdict() for each in found.memory],
+                "fits": None if capacity is None else prediction.on_device <= capacity,
+                "memory_per_rank": [each._asdict() for each in prediction.memory],
                 "messages_per_step": [_without_single_messages(each._asdict()) for each in sent],
-                "movements_per_step": [each._asdict() for each in found.moved],
-                "note": found.note or None,
+                "movements_per_step": [each._asdict() for each in prediction.moved],
+                "note": prediction.note or None,
             }
         )
         return 0
     rendering.show(
-        rendering.paragraph(assumed), "", memory_rows(found.memory, min(devices_per_host, world)), ""
+        rendering.paragraph(assumed), "", memory_rows(prediction.memory, min(devices_per_host, world)), ""
     )
     if capacity is not None:
-        rendering.show(rendering.paragraph(fit_sentence(found.on_device, capacity)), "")
+        rendering.show(rendering.paragraph(fit_sentence(prediction.on_device, capacity)), "")
     if sent:
         rendering.show(_messages(sent, world))
-    if found.note:
-        rendering.show(rendering.paragraph(found.note))
-    if found.moved:
-        rendering.show("", movement_rows(found.moved))
+    if prediction.note:
+        rendering.show(rendering.paragraph(prediction.note))
+    if prediction.moved:
+        rendering.show("", movement_rows(prediction.moved))
     for line in sorted({row.note for row in sent if row.note}):
         rendering.show(rendering.paragraph(f"  {line}"))
     return 0

@@ -120,19 +120,19 @@ def of_recorded_groups(
         return wanted, []
     missing = frozenset(missing_ranks)
     unheard: dict[str, bool] = {}
-    kept: dict[int, dict[Class, Want]] = {}  # steps that want the same share one value
+    judged: dict[int, dict[Class, Want]] = {}  # steps that want the same share one value
     for classes in wanted.values():
-        if id(classes) in kept:
+        if id(classes) in judged:
             continue
         for kind in classes:
             if kind.group_ranks not in unheard:
                 unheard[kind.group_ranks] = missing.issuperset(parse_ranks(kind.group_ranks))
-        kept[id(classes)] = {kind: want for kind, want in classes.items() if not unheard[kind.group_ranks]}
+        judged[id(classes)] = {kind: want for kind, want in classes.items() if not unheard[kind.group_ranks]}
     number = sum(unheard.values())
     remark = (
         f"{number:,} group{'s' * (number > 1)} of ranks that left no records: what they send is not judged."
     )
-    return {key: kept[id(classes)] for key, classes in wanted.items()}, [remark] if number else []
+    return {key: judged[id(classes)] for key, classes in wanted.items()}, [remark] if number else []
 
 
 def _shortened_steps(

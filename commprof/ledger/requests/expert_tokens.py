@@ -180,12 +180,12 @@ def expert_tokens_of(
 
 def forward_passes(loads: pa.Table) -> dict[StepKey, list[ForwardPass]]:
     """The forward passes of training in the table ``expert_loads``, by step and in the order in which they ran."""
-    found: dict[tuple[StepKey, int, str, int, str], dict[int, tuple[int, int]]] = {}
+    by_pass: dict[tuple[StepKey, int, str, int, str], dict[int, tuple[int, int]]] = {}
     for row in sorted(_calls(loads), key=lambda row: row["time_ns_min"]):
         place = StepKey(row["attempt"], row["step"]), *(row[name] for name in _PASS)
-        found.setdefault(place, {})[row["rank"]] = row["sent_max"], row["tokens_max"]  # type: ignore[arg-type]
+        by_pass.setdefault(place, {})[row["rank"]] = row["sent_max"], row["tokens_max"]  # type: ignore[arg-type]
     passes: dict[StepKey, list[ForwardPass]] = defaultdict(list)
-    for (key, micro_step, phase, call, layer), of_ranks in found.items():
+    for (key, micro_step, phase, call, layer), of_ranks in by_pass.items():
         passes[key].append(ForwardPass(micro_step, phase, call, layer, of_ranks))
     return passes
 
@@ -195,7 +195,7 @@ def _element_bytes(
 ) -> dict[str, tuple[int, int]]:
     """Bytes of an element of the first two all_to_alls of each layer: of tokens, and of the results that return."""
     missing = {name for name, layer in layers.items() if layer.ep_size > 1}
-    found: dict[tuple[int, str], list[int]] = defaultdict(list)
+    element_bytes: dict[tuple[int, str], list[int]] = defaultdict(list)
     sizes: dict[str, tuple[int, int]] = {}
     for part in collectives:
         wanted = {"op": Op.ALL_TO_ALL, "purpose": Purpose.ACTIVATION, "phase": Phase.FORWARD}
@@ -204,7 +204,7 @@ def _element_bytes(
         for batch in part.select(["rank", "module", "dtype"]).to_batches(_BATCH):
             for row in batch.to_pylist() if missing else ():
                 if row["module"] in missing and row["dtype"] is not None:
-                    of_layer = found[row["rank"], row["module"]]
+                    of_layer = element_bytes[row["rank"], row["module"]]
                     of_layer.append(bytes_of(row["dtype"]))
                     if len(of_layer) == 2:
                         sizes[row["module"]] = of_layer[0], of_layer[1]

@@ -47,15 +47,15 @@ def place_experts(module: torch.nn.Module, layers: Iterable[ExpertLayer]) -> Non
         inner.forward = partial(_routed, inner, layer)
 
 
-def _routed(inner: Any, layer: ExpertLayer, given: torch.Tensor, _used: object = None) -> torch.Tensor:
-    """The output of ``layer`` for ``given``, [..., width]."""
-    tokens = given.reshape(-1, given.shape[-1])
+def _routed(inner: Any, layer: ExpertLayer, hidden: torch.Tensor, _used: object = None) -> torch.Tensor:
+    """The output of ``layer`` for ``hidden``, [..., width]."""
+    tokens = hidden.reshape(-1, hidden.shape[-1])
     count, width = tokens.shape
     capacity = layer._replace(tokens=count).capacity
     scratch = layer.num_experts * capacity
     weights, places = _chosen(inner, layer, tokens)
-    source = torch.full((scratch + 1,), count, dtype=torch.long, device=given.device)
-    numbers = torch.arange(count, device=given.device).expand_as(places)
+    source = torch.full((scratch + 1,), count, dtype=torch.long, device=hidden.device)
+    numbers = torch.arange(count, device=hidden.device).expand_as(places)
     source.scatter_(0, places.reshape(-1), numbers.reshape(-1))
     padded = torch.cat([tokens, tokens.new_zeros(1, width)])
     sent = padded.index_select(0, source[:-1])
@@ -70,7 +70,7 @@ def _routed(inner: Any, layer: ExpertLayer, given: torch.Tensor, _used: object =
     del returned
     routed = padded.index_select(0, places.reshape(-1)).view(*places.shape, width)
     combined = (routed * weights.unsqueeze(-1)).sum(0)
-    return combined.to(given.dtype).reshape(given.shape)
+    return combined.to(hidden.dtype).reshape(hidden.shape)
 
 
 def _exchanged(layer: ExpertLayer, rows: torch.Tensor) -> torch.Tensor:

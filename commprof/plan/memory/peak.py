@@ -90,18 +90,18 @@ def peak_of(
         framework: ``deepspeed`` allocates buckets and reduced gradients of stages 1 and 2 in each backward pass.
     """
     configuration = read_configuration(config)
-    held = {each.what: each.device for each in memory}
+    on_device = {each.what: each.device for each in memory}
     waits = (
         configuration.stage >= 2
         and not configuration.reduces_every_micro_step
         and micro_batches > 1
         and framework == "zero_runtime"
     )
-    whole = held.get("gradients", 0) if configuration.stage < 2 or waits else 0
-    buckets, gathered = held.get("gradient buckets", 0), held.get("gathered parameters", 0)
-    lasting = sum(held.values()) - whole - buckets - gathered
+    whole_gradients = on_device.get("gradients", 0) if configuration.stage < 2 or waits else 0
+    buckets, gathered = on_device.get("gradient buckets", 0), on_device.get("gathered parameters", 0)
+    lasting = sum(on_device.values()) - whole_gradients - buckets - gathered
     # A gathered parameter gets its secondary shard as it is released.
-    secondary = held.get("secondary shards", 0)
+    secondary = on_device.get("secondary shards", 0)
     whole_bytes = sum(each.numel * item_bytes(configuration.model_dtype or each.dtype) for each in parameters)
     secondary_share = secondary / whole_bytes if whole_bytes else 0.0
     numels = {each.name: each.numel for each in parameters if each.requires_grad}
@@ -112,7 +112,7 @@ def peak_of(
     if framework == "deepspeed" and own_buffers:
         stays = buckets if configuration.stage == 3 else 0
         if configuration.stage < 3:
-            concatenated = held.get("gradients" if configuration.stage == 2 else "reduced gradients", 0)
+            concatenated = on_device.get("gradients" if configuration.stage == 2 else "reduced gradients", 0)
         if configuration.stage < 3 and micro_batches == 1:
             late = concatenated + (buckets if in_passes else 0)
             lasting -= concatenated
@@ -124,11 +124,11 @@ def peak_of(
     meanwhile = gathered_with_gradients(parameters, blocks, gathering) if blocks else {}
     # By block the shards of gradients come with the messages, and are joined after the pass.
     is_apart = blocks and micro_batches == 1 and framework == "zero_runtime"
-    apart = held.get("gradients", 0) if is_apart else 0
+    apart = on_device.get("gradients", 0) if is_apart else 0
     before_release = lasting - apart - round(min(gathered, whole_bytes) * secondary_share)
     arriving = min(gathered, (arriving_numel or gathering.prefetch_bucket_size) * item_bytes(types[0]))
     gradients = _Gradients(
-        0 if in_passes and not waits else whole,
+        0 if in_passes and not waits else whole_gradients,
         micro_batches > 1,
         configuration.reduce_bucket_size,
         _copied(configuration, types[0]) if in_passes and not blocks else 0,
@@ -152,12 +152,12 @@ def peak_of(
         if each.requires_grad
     )
     # Optimizers read gradients in the masters' type: a copy where they are accumulated in another one.
-    copies = 0 if configuration.accumulation_dtype == "float32" else held.get("masters", 0)
+    copies = 0 if configuration.accumulation_dtype == "float32" else on_device.get("masters", 0)
     if not configuration.partitions and trained < _WIDE * sum(numels.values()):
         copies = _WIDE * sum(numels.values())  # for the norm, without masters too
     # Gradients that wait for the last micro-batch leave in its backward pass.
-    left = 0 if waits else whole
-    kept = left if not configuration.partitions or configuration.reduces_chunks else 0
+    left = 0 if waits else whole_gradients
+    kept_gradients = left if not configuration.partitions or configuration.reduces_chunks else 0
     phases = {
         GATHER: before_release + stays + gathered + arriving,
         PASSES: before_release
@@ -167,7 +167,7 @@ def peak_of(
         + late
         + max(0 if late and in_passes else buckets, apart)
         + (0 if configuration.reduces_flat_groups else left),
-        STEP: lasting + stays + kept + copies + concatenated + (concatenated if late else 0),
+        STEP: lasting + stays + kept_gradients + copies + concatenated + (concatenated if late else 0),
     }
     phase = max(phases, key=lambda each: phases[each])
     return Peak(phases[phase], phase)

@@ -118,14 +118,16 @@ def with_tokens(
     changes_slots = any((each != 1.0).any() for _, each in scaled.values())
     if changes_slots:
         steps = [_with_compute(program, step, number, scaled) for number, step in enumerate(steps)]
-    kept, listed = _without(program, steps, {number for number, each in replaced.items() if each is None})
+    remaining, listed = _without(
+        program, steps, {number for number, each in replaced.items() if each is None}
+    )
     messages = [
         replaced.get(number) or message
         for number, message in enumerate(program.messages)
         if replaced.get(number, message) is not None
     ]
     return Exchanged(
-        kept._replace(messages=tuple(messages)),
+        remaining._replace(messages=tuple(messages)),
         listed,
         inserted,
         tuple(_assumptions(messages, inserted, changes_slots, after)),
@@ -317,17 +319,18 @@ def _without(program: Program, steps: Sequence[Step], gone: set[int]) -> tuple[P
     """``program`` without messages ``gone``; what is computed around them stays."""
     if not gone:
         return program, list(steps)
-    kept = [number for number in range(len(program.messages)) if number not in gone]
-    renumbered = {number: place for place, number in enumerate(kept)}
+    remaining = [number for number in range(len(program.messages)) if number not in gone]
+    renumbered = {number: place for place, number in enumerate(remaining)}
     places = [position for position, event in enumerate(program.events) if event.message not in gone]
     events = tuple(
         Event(program.events[each].kind, renumbered[program.events[each].message]) for each in places
     )
     begins = [0, *(each + 1 for each in places)]
     listed = [
-        Step(np.add.reduceat(step.spans, begins, axis=0), step.calls[kept], step.follows) for step in steps
+        Step(np.add.reduceat(step.spans, begins, axis=0), step.calls[remaining], step.follows)
+        for step in steps
     ]
-    return Program(tuple(program.messages[number] for number in kept), events), listed
+    return Program(tuple(program.messages[number] for number in remaining), events), listed
 
 
 def _assumptions(

@@ -27,9 +27,9 @@ def deepspeed_holdings(
         "zero_optimization": zero,
     }
     configuration = read_configuration(config)
-    held = {each.what: each for each in holdings(config, parameters, world_size)}
+    by_name = {each.what: each for each in holdings(config, parameters, world_size)}
     if not configuration.partitions or configuration.reduces_flat_groups or not parameters:
-        return list(held.values())
+        return list(by_name.values())
     offload = read_offload(zero, configuration.stage)
     item = max(item_bytes(configuration.model_dtype or each.dtype) for each in parameters)
     numels = [each.numel for each in parameters]
@@ -37,17 +37,17 @@ def deepspeed_holdings(
     # The buffers have reduce_bucket_size elements for every model.
     turns = 2 if configuration.overlap_comm and configuration.stage < 3 else 1
     buckets = turns * configuration.reduce_bucket_size * item if configuration.buffers_are_contiguous else 0
-    held["gradient buckets"] = Holding(
+    by_name["gradient buckets"] = Holding(
         "gradient buckets", buckets, note="of reduce_bucket_size for every model"
     )
-    if "masters" not in held:
-        held["masters"] = Holding("masters", share * _WIDE, note="copies, of fp32 parameters too")
+    if "masters" not in by_name:
+        by_name["masters"] = Holding("masters", share * _WIDE, note="copies, of fp32 parameters too")
     if offload.optimizer != "none":
         if configuration.stage == 3:
             own = Holding("offloaded gradients", 0, share * _WIDE)
         else:
             reduced = "gradients" if configuration.stage == 2 else "reduced gradients"
-            held[reduced] = held[reduced]._replace(device=0, host=held[reduced].device)
+            by_name[reduced] = by_name[reduced]._replace(device=0, host=by_name[reduced].device)
             own = Holding("offloaded gradients", max(numels) * item, share * _WIDE + max(numels) * item)
-        held["offloaded gradients"] = own
-    return list(held.values())
+        by_name["offloaded gradients"] = own
+    return list(by_name.values())

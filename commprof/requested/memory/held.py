@@ -31,18 +31,18 @@ def held_by_rank(
         RequestedError: the config or the parameters cannot be used as they are.
     """
 
-    def of(given: Sequence[Parameter]) -> list[Holding]:
+    def of(chosen: Sequence[Parameter]) -> list[Holding]:
         if runtime == "deepspeed":
-            return deepspeed_holdings(config, given, world_size)
-        return holdings(config, given, world_size, backend)
+            return deepspeed_holdings(config, chosen, world_size)
+        return holdings(config, chosen, world_size, backend)
 
-    held = of(parameters)
+    of_all = of(parameters)
     trained = [each for each in parameters if each.requires_grad]
     if len(trained) == len(parameters):
-        return held
+        return of_all
     of_trained = {each.what: each for each in of(trained)}
     return [
         each if each.what in _OF_ALL else of_trained[each.what]
-        for each in held
+        for each in of_all
         if each.what in {*_OF_ALL, *of_trained}
     ]

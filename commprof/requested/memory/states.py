@@ -291,19 +291,19 @@ def _parameters(
         "parameters", shard_bytes if on_device else 0, 0 if on_device else shard_bytes, in_files * sizes.item
     )
     gathering = read_gather_configuration(zero_section(config))
-    held = [shards]
+    of_shards = [shards]
     if 1 < gathering.secondary_size <= world_size:
         secondary = sizes.share * world_size // gathering.secondary_size * sizes.item
         places = (secondary, 0) if on_device else (0, secondary)
         note = "of what this step has gathered and released: at most, until the optimizer step has ended"
-        held.append(Holding("secondary shards", *places, note=note))
+        of_shards.append(Holding("secondary shards", *places, note=note))
     listed = in_model_order(parameters)
     note = "at most, while modules use them"
     if sizes.block:
         blocks = gathered_blocks(listed, gathering)
         numel = max(gathered_with_gradients(listed, blocks, gathering).values())
         note += f": {len(blocks)} blocks, each gathered by one message, {sizes.block * sizes.item:,} bytes at most"
-        return [*held, Holding("gathered parameters", numel * sizes.item, note=note)]
+        return [*of_shards, Holding("gathered parameters", numel * sizes.item, note=note)]
     persistent = sum(each.numel for each in persistent_parameters(listed, gathering))
     largest = max((each.numel for each in listed), default=0)
     # Parameters that are used again soon stay gathered, and prefetching stops at max_live_parameters.
@@ -313,7 +313,7 @@ def _parameters(
         note += (
             ": all of the model, since stage3_max_reuse_distance and stage3_max_live_parameters allow as much"
         )
-    return [*held, Holding("gathered parameters", gathered_numel * sizes.item, note=note)]
+    return [*of_shards, Holding("gathered parameters", gathered_numel * sizes.item, note=note)]
 
 
 def _gradients(

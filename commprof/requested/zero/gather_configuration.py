@@ -116,13 +116,13 @@ def _unit(zero: Mapping[str, Any], read: GatherConfiguration) -> str:
         "offload_param": offload or flag(zero, "zero_optimization.cpu_offload_param", None),
         "an all_reduce of gradients": reduction == "all_reduce" or (reduction == "auto" and all_reduces),
     }
-    found = [name for name, is_set in by_module.items() if is_set]
-    if unit == MODULE or not found:
+    reasons = [name for name, is_set in by_module.items() if is_set]
+    if unit == MODULE or not reasons:
         return str(unit)
     if unit == "auto":
         return MODULE
     raise UnsupportedError(
-        "zero_optimization.stage3_gather_unit", unit, f"the runtime refuses it with {', '.join(found)}"
+        "zero_optimization.stage3_gather_unit", unit, f"the runtime refuses it with {', '.join(reasons)}"
     )
 
 

@@ -123,10 +123,12 @@ def chunked_gradients(
     for group in layout.groups:
         first_chunks.append(len(messages))
         chunks = -(-group.end // (group.chunk_numel or 1))
-        whole = Message(Op.ALL_TO_ALL if exchanges else Op.REDUCE_SCATTER, group.chunk_numel, group.row_numel)
-        messages += [whole] * chunks
+        full_chunk = Message(
+            Op.ALL_TO_ALL if exchanges else Op.REDUCE_SCATTER, group.chunk_numel, group.row_numel
+        )
+        messages += [full_chunk] * chunks
         if exchanges and chunks:
-            messages[-1] = whole._replace(numel=group.end - (chunks - 1) * group.chunk_numel)
+            messages[-1] = full_chunk._replace(numel=group.end - (chunks - 1) * group.chunk_numel)
         sent = sum(each.numel for each in messages[first_chunks[-1] :])
         messages[-1:] = [each._replace(padding=sent - group.data_numel) for each in messages[-1:]]
     arrived, _, _ = _bucket_order(configuration, groups, gradient_order)

@@ -75,15 +75,23 @@ def module_calls(
     gathering = read_gather_configuration(zero)
     if runtime == "deepspeed":
         configuration = configuration.as_deepspeed_reads()
-    whole = unpartitioned(zero, parameters) if runtime == "zero_runtime" else frozenset()
+    unpartitioned_names = unpartitioned(zero, parameters) if runtime == "zero_runtime" else frozenset()
     used = used_parameters(parameters, gradient_order)
     if 1 < gathering.secondary_size < world_size:
         return ModuleCalls((), (), "zero_hpz_partition_size", gathering)
-    if runtime == "zero_runtime" and gathered_blocks(used, gathering, whole):
+    if runtime == "zero_runtime" and gathered_blocks(used, gathering, unpartitioned_names):
         return ModuleCalls((), (), "stage3_gather_unit", gathering)
-    persistent = {each.name for each in persistent_parameters(in_model_order(parameters), gathering, whole)}
+    persistent = {
+        each.name
+        for each in persistent_parameters(in_model_order(parameters), gathering, unpartitioned_names)
+    }
     gathers = gathers_of(
-        used, gathering, persistent & {each.name for each in used}, micro_steps, iteration, whole
+        used,
+        gathering,
+        persistent & {each.name for each in used},
+        micro_steps,
+        iteration,
+        unpartitioned_names,
     )
     messages: list[GatherMessage] = []
     issued: dict[tuple[int, bool], list[int]] = {}

@@ -132,17 +132,17 @@ def _add_grey_lines(figure: Sketch, lines: pd.DataFrame, steps: list[int], texts
     ranks = [name.split("_")[1] for name in lines.columns]
     x: list[int | None] = []
     y: list[float | None] = []
-    told: list[str] = []
+    hover_texts: list[str] = []
     for rank, name in zip(ranks, lines.columns, strict=True):
         x += [*steps, None]
         y += [*_numbers(lines[name]), None]
-        told += [*_told(f"rank {rank}", texts, lines[name]), ""]
+        hover_texts += [*_told(f"rank {rank}", texts, lines[name]), ""]
     figure.add_scatter(
         name=f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(ranks)}",
         mode="lines+markers" if len(steps) <= _MOST_MARKED else "lines",
         x=listed(x),
         y=listed(y),
-        customdata=listed(told),
+        customdata=listed(hover_texts),
         line={"color": OTHER_COLOUR, "width": 1.2},
         marker={"size": 4, "color": OTHER_COLOUR},
         hovertemplate="%{customdata}<extra></extra>",

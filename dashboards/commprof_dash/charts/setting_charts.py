@@ -149,9 +149,11 @@ def _times(times: pd.DataFrame, place: Mapping[str, int]) -> Lanes:
                 if kind == "step_time" and row["repeats"]:
                     notes.append(Note(setting, lane, 0.0, UNKNOWN, muted=True))
                 continue
-            told = interval_text(*(math.nan if pd.isna(each) else float(each) for each in (value, low, high)))
+            interval = interval_text(
+                *(math.nan if pd.isna(each) else float(each) for each in (value, low, high))
+            )
             points.append(
-                Point(setting, lane, float(value), f"{escape(row['label'])}<br>{name}: <b>{told}</b>")
+                Point(setting, lane, float(value), f"{escape(row['label'])}<br>{name}: <b>{interval}</b>")
             )
             reach = float(value if pd.isna(high) else high)
             if not pd.isna(high):

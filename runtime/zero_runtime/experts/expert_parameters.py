@@ -95,12 +95,12 @@ def with_expert_groups(parameters: Sequence[Any], limit: float | None = LARGEST_
         parameters: tensors or param groups. If one of these is a group of experts already, all are returned unchanged.
         limit: elements of the largest group of experts; None for no limit.
     """
-    given = list(parameters)
-    if given and isinstance(given[0], torch.Tensor):
-        given = [{"params": given, "name": _DENSE}]
-    if any("moe" in group for group in given):
-        return given
-    return divided(given, limit)
+    groups = list(parameters)
+    if groups and isinstance(groups[0], torch.Tensor):
+        groups = [{"params": groups, "name": _DENSE}]
+    if any("moe" in group for group in groups):
+        return groups
+    return divided(groups, limit)
 
 
 def divided(groups: Sequence[Mapping[str, Any]], limit: float | None) -> list[dict[str, Any]]:

@@ -127,10 +127,10 @@ def top_1(
         order = mask * Uniform(zero, one).rsample(mask.shape)
     first = torch.topk(order, k=min(capacity, tokens), dim=0).indices
     mask = mask * torch.zeros_like(mask).scatter_(0, first, 1)
-    kept = mask.sum(dim=1) > 0
+    has_slot = mask.sum(dim=1) > 0
     slots = ((torch.cumsum(mask, dim=0) - 1) * mask).sum(dim=1)
     weights = (gates * mask).sum(dim=1)
-    routed = torch.where(kept, chosen, torch.full_like(chosen, -1))
+    routed = torch.where(has_slot, chosen, torch.full_like(chosen, -1))
     return Routes(
         loss, capacity, routed.unsqueeze(0), slots.long().unsqueeze(0), weights.unsqueeze(0), counts
     )
@@ -203,8 +203,8 @@ def top_k(logits: torch.Tensor, k: int, rule: CapacityRule, *, keeps_first: bool
     elif rule.drops:
         capacity = rule.slots(tokens, experts, k)
         only_top = torch.zeros_like(gates).scatter(1, chosen, top)
-        kept = torch.topk(only_top, k=min(capacity, tokens), dim=0, sorted=False).indices
-        mask &= torch.zeros_like(mask).scatter_(0, kept, True)
+        kept_tokens = torch.topk(only_top, k=min(capacity, tokens), dim=0, sorted=False).indices
+        mask &= torch.zeros_like(mask).scatter_(0, kept_tokens, True)
     else:
         capacity = rule.needed(counts)
     slots = torch.cumsum(mask, dim=0) - 1

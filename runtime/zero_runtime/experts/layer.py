@@ -215,10 +215,10 @@ class MOELayer(torch.nn.Module):
         Raises:
             UsageError: the layer has more than one rank, and its model was not passed to ``initialize``.
         """
-        given = inputs[0]
-        assert given is not None
-        hidden = given.shape[-1]
-        tokens = given.reshape(-1, hidden)
+        hidden_states = inputs[0]
+        assert hidden_states is not None
+        hidden = hidden_states.shape[-1]
+        tokens = hidden_states.reshape(-1, hidden)
         routes = self.gate(tokens, inputs[1] if len(inputs) > 1 else None)
         self.l_aux, self.exp_counts = routes.loss, routes.counts
         if hooks.recording():
@@ -230,7 +230,9 @@ class MOELayer(torch.nn.Module):
         sent = self._exchanged(filled(tokens, places, scratch).view(total, routes.capacity, hidden))
         outputs = self.experts(sent.reshape(self.ep_size, self.num_local_experts, -1, hidden))
         returned = self._exchanged(outputs.reshape(total, -1, hidden))
-        return weighted(returned.reshape(scratch, hidden), places, routes.weights).reshape(given.shape)
+        return weighted(returned.reshape(scratch, hidden), places, routes.weights).reshape(
+            hidden_states.shape
+        )
 
     def _exchanged(self, rows: torch.Tensor) -> torch.Tensor:
         if self.ep_size == 1:

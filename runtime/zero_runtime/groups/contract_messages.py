@@ -122,11 +122,11 @@ def deviation(issued: Mapping[int, Issued]) -> str:
             f"traffic_contract: at {when} a rank issues another message than {expected.described()} of rank {others[0]}, "
             "and did not say which"
         )
-    found, (rank, *_) = deviating[0]
+    actual, (rank, *_) = deviating[0]
     others_issue = f"{_listed(others)} issue{'s' * (len(others) == 1)} {expected.described()}"
-    difference = _first_difference(rank, found, others[0], expected)
+    difference = _first_difference(rank, actual, others[0], expected)
     return (
-        f"traffic_contract: at {when} rank {rank} issues {found.described()}, and {others_issue}; {difference}; every rank "
+        f"traffic_contract: at {when} rank {rank} issues {actual.described()}, and {others_issue}; {difference}; every rank "
         "must run the same modules in the same order with the same configuration"
     )
 
@@ -223,14 +223,14 @@ def _silent(ranks: Sequence[int], running: Mapping[int, int]) -> str:
     return f"{_listed(ranks)} {'does' if len(ranks) == 1 else 'do'} not answer{where}"
 
 
-def _first_difference(rank: int, found: Message, other: int, expected: Message) -> str:
-    if (found.operation, found.purpose) != (expected.operation, expected.purpose):
-        return f"rank {rank} is at {found.module}, rank {other} at {expected.module}"
-    missing = [name for name in expected.parameters if name not in found.parameters]
-    added = [name for name in found.parameters if name not in expected.parameters]
+def _first_difference(rank: int, actual: Message, other: int, expected: Message) -> str:
+    if (actual.operation, actual.purpose) != (expected.operation, expected.purpose):
+        return f"rank {rank} is at {actual.module}, rank {other} at {expected.module}"
+    missing = [name for name in expected.parameters if name not in actual.parameters]
+    added = [name for name in actual.parameters if name not in expected.parameters]
     if missing and not added:
         return f"{missing[0]} of module {_module(missing[0])} is missing on rank {rank}"
-    for mine, theirs in zip(found.parameters, expected.parameters, strict=False):
+    for mine, theirs in zip(actual.parameters, expected.parameters, strict=False):
         if mine != theirs:
             return (
                 f"rank {rank} has {mine} of module {_module(mine)} where rank {other} has {theirs} of module "
@@ -239,7 +239,7 @@ def _first_difference(rank: int, found: Message, other: int, expected: Message) 
     if added:
         return f"{added[0]} of module {_module(added[0])} is in that of rank {rank} only"
     for name in ("operation", "numel", "dtype", "bucket", "owner", "purpose"):
-        mine, theirs = getattr(found, name), getattr(expected, name)
+        mine, theirs = getattr(actual, name), getattr(expected, name)
         if mine != theirs:
             return f"they differ first in {name}: {mine} on rank {rank}, {theirs} on rank {other}"
     return "they are equal"

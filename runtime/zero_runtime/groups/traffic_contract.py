@@ -334,33 +334,33 @@ class TrafficContract:
                 time.sleep(0.02)
             return
         self._vote(number)
-        self._deviate({rank: Issued.of(said) for rank, said in self._collected("vote").items()})
+        self._deviate({rank: Issued.of(text) for rank, text in self._collected("vote").items()})
 
     def _deviate(self, issued: Mapping[int, Issued]) -> None:
         """Fail by the messages that ranks have issued at one place."""
         text = deviation(issued)
-        told = self._store.compare_set(f"{self.verdict.key}/error", "", text).decode()
-        if told == text and not self._stops:
-            log.warning(told)
-        self._fail(told)
+        sentence = self._store.compare_set(f"{self.verdict.key}/error", "", text).decode()
+        if sentence == text and not self._stops:
+            log.warning(sentence)
+        self._fail(sentence)
 
     def _collected(self, topic: str) -> dict[int, str]:
         """What each rank says of ``topic``, once all that are left have done so, or time is up.
 
         Meanwhile it says for this rank what others ask: two ranks that wait for each other's answers would both get none.
         """
-        said: dict[int, str] = {}
+        answers: dict[int, str] = {}
         until = time.monotonic() + _VOTE_S
         while time.monotonic() < until:
             self._say_what_is_asked()
-            if said.keys() | self._gone() >= set(self._group.global_ranks):
+            if answers.keys() | self._gone() >= set(self._group.global_ranks):
                 break
             for rank in self._group.global_ranks:
                 key = self._key(topic, rank)
-                if rank not in said and self._store.check([key]):
-                    said[rank] = self._store.get(key).decode()
+                if rank not in answers and self._store.check([key]):
+                    answers[rank] = self._store.get(key).decode()
             time.sleep(0.02)
-        return said
+        return answers
 
     # Comparison of what has been issued, after a failed collective or where a checksum differs.
 
@@ -388,13 +388,13 @@ class TrafficContract:
         if self._store.compare_set(self._key("comparison"), "", mine).decode() != mine:
             return False
         self._say_history()
-        said = {rank: History(*json.loads(text)) for rank, text in self._collected("history").items()}
-        number = first_difference(list(said.values()))
+        histories = {rank: History(*json.loads(text)) for rank, text in self._collected("history").items()}
+        number = first_difference(list(histories.values()))
         if number is not None:
-            self._deviate_at(number, said)
+            self._deviate_at(number, histories)
         elif failed is not None:
-            lost = sorted(set(self._group.global_ranks) - said.keys() - self._departed().keys())
-            late = sorted(rank for rank, each in said.items() if each.end <= failed)
+            lost = sorted(set(self._group.global_ranks) - histories.keys() - self._departed().keys())
+            late = sorted(rank for rank, each in histories.items() if each.end <= failed)
             if lost:
                 processes = self.verdict.processes
                 running = {} if processes is None else processes.running()
@@ -403,9 +403,9 @@ class TrafficContract:
                 self._fail_for_all(absence(late, self._rank, self._at(failed)))
         return True
 
-    def _deviate_at(self, number: int, said: Mapping[int, History]) -> None:
-        """Fail by message ``number`` of ``said``, the histories by rank."""
-        reached = {rank: each for rank, each in said.items() if each.first <= number < each.end}
+    def _deviate_at(self, number: int, histories: Mapping[int, History]) -> None:
+        """Fail by message ``number`` of ``histories``, by rank."""
+        reached = {rank: each for rank, each in histories.items() if each.first <= number < each.end}
         messages = {rank: each.messages[number - each.first] for rank, each in reached.items()}
         if max(messages.values()) >= len(self._messages):  # one that only that rank can describe
             self._dispute(number)

@@ -62,11 +62,11 @@ class _Message:
     __slots__ = ("arrived", "dtype", "gathered", "kept", "members", "rows", "spans", "width")
 
     def __init__(
-        self, members: Sequence[_Member], dtype: torch.dtype, kept: torch.dtype, gathered: int
+        self, members: Sequence[_Member], dtype: torch.dtype, kept_dtype: torch.dtype, gathered: int
     ) -> None:
         self.members = members
         self.dtype = dtype
-        self.kept = kept
+        self.kept = kept_dtype
         self.width = sum(each.width for each in members)
         self.gathered = gathered
         self.rows: torch.Tensor | None = None
@@ -229,12 +229,14 @@ class BlockGradients(ShardedGradients):
             message.rows = rows.view(world, message.width)
         places = message.rows.narrow(1, member.start, member.width)
         divisor = self._policy.scaling.divisor
-        whole, rest = divmod(member.numel, member.width)
+        full_rows, rest = divmod(member.numel, member.width)
         parts = []
-        if whole:
-            parts.append((places[:whole], gradient[: whole * member.width].view(whole, member.width)))
+        if full_rows:
+            parts.append(
+                (places[:full_rows], gradient[: full_rows * member.width].view(full_rows, member.width))
+            )
         if rest:
-            parts.append((places[whole, :rest], gradient[whole * member.width :]))
+            parts.append((places[full_rows, :rest], gradient[full_rows * member.width :]))
         if member in message.arrived:
             for place, part in parts:
                 place.add_(part.to(place.dtype).div(divisor))
@@ -245,9 +247,9 @@ class BlockGradients(ShardedGradients):
                 torch.div(part, divisor, out=place)
             else:
                 place.copy_(part).div_(divisor)
-        if whole < world:
-            places[whole, rest:].zero_()
-            places[whole + 1 :].zero_()
+        if full_rows < world:
+            places[full_rows, rest:].zero_()
+            places[full_rows + 1 :].zero_()
 
     def _finish(self) -> None:
         for message in self._messages:

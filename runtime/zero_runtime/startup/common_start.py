@@ -55,11 +55,11 @@ class CommonStart:
         if self._is_alone or not isinstance(error, Exception):
             return
         try:
-            told = self._told(error)
+            reason = self._told(error)
         except (RuntimeError, OSError):
             return  # the store has ended with rank 0
-        if told is not None:
-            raise TrafficContractError(told) from error
+        if reason is not None:
+            raise TrafficContractError(reason) from error
 
     def decided(self, mine: str, decide: Callable[[Mapping[int, str]], str]) -> str:
         """What rank 0 decides by the texts of all ranks, by rank. A rank without a contract waits for nobody: empty there.
@@ -87,18 +87,18 @@ class CommonStart:
 
     def _told(self, error: Exception) -> str | None:
         """Tell the others of ``error``; what one of them has told, if that is why this rank has failed."""
-        store, told = comm.store(), None
+        store, reason = comm.store(), None
         if not isinstance(error, ZeroRuntimeError) and self._keeps:
             # A collective fails where another rank has ended, and that one has said why before.
             until = time.monotonic() + (_READ_S if isinstance(error, RuntimeError | OSError) else 0.0)
             while not store.check([self._error]) and time.monotonic() < until:
                 time.sleep(0.02)
             if store.check([self._error]):
-                told = store.get(self._error).decode()
-        if told is None and not isinstance(error, TrafficContractError):
+                reason = store.get(self._error).decode()
+        if reason is None and not isinstance(error, TrafficContractError):
             store.compare_set(self._error, "", failed_start(comm.get_rank(), error))
         self._read()
-        return told
+        return reason
 
     def _read(self) -> None:
         """Count this rank among those that know of an error. Rank 0, which may have the store, waits for the others."""

@@ -110,13 +110,13 @@ def _different_settings(texts: Mapping[int, str]) -> str:
     return _EQUAL
 
 
-def _most_and_first(said: Mapping[int, str]) -> tuple[int, int | None]:
+def _most_and_first(texts: Mapping[int, str]) -> tuple[int, int | None]:
     """The first rank that says what most ranks say, and the first one that says something else."""
     ranks: dict[str, list[int]] = defaultdict(list)
-    for rank in sorted(said):
-        ranks[said[rank]].append(rank)
+    for rank in sorted(texts):
+        ranks[texts[rank]].append(rank)
     most = min(ranks.values(), key=lambda those: (-len(those), those))
-    return most[0], next((rank for rank in sorted(said) if rank not in most), None)
+    return most[0], next((rank for rank in sorted(texts) if rank not in most), None)
 
 
 def _shape(parameter: torch.nn.Parameter) -> Sequence[int]:
@@ -128,8 +128,8 @@ def _grouped(texts: Sequence[str]) -> list[dict[int, str]]:
     """What each rank says, by the group that it is in."""
     groups: dict[tuple[int, ...], dict[int, str]] = defaultdict(dict)
     for rank, text in enumerate(texts):
-        members, said = json.loads(text)
-        groups[tuple(members)][rank] = said
+        members, value = json.loads(text)
+        groups[tuple(members)][rank] = value
     return list(groups.values())
 
 
@@ -138,10 +138,10 @@ def _digests_differ(texts: Sequence[str]) -> str:
 
 
 def _first_difference(texts: Sequence[str]) -> str:
-    for said in _grouped(texts):
-        usual, other = _most_and_first(said)
+    for settings in _grouped(texts):
+        usual, other = _most_and_first(settings)
         if other is not None:
-            return _sentence(usual, json.loads(said[usual]), other, json.loads(said[other]))
+            return _sentence(usual, json.loads(settings[usual]), other, json.loads(settings[other]))
     return "traffic_contract: the ranks are started differently; start them with the same script and configuration"
 
 

@@ -204,8 +204,8 @@ def _reduction_text(setting: Mapping[str, Any]) -> str | None:
     requested, issued, meant = (setting[f"{level}_op"] for level in ("requested", "issued", "intended"))
     if pd.isna(issued):
         return None if pd.isna(requested) else f"{requested} -> nothing"
-    told = series_name(issued, meant)
-    return told if pd.isna(requested) or requested == told else f"{requested} -> {told}"
+    issued_name = series_name(issued, meant)
+    return issued_name if pd.isna(requested) or requested == issued_name else f"{requested} -> {issued_name}"
 
 
 class Cell(NamedTuple):

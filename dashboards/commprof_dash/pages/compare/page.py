@@ -138,8 +138,10 @@ def _answers(runs: Runs, asked: _Asked, measure: Measure, scheme: Scheme) -> lis
 
 def _trainings(runs: Runs, names: Sequence[str]) -> list[Component]:
     """A line for each run with several trainings, of which its setting has one mean."""
-    told = [(name, runs.several_trainings(name)) for name in names]
-    return [messages.line("Several trainings", f"{name}: {text}.", "warning") for name, text in told if text]
+    trainings = [(name, runs.several_trainings(name)) for name in names]
+    return [
+        messages.line("Several trainings", f"{name}: {text}.", "warning") for name, text in trainings if text
+    ]
 
 
 def _folds(

@@ -57,10 +57,10 @@ def verdict(ledger: api.Verdict, facts: Mapping[str, Any]) -> Component:
 
 def _reduction(reduction: overview_data.Reduction) -> list[Component]:
     """The requested and the issued reduction, and what to set for the requested one."""
-    told = [messages.line(reduction.chip, reduction.sentence, "note")]
+    lines = [messages.line(reduction.chip, reduction.sentence, "note")]
     if reduction.remedy is not None:
-        told.append(messages.line("What to set", reduction.remedy, "note"))
-    return told
+        lines.append(messages.line("What to set", reduction.remedy, "note"))
+    return lines
 
 
 def verdict_to_come(facts: Mapping[str, Any]) -> Component:

@@ -49,12 +49,12 @@ def reduction(ledger: api.Verdict) -> Reduction | None:
     if not rows or sentence is None:
         return None
     row = max(rows, key=lambda row: (row.issued_op != row.requested_op, row.issued_payload_bytes))
-    told = (
+    chip = (
         row.requested_op
         if row.issued_op == row.requested_op
         else f"{row.requested_op} \u2192 {row.issued_op}"
     )
-    return Reduction(str(told), sentence, ledger.remedy)
+    return Reduction(str(chip), sentence, ledger.remedy)
 
 
 def accounted(ledger: api.Verdict) -> str:

@@ -73,8 +73,8 @@ def _answers(runs: Runs, name: str, measure: Measure, scheme: Scheme) -> list[Co
 
 def _trainings(runs: Runs, name: str) -> list[Component]:
     """A line about a run of several trainings; none for a single one."""
-    told = runs.several_trainings(name)
-    return [messages.line("Several trainings", f"{told}.", "warning")] if told else []
+    sentence = runs.several_trainings(name)
+    return [messages.line("Several trainings", f"{sentence}.", "warning")] if sentence else []
 
 
 def _traffic(
@@ -226,11 +226,11 @@ def _health(facts: Mapping[str, Any]) -> Component:
         )
     ranks = "its one rank" if _ranks(facts) == "1" else f"{_ranks(facts)} ranks"
     steps = f"{format_count(facts['steps'])} step{'' if facts['steps'] == 1 else 's'}"
-    told = f"{facts['state'].capitalize()}, {_ended(facts)}; {steps}"
+    summary = f"{facts['state'].capitalize()}, {_ended(facts)}; {steps}"
     if facts["notes"]:
         missing = "; ".join(facts["notes"])
-        return messages.line("What is missing", f"{missing[:1].upper()}{missing[1:]}. {told}.", "warning")
-    return messages.line("Nothing is missing", f"{told}; every record of {ranks} is there.", "good")
+        return messages.line("What is missing", f"{missing[:1].upper()}{missing[1:]}. {summary}.", "warning")
+    return messages.line("Nothing is missing", f"{summary}; every record of {ranks} is there.", "good")
 
 
 def _what_ran(facts: Mapping[str, Any]) -> Component:

@@ -300,8 +300,8 @@ def _recorded(runs: Runs, name: str) -> plan_api.RecordedStep:
         raise UsageError(
             f"there is no run {name[:80]!r} below {runs.directory} that can be read; choose another"
         )
-    told: plan_api.RecordedStep = runs.of_run("recorded step", name, plan_api.read_recorded)
-    return told
+    recorded: plan_api.RecordedStep = runs.of_run("recorded step", name, plan_api.read_recorded)
+    return recorded
 
 
 def _settings(form: Form) -> tuple[str, ...]:
@@ -446,10 +446,10 @@ def curves(answer: Planned, row: plan_api.Row) -> Curves:
         for each in sent
         if not isinstance(each.timed, str)
     ]
-    held = [f"{place}_bytes" for place in plan_api.PLACES]
+    places = [f"{place}_bytes" for place in plan_api.PLACES]
     return Curves(
         pd.DataFrame(traffic, columns=["world", "purpose", "wire_bytes"]),
-        pd.DataFrame(memory, columns=["world", "kind", *held, "peak_bytes", "peak_phase"]),
+        pd.DataFrame(memory, columns=["world", "kind", *places, "peak_bytes", "peak_phase"]),
         pd.DataFrame(times, columns=["world", "communication_ns", "step_least_ns", "step_most_ns"]),
         gaps,
         plan_api.batch_follows_ranks(row.prediction.config),

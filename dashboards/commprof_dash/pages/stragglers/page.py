@@ -54,15 +54,15 @@ def render(runs: Runs, query: Query, scheme: Scheme) -> Drawing:
         if waiting is not None:
             return [], waiting_for_index(waiting, name)
         asked = address.one(query, FIRST, _FIRST_STEP, LEFT_OUT) == INCLUDED
-        whole: api.Straggling = runs.of_run("straggling", name, api.straggling)
-        statement = whole.ranks.attrs["statement"]
-        if whole.lateness.empty:
+        straggling: api.Straggling = runs.of_run("straggling", name, api.straggling)
+        statement = straggling.ranks.attrs["statement"]
+        if straggling.lateness.empty:
             return [], [no_records(runs, name) or _nothing(statement, runs.health(name).ranks_recorded)]
         steps, records = len(runs.step_numbers(name)), runs.health(name).records
         # Without the first step all records are read anew.
         everything = asked or steps <= 1 or records > _MOST_RECORDS
         detailed: api.Straggling = (
-            whole
+            straggling
             if everything
             else runs.of_run("straggling-warm", name, partial(api.straggling, first_step=False))
         )
@@ -73,10 +73,10 @@ def render(runs: Runs, query: Query, scheme: Scheme) -> Drawing:
         )
         which = "" if everything == asked else _ONLY_FIRST if steps <= 1 else _ALSO_FIRST
         return [shown], [
-            overview_cards.lateness(whole.ranks),  # as on Overview and in the report
-            *_over_steps(whole, asked, scheme),
-            _ranks(whole, name),
-            _tiles(detailed, whole),
+            overview_cards.lateness(straggling.ranks),  # as on Overview and in the report
+            *_over_steps(straggling, asked, scheme),
+            _ranks(straggling, name),
+            _tiles(detailed, straggling),
             cards.columns(
                 [_boxes(detailed.lateness, which, scheme), _causes(detailed.causes, which, scheme)]
             ),
@@ -103,16 +103,16 @@ def _nothing(statement: str | None, ranks: int) -> Component:
     )
 
 
-def _over_steps(whole: api.Straggling, with_first: bool, scheme: Scheme) -> list[Component]:
+def _over_steps(straggling: api.Straggling, with_first: bool, scheme: Scheme) -> list[Component]:
     """How late each rank comes in each step; nothing for a run without training steps."""
-    steps = whole.steps if with_first or not whole.steps["is_warm"].any() else _warm(whole)
+    steps = straggling.steps if with_first or not straggling.steps["is_warm"].any() else _warm(straggling)
     steps = steps[steps["lateness_ns"].notna()]
     if steps.empty:
         return []
-    late = whole.ranks.attrs["late"]
+    late = straggling.ranks.attrs["late"]
     lines = lateness_chart.step_lines(steps, late)
-    since = {rank: step for rank, step in whole.ranks.attrs.get("since", ()) if rank in late}
-    error_ns = float(whole.lateness["error_ns"].max())
+    since = {rank: step for rank, step in straggling.ranks.attrs.get("since", ()) if rank in late}
+    error_ns = float(straggling.lateness["error_ns"].max())
     ranges = int(steps["steps"].max())
     each = "step" if ranges == 1 else f"step (mean over each {ranges:,} steps)"
     who = "stragglers in color, the others grey" if late else "no rank is a straggler"
@@ -122,7 +122,7 @@ def _over_steps(whole: api.Straggling, with_first: bool, scheme: Scheme) -> list
             "lateness-steps",
             "Lateness of each rank over the steps",
             f"Latest arrival of each rank in each {each}, after the first rank of the same collective: {who}"
-            f"{'' if with_first or not _after_first(whole) else '; without the first step'}.",
+            f"{'' if with_first or not _after_first(straggling) else '; without the first step'}.",
             lateness_chart.over_steps(lines, late, since, error_ns, scheme),
             lines,
             [
@@ -142,28 +142,28 @@ def _heading(column: str) -> str:
     return column.removesuffix("_ns").replace("_", " ").capitalize()
 
 
-def _warm(whole: api.Straggling) -> pd.DataFrame:
+def _warm(straggling: api.Straggling) -> pd.DataFrame:
     """The steps that the sentence is about."""
-    return whole.steps[whole.steps["is_warm"]]
+    return straggling.steps[straggling.steps["is_warm"]]
 
 
-def _after_first(whole: api.Straggling) -> str:
+def _after_first(straggling: api.Straggling) -> str:
     """Which steps the sums are of: without the first where there are others; empty without steps too."""
-    return ", after the first step" if not whole.steps["is_warm"].all() else ""
+    return ", after the first step" if not straggling.steps["is_warm"].all() else ""
 
 
-def _tiles(detailed: api.Straggling, whole: api.Straggling) -> Component:
-    error = int(whole.lateness["error_ns"].max())
+def _tiles(detailed: api.Straggling, straggling: api.Straggling) -> Component:
+    error = int(straggling.lateness["error_ns"].max())
     worst = detailed.collectives.iloc[0]
-    warm = _warm(whole)
+    warm = _warm(straggling)
     steps = len(warm[["attempt", "step"]].drop_duplicates())
-    compared = warm.groupby("rank")["collectives"].sum() if steps else whole.ranks["collectives"]
+    compared = warm.groupby("rank")["collectives"].sum() if steps else straggling.ranks["collectives"]
     return cards.tiles(
         [
             cards.tile(
                 "Compared",
                 format_count(int(compared.max()) if len(compared) else 0),
-                f"collectives per rank in which every rank waits for all others{_after_first(whole)}",
+                f"collectives per rank in which every rank waits for all others{_after_first(straggling)}",
             ),
             cards.tile(
                 "Clock error",
@@ -232,16 +232,16 @@ def _words(cause: Any) -> Cell:
     return str(cause).replace("_", " ")
 
 
-def _ranks(whole: api.Straggling, name: str) -> Component:
+def _ranks(straggling: api.Straggling, name: str) -> Component:
     """What each rank costs the others, from the same sums as the sentence above."""
     title = "What each rank costs the others"
-    if whole.ranks.empty:
+    if straggling.ranks.empty:
         return cards.empty_card(
             "stragglers",
             title,
             "No collective in which every rank waits for all others was recorded on all of its ranks.",
         )
-    frame, steps = _costs(whole)
+    frame, steps = _costs(straggling)
     shown = frame.sort_values("own_ns", ascending=False, kind="stable")
     if len(frame) > _FEW_RANKS:
         matters = (shown[list(_WAITS)].sum(axis=1) > 0) | shown["is_late"]
@@ -251,7 +251,7 @@ def _ranks(whole: api.Straggling, name: str) -> Component:
         if len(shown) < len(frame)
         else ""
     )
-    since = dict(whole.ranks.attrs.get("since", ()))
+    since = dict(straggling.ranks.attrs.get("since", ()))
 
     def begin(rank: Any) -> Cell:
         if rank not in since:
@@ -275,7 +275,7 @@ def _ranks(whole: api.Straggling, name: str) -> Component:
         Field("collectives", "Compared", format_count, numeric=True),
     ]
     of_steps = f"{steps:,} steps" if steps > 1 else "one step"
-    unit = f"per step, mean of {of_steps}{_after_first(whole)}" if steps else "in all"
+    unit = f"per step, mean of {of_steps}{_after_first(straggling)}" if steps else "in all"
     return cards.table_card(
         "stragglers",
         title,
@@ -288,14 +288,14 @@ def _ranks(whole: api.Straggling, name: str) -> Component:
     )
 
 
-def _costs(whole: api.Straggling) -> tuple[pd.DataFrame, int]:
+def _costs(straggling: api.Straggling) -> tuple[pd.DataFrame, int]:
     """One row per rank: waits for it (mean per step, in all if there are no steps), counts; and the number of steps."""
-    warm = _warm(whole)
+    warm = _warm(straggling)
     steps = len(warm[["attempt", "step"]].drop_duplicates())
     if not steps:
-        frame = whole.ranks[["rank", "collectives", "last", "expected_last"]].assign(
-            own_ns=whole.ranks["others_waited_own_ns"].fillna(0).astype(float),
-            inherited_ns=whole.ranks["others_waited_inherited_ns"].fillna(0).astype(float),
+        frame = straggling.ranks[["rank", "collectives", "last", "expected_last"]].assign(
+            own_ns=straggling.ranks["others_waited_own_ns"].fillna(0).astype(float),
+            inherited_ns=straggling.ranks["others_waited_inherited_ns"].fillna(0).astype(float),
             unknown_ns=0.0,
         )
     else:
@@ -305,7 +305,7 @@ def _costs(whole: api.Straggling) -> tuple[pd.DataFrame, int]:
         frame = sums.rename(columns={column: name for name, column in names.items()}).reset_index()
         steps = int(warm.drop_duplicates(["attempt", "step"])["steps"].sum())
         frame = frame.assign(**{name: frame[name] / steps for name in names})
-    return frame.assign(is_late=frame["rank"].isin(whole.ranks.attrs["late"])), steps
+    return frame.assign(is_late=frame["rank"].isin(straggling.ranks.attrs["late"])), steps
 
 
 def _collectives(frame: pd.DataFrame, name: str, run_begin_ns: int, which: str) -> Component:

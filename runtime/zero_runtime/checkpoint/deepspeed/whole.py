@@ -103,7 +103,7 @@ def read_whole_of_experts(
             "state of experts; copy all files of the checkpoint, or pass load_optimizer_states=False"
         )
     apart = experts.ranks // len(paths) if experts.data_first else 1
-    found: list[tuple[Sequence[Sequence[str]], WholeStates]] = []
+    by_rank: list[tuple[Sequence[Sequence[str]], WholeStates]] = []
     for place, path in sorted(paths.items()):
         optimizer = read_dict(path, "optimizer")["optimizer"]
         saved = optimizer.get(STATES, optimizer).get("param_groups", [])
@@ -116,8 +116,8 @@ def read_whole_of_experts(
             runs = [run for run in states.runs if has_experts([run.name])]
             states = states._replace(runs=runs)
             groups = [names if has_experts(names) else [] for names in groups]
-        found.append((groups, states))
-    return found
+        by_rank.append((groups, states))
+    return by_rank
 
 
 def _names_on_rank(

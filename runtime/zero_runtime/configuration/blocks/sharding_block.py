@@ -149,14 +149,14 @@ def _unit(values: Mapping[str, Any], named: Mapping[str, Any]) -> str:
         "gradient_reduction all_reduce": values["gradient_reduction"] == "all_reduce",
         "reduce_scatter false": values["gradient_reduction"] == "auto" and all_reduces,
     }
-    found = [name for name, conflict in conflicts.items() if conflict]
-    if not found:
+    reasons = [name for name, conflict in conflicts.items() if conflict]
+    if not reasons:
         return unit
     if unit == AUTO:
         return MODULE
     raise ConfigError(
         "zero_optimization.stage3_gather_unit is block, which gathers a block by one all_gather and reduces its gradients "
-        f"by one reduce_scatter, and does not go together with {', '.join(found)}; remove one of the two, or use module"
+        f"by one reduce_scatter, and does not go together with {', '.join(reasons)}; remove one of the two, or use module"
     )
 
 

@@ -120,15 +120,15 @@ def take_momentum(optimizer: torch.optim.Optimizer) -> Callable[[], float]:
             "with one momentum above 0 for all param groups, dampening 0 and nesterov false; set it to false otherwise, and "
             "with Adam and AdamW set betas[0] to 0 (docs/compression.md)"
         )
-    held: list[float] = []
+    momenta: list[float] = []
 
     def lay_down(*_: object) -> None:
-        held[:] = [each["momentum"] for each in optimizer.param_groups]
+        momenta[:] = [each["momentum"] for each in optimizer.param_groups]
         for each in optimizer.param_groups:
             each["momentum"] = 0.0
 
     def take_up(*_: object) -> None:
-        for each, value in zip(optimizer.param_groups, held, strict=True):
+        for each, value in zip(optimizer.param_groups, momenta, strict=True):
             each["momentum"] = value
 
     return_momentum(optimizer)
