@@ -89,6 +89,7 @@ def _declared(
     ] = None,
 ) -> Options:
     """Convert the options, as a verb declares them, into the recorder's options."""
+    # They come as texts and go through the parsers of the recorder, which also read what its ranks find in the environment.
     options = Options(
         steps=_parsed("--steps", steps, parse_steps),
         warmup=_parsed("--warmup", warmup, parse_count) or 0,

@@ -81,9 +81,12 @@ def answer(
             raise UsageError(
                 f"exposure cannot be grouped by {name!r}: {hint}choose from {', '.join(EXPOSURE_BY)}"
             )
+    # SQL has no parameter for a list of columns: each clause that depends on ``by`` is put in as a text. The ranks that have
+    # part in a combination are counted over all steps, so the step is in no partition.
     lasting = [name for name in by if name in _OF_DURATIONS]
     per_rank = "rank" in by
     partition = [name for name in by if name != "step"]
+    # An index has some of these; the rest needs the records.
     if counted is None:
         counted = counts(collectives, by, stalls)
     if stall_rows is None:

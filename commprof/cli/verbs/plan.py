@@ -65,6 +65,7 @@ def plan(  # noqa: PLR0913 - a parameter for each option of the command
             from commprof.plan.recorded_steps import recorded_step
 
             step_of_run = recorded_step(opened(recorded))
+    # None means: as in the model. A number could not say that.
     of_experts = {
         "num_experts": experts,
         "ep_size": ep_size,
@@ -115,6 +116,7 @@ def plan(  # noqa: PLR0913 - a parameter for each option of the command
         show_one(usable[0], planned)
         return 0
     show_comparison(planned)
+    # Settings share most decisions, and a shared one is printed once.
     for sentence in dict.fromkeys(sentence for each in usable for sentence in each.decisions):
         rendering.show(rendering.paragraph(sentence))
     if measured is not None:

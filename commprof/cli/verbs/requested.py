@@ -62,6 +62,7 @@ def requested(
         f"on {backend}{'' if prediction.axes.only_data else f' along {prediction.axes}'}; "
         f"the model in {prediction.precision}; activations are not included"
     )
+    # Programs may read it: the keys stay as they were before the verb was deprecated.
     if as_json:
         rendering.show_json(
             {

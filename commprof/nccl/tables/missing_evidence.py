@@ -66,6 +66,7 @@ def remarks(findings: Findings, communicators: Iterable[Communicator] = ()) -> t
         communicators: after families and global ranks were determined: their reasons become notes.
     """
     communicators = tuple(communicators)
+    # What makes counts wrong comes first, then what is not known, then what was left out.
     notes = list(findings.troubles)
     if findings.generated:
         notes.append("The log states that it was generated: it is not output of NCCL.")
@@ -95,6 +96,7 @@ def remarks(findings: Findings, communicators: Iterable[Communicator] = ()) -> t
             f"cut: {ASK_FOR_FILES}."
         )
     notes.extend(_unknown_families(communicators))
+    # With communicators the notes on their families say why; without them their number is all that is known.
     if findings.ambiguous and not communicators:
         notes.append(
             f"{findings.ambiguous} communicators have the same number of ranks and no commId, so it is not known "

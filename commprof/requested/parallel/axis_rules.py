@@ -90,9 +90,11 @@ def expected_on_axes(
             raise RequestedError(
                 f"parameter {each.name!r} has the stages {each.stages!r}, and there are {stages} stages"
             )
+    # Each stage of a pipeline is a data-parallel job of its own, with the parameters of its layers.
     for stage in range(stages):
         own = [each for each in parameters if stage in each.stage_numbers]
         lines = axes.lines(DATA, SEQUENCE, **({PIPE: stage} if PIPE in axes.names else {}))
+        # The recorded order is that of one rank, which has the parameters of one stage.
         order = gradient_order if stages == 1 else None
         sent = expected(
             plain,

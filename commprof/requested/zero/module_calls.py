@@ -77,6 +77,7 @@ def module_calls(
         configuration = configuration.as_deepspeed_reads()
     unpartitioned_names = unpartitioned(zero, parameters) if runtime == "zero_runtime" else frozenset()
     used = used_parameters(parameters, gradient_order)
+    # These gather in other units than modules, or in groups of fewer ranks.
     if 1 < gathering.secondary_size < world_size:
         return ModuleCalls((), (), "zero_hpz_partition_size", gathering)
     if runtime == "zero_runtime" and gathered_blocks(used, gathering, unpartitioned_names):
@@ -106,6 +107,7 @@ def module_calls(
         by_call.setdefault(gather.call, []).append(({each.name for each in gather.parameters}, numbers))
     calls: list[ModuleCall] = []
     entered = [each for each in training_visits(module_tree(used, gathering.is_leaf)) if each.enters]
+    # A message that was sent ahead is awaited by the first module that uses one of its parameters.
     for number, visit in enumerate(entered):
         waiting += by_call.get(number, [])
         names = {each.name for each in visit.module.parameters}

@@ -46,11 +46,13 @@ def load(tokens: pd.DataFrame, dropped: pd.DataFrame, scheme: Scheme) -> go.Figu
         [*map(tuple, zip(*rows, strict=True))]
         for rows in zip(loads.to_numpy(), tokens.to_numpy(), dropped.to_numpy(), strict=True)
     ]
+    # The scale reaches 2 at least: a nearly even load would fill it with noise.
     highest = max(2.0, float(loads.to_numpy().max(initial=0.0)))
     colour = OP_COLOURS[Op.ALL_TO_ALL]
     low, high = _HEIGHTS
     height = min(high, max(low, _EXPERT_PIXELS * len(experts) + _OTHER_PIXELS))
     figure = go.Figure(layout={"template": template(scheme)})
+    # Numbers are written only where each fits its cell.
     is_written = len(steps) <= _MOST_WRITTEN and len(experts) <= _MOST_WRITTEN
     figure.add_heatmap(
         name="load over the mean",

@@ -56,6 +56,8 @@ def heat(
     for sender, receiver, value in zip(frame["sender"], frame["receiver"], frame[column], strict=True):
         if value > 0:
             sizes[place[sender]][place[receiver]] = float(value)
+    # Bytes of two pairs may differ by orders of magnitude: the colour is that of their logarithm. Where they differ by less
+    # than a factor of two, the scale begins at half of them, or all would have the faintest colour.
     positive = [value for row in sizes for value in row if value]
     least, high = (math.log2(min(positive)), math.log2(max(positive))) if positive else (0.0, 1.0)
     low = least - 1 if high - least < 1 else least

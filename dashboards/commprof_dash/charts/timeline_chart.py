@@ -79,6 +79,7 @@ def figure(
     drawn = Sketch(scheme)
     origin = shown.run_begin_ns
     lanes: list[LaneRow] = []
+    # Few records are drawn as bars, many as the busy share of each moment, and many ranks as a heat map.
     if shown.bars is not None:
         rows = rows_of(shown.bars, shown.ranks)
         _draw_bars(drawn, shown, rows, origin, scheme, set(selected))
@@ -93,6 +94,7 @@ def figure(
         draw_density(drawn, shown.density, lanes, origin, scheme)
     depth = rows[-1].top + rows[-1].height if rows else 1.0
     height = _height(rows, depth) if heat is None else _heat_height(len(rows))
+    # Lanes have names where there is room for a line of text.
     if shown.bars is not None and (height - _STRIP - _BESIDE) / depth >= _LEGIBLE:
         lanes = bar_lanes(shown.bars, rows)
     begin, end = shown.begin_ns - origin, shown.end_ns - origin

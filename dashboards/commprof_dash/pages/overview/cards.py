@@ -219,6 +219,7 @@ def exposed_tile(frame: pd.DataFrame, facts: Mapping[str, Any]) -> Component:
 def exposure(frame: pd.DataFrame, facts: Mapping[str, Any], scheme: Scheme) -> Component:
     """Exposed communication of a training step. An unknown time is labelled, not shown as 0."""
     known = 0 if frame.empty else int(frame["records"].iloc[-1])
+    # Each reason for an unknown time is said by itself: what to do about it differs.
     if not known and facts["summed"]:
         return cards.empty_card(
             "exposure",

@@ -91,6 +91,7 @@ def _controls(runs: Runs, form: plan_data.Form, labels: list[str], recommended: 
         if names or form.run
         else []
     )
+    # The text would be ignored beside the config of a run.
     if not form.run:
         config.append(
             controls.area("config", "Config (JSON, as DeepSpeed reads it)", form.texts["config"], "{ }")
@@ -139,6 +140,7 @@ def _controls(runs: Runs, form: plan_data.Form, labels: list[str], recommended: 
         _titled(key, controls.text(key, label, texts[key], placeholder))
         for key, (label, placeholder) in _EXPERTS.items()
     ]
+    # Most models have no experts: the fields are folded until one of them is used.
     shown.append(
         html.Details(
             [html.Summary("Experts (MoE)"), html.Div(experts, className="plan-fields")],

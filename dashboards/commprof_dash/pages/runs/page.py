@@ -315,6 +315,7 @@ def register(app: dash.Dash, runs: Runs) -> None:
         prevent_initial_call=True,
     )
     def fill(_: Any, missing: list[str]) -> tuple[Any, ...]:
+        # The table is shown at once, and some runs are read at each tick: a directory may have hundreds.
         done, waiting = read_some(runs, _KNOWN, missing, _FILL_SECONDS)
         if not done:
             raise PreventUpdate
@@ -340,6 +341,7 @@ def register(app: dash.Dash, runs: Runs) -> None:
         missing = _without_facts(rows)
         return rows, missing, not missing, _states_text(listing, len(missing)), now
 
+    # The browser drops a tick during an answer, which it would discard.
     for interval, paced in ((FILL, FILL_NOW), (FOLLOW, FOLLOW_NOW)):
         app.clientside_callback(
             ClientsideFunction("shell", "follow"),

@@ -41,6 +41,7 @@ def toolbar(view: View, shown: api.Timeline, hosts: int, folded: bool, by_latene
         )
         for what, title in _BUTTONS.items()
     ]
+    # Fields have debounce: the page is drawn again once a value is complete, not at each key.
     return html.Div(
         [
             *buttons,
