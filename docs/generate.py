@@ -171,9 +171,12 @@ def config_page() -> str:
         "Where a key means something else than in DeepSpeed, [the differences](deepspeed-differences.md) say so. Sizes are",
         "elements.",
         "",
-        "Status: *implemented*; *no effect*, with the reason: the value is checked, and a notice reports a value other than",
-        "the default; *later*: the key belongs to the named part, which is not in this version, and values that enable that",
-        "part are refused; *refused*, with the reason, mostly as in DeepSpeed.",
+        'The column "status" has one of these values:',
+        "",
+        "- *implemented*",
+        "- *no effect*, with the reason. The value is checked; a notice reports a value other than the default.",
+        "- *later*: the key belongs to the named part, which this version lacks. Values that enable it are refused.",
+        "- *refused*, with the reason. DeepSpeed refuses most of these keys too.",
     ]
     for name, table in BLOCKS.items():
         lines += [

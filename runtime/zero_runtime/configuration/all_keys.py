@@ -84,7 +84,7 @@ TOP: Final[Table] = {
     ),
     "gradient_accumulation_steps": used(optional(integer(1)), None, "micro-batches of a step"),
     "managed_gradient_accumulation": used(
-        boolean, True, "count micro-batches; false makes every step() a step"
+        boolean, True, "count micro-batches; false: every call of step() updates the parameters"
     ),
     "optimizer": used(optional(inside(OPTIMIZER)), None, "the optimizer, unless initialize is given one"),
     "scheduler": used(

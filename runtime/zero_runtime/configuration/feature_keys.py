@@ -99,13 +99,13 @@ FEATURES: Final[Table] = {
     "tensorboard": used(inside(TENSORBOARD), {}, "the same for TensorBoard"),
     "wandb": _remote("Weights & Biases", {
         "group": (_NAME, None, "of runs"),
-        "team": (_NAME, None, "of people"),
+        "team": (_NAME, None, "name of the team"),
         "project": (text, "deepspeed", "of runs"),
     }),
     "comet": _remote("Comet", {
         "samples_log_interval": (_SIZE, 100, "samples between two reports"),
         "project": (_NAME, None, "of runs"),
-        "workspace": (_NAME, None, "of people"),
+        "workspace": (_NAME, None, "name of the workspace"),
         "api_key": (_NAME, None, "of the account"),
         "experiment_name": (_NAME, None, "of this run"),
         "experiment_key": (_NAME, None, "of this run"),
@@ -161,7 +161,7 @@ FEATURES: Final[Table] = {
     "compile": _unavailable("DeepCompile", {
         "autoep_non_moe": (boolean, False, "compile modules that are not experts"),
         "free_activation": (boolean, False, "free activations early"),
-        "free_activation_threshold": (_SIZE, 10_485_760, "bytes from which"),
+        "free_activation_threshold": (_SIZE, 10_485_760, "free activations of at least this many bytes"),
         "offload_activation": (boolean, False, "move activations to the host"),
         "offload_activation_pin_memory": (boolean, True, "to page-locked memory"),
         "offload_opt_states": (boolean, False, "move optimizer state to the host"),

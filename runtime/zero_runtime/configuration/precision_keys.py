@@ -76,8 +76,8 @@ BF16: Final[Table] = {
 }
 
 DATA_TYPES: Final[Table] = {
-    "grad_accum_dtype": used(optional(dtype), None, "in which gradients are accumulated; null is the model's"),
-    "param_dtype": used(optional(dtype), None, "of the parameters; must agree with fp16 and bf16"),
+    "grad_accum_dtype": used(optional(dtype), None, "dtype in which gradients are accumulated; null is the model's"),
+    "param_dtype": used(optional(dtype), None, "dtype of the parameters; must agree with fp16 and bf16"),
     "buffer_dtype": used(optional(dtype), None, "of the model's buffers; null is the model's"),
     "keep_in_fp32_modules": used(
         either("auto", strings), "auto", "buffers that stay in fp32; auto asks the model for its own list"

@@ -128,7 +128,7 @@ ZERO: Final[Table] = {
     "ignore_unused_parameters": used(
         boolean,
         True,
-        "a parameter without gradient has one of zeros; false, at stages 1 and 2 with offload_optimizer: it is an error",
+        "treat a missing gradient as zeros; false makes it an error at stages 1 and 2 with offload_optimizer",
     ),
     "offload_param": stage_3(
         optional(inside(OFFLOAD_PARAM)), None, "shards of parameters in host memory or in files"
@@ -218,7 +218,10 @@ ZERO: Final[Table] = {
         boolean, False, "load a checkpoint rank by rank", "ranks read what they need by themselves"
     ),
     "override_module_apply": inert(
-        boolean, True, "module.apply gathers parameters", "module.apply needs no help here"
+        boolean,
+        True,
+        "module.apply gathers parameters",
+        "only zero.Init reads it: false, and apply does not gather there",
     ),
     "save_muon_momentum_buffer_in_memory": inert(
         boolean, False, "keep Muon's momentum off NVMe", "Muon's state is never in files"

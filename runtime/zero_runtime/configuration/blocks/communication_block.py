@@ -57,7 +57,7 @@ COMMUNICATION: Final[Table] = {
     "bounded_delay": used(
         integer(0),
         0,
-        "steps that gradients may be late: each step applies those of so many before (stage 0, over P2P); 0 is off",
+        "delay of gradients, in steps: step t applies those of step t - N (stage 0, over P2P); 0 disables it",
     ),
 }
 

@@ -47,7 +47,7 @@ COMPRESSION: Final[Table] = {
     "two_phase": used(
         boolean,
         False,
-        "1bit and 2bit among more than two ranks: compress the sums too, so that a rank sends no more with more ranks",
+        "1bit and 2bit on more than two ranks: compress the sums too, so that the bytes per rank do not grow with the ranks",
     ),
 }
 

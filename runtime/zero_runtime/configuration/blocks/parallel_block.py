@@ -50,7 +50,7 @@ TENSOR_PARALLEL: Final[Table] = {
         optional(boolean), None, "partition the output layer too", "a separate key for the output layer",
         'name it in tensor_parallel.plan as "column", and the loss as "loss"',
     ),
-    "vocab_parallel_ce_backend": waiting(choice("torch", "liger"), "torch", "of its loss", _PART),
+    "vocab_parallel_ce_backend": waiting(choice("torch", "liger"), "torch", "backend of this parallel loss", _PART),
     "injection_policy_tuple": later(
         anything, None, "layers to partition", "DeepSpeed's policies", "name the modules in tensor_parallel.plan"
     ),
