@@ -217,7 +217,7 @@ COLLECTIVES: Final = Table(
         Column("input_splits", "string", "bytes of its input that go to each rank of the group, in the group's order, joined by ','; null where they are equal, or the operation has no such parts; ? where they are not known", True, source=_S, since=2),
         Column("output_splits", "string", "bytes of its output that come from each rank of the group, in the group's order, joined by ','; null where they are equal, or the operation has no such parts; ? where they are not known", True, source=_S, since=2),
         Column("pg", "string", "name of the process group, unique in the job", source=_S),
-        Column("pg_seq", "int64", "issue order within the group, collectives and point-to-point apart, counted from 0 without calls that raised; equal on all ranks of the group; for a call that raised -1 - n, where n is the number of the next call", source=_R),
+        Column("pg_seq", "int64", "issue order within the group, counted from 0, separately for collectives and point-to-point operations; equal on all ranks of the group; a call that raised is not counted and has -1 - n, where n is the pg_seq of the next call", source=_R),
         Column("group_desc", "string", "torch's description of the group", True, source=_G),
         Column("group_ranks", "string", "global ranks of the group: 0-3 or 0,2", source=_G),
         Column("group_size", "int32", "ranks in the group", source=_G),
@@ -244,8 +244,8 @@ COLLECTIVES: Final = Table(
         Column("wait_begin_ns", "int64", "the program began to wait for the result", True, unit="ns", source=_R),
         Column("wait_end_ns", "int64", "that wait ended", True, unit="ns", source=_R),
         Column("device_begin_ns", "int64", "the device began the operation; asynchronous on a GPU: it could begin", True, unit="ns", source=_R),
-        Column("device_end_ns", "int64", "the operation ended, as a device says or, for a sample, a host backend; asynchronous on a GPU: the waiting stream continued", True, unit="ns", source=_R),
-        Column("exposed_ns", "int64", "time that the program (on a GPU, its stream) was blocked on this operation: until wait_end_ns, from issue_ns or, asynchronous, from wait_begin_ns", True, unit="ns", source=_R),
+        Column("device_end_ns", "int64", "when the operation ended, as reported by the device or, for a sample of CPU calls, by the backend; for an asynchronous operation on a GPU, when the waiting stream continued", True, unit="ns", source=_R),
+        Column("exposed_ns", "int64", "time that the program was blocked on this operation: from issue_ns (asynchronous: from wait_begin_ns) to wait_end_ns; on a GPU, time that its stream was blocked, measured by events", True, unit="ns", source=_R),
     ),
     key=("rank", "attempt", "pid", "seq"),
 )
@@ -271,8 +271,8 @@ GROUPS: Final = Table(
 
 BUCKETS: Final = Table(
     "buckets",
-    "One row per flushed gradient bucket and rank. Those of a step are written when the next begins: a rank that was killed "
-    "lacks those of its last step.",
+    "One row per flushed gradient bucket and rank. The rows of a step are written "
+    "when the next step begins, so a killed rank lacks those of its last step.",
     (
         Column("rank", "int32", "global rank"),
         Column("attempt", "int32", "restart of the job"),
@@ -295,20 +295,20 @@ BUCKETS: Final = Table(
 STALLS: Final = Table(
     "stalls",
     "One row per interval in which a rank's program waited for collectives in C++, such as DistributedDataParallel's at the end "
-    "of a backward pass. No single wait is seen there, so its exposed time has bounds.",
+    "of a backward pass. Single waits are not recorded there, so only bounds of the exposed time are known.",
     (
         Column("rank", "int32", "global rank"),
         Column("attempt", "int32", "restart of the job"),
         Column("pid", "int32", "process id"),
         Column("step", "int32", "training step"),
         Column("place", "string", "what waited: backward (the reducer, at the end of a backward pass), or the name of torch's function"),
-        Column("since_ns", "int64", "it waited for the collectives that C++ issued from here until end_ns", unit="ns"),
+        Column("since_ns", "int64", "start of the period whose collectives it waited for: those that C++ issued from since_ns to end_ns", unit="ns"),
         Column("begin_ns", "int64", "the interval began", unit="ns"),
-        Column("end_ns", "int64", "all of them were complete", unit="ns"),
-        Column("exposed_low_ns", "int64", "the thread slept at least so long in it, without what it computed and what it waited for a processor; of a wait on a device 0", unit="ns"),
-        Column("exposed_high_ns", "int64", "the thread was on no processor for so long: it waited no longer; of a wait on a device its length there", unit="ns"),
-        Column("device_begin_ns", "int64", "on a device, the wait began so; null: the thread itself waited", True, "ns"),
-        Column("device_end_ns", "int64", "on a device, all of them were complete", True, "ns"),
+        Column("end_ns", "int64", "when all collectives that it waited for were complete", unit="ns"),
+        Column("exposed_low_ns", "int64", "lower bound of the exposed time: the thread slept for at least this long in the interval; neither computing nor waiting for a processor counts; 0 if a device waited", unit="ns"),
+        Column("exposed_high_ns", "int64", "upper bound of the exposed time: the thread was on no processor for this long; if a device waited, the length of the wait on the device", unit="ns"),
+        Column("device_begin_ns", "int64", "when the wait began on the device; null if the thread itself waited", True, "ns"),
+        Column("device_end_ns", "int64", "when the wait ended on the device; null if the thread itself waited", True, "ns"),
     ),
     key=("rank", "attempt", "pid", "begin_ns"),
 )
@@ -325,10 +325,10 @@ PARAMETERS: Final = Table(
         Column("requires_grad", "bool", "is trained"),
         Column("module", "string", "qualified name of the owning module", True),
         Column("forward_index", "int32", "position in model.named_parameters()", True),
-        Column("cut", "string", "how its module shares tensors, or sequences between them, with the ranks of the model axis", True, values=CUTS),
+        Column("cut", "string", "how its module is divided over the ranks of the model axis; sequence, split: by parts of sequences only", True, values=CUTS),
         Column("whole_shape", "string", "shape of the whole, where a rank holds a part of it", True),
-        Column("stages", "string", "numbers of the pipeline stages that have it, joined by ','; with a '+' at the end where their copies are kept equal", True),
-        Column("owner_types", "string", "classes of the module that owns it, those that its class derives from included, joined by ','; those of several owners by ';'; a class that only shares its name with one of torch.nn, or that of a module whose forward is replaced, has its full name too", True),
+        Column("stages", "string", "numbers of the pipeline stages that have it, joined by ','; a '+' at the end: these stages keep their copies equal", True),
+        Column("owner_types", "string", "class of the owning module and its base classes, joined by ','; several owners are separated by ';'; a class is also listed with its full name if it only shares its name with a torch.nn class, or if the forward of the module is replaced", True),
         Column("ep_size", "int32", "of an expert's parameter: ranks that share the experts of its layer; null for other parameters", True, since=2),
     ),
     key=("name",),
@@ -336,7 +336,7 @@ PARAMETERS: Final = Table(
 
 EXPERT_LAYERS: Final = Table(
     "expert_layers",
-    "One row per layer of experts (mixture of experts) and rank, as its engine was made; of one layer the last row holds.",
+    "One row per mixture-of-experts layer and rank, written when its engine is created. If a layer has several rows, the last one is valid.",
     (
         Column("rank", "int32", "global rank"),
         Column("attempt", "int32", "restart of the job"),
@@ -379,12 +379,12 @@ EXPERT_LOADS: Final = Table(
 
 WRAPPED: Final = Table(
     "wrappers",
-    "What wrappers of models were given (DistributedDataParallel, FSDP, tensor parallelism, ZeroRedundancyOptimizer); of one number the last row holds.",
+    "Arguments of model wrappers (DistributedDataParallel, FSDP, tensor parallelism, ZeroRedundancyOptimizer). If several rows have the same number, the last one is valid.",
     (
         Column("rank", "int32", "global rank"),
         Column("attempt", "int32", "restart of the job"),
         Column("pid", "int32", "process id"),
-        Column("number", "int32", "of the wrapper within its process, in the order in which they were made"),
+        Column("number", "int32", "number of the wrapper within its process, in order of creation"),
         Column("wrapper", "string", "which wrapper it is", values=WRAPPERS),
         Column("unit", "string", "qualified name of the module that it wraps, within the model"),
         Column("group_ranks", "string", "ranks that reduce or shard together"),
@@ -392,22 +392,22 @@ WRAPPED: Final = Table(
         Column("arguments", "string", "what it was given, with its defaults, as JSON"),
         Column("parameters", "string", "name, shape, element type and whether it is trained, of each parameter, as JSON"),
         Column("buffers", "string", "the same of its buffers, as JSON"),
-        Column("step", "int32", "when it was made or changed; -1 before the first step"),
-        Column("time_ns", "int64", "when", unit="ns"),
+        Column("step", "int32", "training step in which it was created or changed; -1 before the first step"),
+        Column("time_ns", "int64", "when it was created or changed", unit="ns"),
     ),
     key=("rank", "attempt", "pid", "number", "time_ns"),
 )
 
 WRAPPER_PASSES: Final = Table(
     "wrapper_passes",
-    "Which passes a wrapped model ran in a step; a row for each step that ran others than the one before.",
+    "Passes that a wrapped model ran in a step. A step has a row only if its passes differ from those of the step before.",
     (
         Column("rank", "int32", "global rank"),
         Column("attempt", "int32", "restart of the job"),
         Column("pid", "int32", "process id"),
-        Column("number", "int32", "of the wrapper within its process"),
+        Column("number", "int32", "number of the wrapper within its process"),
         Column("step", "int32", "first step that ran them; -1 before the first step"),
-        Column("passes", "string", "a letter for each pass in order: F forward before a reduction, f forward without one, e forward without gradients, B backward that reduces gradients, b backward that does not; ? not known. Those of FSDP, tensor parallelism and ZeroRedundancyOptimizer are in docs/verify.md"),
+        Column("passes", "string", "a letter for each pass in order: F forward whose gradients are to be reduced, f forward whose gradients are not, e forward without gradients, B backward that reduces gradients, b backward that does not; ? not known. Those of FSDP, tensor parallelism and ZeroRedundancyOptimizer are in docs/verify.md"),
     ),
     key=("rank", "attempt", "pid", "number", "step"),
 )
@@ -420,9 +420,9 @@ STEPS: Final = Table(
         Column("attempt", "int32", "restart of the job"),
         Column("pid", "int32", "process id"),
         Column("step", "int32", "training step"),
-        Column("begin_ns", "int64", "the step began: the one before it had ended, or the evaluation or checkpoint after that", unit="ns"),
-        Column("end_ns", "int64", "its last optimizer step ended; where a program names its steps, the next began", True, unit="ns"),
-        Column("outside_ns", "int64", "time of evaluations and checkpoints between these, which is not the step's", True, unit="ns"),
+        Column("begin_ns", "int64", "when the step began: at the end of the step before it, or of the evaluation or checkpoint after that step", unit="ns"),
+        Column("end_ns", "int64", "when its last optimizer step ended; with steps that the program marks, when the next began", True, unit="ns"),
+        Column("outside_ns", "int64", "time of evaluations and checkpoints between begin_ns and end_ns, which does not count in the step", True, unit="ns"),
         Column("micro_steps", "int32", "micro-batches in the step"),
         Column("loss", "float64", "metric loss (last value in the step)", True),
         Column("grad_norm", "float64", "metric grad_norm (last value in the step)", True),
@@ -437,16 +437,16 @@ STEPS: Final = Table(
 
 OUTSIDE_STEPS: Final = Table(
     "outside_steps",
-    "One row per evaluation, checkpoint and rest of the run after the last step, and rank: the time that is no step's.",
+    "One row per rank for each evaluation, each checkpoint and the rest of the run after the last step: time outside the training steps.",
     (
         Column("rank", "int32", "global rank"),
         Column("attempt", "int32", "restart of the job"),
         Column("pid", "int32", "process id"),
         Column("phase", "string", "evaluation, checkpoint, or other: what follows the last step", values=PHASES),
         Column("after_step", "int32", "the last step before it", True),
-        Column("begin_ns", "int64", "it began: the step had ended, or what came before it", unit="ns"),
-        Column("end_ns", "int64", "its last pass or the last collective after that ended; of the rest of the run, recording", True, unit="ns"),
-        Column("passes", "int32", "forward passes, or calls that save; 0 where other ranks evaluated or saved"),
+        Column("begin_ns", "int64", "when it began: at the end of the step, or of the evaluation or checkpoint before it", unit="ns"),
+        Column("end_ns", "int64", "when its last pass, or the last collective after that, ended; for the rest of the run, when recording ended", True, unit="ns"),
+        Column("passes", "int32", "number of forward passes, or of calls that save; 0 if only other ranks evaluated or saved"),
     ),
     key=("rank", "attempt", "pid", "begin_ns", "phase"),
 )
@@ -467,7 +467,7 @@ METRICS: Final = Table(
 
 NCCL_OPS: Final = Table(
     "nccl_ops",
-    "One row per operation line of an NCCL log. Interleaved messages share one line, so (file, line) is no key.",
+    "One row per COLL or CALL message of an NCCL log. Messages can share a line, so (file, line) is no key.",
     (
         Column("rank", "int32", "rank within the communicator", True),
         Column("global_rank", "int32", "rank in the job, where it can be known", True),
@@ -494,7 +494,7 @@ NCCL_OPS: Final = Table(
         Column("version", "string", "NCCL version, from the banner or inferred", True),
         Column("file", "string", "log file"),
         Column("line", "int64", "line number within it, from 1"),
-        Column("state", "string", "whole or torn", values=("whole", "torn")),
+        Column("state", "string", "whole; or torn: truncated or interleaved", values=("whole", "torn")),
         Column("twin_line", "int64", "line number of the other of the two lines that NCCL prints for one call (COLL and CALL)", True),
         Column("launch", "int64", "operations of one thread between ncclGroupStart and ncclGroupEnd share one number; needs CALL lines", True),
     ),
@@ -577,7 +577,7 @@ NCCL_LINKS: Final = Table(
         Column("connection", "int32", "connection index within the channel", True),
         Column("from_rank", "int32", "sending rank within the communicator"),
         Column("to_rank", "int32", "receiving rank within the communicator"),
-        Column("from_device", "string", "its device as printed: bus id (hexadecimal) up to 2.18.1, NVML index after", True),
+        Column("from_device", "string", "device of the sender as printed: bus id (hexadecimal) up to NCCL 2.18.1, NVML index in later versions", True),
         Column("to_device", "string", "device of the receiver as printed", True),
         Column("transport", "string", "as printed: P2P/CUMEM/read, SHM/direct/direct, NET/IB/0/GDRDMA"),
         Column("kind", "string", "its first word: P2P, SHM, NET, COLLNET, ..."),
@@ -595,7 +595,7 @@ NCCL_TUNING: Final = Table(
         Column("host", "string", "host as printed"),
         Column("pid", "int32", "process id as printed"),
         Column("tid", "int32", "thread id as printed"),
-        Column("comm", "string", "communicator pointer of the operation, where order and bytes leave no choice", True),
+        Column("comm", "string", "communicator pointer of the operation; null unless order and bytes determine it", True),
         Column("op", "string", "operation; null where the version does not print it", True, values=OPS),
         Column("bytes", "int64", "bytes as printed: the whole operation up to 2.23, one rank's part after", unit="bytes"),
         Column("algorithm", "string", "TREE, RING, COLLNET_DIRECT, COLLNET_CHAIN, NVLS, NVLS_TREE, PAT, or the kernel as printed", True),
@@ -603,7 +603,7 @@ NCCL_TUNING: Final = Table(
         Column("first_channel", "int32", "first channel that it may use", True),
         Column("last_channel", "int32", "last channel that it may use", True),
         Column("predicted_us", "float64", "time by NCCL's model, no measurement", True, unit="us"),
-        Column("op_line", "int64", "line number of the COLL line that it belongs to, where order and bytes leave no choice", True),
+        Column("op_line", "int64", "line number of the COLL line that it belongs to; null unless order and bytes determine it", True),
         Column("file", "string", "log file"),
         Column("line", "int64", "line number within it, from 1"),
     ),
@@ -660,8 +660,8 @@ MATCHES: Final = Table(
         Column("file", "string", "log file of the line", True),
         Column("line", "int64", "line number within it", True),
         Column("reason", "string", "why there is no pair", True),
-        Column("part", "int32", "which of the lines that the record leaves this is, from 0", True),
-        Column("parts", "int32", "how many lines the record leaves", True),
+        Column("part", "int32", "index of this line among the lines that NCCL prints for the record, from 0", True),
+        Column("parts", "int32", "number of lines that NCCL prints for the record", True),
         Column("host", "string", "host of the line", True),
         Column("line_pid", "int32", "process of the line", True),
         Column("comm_epoch", "int32", "which use of the communicator pointer", True),
@@ -681,17 +681,17 @@ COMM_MATCHES: Final = Table(
         Column("rank", "int32", "global rank of the process", True),
         Column("pg", "string", "process group", True),
         Column("group_ranks", "string", "global ranks of the group", True),
-        Column("confidence", "string", "certain: torch or the ranks leave no choice; likely: the operations decide; none", values=("certain", "likely", "none")),
+        Column("confidence", "string", "certain: torch's log lines or the ranks determine the group; likely: the operations do; none: no group", values=("certain", "likely", "none")),
         Column("basis", "string", "what ties the communicator to the group", True),
-        Column("reason", "string", "why nothing does", True),
+        Column("reason", "string", "why it is not tied to a group", True),
         Column("matched", "int64", "lines with a record"),
         Column("missing", "int64", "expected lines that are not there"),
         Column("extra", "int64", "lines without a record"),
         Column("ambiguous", "int64", "lines with several equal records"),
         Column("torn", "int64", "truncated or interleaved lines of the process that name this communicator or can only belong to it"),
         Column("ambiguous_records", "int64", "records with several equal lines", True),
-        Column("ambiguous_missing", "int64", "at least so many of these records have no line", True),
-        Column("ambiguous_extra", "int64", "at least so many of the ambiguous lines have no record", True),
+        Column("ambiguous_missing", "int64", "lower bound on how many of these records have no line", True),
+        Column("ambiguous_extra", "int64", "lower bound on how many of the ambiguous lines have no record", True),
         Column("generated", "bool", "the log says of itself that it was generated: it is not the output of NCCL", True),
     ),
 )
@@ -706,7 +706,7 @@ FLIGHT: Final = Table(
         Column("pg", "string", "name of the process group"),
         Column("group_desc", "string", "torch's description of the group", True),
         Column("seq", "int64", "the backend's own number: of collectives, or of messages where is_p2p"),
-        Column("op_id", "int64", "number within the group of both kinds together", True),
+        Column("op_id", "int64", "number within the group, counting collectives and messages together", True),
         Column("is_p2p", "bool", "send or recv"),
         Column("name", "string", "as the backend calls it: gloo:all_reduce"),
         Column("op", "string", "the operation that this name denotes", True, values=OPS),
@@ -730,9 +730,9 @@ WIRE: Final = Table(
         Column("sent_bytes", "int64", "bytes sent since the counter began", unit="bytes"),
         Column("received_bytes", "int64", "bytes received since the counter began", unit="bytes"),
         Column("step", "int32", "the training step that had just ended (-1: the first was about to begin); null for a reading at intervals", True),
-        Column("sent_packets", "int64", "packets sent since the counter began: sent_bytes has their headers", True),
-        Column("resent_segments", "int64", "TCP segments that the host, all interfaces together, has sent again since it began", True),
-        Column("queued_bytes", "int64", "bytes in the send buffers of TCP's sockets, not acknowledged yet: to this host itself (device lo), or to other hosts; null where it was not read", True, unit="bytes", since=2),
+        Column("sent_packets", "int64", "packets sent since the counter began; sent_bytes includes their headers", True),
+        Column("resent_segments", "int64", "TCP segments that the host has retransmitted since the counter began, on all interfaces together", True),
+        Column("queued_bytes", "int64", "unacknowledged bytes in the send buffers of the TCP sockets: to this host itself (device lo) or to other hosts (other devices); null if not read", True, unit="bytes", since=2),
     ),
     key=("host", "device", "time_ns"),
 )
@@ -761,7 +761,7 @@ CLOCKS: Final = Table(
         Column("monotonic_ns", "int64", "CLOCK_MONOTONIC", unit="ns"),
         Column("realtime_ns", "int64", "CLOCK_REALTIME at the same moment", unit="ns"),
         Column("uncertainty_ns", "int64", "the two were read at most this far apart", unit="ns"),
-        Column("clock", "string", "boot of the kernel and time namespace: processes with the same one read one clock", True),
+        Column("clock", "string", "identifier of the clock (kernel boot and time namespace): processes with the same value read the same clock", True),
     ),
 )
 
@@ -784,7 +784,7 @@ CLOCK_OFFSETS: Final = Table(
 
 AGGREGATES: Final = Table(
     "aggregates",
-    "Sums over the collectives of a step, where a run was recorded with --aggregate: such a run has no rows in collectives.",
+    "Sums over the collectives of a step, recorded instead of rows in collectives: with --aggregate for all steps, with --max-size once 80 % of the limit is used.",
     (
         Column("rank", "int32", "global rank"),
         Column("attempt", "int32", "restart of the job"),
@@ -889,7 +889,7 @@ RECORD_FIELDS: Final[tuple[Field, ...]] = (
     Field("tag", "I", "number of the interned tag, 0 for none"),
     *map(_field_of, ("call_site", "thread", "step", "micro_step", "coalesce_id", "replays")),
     *map(_field_of, ("phase", "layer", "status", "captured")),
-    Field("commit", "I", "COMMIT when the record is whole"),
+    Field("commit", "I", "the constant COMMIT (0x434F4D4D) if the record is complete"),
 )
 RECORD: Final = struct.Struct("<" + "".join(field.code for field in RECORD_FIELDS))
 COMMIT: Final = 0x434F4D4D

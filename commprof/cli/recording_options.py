@@ -51,7 +51,8 @@ def _declared(
         typer.Option(
             "--max-size",
             metavar="SIZE",
-            help="Limit of what each rank writes: 500MB, 2GiB. Beyond it, sums are recorded.",
+            help="Limit of what each rank writes while it runs: 500MB, 2GiB. From 80 % of it on, "
+            "only sums are recorded.",
         ),
     ] = None,
     complete: Annotated[
@@ -84,7 +85,8 @@ def _declared(
         typer.Option(
             "--completion-every",
             metavar="N",
-            help="Record the completion time of every Nth sampled CPU call. 0: none, and no GPU events. Default: 1.",
+            help="Of the CPU calls that commprof samples, record the completion time of every Nth. "
+            "0 disables these times and the events of GPUs. Default: 1.",
         ),
     ] = None,
 ) -> Options:

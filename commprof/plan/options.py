@@ -30,12 +30,12 @@ OPTIONS: Final = {
     "layers": PlanOption("--layers", "Layers of params:N. Default: typical for N.", "L"),
     "experts": PlanOption(
         "--experts",
-        "Experts of each layer with experts of params:N, copies of its feed-forward part. This and the next seven: several "
-        "values are compared.",
+        "Experts in each mixture-of-experts layer of params:N, copies of its feed-forward part. "
+        "If this or one of the next seven options has several values, the plan compares them.",
         "N",
     ),
     "ep_size": PlanOption("--ep-size", "Ranks that share the experts of a layer. Default: 1.", "RANKS"),
-    "expert_k": PlanOption("--expert-k", "Experts of each token. Default: 1.", "K"),
+    "expert_k": PlanOption("--expert-k", "Experts that the gate chooses for each token. Default: 1.", "K"),
     "capacity_factor": PlanOption(
         "--capacity-factor",
         "Slots of an expert, as a multiple of its share of the tokens. Default: 1.",
@@ -43,7 +43,9 @@ OPTIONS: Final = {
     ),
     "min_capacity": PlanOption("--min-capacity", "Least number of slots of an expert. Default: 4.", "SLOTS"),
     "drop_tokens": PlanOption(
-        "--drop-tokens", "false: the slots grow to the fullest expert, instead. Default: true.", "BOOL"
+        "--drop-tokens",
+        "false: drop no tokens; each expert gets as many slots as the fullest needs. Default: true.",
+        "BOOL",
     ),
     "expert_layers": PlanOption(
         "--expert-layers", "Layers of params:N that have experts. Default: all.", "L"
@@ -54,7 +56,8 @@ OPTIONS: Final = {
     "hosts": PlanOption("--hosts", "H hosts of R ranks each: 128x8. Default: hosts of 8.", "HxR"),
     "links": PlanOption(
         "--links",
-        "Rate of a rank inside its host, and links x rate of a host: intra=450GB/s,inter=8x50GB/s.",
+        "intra: rate of a rank inside its host. inter: links of a host x rate of each. "
+        "Example: intra=450GB/s,inter=8x50GB/s.",
         "RATES",
     ),
     "settings": PlanOption(
@@ -62,7 +65,9 @@ OPTIONS: Final = {
         "A dotted key of the config and its values. Several --set: every combination.",
         "KEY=V1,V2",
     ),
-    "framework": PlanOption("--framework", "Whose rules say what is sent: zero_runtime or deepspeed."),
+    "framework": PlanOption(
+        "--framework", "Runtime whose rules predict the messages: zero_runtime or deepspeed."
+    ),
     "backend": PlanOption("--backend", "Backend of the ranks: nccl or gloo."),
     "sequence": PlanOption("--sequence", "Sequence length in tokens, for activations.", "S"),
     "device_memory": PlanOption(
@@ -72,18 +77,19 @@ OPTIONS: Final = {
     ),
     "calibration": PlanOption(
         "--calibration",
-        "Of commprof calibrate: times of messages, and is the largest gradient message latency bound?",
+        "File of commprof calibrate. Gives message times, and whether the largest gradient message "
+        "is latency bound.",
         "FILE",
     ),
     "step_compute": PlanOption(
         "--step-compute",
-        "Time that a rank computes in a step, without communication: 900ms. Gives bounds of the step.",
+        "Compute time of a rank in a step, without communication: 900ms. Gives bounds of the step time.",
         "TIME",
     ),
     "recorded": PlanOption(
         "--recorded",
-        "A run of this model and micro-batch: its computation, and the part of its communication that overlapped, narrow "
-        "the bounds of the step.",
+        "A recorded run of this model and micro-batch. Its compute time and its fraction of overlapped "
+        "communication narrow the bounds of the step time.",
         "RUN",
     ),
 }

@@ -23,7 +23,8 @@ _MEASURES: Final = (
     Column(
         "wire_bytes",
         "float64",
-        "wire, modelled as issued: mean bytes that a rank of the group sends, a message its bytes, over the collectives",
+        "wire, modelled as issued: mean bytes that a rank of the group sends (a message: its bytes), "
+        "summed over the collectives",
         unit="bytes",
     ),
     Column(
@@ -142,7 +143,7 @@ _KNOWN: Final = (
     Column(
         "bounded",
         "int64",
-        "records for which C++ waited in an interval of stalls, which bounds their exposed time",
+        "records that C++ waited for in an interval of the table stalls; it bounds their exposed time",
     ),
 )
 _BOUNDS: Final = (
@@ -561,7 +562,12 @@ DENSITY: Final = Table(
         Column("begin_ns", "int64", "the bin begins, on the clock of rank 0's host", unit="ns"),
         Column("end_ns", "int64", "the bin ends", unit="ns"),
         _of_schema("op"),
-        Column("busy_ns", "int64", "time in which it was under way; a moment counts once, for the first", unit="ns"),
+        Column(
+            "busy_ns",
+            "int64",
+            "time in which op was under way; a moment counts once, for the operation issued first",
+            unit="ns",
+        ),
         Column("busy_share", "float64", "busy_ns over the length of the bin"),
         Column("exposed_ns", "int64", "exposed time; a moment counts once", unit="ns"),
     ),

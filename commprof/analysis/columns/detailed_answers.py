@@ -253,7 +253,12 @@ LATENESS_OF_STEPS: Final = Table(
         Column("expected_last", "float64", "as in stragglers"),
         Column("others_waited_own_ns", "int64", "waiting of the others for its own delay, as the verdict counts", unit="ns"),
         Column("others_waited_inherited_ns", "int64", "for an inherited delay", unit="ns"),
-        Column("others_waited_unknown_ns", "int64", "for one of which it is not known", unit="ns"),
+        Column(
+            "others_waited_unknown_ns",
+            "int64",
+            "waiting of the others for its delays of unknown cause",
+            unit="ns",
+        ),
     ),
     key=("attempt", "step", "rank"),
 )

@@ -2,10 +2,11 @@
 --
 -- grain: one row per combination of the requested columns
 -- inputs: rank_operations
--- agree is 1 where every rank of the group has the same collectives with these columns, so that those of one rank are those
--- of the group. Times can be averaged if each rank knows all of its times or none. Unequal splits need the records.
--- So does a rank whose numbers in the group are not all numbers from the first to the last, each once: names of groups that
--- are used again begin anew, and such collectives pair by the order of the records.
+-- agree is 1 if every rank of the group has the same collectives with these columns. Then the
+-- collectives of one rank stand for those of the group. In three more cases agree is 0 and the records
+-- are needed: a rank knows only some of its times, unequal splits are recorded, or the values of
+-- pg_seq of a rank in the group have a gap or a repetition. They repeat if the name of a group is used
+-- again, because its numbers begin again. Such collectives pair by the order of the records.
 with numbered as (
     select
         attempt,

@@ -1,9 +1,10 @@
--- What each gradient bucket holds, as the lowest rank says that says anything.
+-- Contents of each gradient bucket, from the lowest rank that reported them.
 --
 -- grain: one row per attempt, step, micro_step, bucket and group of ranks that reduce it
 -- inputs: buckets, bucket_groups
--- group_ranks is null for ranks none of whose records carries the number of a bucket. ranks counts those that flushed the
--- bucket. alike is true where it has equal elements and parameters on all of them.
+-- group_ranks is null for ranks without any record that names a bucket. ranks counts the ranks that
+-- flushed the bucket. alike is true if the bucket has equal elements and parameters on all of these
+-- ranks.
 with placed as (
     select *, cast(rank as bigint) * 4294967296 + pid as place -- the order of the processes
     from buckets

@@ -1,13 +1,15 @@
--- The gradient buckets, each once for the ranks that reduce it together, with what reduced it.
+-- Gradient buckets, one row for all ranks that reduce a bucket together, with the operations that
+-- reduced it.
 --
 -- grain: one row per attempt, step, micro_step, bucket and group of ranks that reduce it
 -- inputs: bucket_groups, bucket_contents, bucket_times, operations, aggregates
 -- requested: attempt, step, micro_step, bucket, op, intended_op, purpose, group_ranks, group_size
 -- fill is numel over capacity. op and intended_op name all operations that reduced it, joined by ', '. wire_bytes,
 -- executed_wire_bytes and between_hosts_bytes (the part of wire_bytes whose span is between_hosts) are those of a mean rank
--- of all that reduce it; the last two are null where they are not known. padding_bytes is null where no runtime says it.
--- duration_ns and exposed_ns are null where no record carries the number of the bucket. Of a step of which sums were recorded
--- (--aggregate, --max-size) all bytes and collectives are null: sums do not name buckets.
+-- of all that reduce it; the last two are null if they are not known. padding_bytes is null if no
+-- runtime reports it. duration_ns and exposed_ns are null if no record names the bucket. For steps
+-- that were recorded as sums (--aggregate, --max-size), collectives and their bytes are null, because
+-- sums do not name buckets.
 with sizes as (
     select attempt, group_ranks, count(*) as members
     from bucket_groups

@@ -1,9 +1,11 @@
 -- How long it took to reduce each gradient bucket.
 --
--- grain: one row per attempt, step, micro_step, bucket and group of ranks that reduce it, of those that records carry
+-- grain: one row per attempt, step, micro_step, bucket and group of ranks that reduce it, for
+--   buckets that records name
 -- inputs: collectives, bucket_groups
--- On each rank from the first of its collectives until the last end that is known: the return of the call, the end of a
--- wait, or the end on the device. This duration and the exposed time are means over the ranks.
+-- On each rank, the duration lasts from the first collective of the bucket to the last known end: the
+-- return of the call, the end of a wait, or the end on the device. Duration and exposed time are means
+-- over ranks.
 with of_rank as (
     select
         c.attempt,

@@ -1,4 +1,4 @@
--- The records of collectives, with what distinguishes two collectives of one number.
+-- The records of collectives. repetition distinguishes collectives with the same pg_seq.
 --
 -- grain: one row per record of a collective; sends and recvs are not in it
 -- inputs: records=collectives

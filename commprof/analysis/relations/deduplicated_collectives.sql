@@ -2,7 +2,8 @@
 --
 -- grain: one row per collective
 -- inputs: members=collective_members
--- What the ranks must agree on comes from the lowest rank that has it. A tag comes from any rank that has it.
+-- Values on which the ranks must agree come from the lowest rank that recorded them. A tag counts if
+-- any rank carries it.
 -- has_splits is 1 for an all_to_all with recorded splits on any rank.
 select
     attempt,

@@ -1,10 +1,11 @@
--- The collectives on which the ranks of a group differ, or whose splits are recorded, each by itself; with recorded splits
--- also the bytes of their pairs of ranks.
+-- Collectives on which the ranks of a group differ or whose splits are recorded, one by one. With
+-- recorded splits, also the bytes of each pair of ranks.
 --
 -- grain: one row per such collective, and one per combination of the requested columns, sender and receiver of pairs
 -- inputs: differing_members=collective_members(records=differing_records),
 --   differing=deduplicated_collectives(members=differing_members), differing_exchanges=exchanges(members=differing_members)
--- A row of pairs has collectives 0 and the bytes in sent_bytes. The row of its collective then has sent_bytes 0.
+-- In the row of a pair of ranks, collectives is 0 and sent_bytes has its bytes. In the row of the
+-- collective itself, sent_bytes is then 0.
 with known_exchanges as (
     select attempt, pg, group_ranks, pg_seq, repetition
     from differing_exchanges

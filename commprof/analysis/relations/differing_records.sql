@@ -2,7 +2,8 @@
 --
 -- grain: one row per record
 -- inputs: collectives, agreement
--- Every record of such a collective is in it: the other ranks have it in a combination that differs as well.
+-- The relation has all records of such a collective: the combination of the other ranks differs as
+-- well.
 with described as (
     select
         *,

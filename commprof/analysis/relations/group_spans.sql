@@ -2,8 +2,8 @@
 --
 -- grain: one row per attempt and text of group_ranks
 -- inputs: groups, rank_hosts
--- span is within_host where every rank of the group was recorded on the same host, and between_hosts where two ranks were
--- recorded on different hosts; null where neither is known.
+-- span is within_host if all ranks of the group were recorded on one host, and between_hosts if two
+-- ranks were recorded on different hosts. Otherwise it is null, because the host of a rank is not known.
 with members as (
     select attempt, group_ranks, rank, max(group_size) as group_size
     from groups

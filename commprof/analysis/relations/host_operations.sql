@@ -1,14 +1,16 @@
--- What the ranks of a host issued: rank_operations, in which ranks that issued the same are one row.
+-- What the ranks of a host issued: rank_operations, with the rows of ranks that issued the same
+-- operations merged.
 --
 -- grain: one row per combination of the requested columns, attempt, pg, group_ranks, group_size, op, backend and call_bytes,
 --   and set of ranks
 -- inputs: rank_operations
--- A rank is in the set of the first rank with which it shares all its rows of the group, and no other; rank is that first
--- rank, ranks is how many are in the set. host_ns and exposed_ns are the sums of the set, all else is that of each rank. The
--- relation agreement says the same of these rows, of one host or of many, as of the rows of the single ranks.
+-- Ranks whose rows of a group are all equal form a set. rank is the lowest rank of the set, and ranks
+-- is the number of its ranks. host_ns and exposed_ns are sums over the set. Every other column has the
+-- value of a single rank. The relation agreement gives the same result for these rows, of one host or
+-- of several, as for the rows of the single ranks.
 --
--- Where all ranks of a group issued the same, as they mostly do, one sum over its rows is all; only the ranks of other groups
--- are compared in pairs.
+-- If all ranks of a group issued the same operations, which is the usual case, grouping its rows
+-- suffices. Only in other groups are the ranks compared in pairs.
 with alike as (
     select
         {by}

@@ -8,9 +8,10 @@
 -- each pair, by its splits if recorded; of a send from the sender to the receiver. sender and receiver are null for
 -- bytes without known pairs. wire_bytes of all rows are those of all ranks of the operations.
 --
--- message_bytes are those of sends. alike_bytes is what the backend runs along the same pairs: of messages, and of gloo's
--- all_gather, all_to_all, gather and scatter. between_hosts_bytes is the part of wire_bytes of pairs on two hosts; null where
--- a host is not known.
+-- message_bytes are the bytes of sends. alike_bytes are the executed bytes of those operations that the
+-- backend runs between the same pairs of ranks: messages, and gloo's all_gather, all_to_all, gather and
+-- scatter. between_hosts_bytes is the part of wire_bytes between ranks on two hosts; null if a host is
+-- not known.
 with flows as (
     select
         {flow} wire_ranks,

@@ -2,8 +2,8 @@
 --
 -- grain: one row per record of a send or recv
 -- inputs: collectives
--- A message counts at its send. A recv counts (counted = 1) if no rank recorded its send, as of a sender that was not
--- recorded. Sends and recvs pair by order. A recv from any source takes a send that no other recv names.
+-- A message counts at its send. A recv counts (counted = 1) if no rank recorded its send, for example because
+-- the sender was not recorded. Sends and recvs pair by order. A recv from any source takes a send that no other recv names.
 with numbered as (
     select
         c.*,

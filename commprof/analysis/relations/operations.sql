@@ -2,10 +2,11 @@
 --
 -- grain: one row per combination of the requested columns and wire_ranks
 -- inputs: agreement, differing_operations, messages, summed_operations, rank_hosts, group_spans
--- Sums of these rows are again sums of operations. wire_bytes is wire_share / wire_ranks; both are integers, so that a sum
--- does not depend on the order. executed_share is the same of what the backend runs (commprof.ledger.records.backends), which is
--- known for gloo; unexecuted counts the operations for which it is not known. call_bytes is the payload of one call of
--- gloo's reduce, whose traffic is not proportional to it; else null.
+-- These rows can be summed further. wire_bytes is wire_share / wire_ranks; both are integers, so that
+-- a sum does not depend on the order. executed_share is the same for what the backend runs
+-- (commprof.ledger.records.backends), which is known for gloo. unexecuted counts the operations for
+-- which it is not known. call_bytes is the payload of one reduce with gloo, because the traffic of
+-- this operation is not proportional to the payload; null for all others.
 --
 -- root is the root of a collective, -1 for none. A message has a sender and a receiver. An all_to_all with recorded splits
 -- has its bytes in rows of its pairs of ranks, with collectives 0, a sender and a receiver; where the splits are not known,

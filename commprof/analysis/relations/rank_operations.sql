@@ -3,10 +3,11 @@
 -- grain: one row per combination of the requested columns, attempt, pg, group_ranks, group_size, op, backend, call_bytes
 --   and rank
 -- inputs: collectives
--- Messages (send, recv) are not in it. ranks is 1: how many ranks a row stands for, which is more where the ranks of a host
--- were merged (host_operations).
+-- Messages (send, recv) are not in it. ranks, the number of ranks that a row represents, is 1. It is
+-- larger in host_operations, where the ranks of a host are merged.
 --
--- check_sum and check_squares depend on pg_seq, payload_bytes and num_tensors of every record, in any order. Two ranks
+-- check_sum and check_squares depend on pg_seq, payload_bytes and num_tensors of every record, and not
+-- on the order of the records. Two ranks
 -- with equal calls, payload_bytes, check_sum and check_squares issued the same collectives: another multiset has the same
 -- sums with a probability below 1e-18. The prime 2147483647 keeps every product within 64 bits.
 with described as (

@@ -26,9 +26,9 @@ MADE: Final = {  # what Python makes of the tables: what it is, and what one row
         "one row per record that can have partners",
     ),
     "bucket_groups": (
-        "The ranks that reduce gradient buckets together. Groups that share a rank are one: a bucket may be reduced along "
-        "several axes in turn.",
-        "one row per attempt and rank whose records carry the number of a bucket",
+        "The ranks that reduce gradient buckets together. Groups that share a rank count as one: "
+        "a bucket may be reduced along several axes in turn.",
+        "one row per attempt and rank with a record that names a bucket",
     ),
     "exposure_of_purposes": (
         "Exposed and overlapped time of each training step by purpose, means over the ranks: see [times](times.md).",
@@ -44,7 +44,8 @@ MADE: Final = {  # what Python makes of the tables: what it is, and what one row
     ),
     "process_exposure": (
         "Exposed and overlapped communication time of each process: see [times](times.md).",
-        "one row per process, training step and purpose; step is -1 before the first step, null between steps",
+        "one row per process, training step and purpose; step is -1 before the first step, null "
+        "between steps and after the last",
     ),
     "ranks_of_groups": (
         "The ranks of each group that issued anything, with their positions in the group.",

@@ -1,11 +1,12 @@
 -- The training steps of the ranks, added up.
 --
--- grain: one row per attempt and step; initialisation is not a step
+-- grain: one row per attempt and step; initialization is not a step
 -- inputs: steps
--- What is asked of steps can be asked of several such rows of one step, each of other ranks: longest_ns is the greatest, the
--- moments are those of the lowest rank (rank), since hosts do not share a clock. last_ns is -1 where that rank did not end
--- the step; processes counts the processes, ended those that ended it. loss, grad_norm and cpu_ns are sums over as many rows as
--- losses, grad_norms and cpus say.
+-- Rows of one step from different sets of ranks can be combined further. longest_ns is the longest
+-- duration of any rank. begin_ns and last_ns (the end) are times of the lowest rank (rank), because
+-- hosts do not share a clock. last_ns is -1 if that rank did not end the step. processes counts the
+-- processes, and ended counts those that ended the step. loss, grad_norm and cpu_ns are sums; losses,
+-- grad_norms and cpus count the values in them.
 select
     attempt,
     step,

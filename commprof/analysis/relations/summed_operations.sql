@@ -2,7 +2,7 @@
 --
 -- grain: one row per attempt, pg, group_ranks, group_size, step, after_step, phase, op, intended_op, purpose and is_p2p
 -- inputs: aggregates, groups
--- A combination has as many collectives as the rank with most of them issued, and the time of a mean rank. A message counts
+-- collectives is the largest count of any rank, and times are means over the ranks. A message counts
 -- at its send. The backend is that of the group, if it has one for all devices; group_desc is its name.
 with named as (
     select

@@ -34,7 +34,8 @@ def check(
 ) -> int:
     """Check a run against a budget: bytes and collectives per step, allowed operations, nothing unrequested.
 
-    Exits with 0 if the run meets the budget, and with 1 if it does not.
+    Exits with 0 if the run meets the budget, and with 1 if it does not or the records do not suffice
+    to check it.
     """
     if (budget is None) == (write_budget is None):
         raise UsageError(

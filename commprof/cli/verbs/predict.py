@@ -35,7 +35,7 @@ CalibrationOption = Annotated[
     Path | None,
     typer.Option(
         metavar="FILE",
-        help="Of commprof calibrate on the same hosts, for messages that the run does not have.",
+        help="File of commprof calibrate on the same hosts, for messages that the run does not have.",
         show_default=False,
     ),
 ]
@@ -48,7 +48,7 @@ def predict(
         str | None,
         typer.Option(
             metavar="RATE",
-            help="Rate of a rank's link: 10Gbit, 1.25GB/s, or x4 of what it is.",
+            help="Rate of a rank's link: 10Gbit, 1.25GB/s, or a factor of the recorded rate: x4.",
             show_default=False,
         ),
     ] = None,
@@ -60,7 +60,7 @@ def predict(
         Literal["free"] | None, typer.Option(help="free: messages take no time.", show_default=False)
     ] = None,
     no_straggler: Annotated[
-        bool, typer.Option("--no-straggler", help="All ranks compute as long as their mean.")
+        bool, typer.Option("--no-straggler", help="Every rank computes for the mean time of the ranks.")
     ] = False,
     world: Annotated[
         int | None,

@@ -103,7 +103,7 @@ def sweep(  # noqa: PLR0913 - a parameter for each option of the command
     """Run a program once for each combination of config values, and compare the runs.
 
     Each run gets its own config file instead of the one in the program's --config, --deepspeed_config or --ds_config
-    argument. A program that does not use it is reported as failed. The exit code is 1 if any run failed.
+    argument. A run whose program does not read this file is reported as failed. The exit code is 1 if any run failed.
     """
     if repeat < 1:
         raise UsageError(f"--repeat {repeat}: every point runs at least once; 1 or more was expected")

@@ -93,11 +93,13 @@ TOP: Final[Table] = {
     "zero_optimization": used(inside(ZERO), {}, "what is sharded, and how; true is an old form of stage 1"),
     "fp16": used(inside(FP16), {}, "train in fp16"),
     "fp16_override_modules": used(
-        optional(strings), None, "patterns of modules that stay in fp32. Not a key of DeepSpeed"
+        optional(strings),
+        None,
+        "patterns of names or classes of modules that stay in fp32. Not a key of DeepSpeed",
     ),
     "bf16": used(inside(BF16), {}, "train in bf16"),
     "bfloat16": used(inside(BF16), {}, "old name of bf16"),
-    "data_types": used(inside(DATA_TYPES), {}, "dtypes of other things than parameters"),
+    "data_types": used(inside(DATA_TYPES), {}, "dtypes of parameters, buffers and accumulated gradients"),
     "torch_autocast": used(inside(TORCH_AUTOCAST), {}, "train under torch.autocast"),
     "zero_allow_untested_optimizer": used(boolean, False, "shard optimizers that DeepSpeed has not tested"),
     "gradient_clipping": used(_CLIPPING, 1.0, "largest norm of the gradients; 0 and null do not clip"),
@@ -111,7 +113,7 @@ TOP: Final[Table] = {
     ),
     "disable_allgather": used(boolean, False, "stages 1 and 2: broadcast each rank's shard instead"),
     "steps_per_print": used(
-        optional(unlimited(integer(1))), None, "print a line every so many steps; inf for never"
+        optional(unlimited(integer(1))), None, "steps between two printed lines; inf for never"
     ),
     "dataloader_drop_last": used(boolean, False, "leave out a last batch that is not full"),
     "wall_clock_breakdown": used(boolean, False, "print where the time of a step goes"),
@@ -134,7 +136,7 @@ TOP: Final[Table] = {
         "dtype in which gradients are sent with sequence_parallel_size above 1",
     ),
     "log_level": inert(
-        anything, None, "of DeepSpeed's logger", "the variable ZERO_RUNTIME_LOG_LEVEL sets the level"
+        anything, None, "level of DeepSpeed's logger", "the variable ZERO_RUNTIME_LOG_LEVEL sets the level"
     ),
     "vocabulary_size": inert(anything, None, "of the model", "nothing needs it"),
     "nebula": refused(
@@ -155,7 +157,7 @@ TOP: Final[Table] = {
         "sparse attention has been removed from DeepSpeed; remove the block", "sparse attention"
     ),
     "elasticity": refused(
-        "elastic training has been removed from DeepSpeed; set the batch sizes themselves", "elastic training"
+        "elastic training has been removed from DeepSpeed; set the batch sizes directly", "elastic training"
     ),
     "graph_harvesting": refused(
         "graph harvesting has been removed from DeepSpeed; remove the key", "graph harvesting"

@@ -76,14 +76,14 @@ CHECKPOINT: Final[Table] = {
         choice_of_any_case("Ignore", "Warn", "Fail"), "Warn", "what happens where ranks name different tags"
     ),
     "load_universal": used(
-        boolean, False, "without a tag, load the universal folder of DeepSpeed's that was made last; others load without it"
+        boolean, False, "without a tag, load DeepSpeed's latest_universal folder; all others load without this key"
     ),
     "use_node_local_storage": later(
         boolean, False, "each host keeps its own files", "checkpoints on local disks",
         "checkpoints need a directory that all ranks see",
     ),
     "parallel_write": inert(
-        optional(inside({"pipeline_stage": inert(boolean, False, "each stage writes its layers", "there are no stages")})),
+        optional(inside({"pipeline_stage": inert(boolean, False, "each stage writes its layers", "every rank writes")})),
         None, "how ranks share the writing", "every rank writes its own file",
     ),
     "writer": inert(optional(mapping), None, "how files are written", "files are written in one way"),

@@ -47,7 +47,7 @@ FP16: Final[Table] = {
     "loss_scale": used(not_boolean(number(0.0)), 0.0, "what the loss is multiplied by; 0: by the next five keys"),
     "initial_scale_power": used(integer(-1000, 1000), 16, "the loss scale begins at 2 to this power"),
     "loss_scale_window": used(not_boolean(integer(1)), 1000, "steps without overflow after which it doubles"),
-    "hysteresis": used(integer(-1000), 2, "overflows before it is halved; below 1 it never is"),
+    "hysteresis": used(integer(-1000), 2, "the scale is halved at this many overflows; below 1 never"),
     "consecutive_hysteresis": used(boolean, False, "a step without overflow fills the hysteresis again"),
     "min_loss_scale": used(not_boolean(positive), 1.0, "an overflow at this scale ends the training"),
     "fp16_override_modules": used(optional(strings), None, "another place for fp16_override_modules"),
@@ -78,7 +78,7 @@ BF16: Final[Table] = {
 DATA_TYPES: Final[Table] = {
     "grad_accum_dtype": used(optional(dtype), None, "dtype in which gradients are accumulated; null is the model's"),
     "param_dtype": used(optional(dtype), None, "dtype of the parameters; must agree with fp16 and bf16"),
-    "buffer_dtype": used(optional(dtype), None, "of the model's buffers; null is the model's"),
+    "buffer_dtype": used(optional(dtype), None, "dtype of the model's buffers; null is the model's"),
     "keep_in_fp32_modules": used(
         either("auto", strings), "auto", "buffers that stay in fp32; auto asks the model for its own list"
     ),
@@ -86,7 +86,7 @@ DATA_TYPES: Final[Table] = {
 
 TORCH_AUTOCAST: Final[Table] = {
     "enabled": used(boolean, False, "run the forward pass under torch.autocast; parameters stay fp32"),
-    "dtype": used(autocast_dtype, "bfloat16", "of the lower-precision operations"),
+    "dtype": used(autocast_dtype, "bfloat16", "dtype of the lower-precision operations"),
     "lower_precision_safe_modules": used(
         optional(strings), None, "classes whose gradients are sent in that dtype; null is linear and convolution layers"
     ),

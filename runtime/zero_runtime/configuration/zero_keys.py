@@ -32,7 +32,7 @@ from zero_runtime.gradient_reduction.reduction import REDUCTIONS
 from zero_runtime.gradient_reduction.stages import BOUNDARY, EACH
 
 _SIZE: Final = integer(0)
-_AUTO: Final = "; auto: as many as reach 90 % of the bandwidth"
+_AUTO: Final = "; auto: the smallest number that reaches 90 % of the bandwidth"
 _OFFLOAD: Final = "offload"
 _ZENFLOW: Final = "ZenFlow"
 ANY_LAYOUT: Final = "every checkpoint loads at any world size and stage"
@@ -66,7 +66,9 @@ ZERO: Final[Table] = {
         boolean, True, "copy gradients into one buffer; false overrides the next two keys"
     ),
     "reduce_scatter": used(
-        boolean, True, "stages 1 and 2: reduce to the owners, by the next key; stage 3: by reduce_scatter"
+        boolean,
+        True,
+        "stages 1 and 2: reduce gradients to their owners, as the next key says; stage 3: use reduce_scatter",
     ),
     "use_multi_rank_bucket_allreduce": used(
         boolean,
@@ -98,8 +100,8 @@ ZERO: Final[Table] = {
     "gradient_accumulation_limit": used(
         optional(integer(0)),
         None,
-        "bytes of whole gradients that gradient_accumulation_reduce auto may keep; null is half of the free memory, with "
-        "the states. Not a key of DeepSpeed",
+        "bytes of whole gradients that gradient_accumulation_reduce auto may keep; null: half of the free memory, "
+        "less the states of the engine. Not a key of DeepSpeed",
     ),
     "allgather_partitions": used(boolean, True, "stages 1 and 2: false broadcasts each rank's shard instead"),
     "allgather_bucket_size": used(
@@ -114,7 +116,7 @@ ZERO: Final[Table] = {
         "at stage 0 only with gradient_reduction all_reduce",
     ),
     "compute_grad_norm": used(
-        boolean, True, "stages 1 and 2: the norm of gradients also where nothing is clipped"
+        boolean, True, "stages 1 and 2: compute the norm of gradients even if they are not clipped"
     ),
     "overlap_parameter_gather": used(
         boolean,
@@ -181,7 +183,7 @@ ZERO: Final[Table] = {
                 "module_granularity_threshold",
                 integer(-(2**63)),
                 0,
-                "modules of fewer elements per layer are gathered as one",
+                "modules of at most this many elements per layer are gathered as one; 0 for none",
             ),
             (
                 "use_all_reduce_for_fetch_params",
@@ -215,13 +217,13 @@ ZERO: Final[Table] = {
     "enable_sanity_checks": stage_3(boolean, False, "the ranks compare the contents of each gradient bucket"),
     "leaf_module": stage_3(optional(inside(LEAF_MODULE)), None, "modules that are gathered as one"),
     "pipeline_loading_checkpoint": inert(
-        boolean, False, "load a checkpoint rank by rank", "ranks read what they need by themselves"
+        boolean, False, "load a checkpoint rank by rank", "each rank reads only what it needs"
     ),
     "override_module_apply": inert(
         boolean,
         True,
         "module.apply gathers parameters",
-        "only zero.Init reads it: false, and apply does not gather there",
+        "except inside zero.Init, where false stops module.apply from gathering parameters",
     ),
     "save_muon_momentum_buffer_in_memory": inert(
         boolean, False, "keep Muon's momentum off NVMe", "Muon's state is never in files"

@@ -36,7 +36,7 @@ _TENSORS: Final = "activations are sent whole by each model-parallel rank"
 
 PIPELINE: Final[Table] = {
     "stages": used(either("auto", integer(1)), "auto", "number of stages; auto is PipelineModule's num_stages"),
-    "partition": used(either("best", _METHOD), "best", f"{_DEALING}; best is that argument itself"),
+    "partition": used(either("best", _METHOD), "best", f"{_DEALING}; best: the value of that argument"),
     "partition_methods": used(optional(_METHOD), None, "the same. Not a key of DeepSpeed"),
     "seed_layers": inert(
         boolean, False, "seed each layer separately", "PipelineModule(seed_layers=True) does it, when layers are built"

@@ -65,7 +65,7 @@ GROUPS: Final[dict[str, Name]] = {
     ),
     **names_from(
         f"{_HERE}.ranks.group_names",
-        note="for one rank only: the group is None",
+        note="always for a group of one rank: the group is None",
         _get_expert_model_parallel_world_size="get_single_world_size",
         _get_zero_param_intra_parallel_group="get_single_group",
         _zero_param_parallel_is_initialized="no_secondary_group",

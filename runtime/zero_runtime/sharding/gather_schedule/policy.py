@@ -59,7 +59,7 @@ class ResidencyPolicy(NamedTuple):
         by_all_reduce: gather several parameters by an all_reduce of whole, padded buffers.
         secondary_size: ranks of a secondary partition with larger shards (hpZ); 1 for none.
         leaf_classes, leaf_names, leaf_suffixes: leaf modules, which are gathered with their submodules.
-        granularity: modules of fewer elements per layer than this are leaf modules; 0 for none.
+        granularity: modules of at most this many elements per layer are leaf modules; 0 for none.
         quantized: parameters are gathered in 8 bits among all ranks; ``quantized_frozen``: only frozen parameters.
         report_trace: print a warning when the recorded order of modules no longer holds.
         unit: what one message gathers: ``module``, ``block`` or ``auto``.
