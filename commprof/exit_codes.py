@@ -46,7 +46,7 @@ MEANINGS: Final[dict[ExitCode, str]] = {
     ExitCode.CANNOT_TELL: "`verify`: the ledger has no mismatch, but a level or a part of the records is not known.",
     ExitCode.LAUNCH_FAILED: "`run`: commprof itself failed while it started or watched the program.",
     ExitCode.INTERRUPTED: "The command was interrupted (Ctrl-C).",
-    ExitCode.BROKEN_PIPE: "The reader of standard output closed it.",
+    ExitCode.BROKEN_PIPE: "The reader of standard output closed the pipe.",
 }
 
 

@@ -74,9 +74,9 @@ def relations_page() -> str:
         "Reference. For people who query a run with SQL.",
         "Generated from `commprof/analysis/relations/*.sql` by `make docs`; do not edit.",
         "",
-        "A relation is derived from the tables of a run ([schema](schema.md)), by one SQL text or (the last",
-        "ones on this page) in Python. The answers of",
-        "commprof are queries over relations. To run your own query:",
+        "A relation is derived from the tables of a run ([schema](schema.md)). Most relations are SQL texts. The",
+        "last relations on this page are evaluated in Python. The answers of commprof are queries over relations.",
+        "To run your own query:",
         "",
         '    commprof query latest "select op, sum(collectives), sum(payload_bytes) from operations group by op"',
         "",
@@ -85,8 +85,8 @@ def relations_page() -> str:
         '    run = commprof.open("latest")',
         '    run.relation("operations", by=["op", "purpose"]).df()   # or .pl(), .arrow()',
         "",
-        "Relations that are *summed* have one row per combination of the columns that are requested. Request as few",
-        "columns as possible: with all of them there is nearly one row per call. The columns are: "
+        "Relations that are *summed* have one row per combination of the requested columns. Request as few columns as",
+        "possible: if all columns are requested, there is nearly one row per call. The columns are: "
         + ", ".join(f"`{name}`" for name in BY)
         + ".",
     ]
@@ -167,9 +167,10 @@ def config_page() -> str:
         "Reference. For people who write a config.",
         "Generated from `zero_runtime/configuration/all_keys.py` by `make docs`; do not edit.",
         "",
-        "The configuration is DeepSpeed 0.19.8's: a JSON file, or a dictionary, given to `initialize` as `config`, or as",
-        "`args.deepspeed_config`. A key that is in no table below is an error that names the nearest one, at every level.",
-        "Where a key means something else than in DeepSpeed, [the differences](deepspeed-differences.md) say so.",
+        "The configuration has the format of DeepSpeed 0.19.8: a JSON file or a dictionary. Pass it to `initialize` as",
+        "`config` or as `args.deepspeed_config`. A key that is in no table below is an error at every level. The",
+        "message names the most similar key. [The differences](deepspeed-differences.md) list the keys that differ",
+        "from DeepSpeed's.",
         "Sizes are in elements, unless the meaning says bytes.",
         "",
         'The column "status" has one of these values:',

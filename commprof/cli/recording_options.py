@@ -51,7 +51,7 @@ def _declared(
         typer.Option(
             "--max-size",
             metavar="SIZE",
-            help="Limit of what each rank writes while it runs: 500MB, 2GiB. From 80 % of it on, "
+            help="Limit of the bytes that each rank writes while it runs: 500MB, 2GiB. Once 80 % of the limit is used, "
             "only sums are recorded.",
         ),
     ] = None,
@@ -85,8 +85,8 @@ def _declared(
         typer.Option(
             "--completion-every",
             metavar="N",
-            help="Of the CPU calls that commprof samples, record the completion time of every Nth. "
-            "0 disables these times and the events of GPUs. Default: 1.",
+            help="Record the completion time of every Nth of the CPU calls that commprof samples. "
+            "0 disables these times and GPU events. Default: 1.",
         ),
     ] = None,
 ) -> Options:

@@ -16,11 +16,12 @@ Reference. For people who use the commands.
 Generated from `commprof/cli/` by `make docs`; do not edit.
 
 Put options of commprof before the script. commprof passes everything after the script to it unchanged. RUN is a run
-directory or `latest`, the newest run below `traces/`. Nothing is overwritten without `--force`. Results go to standard
-output, everything else to standard error.
+directory, or `latest` for the newest run below `traces/`. Commands overwrite files only with `--force`.
+Results go to standard output. Everything else goes to standard error.
 
-`run` returns the exit code of the script. If several ranks fail, it returns that of the first one; a signal counts as 128
-plus its number. With `-- CMD`, it returns the exit code of CMD. Other exit codes:
+`run` returns the exit code of the script. If several ranks fail, `run` returns the exit code of the first
+rank that failed. For a signal, the exit code is 128 plus the number of the signal. With `-- CMD`, `run`
+returns the exit code of CMD. Other exit codes:
 
 | exit code | meaning |
 |---|---|

@@ -22,7 +22,7 @@ class PlanOption(NamedTuple):
 OPTIONS: Final = {
     "model": PlanOption(
         "--model",
-        "params:175e9, py:module:function that returns the model, hf:CONFIG_DIR (no weights are read), or run:RUN, the "
+        "params:175e9; py:module:function (returns the model); hf:CONFIG_DIR (no weights are read); or run:RUN, the "
         "parameters of a recorded run.",
         "MODEL",
     ),
@@ -30,8 +30,8 @@ OPTIONS: Final = {
     "layers": PlanOption("--layers", "Layers of params:N. Default: typical for N.", "L"),
     "experts": PlanOption(
         "--experts",
-        "Experts in each mixture-of-experts layer of params:N, copies of its feed-forward part. "
-        "If this or one of the next seven options has several values, the plan compares them.",
+        "Experts in each mixture-of-experts layer of params:N; each is a copy of the feed-forward part. "
+        "The plan compares several values of this option and of the next seven options.",
         "N",
     ),
     "ep_size": PlanOption("--ep-size", "Ranks that share the experts of a layer. Default: 1.", "RANKS"),
@@ -44,7 +44,7 @@ OPTIONS: Final = {
     "min_capacity": PlanOption("--min-capacity", "Least number of slots of an expert. Default: 4.", "SLOTS"),
     "drop_tokens": PlanOption(
         "--drop-tokens",
-        "false: drop no tokens; each expert gets as many slots as the fullest needs. Default: true.",
+        "false: drop no tokens; the fullest expert determines the number of slots of each expert. Default: true.",
         "BOOL",
     ),
     "expert_layers": PlanOption(
@@ -56,13 +56,13 @@ OPTIONS: Final = {
     "hosts": PlanOption("--hosts", "H hosts of R ranks each: 128x8. Default: hosts of 8.", "HxR"),
     "links": PlanOption(
         "--links",
-        "intra: rate of a rank inside its host. inter: links of a host x rate of each. "
+        "intra: rate of a rank inside its host. inter: number of links of a host x rate of each link. "
         "Example: intra=450GB/s,inter=8x50GB/s.",
         "RATES",
     ),
     "settings": PlanOption(
         "--set",
-        "A dotted key of the config and its values. Several --set: every combination.",
+        "A dotted key of the config and its values. With several --set, every combination is used.",
         "KEY=V1,V2",
     ),
     "framework": PlanOption(
@@ -77,7 +77,7 @@ OPTIONS: Final = {
     ),
     "calibration": PlanOption(
         "--calibration",
-        "File of commprof calibrate. Gives message times, and whether the largest gradient message "
+        "File of commprof calibrate. The plan then shows message times, and whether the largest gradient message "
         "is latency bound.",
         "FILE",
     ),

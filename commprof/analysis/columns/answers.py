@@ -23,14 +23,14 @@ _MEASURES: Final = (
     Column(
         "wire_bytes",
         "float64",
-        "wire, modelled as issued: mean bytes that a rank of the group sends (a message: its bytes), "
-        "summed over the collectives",
+        "wire, modelled as issued: mean bytes that a rank of the group sends (for a message: the bytes of the "
+        "message), summed over the collectives",
         unit="bytes",
     ),
     Column(
         "executed_wire_bytes",
         "float64",
-        "wire, modelled, of what the backend runs for them, in the same way; null if not known",
+        "wire, modelled, of the operations that the backend runs, summed like wire_bytes; null if not known",
         True,
         "bytes",
     ),
@@ -47,7 +47,11 @@ _MEASURES: Final = (
         "ns",
     ),
     Column("tensors", "int64", "tensors in the collectives"),
-    Column("timed", "int64", "records whose exposed_ns is known; 0 for what was recorded as sums only"),
+    Column(
+        "timed",
+        "int64",
+        "records whose exposed_ns is known; 0 for operations that were recorded as sums only",
+    ),
 )
 
 
@@ -86,16 +90,20 @@ STEP_TIMES: Final = Table(
         Column("attempt", "int32", "restart of the job"),
         Column("step", "int32", "training step, from 0"),
         Column("ranks", "int32", "ranks that recorded the step"),
-        Column("begin_ns", "int64", "the step began, on the clock of the lowest rank's host", unit="ns"),
-        Column("end_ns", "int64", "the step ended, on the same clock", True, "ns"),
-        Column("duration_ns", "int64", "longest over the ranks; null if a rank did not end it", True, "ns"),
+        Column("begin_ns", "int64", "begin of the step, on the clock of the lowest rank's host", unit="ns"),
+        Column("end_ns", "int64", "end of the step, on the clock of begin_ns", True, "ns"),
+        Column(
+            "duration_ns", "int64", "longest over the ranks; null if a rank did not end the step", True, "ns"
+        ),
         Column("micro_steps", "int32", "micro-batches in the step"),
-        Column("loss", "float64", "mean over the ranks that published it", True),
-        Column("grad_norm", "float64", "mean over the ranks that published it", True),
+        Column("loss", "float64", "mean over the ranks that published a loss", True),
+        Column("grad_norm", "float64", "mean over the ranks that published a gradient norm", True),
         Column("loss_scale", "float64", "largest over the ranks", True),
         Column("samples", "float64", "sum over the ranks", True),
         Column("collectives", "int64", "deduplicated collectives, without barriers"),
-        Column("payload_bytes", "int64", "payload: S of nccl-tests, summed over them", unit="bytes"),
+        Column(
+            "payload_bytes", "int64", "payload: S of nccl-tests, summed over the collectives", unit="bytes"
+        ),
         padding("int64"),
         Column(
             "wire_bytes",
@@ -107,12 +115,14 @@ STEP_TIMES: Final = Table(
         Column(
             "exposed_ns",
             "int64",
-            "exposed_ns of exposure in this step; null if only bounds are known",
+            "exposed_ns of the answer exposure for this step; null if only bounds are known",
             True,
             "ns",
         ),
-        Column("exposed_low_ns", "int64", "exposed_low_ns of exposure in this step", True, "ns"),
-        Column("exposed_high_ns", "int64", "exposed_high_ns of exposure in this step", True, "ns"),
+        Column("exposed_low_ns", "int64", "exposed_low_ns of the answer exposure for this step", True, "ns"),
+        Column(
+            "exposed_high_ns", "int64", "exposed_high_ns of the answer exposure for this step", True, "ns"
+        ),
         Column("cpu_ns", "int64", "CPU time of a rank's process, mean over ranks", True, "ns"),
         Column("rss_bytes", "int64", "resident memory, largest over the ranks", True, "bytes"),
         Column("device_bytes", "int64", "device memory, largest over the ranks", True, "bytes"),
@@ -143,7 +153,7 @@ _KNOWN: Final = (
     Column(
         "bounded",
         "int64",
-        "records that C++ waited for in an interval of the table stalls; it bounds their exposed time",
+        "records that C++ waited for in an interval of the table stalls; this interval bounds their exposed time",
     ),
 )
 _BOUNDS: Final = (
@@ -155,22 +165,26 @@ _BOUNDS: Final = (
         "ns",
     ),
     Column(
-        "exposed_high_ns", "int64", "upper bound of the exposed time; null: some have no bound", True, "ns"
+        "exposed_high_ns",
+        "int64",
+        "upper bound of the exposed time; null: some records have no bound",
+        True,
+        "ns",
     ),
 )
 _OVERLAPPED: Final = (
     Column(
         "overlapped_ns",
         "int64",
-        "overlapped time, if the backend reported the end of every asynchronous record (sampled); else null",
+        "overlapped time; null unless the backend reported the end of every asynchronous record (sampled)",
         True,
         "ns",
     ),
     Column(
         "overlapped_at_most_ns",
         "int64",
-        "upper bound of the time in which at least one was under way and the program was blocked on none; null: some ends "
-        "are not known",
+        "upper bound of the time in which at least one operation was under way and the program was blocked on none; "
+        "null: some ends are not known",
         True,
         "ns",
     ),
@@ -180,13 +194,13 @@ EXPOSURE: Final = Table(
     "exposure",
     "Exposed and overlapped communication; means over the participating ranks.",
     (
-        Column("ranks", "int64", "ranks that have such records"),
+        Column("ranks", "int64", "ranks with records that belong to the row"),
         *_KNOWN,
         Column(
             "exposed_ns",
             "int64",
-            "time in which the program was blocked on at least one of them; concurrent waits count once; a lower bound if "
-            "timed is less than records; null if only bounds are known (bounded)",
+            "time in which the program was blocked on at least one of the operations; concurrent waits count once; a "
+            "lower bound if timed is less than records; null if only bounds are known (bounded)",
             True,
             "ns",
         ),
@@ -194,7 +208,7 @@ EXPOSURE: Final = Table(
         Column(
             "summed_ns",
             "int64",
-            "sum of exposed_ns of the records; a lower bound if exposed_ns is one",
+            "sum of exposed_ns of the records; a lower bound if exposed_ns is a lower bound",
             True,
             "ns",
         ),
@@ -209,7 +223,7 @@ EXPOSURE: Final = Table(
         Column(
             "exposed_share",
             "float64",
-            "exposed_ns inside training steps, over step_ns; null if exposed_ns is null",
+            "exposed_ns inside training steps, divided by step_ns; null if exposed_ns is null",
             True,
         ),
     ),
@@ -220,24 +234,29 @@ EXPOSURE_PER_STEP: Final = Table(
     "Exposed and overlapped time of a training step, by purpose: medians over the warm steps of means over the ranks. "
     "Purposes overlap in time; the last row, all, is their union and not their sum.",
     (
-        Column("purpose", "string", "purpose as the runtime tags it; null without a tag; all", True),
+        Column(
+            "purpose",
+            "string",
+            "purpose that the runtime tags; null: no tag; all: the union of all purposes",
+            True,
+        ),
         Column(
             "steps",
             "int64",
-            "warm training steps: those that ended, without the first of each attempt",
+            "warm training steps: steps that ended, without the first step of each attempt",
         ),
         *_KNOWN,
         Column(
             "exposed_ns",
             "int64",
-            "median over these steps of exposed_ns of exposure; a lower bound if timed is less than records; null if only "
-            "bounds are known (bounded)",
+            "exposed_ns of the answer exposure, median over the warm steps; a lower bound if timed is less than "
+            "records; null if only bounds are known (bounded)",
             True,
             "ns",
         ),
         *_BOUNDS,
-        Column("step_ns", "int64", "median over the same steps of their duration_ns", True, "ns"),
-        Column("exposed_share", "float64", "exposed_ns over step_ns", True),
+        Column("step_ns", "int64", "duration_ns of the steps, median over the warm steps", True, "ns"),
+        Column("exposed_share", "float64", "exposed_ns divided by step_ns", True),
         *_OVERLAPPED,
     ),
     key=("purpose",),
@@ -252,7 +271,7 @@ MOVED: Final = Table(
         Column("device", "string", "network interface, or a GPU link"),
         Column("sent_bytes", "int64", "moved: counted as sent", unit="bytes"),
         Column("received_bytes", "int64", "moved: counted as received", unit="bytes"),
-        Column("seconds", "float64", "between the first and the last reading", unit="s"),
+        Column("seconds", "float64", "time between the first and the last reading", unit="s"),
         Column("readings", "int64", "readings of the counter"),
         Column(
             "left_out",
@@ -264,7 +283,7 @@ MOVED: Final = Table(
     key=("host", "kind", "device"),
 )
 
-_GROUPS: Final = Column("groups", "int64", "process groups of this name and size that issued it")
+_GROUPS: Final = Column("groups", "int64", "process groups of this name and size that issued the operation")
 
 STEP_TOTALS: Final = Table(
     "step_totals",
@@ -320,7 +339,7 @@ _PER_STEP: Final = (
     Column(
         "executed_wire_bytes_per_step",
         "float64",
-        "wire, modelled, of what the backend runs in a training step; null if not known",
+        "wire, modelled, of the operations that the backend runs in a training step; null if not known",
         True,
         "bytes",
     ),
@@ -400,7 +419,7 @@ COMPARISON: Final = Table(
         Column(
             "step_time_ns",
             "int64",
-            "median step time without the first step; over repeats, the mean of their medians",
+            "median step time without the first step; for several repeats, the mean of their medians",
             True,
             "ns",
         ),
@@ -408,7 +427,7 @@ COMPARISON: Final = Table(
         Column("step_time_high_ns", "int64", "95 % interval of step_time_ns, high end", True, "ns"),
         Column("interval_over", "string", "basis of the interval: repeats or steps", True),
         Column(
-            "final_loss", "float64", "loss of the last step that has one, mean over ranks and repeats", True
+            "final_loss", "float64", "loss of the last step with a loss, mean over ranks and repeats", True
         ),
         Column("steps", "int64", "training steps that ended"),
         Column("repeats", "int64", "runs with this setting"),
@@ -427,17 +446,17 @@ RUNS: Final = Table(
         Column("started_realtime_ns", "int64", "when the run started", True, "ns"),
         Column("script", "string", "training script", True),
         Column("world_size", "int64", "ranks", True),
-        Column("backend", "string", "backends of its groups", True),
+        Column("backend", "string", "backends of the process groups", True),
         Column("records", "int64", "records", True),
         Column("summed", "int64", "collectives of which only sums were recorded", True),
         Column("lost", "int64", "dropped records", True),
         Column("unseen", "int64", "unseen collectives", True),
         Column("steps", "int64", "training steps", True),
         Column("setting", "string", "sweep point, or the ZeRO keys of its config", True),
-        Column("sweep", "string", "name of the sweep that it is a part of", True),
+        Column("sweep", "string", "name of the sweep that the run belongs to", True),
         Column("wall_ns", "int64", "how long the run took", True, "ns"),
-        Column("finalised", "bool", "whether its files are Parquet"),
-        Column("note", "string", "why something is missing", True),
+        Column("finalised", "bool", "true if the files of the run are Parquet files"),
+        Column("note", "string", "why a value is missing", True),
     ),
     key=("path",),
 )
@@ -449,10 +468,12 @@ REQUESTED: Final = Table(
         Column("when", "string", "how often: init, micro_step or step"),
         Column("purpose", "string", "purpose"),
         Column("requested_op", "string", "the operation that the config requests"),
-        Column("issued_op", "string", "the operation that a runtime issues by the rules"),
+        Column("issued_op", "string", "the operation that a runtime issues, by the rules of commprof"),
         Column("intended_op", "string", "the operation that issued_op replaces", True),
         Column("count", "int64", "number of operations"),
-        Column("payload_bytes", "int64", "payload: S of nccl-tests, of all of them", unit="bytes"),
+        Column(
+            "payload_bytes", "int64", "payload: S of nccl-tests, summed over these operations", unit="bytes"
+        ),
         Column(
             "wire_bytes",
             "float64",
@@ -473,27 +494,73 @@ ARRIVALS: Final = Table(
         Column("attempt", "int32", "restart of the job"),
         Column("collective", "int64", "equal in all rows of one collective, or of one message"),
         *map(_of_schema, ("step", "op", "purpose", "pg", "group_ranks", "group_size")),
-        Column("pg_seq", "int64", "issue order within the group; null for messages, which pair by their order", True),
+        Column(
+            "pg_seq",
+            "int64",
+            "issue order within the group; null for messages, which are paired by their order",
+            True,
+        ),
         *map(_of_schema, ("is_p2p", "peer")),
         Column("members", "int64", "ranks whose records were found"),
         *map(_of_schema, ("rank", "pid", "seq")),
-        Column("arrived_ns", "int64", "when the rank issued it; null if its clock was never compared", True, "ns"),
+        Column(
+            "arrived_ns",
+            "int64",
+            "when the rank issued the operation; null if the clock of the rank was never compared",
+            True,
+            "ns",
+        ),
         Column("error_ns", "int64", "error bound of arrived_ns", True, "ns"),
-        Column("lateness_ns", "int64", "after the first rank's arrival", True, "ns"),
+        Column("lateness_ns", "int64", "time from the arrival of the first rank to this arrival", True, "ns"),
         Column("lateness_error_ns", "int64", "error bound of lateness_ns; 0 on one clock", True, "ns"),
-        Column("from_median_ns", "int64", "after the median arrival (negative: before it)", True, "ns"),
-        Column("is_last", "bool", "it arrived last; null if not all ranks were recorded or comparable", True),
-        Column("certain", "bool", "last rank: whether it was last beyond the clock error", True),
-        Column("lead_ns", "int64", "last rank: time after the second last, in which it alone was missing", True, "ns"),
-        Column("waiting_ns", "int64", "from this arrival to the last", True, "ns"),
-        Column("launch_ns", "int64", "from the last arrival until all devices had begun", True, "ns"),
-        Column("transfer_ns", "int64", "from then until this rank had its result, if its end is known", True, "ns"),
+        Column(
+            "from_median_ns",
+            "int64",
+            "time from the median arrival to this arrival; negative if this arrival is earlier",
+            True,
+            "ns",
+        ),
+        Column(
+            "is_last",
+            "bool",
+            "true if this rank arrived last; null if not all ranks were recorded or comparable",
+            True,
+        ),
+        Column("certain", "bool", "last rank: true if it was last by more than the clock error", True),
+        Column(
+            "lead_ns",
+            "int64",
+            "last rank: time after the arrival of the second last rank, in which only the last was missing",
+            True,
+            "ns",
+        ),
+        Column("waiting_ns", "int64", "time from this arrival to the last arrival", True, "ns"),
+        Column("launch_ns", "int64", "time from the last arrival until all devices had begun", True, "ns"),
+        Column(
+            "transfer_ns",
+            "int64",
+            "time from the end of launch_ns until this rank had its result, if that end is known",
+            True,
+            "ns",
+        ),
         Column("waited_ns", "int64", "exposed time of this rank while only the last rank was missing", True, "ns"),
-        Column("others_waited_ns", "int64", "last rank: mean of waited_ns over the others", True, "ns"),
-        Column("cause", "string", "what took longest for this rank, if beyond the error", True, values=CAUSES),
+        Column("others_waited_ns", "int64", "last rank: mean of waited_ns over the other ranks", True, "ns"),
+        Column(
+            "cause",
+            "string",
+            "what took longest for this rank, if it took longer than the error",
+            True,
+            values=CAUSES,
+        ),
         Column("own_delay_ns", "int64", "own delay, a part of lateness_ns; null if waits were not recorded", True, "ns"),
         Column("inherited_ns", "int64", "inherited delay, the rest of lateness_ns", True, "ns"),
-        Column("others_waited_own_ns", "int64", "last rank: the part of others_waited_ns for its own delay", True, "ns"),
+        Column(
+            "others_waited_own_ns",
+            "int64",
+            "last rank: the part of others_waited_ns that its own delay caused",
+            True,
+            "ns",
+        ),
     ),
     key=("collective", "rank"),
 )
@@ -504,26 +571,48 @@ STRAGGLERS: Final = Table(
     "others wait for it.",
     (
         Column("rank", "int32", "global rank"),
-        Column("collectives", "int64", "collectives of the rank, recorded and comparable on all ranks"),
-        Column("last", "int64", "collectives in which it was last, beyond the clock error"),
-        Column("within_bound", "int64", "collectives in which it was last, within the clock error"),
-        Column("expected_last", "float64", "how often it would be last if all ranks were equal"),
+        Column("collectives", "int64", "collectives of the rank that all members recorded on comparable clocks"),
+        Column("last", "int64", "collectives in which the rank was last by more than the clock error"),
+        Column("within_bound", "int64", "collectives in which the rank was last by no more than the clock error"),
+        Column("expected_last", "float64", "how often the rank would be last if all ranks were equal"),
         Column("mean_lateness_ns", "int64", "mean lateness", unit="ns"),
         Column("median_lateness_ns", "int64", "median lateness", unit="ns"),
-        Column("error_ns", "int64", "error bound of its times, median", unit="ns"),
-        Column("lead_ns", "int64", "total time in which it alone was missing", unit="ns"),
-        Column("others_waited_ns", "int64", "mean exposed time of the others while it alone was missing; sum", True, "ns"),
-        Column("others_waited_per_step_ns", "int64", "the same per training step", True, "ns"),
-        Column("others_waited_own_ns", "int64", "part of others_waited_ns for its own delay, if known", True, "ns"),
-        Column("others_waited_inherited_ns", "int64", "the rest, if known: its inherited delay", True, "ns"),
-        Column("stands_out", "bool", "it was last much more often than equal ranks would be, and above chance"),
+        Column("error_ns", "int64", "error bound of the times of the rank, median", unit="ns"),
+        Column("lead_ns", "int64", "total time in which only this rank was missing", unit="ns"),
+        Column(
+            "others_waited_ns",
+            "int64",
+            "mean exposed time of the other ranks while only this rank was missing, summed",
+            True,
+            "ns",
+        ),
+        Column("others_waited_per_step_ns", "int64", "others_waited_ns per training step", True, "ns"),
+        Column(
+            "others_waited_own_ns",
+            "int64",
+            "part of others_waited_ns that its own delay caused, if known",
+            True,
+            "ns",
+        ),
+        Column(
+            "others_waited_inherited_ns",
+            "int64",
+            "part of others_waited_ns that its inherited delay caused, if known",
+            True,
+            "ns",
+        ),
+        Column(
+            "stands_out",
+            "bool",
+            "true if it was last much more often than equal ranks would be, and more often than by chance",
+        ),
     ),
     key=("rank",),
 )
 
 _ON_THE_CLOCK: Final = (
-    Column("begin_ns", "int64", "issued, on the clock of rank 0's host", unit="ns"),
-    Column("end_ns", "int64", "last known time: returned, waited for, or ended on the device", unit="ns"),
+    Column("begin_ns", "int64", "when the operation was issued, on the clock of rank 0's host", unit="ns"),
+    Column("end_ns", "int64", "last known time: return of the call, end of the wait, or end on the device", unit="ns"),
 )
 
 RECORDS: Final = Table(
@@ -538,9 +627,9 @@ TIMELINE_BARS: Final = Table(
     "The records in a window of time.",
     (
         *_ON_THE_CLOCK,
-        Column("exposed_begin_ns", "int64", "begin of its exposed time, not before its begin", True, "ns"),
-        Column("exposed_end_ns", "int64", "end of its exposed time", True, "ns"),
-        Column("lane", "int64", "number of its group in the window, the largest group first"),
+        Column("exposed_begin_ns", "int64", "begin of the exposed time of the record, not before begin_ns", True, "ns"),
+        Column("exposed_end_ns", "int64", "end of the exposed time of the record", True, "ns"),
+        Column("lane", "int64", "number of the process group in the window, in order of size, largest first"),
         Column("level", "int64", "level within the lane: overlapping bars have different levels, up to four"),
         *map(_of_schema, ("rank", "attempt", "pid", "seq", "step", "micro_step", "phase", "op", "intended_op", "purpose")),
         *map(_of_schema, ("bucket", "parameters", "module", "pg", "group_desc", "group_ranks", "group_size")),
@@ -555,21 +644,25 @@ DENSITY: Final = Table(
     "values above 0.",
     (
         _of_schema("rank"),
-        Column("lane", "int64", "number of the group within the rank, the largest first; 0 if groups are not distinguished"),
+        Column(
+            "lane",
+            "int64",
+            "number of the group within the rank, largest first; 0 if groups are not distinguished",
+        ),
         replace(_of_schema("pg"), nullable=True),  # null for several groups, like the next two columns
         _of_schema("group_desc"),
         replace(_of_schema("group_ranks"), nullable=True),
-        Column("begin_ns", "int64", "the bin begins, on the clock of rank 0's host", unit="ns"),
-        Column("end_ns", "int64", "the bin ends", unit="ns"),
+        Column("begin_ns", "int64", "begin of the bin, on the clock of rank 0's host", unit="ns"),
+        Column("end_ns", "int64", "end of the bin", unit="ns"),
         _of_schema("op"),
         Column(
             "busy_ns",
             "int64",
-            "time in which op was under way; a moment counts once, for the operation issued first",
+            "time in which op was under way; concurrent time counts once, for the operation issued first",
             unit="ns",
         ),
-        Column("busy_share", "float64", "busy_ns over the length of the bin"),
-        Column("exposed_ns", "int64", "exposed time; a moment counts once", unit="ns"),
+        Column("busy_share", "float64", "busy_ns divided by the length of the bin"),
+        Column("exposed_ns", "int64", "exposed time; concurrent waits count once", unit="ns"),
     ),
     key=("rank", "lane", "begin_ns", "op"),
 )
@@ -581,9 +674,9 @@ BANDS: Final = Table(
         Column("kind", "string", "step or phase", values=("step", "phase")),
         *map(_of_schema, ("attempt", "step")),
         replace(_of_schema("micro_step"), nullable=True),
-        Column("name", "string", "the step, or the phase"),
-        Column("begin_ns", "int64", "the step began; the first record of the phase", unit="ns"),
-        Column("end_ns", "int64", "the step ended; the last record of the phase", unit="ns"),
+        Column("name", "string", "name of the step or phase"),
+        Column("begin_ns", "int64", "begin of the step, or of the first record of the phase", unit="ns"),
+        Column("end_ns", "int64", "end of the step, or of the last record of the phase", unit="ns"),
     ),
 )
 
@@ -593,7 +686,7 @@ PARTNERS: Final = Table(
     (
         *map(_of_schema, ("rank", "attempt", "pid", "seq", "op")),
         *_ON_THE_CLOCK,
-        Column("lateness_ns", "int64", "after the first rank's arrival", unit="ns"),
+        Column("lateness_ns", "int64", "time from the arrival of the first rank to this arrival", unit="ns"),
         Column("own_delay_ns", "int64", "own delay, a part of lateness_ns; null if waits were not recorded", True, "ns"),
         Column("inherited_ns", "int64", "inherited delay, the rest of lateness_ns", True, "ns"),
         _of_schema("exposed_ns"),

@@ -34,7 +34,9 @@ _RATES: Final = (
 _CEILING: Final = (
     Column("ceiling_ns", "int64", "time that the calibration predicts for this payload and group", True, "ns"),
 )
-_SHARE: Final = Column("ceiling_share", "float64", "ceiling_ns over time_ns: 1 is the ceiling of the machine", True)
+_SHARE: Final = Column(
+    "ceiling_share", "float64", "ceiling_ns divided by time_ns: 1 is the ceiling of the machine", True
+)
 
 BANDWIDTH_TIMES: Final = Table(
     "bandwidth_times",
@@ -45,7 +47,13 @@ BANDWIDTH_TIMES: Final = Table(
         *map(_of_schema, ("op", "purpose", "backend", "pg", "group_ranks", "group_size", "dtype")),
         Column("payload_bytes", "int64", "payload: S of nccl-tests", unit="bytes"),
         Column("error_ns", "int64", "error bound of time_ns, from the clocks of several hosts", True, "ns"),
-        Column("time_ns", "int64", "from when data could flow to its end; null if the end was not recorded", True, "ns"),
+        Column(
+            "time_ns",
+            "int64",
+            "time from when data could flow to the end; null if the end was not recorded",
+            True,
+            "ns",
+        ),
         Column("time_source", "string", _SOURCE, True, values=TIME_SOURCES),
         *_RATES,
         *_CEILING,
@@ -61,12 +69,16 @@ BANDWIDTH: Final = Table(
         *map(_of_schema, ("op", "backend", "group_ranks", "group_size")),
         Column("payload_bytes", "int64", "payload: S of nccl-tests", unit="bytes"),
         Column("collectives", "int64", "collectives or messages"),
-        Column("timed", "int64", "those with verdict ok, from which the medians are computed"),
+        Column("timed", "int64", "collectives with verdict ok, from which the medians are computed"),
         Column("slow", "int64", "outliers that took longer"),
         Column("fast", "int64", "outliers that took less time"),
-        Column("impossible", "int64", "no time, or less than the interval of the ceiling allows"),
-        Column("untimed", "int64", "those whose end was not recorded"),
-        Column("time_source", "string", "source of their ends", True),
+        Column(
+            "impossible",
+            "int64",
+            "collectives with no time, or with less time than the interval of the ceiling allows",
+        ),
+        Column("untimed", "int64", "collectives whose end was not recorded"),
+        Column("time_source", "string", "source of the ends of the collectives", True),
         Column("time_ns", "int64", "median time", True, "ns"),
         Column("time_low_ns", "int64", "first quartile", True, "ns"),
         Column("time_high_ns", "int64", "third quartile", True, "ns"),
@@ -102,11 +114,17 @@ CEILING_FITS: Final = Table(
         Column("op", "string", "operation; send_recv: messages in both directions at once"),
         Column("sizes", "int64", "number of measured payloads"),
         Column("latency_ns", "int64", "time of the smallest message", True, "ns"),
-        Column("latency_low_ns", "int64", "its interval, low end", True, "ns"),
-        Column("latency_high_ns", "int64", "its interval, high end", True, "ns"),
+        Column("latency_low_ns", "int64", "95 % interval of latency_ns, low end", True, "ns"),
+        Column("latency_high_ns", "int64", "95 % interval of latency_ns, high end", True, "ns"),
         Column("busbw_bytes_per_s", "float64", "bus bandwidth of large messages", True, "bytes/s"),
-        Column("busbw_low_bytes_per_s", "float64", "its interval, low end", True, "bytes/s"),
-        Column("busbw_high_bytes_per_s", "float64", "its interval, high end; null: not bounded", True, "bytes/s"),
+        Column("busbw_low_bytes_per_s", "float64", "95 % interval of busbw_bytes_per_s, low end", True, "bytes/s"),
+        Column(
+            "busbw_high_bytes_per_s",
+            "float64",
+            "95 % interval of busbw_bytes_per_s, high end; null: no bound",
+            True,
+            "bytes/s",
+        ),
         Column("residual", "float64", "robust standard deviation of the relative residuals", True),
         Column("best_busbw_bytes_per_s", "float64", "the largest measured bus bandwidth", True, "bytes/s"),
     ),
@@ -118,7 +136,7 @@ CALIBRATIONS: Final = Table(
     "The calibrations below a directory, newest first; one that cannot be read is listed with the reason.",
     (
         Column("name", "string", "path below the directory"),
-        Column("path", "string", "file"),
+        Column("path", "string", "path of the file"),
         Column("created", "string", "date and time", True),
         Column("backend", "string", "gloo or nccl", True),
         Column("device", "string", "cpu or cuda", True),
@@ -126,7 +144,7 @@ CALIBRATIONS: Final = Table(
         Column("world_size", "int64", "ranks", True),
         Column("hosts", "string", "names of the hosts", True),
         Column("ops", "string", "measured operations", True),
-        Column("note", "string", "why it cannot be read", True),
+        Column("note", "string", "why the calibration cannot be read", True),
     ),
     key=("path",),
 )

@@ -28,9 +28,15 @@ MATRIX: Final = Table(
     (
         Column("sender", "int32", "global rank that sends"),
         Column("receiver", "int32", "global rank that receives"),
-        Column("wire_bytes", "float64", "wire, modelled as issued; sends as recorded", unit="bytes"),
-        Column("message_bytes", "int64", "the sends among these, as recorded", unit="bytes"),
-        Column("executed_wire_bytes", "float64", "wire, modelled, of what the backend runs; null: not known", True, "bytes"),
+        Column("wire_bytes", "float64", "wire, modelled as issued; bytes of sends as recorded", unit="bytes"),
+        Column("message_bytes", "int64", "the part of wire_bytes that sends have, as recorded", unit="bytes"),
+        Column(
+            "executed_wire_bytes",
+            "float64",
+            "wire of executed operations, modelled; null: not known",
+            True,
+            "bytes",
+        ),
         between_pairs("wire_bytes"),
     ),
     key=("sender", "receiver"),
@@ -41,10 +47,10 @@ OWNERS: Final = Table(
     "Reduces to one owner: what each rank owns and receives.",
     (
         Column("rank", "int32", "global rank"),
-        Column("collectives", "int64", "reduces to this rank"),
-        Column("payload_bytes", "int64", "payload: S of nccl-tests, of these", unit="bytes"),
+        Column("collectives", "int64", "reduce operations to this rank"),
+        Column("payload_bytes", "int64", "payload: S of nccl-tests, of these operations", unit="bytes"),
         padding("int64"),
-        Column("received_bytes", "int64", "wire, modelled: what the other ranks send it", unit="bytes"),
+        Column("received_bytes", "int64", "wire, modelled: bytes that the other ranks send to this rank", unit="bytes"),
         between_pairs("received_bytes", "from ranks on other hosts"),
     ),
     key=("rank",),
@@ -56,11 +62,17 @@ ONE_OFFS: Final = Table(
     (
         *(_of(schema.COLLECTIVES, name) for name in ("attempt", "step", "purpose", "op", "intended_op")),
         *(_of(schema.COLLECTIVES, name) for name in ("group_desc", "group_ranks", "group_size")),
-        Column("collectives", "int64", "collectives beyond those of each step; a message counts at its send"),
-        Column("payload_bytes", "int64", "payload: S of nccl-tests, beyond that of each step", unit="bytes"),
+        Column("collectives", "int64", "collectives in addition to those of each step; a message counts at its send"),
+        Column("payload_bytes", "int64", "payload: S of nccl-tests, in addition to that of each step", unit="bytes"),
         padding(),
-        Column("wire_bytes", "float64", "wire, modelled as issued, as in traffic, beyond that of each step", unit="bytes"),
-        Column("executed_wire_bytes", "float64", "wire, modelled, of what the backend runs; null: not known", True, "bytes"),
+        Column("wire_bytes", "float64", "wire, modelled as in traffic, in addition to that of each step", unit="bytes"),
+        Column(
+            "executed_wire_bytes",
+            "float64",
+            "wire of executed operations, modelled; null: not known",
+            True,
+            "bytes",
+        ),
         between_hosts(),
     ),
     key=("attempt", "step", "purpose", "op", "intended_op", "group_desc", "group_ranks"),
@@ -75,7 +87,7 @@ UNTAGGED: Final = Table(
         Column("records", "int64", "their records on all ranks"),
         Column("payload_bytes", "int64", "payload: S of nccl-tests, summed over the collectives", unit="bytes"),
         padding("int64"),
-        Column("wire_bytes", "float64", "wire, modelled as issued, as in traffic", unit="bytes"),
+        Column("wire_bytes", "float64", "wire, modelled as issued, as defined in traffic", unit="bytes"),
         between_hosts(),
     ),
 )
@@ -88,9 +100,14 @@ ALGORITHMS: Final = Table(
         Column("payload_bytes", "int64", "payload: S of nccl-tests", unit="bytes"),
         Column("algorithm", "string", "as NCCL names it: TREE, RING, COLLNET_DIRECT, COLLNET_CHAIN, NVLS, NVLS_TREE, PAT"),
         Column("protocol", "string", "as NCCL names it: LL, LL128, SIMPLE", True),
-        Column("channels", "int32", "channels of its kernel (Inspector), or that it may use (NCCL log)", True),
-        Column("collectives", "int64", "collectives with the choice on at least one record"),
-        Column("records", "int64", "their records with the choice: most NCCL versions print it on one rank"),
+        Column(
+            "channels",
+            "int32",
+            "channels of the kernel (Inspector), or channels that NCCL may use (NCCL log)",
+            True,
+        ),
+        Column("collectives", "int64", "collectives of which at least one record has this choice"),
+        Column("records", "int64", "records with this choice: most NCCL versions print the choice on one rank"),
         Column("time_ns", "int64", "median time of these records on the device, with waits for stragglers", True, "ns"),
         Column("algbw_bytes_per_s", "float64", "algorithm bandwidth (nccl-tests) of that time", True, "bytes/s"),
         Column("busbw_bytes_per_s", "float64", "bus bandwidth (nccl-tests) of that time", True, "bytes/s"),
@@ -99,10 +116,14 @@ ALGORITHMS: Final = Table(
 )
 
 _BUCKET: Final = tuple(_of(schema.BUCKETS, name) for name in ("attempt", "step", "micro_step", "bucket"))
-_GROUP: Final = Column("group_ranks", "string", "ranks that reduce it together; null if no record has its number", True)
-_EXECUTED: Final = Column("executed_wire_bytes", "float64", "of what the backend runs; null: not known", True, "bytes")
+_GROUP: Final = Column(
+    "group_ranks", "string", "ranks that reduce the bucket together; null if no record has its number", True
+)
+_EXECUTED: Final = Column(
+    "executed_wire_bytes", "float64", "wire, modelled, of the executed operations; null: not known", True, "bytes"
+)
 _REDUCED: Final = (
-    Column("op", "string", "operations that reduced it, joined by ', '; null if none is recorded", True),
+    Column("op", "string", "operations that reduced the bucket, joined by ', '; null if none is recorded", True),
     Column("intended_op", "string", "intended operations, if the runtime issued others", True),
 )
 
@@ -115,8 +136,8 @@ BUCKET_FLUSHES: Final = Table(
         *(_of(schema.BUCKETS, name) for name in ("numel", "bytes", "capacity")),
         Column("fill", "float64", "numel over capacity; above 1 for a gradient larger than a bucket", True),
         *(_of(schema.BUCKETS, name) for name in ("dtype", "owners", "parameters", "flush_reason")),
-        Column("ranks", "int64", "ranks that flushed it"),
-        Column("alike", "bool", "it has equal elements and parameters on all these ranks"),
+        Column("ranks", "int64", "ranks that flushed the bucket"),
+        Column("alike", "bool", "true if the bucket has equal elements and parameters on all these ranks"),
         _of(schema.BUCKETS, "time_ns"),
         *_REDUCED,
         Column("collectives", "int64", "deduplicated collectives that reduced it; null: only sums were recorded", True),
@@ -125,8 +146,14 @@ BUCKET_FLUSHES: Final = Table(
         Column("wire_bytes", "float64", "wire, modelled as issued: mean bytes that a rank sends for it", True, "bytes"),
         _EXECUTED,
         between_hosts(),
-        Column("duration_ns", "int64", "from the first of them to the last known end, mean over ranks", True, "ns"),
-        Column("exposed_ns", "int64", "sum of the known exposed_ns, mean over ranks", True, "ns"),
+        Column(
+            "duration_ns",
+            "int64",
+            "time from its first collective to its last known end, mean over ranks",
+            True,
+            "ns",
+        ),
+        Column("exposed_ns", "int64", "sum of the known exposed_ns of its collectives, mean over ranks", True, "ns"),
     ),
     key=("attempt", "step", "micro_step", "bucket", "group_ranks"),
 )
@@ -146,8 +173,8 @@ BUCKET_STEPS: Final = Table(
         _EXECUTED,
         between_hosts(),
         Column("unlike", "int64", "buckets whose elements or parameters differ between the ranks of a group"),
-        Column("first_micro_step", "int32", "their lowest micro-batch"),
-        Column("last_micro_step", "int32", "their highest micro-batch"),
+        Column("first_micro_step", "int32", "lowest micro-batch of the buckets"),
+        Column("last_micro_step", "int32", "highest micro-batch of the buckets"),
     ),
     key=("step", "flush_reason"),
 )
@@ -157,7 +184,7 @@ BUCKETS_PER_STEP: Final = Table(
     "The gradient buckets of a training step by the reason of the flush, by the rule for values per step.",
     (
         _of(schema.BUCKETS, "flush_reason"),
-        Column("every", "int64", "k if every k-th step has them; null: irregular", True),
+        Column("every", "int64", "k if every k-th step has these buckets; null: irregular", True),
         Column("buckets", "float64", "buckets of a step"),
         Column("bytes", "float64", "bytes of the buckets in their communication type", unit="bytes"),
         Column("collectives", "float64", "deduplicated collectives that reduced them; null: only sums were recorded", True),
@@ -176,14 +203,14 @@ BUCKET_MEANS: Final = Table(
     (
         *_BUCKET[2:],
         _GROUP,
-        Column("steps", "int64", "training steps in which it has these contents"),
+        Column("steps", "int64", "training steps in which the bucket has these contents"),
         Column("numel", "float64", "elements, mean", unit="elements"),
         Column("bytes", "float64", "bytes of the bucket in its communication type, mean", unit="bytes"),
         Column("fill", "float64", "numel over capacity, mean", True),
         Column("lowest_fill", "float64", "the lowest fill", True),
         *(_of(schema.BUCKETS, name) for name in ("owners", "parameters")),
         Column("flush_reason", "string", "reason of the flush, joined by ', ' if steps differ", True),
-        Column("steady", "bool", "it has equal contents in every step with a bucket of this number"),
+        Column("steady", "bool", "true if the contents are equal in all steps with a bucket of this number"),
         *_REDUCED,
         Column("collectives", "float64", "collectives that reduced it, mean; null: only sums were recorded", True),
         Column("payload_bytes", "float64", "payload: S of nccl-tests, of these, mean; null: as collectives", True, "bytes"),
@@ -203,7 +230,13 @@ BUCKET_PARAMETERS: Final = Table(
     (
         _of(schema.PARAMETERS, "name"),
         *(_of(schema.PARAMETERS, name, nullable=True) for name in ("shape", "dtype", "numel")),
-        Column("first_element", "int64", "its position; null if the sizes do not add up to the bucket", True, "elements"),
+        Column(
+            "first_element",
+            "int64",
+            "its position in the bucket; null if the sizes do not add up",
+            True,
+            "elements",
+        ),
     ),
 )
 
@@ -216,7 +249,7 @@ BUCKET_OPERATIONS: Final = Table(
         *(_of(schema.COLLECTIVES, name) for name in ("padding_bytes", "pg", "group_ranks", "module")),
         Column("first_element", "int64", "its position in the bucket; null if the sizes do not add up", True, "elements"),
         _of(schema.COLLECTIVES, "issue_ns"),
-        Column("duration_ns", "int64", "from issue_ns to the last known end on this rank", unit="ns"),
+        Column("duration_ns", "int64", "time from issue_ns to the last known end on this rank", unit="ns"),
         _of(schema.COLLECTIVES, "exposed_ns"),
     ),
     key=("rank", "pid", "seq"),
@@ -246,17 +279,22 @@ LATENESS_OF_STEPS: Final = Table(
         _of(schema.COLLECTIVES, "attempt"),
         Column("step", "int32", "training step, the first of the range"),
         Column("steps", "int64", "training steps of the range"),
-        Column("is_warm", "bool", "the verdict is about it: it is not the first step of its attempt"),
+        Column("is_warm", "bool", "true if the verdict uses the step: it is not the first of its attempt"),
         Column("lateness_ns", "int64", "largest lateness in the step, without messages; mean over the range", True, "ns"),
-        Column("collectives", "int64", "as in stragglers"),
-        Column("last", "int64", "as in stragglers"),
-        Column("expected_last", "float64", "as in stragglers"),
-        Column("others_waited_own_ns", "int64", "waiting of the others for its own delay, as the verdict counts", unit="ns"),
-        Column("others_waited_inherited_ns", "int64", "for an inherited delay", unit="ns"),
+        Column("collectives", "int64", "as defined in stragglers"),
+        Column("last", "int64", "as defined in stragglers"),
+        Column("expected_last", "float64", "as defined in stragglers"),
+        Column(
+            "others_waited_own_ns",
+            "int64",
+            "wait of the others that its own delay caused, as the verdict counts",
+            unit="ns",
+        ),
+        Column("others_waited_inherited_ns", "int64", "wait of the others that its inherited delay caused", unit="ns"),
         Column(
             "others_waited_unknown_ns",
             "int64",
-            "waiting of the others for its delays of unknown cause",
+            "wait of the others that its delays of unknown cause caused",
             unit="ns",
         ),
     ),
@@ -268,10 +306,10 @@ WAITING_CAUSES: Final = Table(
     "What took longest for each rank in its collectives, if beyond the clock error.",
     (
         _of(schema.COLLECTIVES, "rank"),
-        Column("cause", "string", "as in arrivals", values=CAUSES),
-        Column("collectives", "int64", "collectives and messages in which this took longest"),
+        Column("cause", "string", "cause, as defined in arrivals", values=CAUSES),
+        Column("collectives", "int64", "collectives and messages in which this cause took longest"),
         Column("of_collectives", "int64", "comparable collectives and messages"),
-        Column("time_ns", "int64", "sum of waiting_ns, launch_ns or transfer_ns of these", unit="ns"),
+        Column("time_ns", "int64", "sum of waiting_ns, launch_ns or transfer_ns of these operations", unit="ns"),
     ),
     key=("rank", "cause"),
 )
@@ -286,17 +324,17 @@ LATE_COLLECTIVES: Final = Table(
         Column("spread_ns", "int64", "arrival skew: from the first arrival to the last", unit="ns"),
         Column("error_ns", "int64", "error bound of spread_ns", unit="ns"),
         Column("last_rank", "int32", "last rank; null if not all ranks were recorded", True),
-        Column("certain", "bool", "whether it was last beyond the error"),
-        Column("pid", "int32", "process of the last record"),
-        Column("seq", "int64", "its issue order"),
-        Column("lead_ns", "int64", "time in which it alone was missing", True, "ns"),
-        Column("others_waited_ns", "int64", "mean exposed time of the others while it alone was missing", True, "ns"),
+        Column("certain", "bool", "true if the last rank was last by more than the error"),
+        Column("pid", "int32", "process id of the last record"),
+        Column("seq", "int64", "issue order of the last record within its process"),
+        Column("lead_ns", "int64", "time in which only the last rank was missing", True, "ns"),
+        Column("others_waited_ns", "int64", "mean exposed time of the others while only it was missing", True, "ns"),
         Column("waiting_ns", "int64", "the longest wait of a rank for the last", True, "ns"),
-        Column("launch_ns", "int64", "from the last arrival until all devices had begun", True, "ns"),
-        Column("transfer_ns", "int64", "from then to the last result, if known", True, "ns"),
+        Column("launch_ns", "int64", "time from the last arrival until all devices had begun", True, "ns"),
+        Column("transfer_ns", "int64", "time from the end of launch_ns to the last result, if known", True, "ns"),
         Column("cause", "string", "what took longest, for the rank that took longest", True, values=CAUSES),
         Column("begin_ns", "int64", "the first arrival, on the clock of arrivals", unit="ns"),
-        Column("end_ns", "int64", "the last known end, on that clock", unit="ns"),
+        Column("end_ns", "int64", "the last known end, on the clock of arrivals", unit="ns"),
     ),
 )
 _OF_LOG: Final = (
@@ -337,7 +375,7 @@ DIVERGENCES: Final = Table(
     "The first divergence of records and lines of each rank and group.",
     (
         *_OF_LOG,
-        Column("matched_before", "int64", "matched pairs before it"),
+        Column("matched_before", "int64", "matched pairs before the divergence"),
         *(_of(schema.MATCHES, name) for name in ("state", "op", "seq", "file", "line", "reason")),
     ),
     key=("rank", "pg"),
@@ -347,12 +385,12 @@ TOPOLOGY: Final = Table(
     "topology",
     "The rings and trees of the communicators of an NCCL log: pairs of ranks that a channel connects.",
     (
-        Column("communicator", "string", "commId; else its address and process"),
-        Column("pg", "string", "its process group", True),
+        Column("communicator", "string", "commId of the communicator; without a commId, its address and process"),
+        Column("pg", "string", "process group of the communicator", True),
         Column("kind", "string", "ring or tree", values=("ring", "tree")),
         Column("channel", "int32", "channel, or number of the tree"),
-        Column("from_rank", "int32", "rank within the communicator: sends to the next of the ring; parent in the tree"),
-        Column("to_rank", "int32", "rank within the communicator: the next; child"),
+        Column("from_rank", "int32", "rank within the communicator: the sender in a ring, the parent in a tree"),
+        Column("to_rank", "int32", "rank within the communicator: the receiver in a ring, the child in a tree"),
     ),
 )
 # fmt: on

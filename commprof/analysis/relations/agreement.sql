@@ -3,10 +3,11 @@
 -- grain: one row per combination of the requested columns
 -- inputs: rank_operations
 -- agree is 1 if every rank of the group has the same collectives with these columns. Then the
--- collectives of one rank stand for those of the group. In three more cases agree is 0 and the records
--- are needed: a rank knows only some of its times, unequal splits are recorded, or the values of
--- pg_seq of a rank in the group have a gap or a repetition. They repeat if the name of a group is used
--- again, because its numbers begin again. Such collectives pair by the order of the records.
+-- collectives of one rank represent those of the group. In three more cases agree is 0 and the
+-- records are needed: only some of the times of a rank are recorded, unequal splits are recorded,
+-- or the values of pg_seq of a rank in the group have a gap or a repetition. Values of pg_seq
+-- repeat if a later group has the same name, because its numbers begin again. Such collectives are
+-- paired by the order of the records.
 with numbered as (
     select
         attempt,

@@ -2,7 +2,7 @@
 --
 -- grain: one row per attempt, step, micro_step, bucket and group of ranks that reduce it
 -- inputs: buckets, bucket_groups
--- group_ranks is null for ranks without any record that names a bucket. ranks counts the ranks that
+-- group_ranks is null for ranks whose records name no bucket. ranks counts the ranks that
 -- flushed the bucket. alike is true if the bucket has equal elements and parameters on all of these
 -- ranks.
 with placed as (

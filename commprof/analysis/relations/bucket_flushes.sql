@@ -1,15 +1,16 @@
--- Gradient buckets, one row for all ranks that reduce a bucket together, with the operations that
--- reduced it.
+-- Gradient buckets, with the operations that reduced each bucket. All ranks that reduce a bucket
+-- together share one row.
 --
 -- grain: one row per attempt, step, micro_step, bucket and group of ranks that reduce it
 -- inputs: bucket_groups, bucket_contents, bucket_times, operations, aggregates
 -- requested: attempt, step, micro_step, bucket, op, intended_op, purpose, group_ranks, group_size
--- fill is numel over capacity. op and intended_op name all operations that reduced it, joined by ', '. wire_bytes,
--- executed_wire_bytes and between_hosts_bytes (the part of wire_bytes whose span is between_hosts) are those of a mean rank
--- of all that reduce it; the last two are null if they are not known. padding_bytes is null if no
--- runtime reports it. duration_ns and exposed_ns are null if no record names the bucket. For steps
--- that were recorded as sums (--aggregate, --max-size), collectives and their bytes are null, because
--- sums do not name buckets.
+-- fill is numel divided by capacity. op and intended_op name all operations that reduced the
+-- bucket, joined by ', '. between_hosts_bytes is the part of wire_bytes whose span is
+-- between_hosts. wire_bytes, executed_wire_bytes and between_hosts_bytes are means over all ranks
+-- that reduce the bucket; executed_wire_bytes and between_hosts_bytes are null if they are not
+-- known. padding_bytes is null if no runtime reports it. duration_ns and exposed_ns are null if no
+-- record names the bucket. For steps that were recorded as sums (--aggregate, --max-size),
+-- collectives and their bytes are null, because sums do not name buckets.
 with sizes as (
     select attempt, group_ranks, count(*) as members
     from bucket_groups

@@ -1,10 +1,11 @@
 -- The records of collectives. repetition distinguishes collectives with the same pg_seq.
 --
--- grain: one row per record of a collective; sends and recvs are not in it
+-- grain: one row per record of a collective; records of sends and recvs are excluded
 -- inputs: records=collectives
--- The records of one collective share attempt, pg, group_ranks and pg_seq. group_ranks is part of the identity because
--- disjoint groups may carry one name. A rank takes part in a collective once: if a name is used again after its group was
--- destroyed, the numbers begin anew, and the repetition (from 1) distinguishes the two.
+-- The records of one collective share attempt, pg, group_ranks and pg_seq. group_ranks is part of
+-- the identity because disjoint groups may have the same name. A rank takes part in a collective
+-- once. If a group is destroyed and a later group has the same name, the numbers begin again. Then
+-- repetition, counted from 1, distinguishes the collectives of the two groups.
 with repeated as (
     select attempt, pg, group_ranks, pg_seq, rank
     from records

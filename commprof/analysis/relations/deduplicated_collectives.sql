@@ -2,9 +2,9 @@
 --
 -- grain: one row per collective
 -- inputs: members=collective_members
--- Values on which the ranks must agree come from the lowest rank that recorded them. A tag counts if
--- any rank carries it.
--- has_splits is 1 for an all_to_all with recorded splits on any rank.
+-- Values on which the ranks must agree come from the lowest rank that recorded the collective. A
+-- tag counts if the record of any rank carries the tag. has_splits is 1 for an all_to_all with
+-- recorded splits on any rank.
 select
     attempt,
     pg,

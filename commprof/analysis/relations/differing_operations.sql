@@ -1,11 +1,12 @@
--- Collectives on which the ranks of a group differ or whose splits are recorded, one by one. With
--- recorded splits, also the bytes of each pair of ranks.
+-- Single collectives on which the ranks of a group differ, or whose splits are recorded. If the
+-- splits are recorded, also the bytes of each pair of ranks.
 --
--- grain: one row per such collective, and one per combination of the requested columns, sender and receiver of pairs
+-- grain: one row per such collective; for pairs of ranks, one row per combination of the requested
+--   columns, sender and receiver
 -- inputs: differing_members=collective_members(records=differing_records),
 --   differing=deduplicated_collectives(members=differing_members), differing_exchanges=exchanges(members=differing_members)
--- In the row of a pair of ranks, collectives is 0 and sent_bytes has its bytes. In the row of the
--- collective itself, sent_bytes is then 0.
+-- In the row of a pair of ranks, collectives is 0 and sent_bytes has the bytes of the pair. If a
+-- collective has rows of pairs, sent_bytes is 0 in the row of the collective itself.
 with known_exchanges as (
     select attempt, pg, group_ranks, pg_seq, repetition
     from differing_exchanges

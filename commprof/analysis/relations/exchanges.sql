@@ -2,8 +2,9 @@
 --
 -- grain: one row per collective, sender and receiver; the sender may be the receiver
 -- inputs: members=collective_members, group_members
--- A rank without recorded input_splits sends equal parts. If the record of the sender lacks the bytes, that of the receiver
--- counts. sent_bytes is null if both lack them; a collective without the records of all ranks has no rows.
+-- A rank without recorded input_splits sends equal parts. If the record of the sender lacks the
+-- bytes, the bytes in the record of the receiver count. sent_bytes is null if both records lack the
+-- bytes. A collective has no rows if the record of any rank is missing.
 with with_splits as (
     select attempt, pg, group_ranks, pg_seq, repetition
     from members

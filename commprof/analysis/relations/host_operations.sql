@@ -1,16 +1,16 @@
--- What the ranks of a host issued: rank_operations, with the rows of ranks that issued the same
--- operations merged.
+-- What the ranks of a host issued: rank_operations, in which ranks that issued the same operations
+-- share rows.
 --
 -- grain: one row per combination of the requested columns, attempt, pg, group_ranks, group_size, op, backend and call_bytes,
 --   and set of ranks
 -- inputs: rank_operations
 -- Ranks whose rows of a group are all equal form a set. rank is the lowest rank of the set, and ranks
 -- is the number of its ranks. host_ns and exposed_ns are sums over the set. Every other column has the
--- value of a single rank. The relation agreement gives the same result for these rows, of one host or
--- of several, as for the rows of the single ranks.
+-- value of a single rank. The relation agreement has the same result for these merged rows, of one
+-- host or of several hosts, as for the rows of the single ranks.
 --
--- If all ranks of a group issued the same operations, which is the usual case, grouping its rows
--- suffices. Only in other groups are the ranks compared in pairs.
+-- In the usual case, all ranks of a group issued the same operations, and it suffices to group the
+-- rows of the group. The ranks of other groups are compared in pairs.
 with alike as (
     select
         {by}

@@ -3,15 +3,17 @@
 -- grain: one row per combination of the requested columns, attempt, sender and receiver
 -- inputs: operations, ranks_of_groups, rank_hosts
 -- requested: by, attempt, op, group_ranks, group_size, root, sender, receiver, backend
--- The bytes of an all_reduce, a reduce_scatter or an all_gather go around a ring in the order of the group; of a reduce or
--- gather from each other rank to the root; of a broadcast or scatter from the root to each other rank; of an all_to_all between
--- each pair, by its splits if recorded; of a send from the sender to the receiver. sender and receiver are null for
--- bytes without known pairs. wire_bytes of all rows are those of all ranks of the operations.
+-- The bytes of an all_reduce, a reduce_scatter or an all_gather go around a ring in the order of
+-- the group. The bytes of a reduce or gather go from each other rank to the root. The bytes of a
+-- broadcast or scatter go from the root to each other rank. The bytes of an all_to_all go between
+-- each pair of ranks, by the splits if they are recorded. The bytes of a send go from the sender to
+-- the receiver. sender and receiver are null for bytes without known pairs. The sum of wire_bytes
+-- over all rows is the sum over all ranks of the operations.
 --
--- message_bytes are the bytes of sends. alike_bytes are the executed bytes of those operations that the
--- backend runs between the same pairs of ranks: messages, and gloo's all_gather, all_to_all, gather and
--- scatter. between_hosts_bytes is the part of wire_bytes between ranks on two hosts; null if a host is
--- not known.
+-- message_bytes are the bytes of sends. alike_bytes are the executed bytes of the operations that
+-- the backend runs between the same pairs of ranks as the model: messages, and the all_gather,
+-- all_to_all, gather and scatter of gloo. between_hosts_bytes is the part of wire_bytes between
+-- ranks on two hosts; it is null if a host is not known.
 with flows as (
     select
         {flow} wire_ranks,

@@ -2,18 +2,22 @@
 --
 -- grain: one row per combination of the requested columns and wire_ranks
 -- inputs: agreement, differing_operations, messages, summed_operations, rank_hosts, group_spans
--- These rows can be summed further. wire_bytes is wire_share / wire_ranks; both are integers, so that
--- a sum does not depend on the order. executed_share is the same for what the backend runs
--- (commprof.ledger.records.backends), which is known for gloo. unexecuted counts the operations for
--- which it is not known. call_bytes is the payload of one reduce with gloo, because the traffic of
--- this operation is not proportional to the payload; null for all others.
+-- These rows can be summed further. wire_bytes is wire_share / wire_ranks. Both are integers, so
+-- that a sum does not depend on the order of the rows. executed_share corresponds to wire_share,
+-- for the operations that the backend runs (commprof.ledger.records.backends). It is known for
+-- gloo. unexecuted counts the operations whose executed bytes are not known. call_bytes is the
+-- payload of one reduce with gloo, because the traffic of this operation is not proportional to the
+-- payload. It is null for all other operations.
 --
--- root is the root of a collective, -1 for none. A message has a sender and a receiver. An all_to_all with recorded splits
--- has its bytes in rows of its pairs of ranks, with collectives 0, a sender and a receiver; where the splits are not known,
--- sender and receiver are -1. span is within_host or between_hosts: of a message or pair by the hosts of its two ranks, else
--- by those of the group; null where that is not known. padding_bytes is null where no runtime says it.
--- between_share is the part of wire_share whose span is between_hosts; unlocated counts the operations that send bytes and
--- whose span is not known. host_ns and exposed_ns are those of a mean rank; timed counts the records behind exposed_ns.
+-- root is the root of a collective, or -1 if the collective has no root. A message has a sender and
+-- a receiver. The bytes of an all_to_all with recorded splits are in rows for its pairs of ranks.
+-- Such a row has a sender and a receiver, and collectives is 0. If the splits are not known, sender
+-- and receiver are -1. span is within_host or between_hosts. The hosts of the two ranks determine
+-- the span of a message or pair; the hosts of the group determine every other span. span is null if
+-- these hosts are not known. padding_bytes is null if no runtime reports padding. between_share is
+-- the part of wire_share whose span is between_hosts. unlocated counts the operations that send
+-- bytes and whose span is not known. host_ns and exposed_ns are means over the ranks. timed counts
+-- the records whose exposed_ns is known.
 with of_agreed as (
     select a.*, cast(null as int) as sender, cast(null as int) as receiver
     from agreement a

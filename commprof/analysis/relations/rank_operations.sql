@@ -3,13 +3,14 @@
 -- grain: one row per combination of the requested columns, attempt, pg, group_ranks, group_size, op, backend, call_bytes
 --   and rank
 -- inputs: collectives
--- Messages (send, recv) are not in it. ranks, the number of ranks that a row represents, is 1. It is
--- larger in host_operations, where the ranks of a host are merged.
+-- Messages (send, recv) are excluded. ranks is the number of ranks that a row represents. It is 1
+-- in this relation. It can be larger in host_operations, which merges the ranks of a host.
 --
 -- check_sum and check_squares depend on pg_seq, payload_bytes and num_tensors of every record, and not
 -- on the order of the records. Two ranks
--- with equal calls, payload_bytes, check_sum and check_squares issued the same collectives: another multiset has the same
--- sums with a probability below 1e-18. The prime 2147483647 keeps every product within 64 bits.
+-- with equal calls, payload_bytes, check_sum and check_squares issued the same collectives: the
+-- probability that a different multiset of collectives has the same sums is below 1e-18. The prime
+-- 2147483647 keeps every product within 64 bits.
 with described as (
     select
         *,

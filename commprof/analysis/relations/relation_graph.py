@@ -20,9 +20,8 @@ from typing import Final, NamedTuple
 
 MADE: Final = {  # what Python makes of the tables: what it is, and what one row is
     "arrivals": (
-        "When each rank arrived at each collective and message, on one clock, and how long the others waited for "
-        "the last one: see "
-        "[clocks](clocks.md).",
+        "When each rank arrived at each collective and message, on one clock, and how long the other ranks waited for "
+        "the last rank: see [clocks](clocks.md).",
         "one row per record that can have partners",
     ),
     "bucket_groups": (
@@ -39,22 +38,22 @@ MADE: Final = {  # what Python makes of the tables: what it is, and what one row
         "one row per attempt and step",
     ),
     "group_members": (
-        "The ranks of each group with an all_to_all with recorded splits, and their positions in the group.",
+        "The ranks of each group that issued an all_to_all with recorded splits, and their positions in the group.",
         "one row per text of group_ranks and rank",
     ),
     "process_exposure": (
         "Exposed and overlapped communication time of each process: see [times](times.md).",
-        "one row per process, training step and purpose; step is -1 before the first step, null "
-        "between steps and after the last",
+        "one row per process, training step and purpose; step is -1 before the first step, and null "
+        "between steps and after the last step",
     ),
     "ranks_of_groups": (
         "The ranks of each group that issued anything, with their positions in the group.",
         "one row per text of group_ranks and rank",
     ),
     "transfers": (
-        "How long each collective and message took, from when it could begin until it had ended; waits for late ranks are "
-        "not in it.",
-        "one row per collective or message with a payload, among two ranks or more",
+        "How long each collective and message took, from the time when it could begin until its end. Waits for late "
+        "ranks are excluded.",
+        "one row per collective or message with a payload and at least two ranks",
     ),
 }
 KEYS: Final = ("attempt", "pg", "group_ranks", "group_size", "op", "backend", "call_bytes")

@@ -1,12 +1,13 @@
--- The training steps of the ranks, added up.
+-- The training steps, with sums over the ranks.
 --
 -- grain: one row per attempt and step; initialization is not a step
 -- inputs: steps
 -- Rows of one step from different sets of ranks can be combined further. longest_ns is the longest
--- duration of any rank. begin_ns and last_ns (the end) are times of the lowest rank (rank), because
--- hosts do not share a clock. last_ns is -1 if that rank did not end the step. processes counts the
--- processes, and ended counts those that ended the step. loss, grad_norm and cpu_ns are sums; losses,
--- grad_norms and cpus count the values in them.
+-- duration of any rank. begin_ns and last_ns (the end of the step) are times of the lowest
+-- rank, which the column rank names, because hosts do not share a clock. last_ns is -1 if this rank
+-- did not end the step. processes counts the
+-- processes, and ended counts those that ended the step. loss, grad_norm and cpu_ns are sums;
+-- losses, grad_norms and cpus count the values in these sums.
 select
     attempt,
     step,

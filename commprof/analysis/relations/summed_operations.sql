@@ -1,9 +1,10 @@
--- The collectives and messages of a run that was recorded with --aggregate, from its sums.
+-- The collectives and messages of a run that was recorded as sums (--aggregate).
 --
 -- grain: one row per attempt, pg, group_ranks, group_size, step, after_step, phase, op, intended_op, purpose and is_p2p
 -- inputs: aggregates, groups
 -- collectives is the largest count of any rank, and times are means over the ranks. A message counts
--- at its send. The backend is that of the group, if it has one for all devices; group_desc is its name.
+-- at its send. backend is the backend of the group, if the group has one backend for all devices.
+-- group_desc is the name of the group.
 with named as (
     select
         pg,

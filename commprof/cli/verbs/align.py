@@ -60,13 +60,13 @@ def align(
             help="Replace an earlier alignment of this run, even by one without matches.",
         ),
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="The counts as JSON.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the counts as JSON.")] = False,
 ) -> int:
     """Match each record of a run with its NCCL log line: matched, missing, extra, ambiguous or torn (truncated).
 
-    The tables of the log, matches and comm_matches are stored in the run, unless nothing matches. Without LOG, a stored
-    alignment is shown. With logs of the NCCL Inspector, collectives are matched by their number, and the algorithms are
-    stored.
+    If anything matches, the tables of the log and the tables matches and comm_matches are stored in the run.
+    Without LOG, a stored alignment is shown. With logs of the NCCL Inspector, collectives are matched by their
+    number, and the algorithms are stored.
     """
     opened_run = opened(run)
     if force:

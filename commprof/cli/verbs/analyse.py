@@ -52,7 +52,7 @@ def analyse(
     master: Master = None,
     force: Annotated[bool, typer.Option("--force", "-f", help="Replace an earlier analysis.")] = False,
 ) -> int:
-    """Evaluate the common relations of runs once, into a directory that opens as the run.
+    """Evaluate the common relations of runs once, and store them in a directory that opens like a run.
 
     report, compare, dashboard and export accept DIR instead of the run. Records are not copied: DIR/collectives is a
     link to them. Records that only Spark can read (s3a://...) stay where they are. --engine spark needs Java 17 and

@@ -22,7 +22,7 @@ def check(
     run: RunArgument,
     budget: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="The limits, as TOML (docs/verify.md).", show_default=False),
+        typer.Option(metavar="FILE", help="TOML file with the limits (docs/verify.md).", show_default=False),
     ] = None,
     write_budget: Annotated[
         Path | None,
@@ -30,12 +30,12 @@ def check(
             metavar="FILE", help="Write the tightest budget that this run meets.", show_default=False
         ),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="The violations as JSON.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the violations as JSON.")] = False,
 ) -> int:
-    """Check a run against a budget: bytes and collectives per step, allowed operations, nothing unrequested.
+    """Check a run against a budget: bytes and collectives per step, allowed operations, no unrequested messages.
 
-    Exits with 0 if the run meets the budget, and with 1 if it does not or the records do not suffice
-    to check it.
+    Exits with 0 if the run meets the budget. Exits with 1 if the run exceeds the budget, or if the records do
+    not suffice to check it.
     """
     if (budget is None) == (write_budget is None):
         raise UsageError(

@@ -51,7 +51,7 @@ def compare(
         bool, typer.Option("--json", help="Print JSON with exact bytes and nanoseconds.")
     ] = False,
 ) -> int:
-    """Compare runs: what each setting requested, issued and sent, how long it took, and what to set."""
+    """Compare settings: the traffic that each one requested, issued and sent, its time, and recommended settings."""
     answers = comparison_of(runs)
     if as_json:
         rendering.show_json(answers["advised"])

@@ -36,10 +36,12 @@ def dashboard(
             metavar="[DIR]", help="A directory of runs, one run, or 'latest'.", show_default="traces"
         ),
     ] = Path("traces"),
-    port: Annotated[int, typer.Option("--port", help="TCP port; 0 takes a free one.")] = 8050,
+    port: Annotated[int, typer.Option("--port", help="TCP port; 0 selects a free port.")] = 8050,
     host: Annotated[
         str,
-        typer.Option("--host", help="Address to listen on. Any but 127.0.0.1 requires a token."),
+        typer.Option(
+            "--host", help="Address to listen on. An address other than 127.0.0.1 requires a token."
+        ),
     ] = LOOPBACK,
     token: Annotated[
         str | None,

@@ -16,9 +16,9 @@ HELP_ORDER = 210
 def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> int:
-    """Show what is installed, and what would and would not be recorded here, with the reasons.
+    """Show what is installed, what commprof can and cannot record on this machine, and why.
 
-    Exit code 1 when nothing could be recorded.
+    Exits with 1 if commprof can record nothing.
     """
     from commprof.cli.sections.diagnosis import Finding, Level, diagnose
 

@@ -33,7 +33,7 @@ def dump(
 ) -> int:
     """Show which rank a hung job waits for, which collective each rank is in, and its Python stacks.
 
-    The job continues to run. For a killed job, its last state is shown, without stacks.
+    The job continues to run. For a killed job, the last state is shown without stacks.
     """
     from commprof.sampling.dump_text import dump_text
     from commprof.sampling.job_dump import take_dump

@@ -56,7 +56,9 @@ def export(
     kind: Annotated[Format, typer.Option("--format", help="Kind of file.")] = Format.CSV,
     tables: Annotated[
         list[str] | None,
-        typer.Option("--table", metavar="NAME", help="Only this table; may be given several times."),
+        typer.Option(
+            "--table", metavar="NAME", help="Export only this table; repeat the option for several tables."
+        ),
     ] = None,
     empty: Annotated[bool, typer.Option("--empty", help="Also write tables without rows.")] = False,
     force: Annotated[

@@ -27,7 +27,7 @@ def finalise(
     """Finalise runs that have ended: convert the records to tables (Parquet), and index the large ones.
 
     commprof run does this when its program has ended. Use finalise if the launcher was killed, or another launcher started
-    the run. A run that is still being recorded is skipped, and so is a finalised one. For a run on several hosts, missing
+    the run. Runs that are being recorded or are finalised are skipped. For a run on several hosts, missing
     files of hosts are written (RUN/hosts, docs/scale.md). The index (index.duckdb, for 300,000 records or more) is in
     the run directory, or in the user's cache directory if the run is not writable.
     """

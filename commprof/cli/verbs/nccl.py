@@ -67,12 +67,12 @@ def parse(
             "--out",
             "-o",
             metavar="DIR",
-            help="Write nccl_ops.parquet there, and communicators, rings, trees, links, tuning, messages.",
+            help="Write nccl_ops.parquet and the files of the other tables (communicators, rings, ...) to DIR.",
         ),
     ] = None,
     force: Annotated[bool, typer.Option("--force", "-f", help="Replace these files in --out.")] = False,
-    csv: Annotated[bool, typer.Option("--csv", help="Write each table to --out as CSV, too.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="The counts as JSON.")] = False,
+    csv: Annotated[bool, typer.Option("--csv", help="Also write each table to --out as CSV.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the counts as JSON.")] = False,
     follow: Annotated[
         bool,
         typer.Option(
@@ -82,10 +82,10 @@ def parse(
     ] = False,
     idle: Annotated[
         float | None,
-        typer.Option(metavar="SECONDS", help="With --follow: exit when nothing was written for this long."),
+        typer.Option(metavar="SECONDS", help="With --follow: exit when the logs have not grown for SECONDS."),
     ] = None,
 ) -> int:
-    """Parse NCCL logs into tables, and report which lines were read and which were not."""
+    """Parse NCCL logs into tables, and report the lines that were read and the lines that were not read."""
     if idle is not None and not follow:
         raise UsageError("--idle applies to --follow only; add --follow")
     if idle is not None and not idle >= 0:

@@ -53,7 +53,7 @@ def plan(  # noqa: PLR0913 - a parameter for each option of the command
     recorded: Annotated[str | None, plan_option("recorded", show_default=False)] = None,
     as_json: AsJson = False,
 ) -> int:
-    """Predict what a config sends per step and holds per rank for a model, and compare settings. Nothing is run."""
+    """Predict traffic per step and memory per rank of a model with a config, and compare settings. Runs no program."""
     from commprof.calibration.file import read_calibration
     from commprof.launch.sweeps.config_file import read_config
     from commprof.plan import api

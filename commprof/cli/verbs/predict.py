@@ -54,7 +54,9 @@ def predict(
     ] = None,
     latency: Annotated[
         str | None,
-        typer.Option(metavar="TIME", help="Added to each message: 50us. Not validated.", show_default=False),
+        typer.Option(
+            metavar="TIME", help="Time to add to each message: 50us. Not validated.", show_default=False
+        ),
     ] = None,
     comm: Annotated[
         Literal["free"] | None, typer.Option(help="free: messages take no time.", show_default=False)
@@ -75,9 +77,10 @@ def predict(
     calibration: CalibrationOption = None,
     as_json: AsJson = False,
 ) -> int:
-    """Predict the step time of a recorded run with other settings, links or ranks. Nothing is run.
+    """Predict the step time of a recorded run with other settings, links or ranks. Runs no program.
 
-    Without options: the changes that are worth trying. Several runs of one setting give a smaller interval.
+    Without options, commprof lists the changes that are worth trying. Several runs with the same setting give a
+    smaller interval.
     """
     with needed("analysis", "to predict"):
         from commprof.calibration.file import read_calibration

@@ -34,7 +34,7 @@ def query(
 ) -> int:
     """Query a run in SQL.
 
-    docs/schema.md lists the tables, docs/relations.md the relations. The query cannot read anything else. Example:
+    docs/schema.md lists the tables, docs/relations.md the relations. A query can read only these. Example:
     commprof query latest "select op, sum(collectives), sum(payload_bytes) from operations group by op".
     """
     if csv and as_json:

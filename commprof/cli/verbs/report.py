@@ -84,7 +84,7 @@ def report(
         bool, typer.Option("--json", help="Print JSON with exact bytes and nanoseconds.")
     ] = False,
 ) -> int:
-    """Show what a run sent: by operation, group and purpose, in counts, bytes and times, and what is missing."""
+    """Show counts, bytes and times of the messages of a run by operation, group and purpose, and list missing data."""
     report_data = remembered("report", run, _answers)
     answers, late = report_data["answers"], report_data["late"]
     if as_json:

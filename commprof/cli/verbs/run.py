@@ -33,7 +33,7 @@ def run(
         list[str] | None,
         typer.Argument(
             metavar="PROGRAM...",
-            help="SCRIPT ARGS, -m MODULE ARGS, or -- CMD ARGS. All that follows is passed to the program unchanged.",
+            help="SCRIPT ARGS, -m MODULE ARGS, or -- CMD ARGS. All further arguments go to the program unchanged.",
             show_default=False,
         ),
     ] = None,
@@ -52,9 +52,10 @@ def run(
 ) -> int:
     """Run a program on every rank and record its collectives.
 
-    SCRIPT and -m MODULE are started once per rank, as Python would start them. CMD is a launcher of your own
-    (torchrun, deepspeed): it is started once, and its ranks are recorded. If a launcher (torchrun, mpirun, srun) has started
-    this process as a rank, it runs as that rank. The exit code is that of the program, or of the rank that failed first.
+    commprof starts SCRIPT or -m MODULE once per rank, like Python. CMD is your own launcher (torchrun,
+    deepspeed): commprof starts it once, and records its ranks. If a launcher (torchrun, mpirun, srun) has
+    started commprof as a rank, commprof runs the program as this rank. The exit code is that of the program,
+    or of the rank that failed first.
     """
     ranks = parse_ranks(nproc)
     parsed = with_engine(parse_program(program or []), engine)

@@ -51,14 +51,14 @@ def sweep(  # noqa: PLR0913 - a parameter for each option of the command
         typer.Option(
             "--set",
             metavar="KEY=V1,V2",
-            help="A dotted key of the config and its values. Several --set: every combination.",
+            help="A dotted key of the config and its values. With several --set, every combination is used.",
         ),
     ],
     program: Annotated[
         list[str] | None,
         typer.Argument(
             metavar="PROGRAM...",
-            help="As in commprof run, with its config: train.py --config ds.json.",
+            help="The program as in commprof run, with the argument for its config: train.py --config ds.json.",
             show_default=False,
         ),
     ] = None,
@@ -68,7 +68,7 @@ def sweep(  # noqa: PLR0913 - a parameter for each option of the command
     out: Annotated[
         Path | None,
         typer.Option(
-            "--out", "-o", metavar="DIR", help="Where the runs go. Default: traces/<script>-sweep-<time>."
+            "--out", "-o", metavar="DIR", help="Directory of the runs. Default: traces/<script>-sweep-<time>."
         ),
     ] = None,
     force: Annotated[
@@ -77,20 +77,22 @@ def sweep(  # noqa: PLR0913 - a parameter for each option of the command
     nproc: Annotated[str | None, typer.Option("--nproc", metavar="N", help=NPROC_HELP)] = None,
     config_argument: Annotated[
         str | None,
-        typer.Option("--config-arg", metavar="NAME", help="The script's argument that names its config."),
+        typer.Option(
+            "--config-arg", metavar="NAME", help="Name of the script's argument for the config file."
+        ),
     ] = None,
     fail_fast: Annotated[bool, typer.Option("--fail-fast", help="Stop at the first run that fails.")] = False,
     show_output: Annotated[
         bool,
-        typer.Option("--show-output", help="Let the program print here, not into output.txt of each run."),
+        typer.Option("--show-output", help="Print the program's output here, and do not write output.txt."),
     ] = False,
     predict: Annotated[
         str | None,
         typer.Option(
             "--predict",
             metavar="RUN",
-            help="Predict the step time of every combination from this recorded run, and write predictions.json, before "
-            "the first run. Shows predicted beside measured at the end.",
+            help="Before the first run, predict the step time of every combination from this recorded run, and write "
+            "predictions.json. At the end, show the predicted and the measured times.",
             show_default=False,
         ),
     ] = None,

@@ -49,7 +49,7 @@ def verify(
 ) -> int:
     """Reconcile the levels of a run: requested by its config, issued, executed and moved, and why they differ.
 
-    Exits with 0 if the ledger is closed, 1 if it has a mismatch, and 3 if a part is not known.
+    Exits with 0 if the ledger is closed, with 1 if it has a mismatch, and with 3 if a part of it is not known.
     """
     verdict = remembered("verify", run, _verdict, frames=False)
     exit_code = int(verdict["exit_code"])

@@ -58,26 +58,26 @@ OPTIMIZER: Final[Table] = {
     "type": used(
         text,
         None,
-        "Adam, AdamW, Adagrad, Lamb, Lion, Muon, OneBitAdam, OneBitLamb, ZeroOneAdam, or a class of torch.optim by name",
+        "Adam, AdamW, Adagrad, Lamb, Lion, Muon, OneBitAdam, OneBitLamb, ZeroOneAdam, or a class name in torch.optim",
     ),
-    "params": used(_ARGUMENTS, {}, "its arguments: see docs/optimizers.md"),
-    "legacy_fusion": inert(boolean, False, "how a fused Lamb is wrapped", "there is one way"),
+    "params": used(_ARGUMENTS, {}, "arguments of the optimizer: see docs/optimizers.md"),
+    "legacy_fusion": inert(boolean, False, "how a fused Lamb is wrapped", "Lamb is wrapped in one way only"),
 }
 
 SCHEDULER: Final[Table] = {
     "type": used(
         text,
         None,
-        "a schedule of DeepSpeed's, or a class of torch.optim.lr_scheduler by its own name",
+        "name of a DeepSpeed schedule, or of a class in torch.optim.lr_scheduler",
     ),
-    "params": used(mapping, {}, "its arguments"),
+    "params": used(mapping, {}, "arguments of the schedule"),
 }
 
 TOP: Final[Table] = {
     "train_batch_size": used(
         optional(integer(1)),
         None,
-        "samples of a step, over all ranks: the product of the next two and the ranks",
+        "samples of a step on all ranks: the product of the next two keys and the number of ranks",
     ),
     "train_micro_batch_size_per_gpu": used(
         optional(integer(1)), None, "samples of a micro-batch of one rank"
@@ -86,11 +86,13 @@ TOP: Final[Table] = {
     "managed_gradient_accumulation": used(
         boolean, True, "count micro-batches; false: every call of step() updates the parameters"
     ),
-    "optimizer": used(optional(inside(OPTIMIZER)), None, "the optimizer, unless initialize is given one"),
+    "optimizer": used(optional(inside(OPTIMIZER)), None, "the optimizer, if initialize receives none"),
     "scheduler": used(
-        optional(inside(SCHEDULER)), None, "the learning-rate schedule, unless initialize is given one"
+        optional(inside(SCHEDULER)), None, "the learning-rate schedule, if initialize receives none"
     ),
-    "zero_optimization": used(inside(ZERO), {}, "what is sharded, and how; true is an old form of stage 1"),
+    "zero_optimization": used(
+        inside(ZERO), {}, "what is sharded and how; the value true is an old form of stage 1"
+    ),
     "fp16": used(inside(FP16), {}, "train in fp16"),
     "fp16_override_modules": used(
         optional(strings),
@@ -102,28 +104,30 @@ TOP: Final[Table] = {
     "data_types": used(inside(DATA_TYPES), {}, "dtypes of parameters, buffers and accumulated gradients"),
     "torch_autocast": used(inside(TORCH_AUTOCAST), {}, "train under torch.autocast"),
     "zero_allow_untested_optimizer": used(boolean, False, "shard optimizers that DeepSpeed has not tested"),
-    "gradient_clipping": used(_CLIPPING, 1.0, "largest norm of the gradients; 0 and null do not clip"),
+    "gradient_clipping": used(_CLIPPING, 1.0, "largest norm of the gradients; 0 or null disables clipping"),
     "prescale_gradients": used(boolean, False, "divide gradients before they are summed"),
     "gradient_predivide_factor": used(
-        number(), 1.0, "divide by this before the sum, and by the rest after it"
+        number(), 1.0, "divide gradients by this before the sum, and by the rest of the divisor after it"
     ),
     "gradient_allreduce_op": used(_SUM_OR_MEAN, "mean", "whether gradients are averaged over the ranks"),
     "communication_data_type": used(
-        optional(choice_of_any_case(*DTYPES)), None, "dtype in which gradients are sent; null is the model's"
+        optional(choice_of_any_case(*DTYPES)),
+        None,
+        "dtype in which gradients are sent; null: the dtype of the model",
     ),
     "disable_allgather": used(boolean, False, "stages 1 and 2: broadcast each rank's shard instead"),
     "steps_per_print": used(
-        optional(unlimited(integer(1))), None, "steps between two printed lines; inf for never"
+        optional(unlimited(integer(1))), None, "steps between two printed lines; inf: print no lines"
     ),
-    "dataloader_drop_last": used(boolean, False, "leave out a last batch that is not full"),
-    "wall_clock_breakdown": used(boolean, False, "print where the time of a step goes"),
+    "dataloader_drop_last": used(boolean, False, "drop the last batch if it is not full"),
+    "wall_clock_breakdown": used(boolean, False, "print the time of each part of a step"),
     "memory_breakdown": used(boolean, False, "print the memory in use at each part of a step"),
     "dump_state": used(boolean, False, "print the effective configuration"),
-    "disable_python_gc": used(boolean, False, "no automatic garbage collection while training"),
+    "disable_python_gc": used(boolean, False, "disable automatic garbage collection during the training"),
     "traffic_contract": used(
         choice("off", "warn", "stop"),
         "off",
-        "compare the messages of all ranks while they run: warn of the first that differs, or stop all ranks. Not a key of "
+        "during the run, compare the messages of all ranks; at the first difference, warn or stop. Not a key of "
         "DeepSpeed",
     ),
     **FEATURES,
@@ -138,7 +142,9 @@ TOP: Final[Table] = {
     "log_level": inert(
         anything, None, "level of DeepSpeed's logger", "the variable ZERO_RUNTIME_LOG_LEVEL sets the level"
     ),
-    "vocabulary_size": inert(anything, None, "of the model", "nothing needs it"),
+    "vocabulary_size": inert(
+        anything, None, "size of the model's vocabulary", "the runtime does not use this size"
+    ),
     "nebula": refused(
         "Nebula checkpoints have been removed from DeepSpeed; remove the block", "Nebula checkpoints"
     ),
@@ -163,7 +169,7 @@ TOP: Final[Table] = {
         "graph harvesting has been removed from DeepSpeed; remove the key", "graph harvesting"
     ),
     "curriculum_learning": refused(
-        "the old curriculum block has been removed from DeepSpeed; remove it", "a curriculum"
+        "the old curriculum block has been removed from DeepSpeed; remove it", "curriculum learning"
     ),
     "progressive_layer_drop": refused(
         "progressive layer drop has been removed from DeepSpeed; remove it", "progressive layer drop"

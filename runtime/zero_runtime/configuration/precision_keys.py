@@ -44,11 +44,11 @@ autocast_dtype: Final = Check(choice("bfloat16", "bf16", "float16", "fp16", "hal
 FP16: Final[Table] = {
     "enabled": used(boolean, False, "parameters and gradients in fp16, with fp32 master weights"),
     "auto_cast": used(boolean, False, "cast floating-point inputs to fp16"),
-    "loss_scale": used(not_boolean(number(0.0)), 0.0, "what the loss is multiplied by; 0: by the next five keys"),
-    "initial_scale_power": used(integer(-1000, 1000), 16, "the loss scale begins at 2 to this power"),
-    "loss_scale_window": used(not_boolean(integer(1)), 1000, "steps without overflow after which it doubles"),
-    "hysteresis": used(integer(-1000), 2, "the scale is halved at this many overflows; below 1 never"),
-    "consecutive_hysteresis": used(boolean, False, "a step without overflow fills the hysteresis again"),
+    "loss_scale": used(not_boolean(number(0.0)), 0.0, "factor of the loss; 0: the next five keys set the factor"),
+    "initial_scale_power": used(integer(-1000, 1000), 16, "the initial loss scale is 2 to this power"),
+    "loss_scale_window": used(not_boolean(integer(1)), 1000, "steps without overflow before the loss scale doubles"),
+    "hysteresis": used(integer(-1000), 2, "the loss scale is halved after this many overflows; below 1: never halved"),
+    "consecutive_hysteresis": used(boolean, False, "a step without overflow resets the hysteresis to its full value"),
     "min_loss_scale": used(not_boolean(positive), 1.0, "an overflow at this scale ends the training"),
     "fp16_override_modules": used(optional(strings), None, "another place for fp16_override_modules"),
     "fp16_master_weights_and_grads": later(
@@ -58,7 +58,9 @@ FP16: Final[Table] = {
 
 BF16: Final[Table] = {
     "enabled": used(boolean, False, "parameters and gradients in bf16, with fp32 master weights"),
-    "check_grad_overflow": used(boolean, True, "agree on infinite gradients before each step"),
+    "check_grad_overflow": used(
+        boolean, True, "before each step, the ranks agree whether any gradient is infinite"
+    ),
     "immediate_grad_update": inert(
         boolean,
         False,
@@ -66,17 +68,17 @@ BF16: Final[Table] = {
         "the gradients are the same",
     ),
     "bf16_master_weights_and_grads": used(
-        boolean, False, "master weights in bf16; goes with bf16_optimizer_states"
+        boolean, False, "master weights in bf16; set together with bf16_optimizer_states"
     ),
     "bf16_optimizer_states": used(
         boolean,
         False,
-        "optimizer state in bf16; goes with bf16_master_weights_and_grads",
+        "optimizer state in bf16; set together with bf16_master_weights_and_grads",
     ),
 }
 
 DATA_TYPES: Final[Table] = {
-    "grad_accum_dtype": used(optional(dtype), None, "dtype in which gradients are accumulated; null is the model's"),
+    "grad_accum_dtype": used(optional(dtype), None, "dtype of accumulated gradients; null: the dtype of the model"),
     "param_dtype": used(optional(dtype), None, "dtype of the parameters; must agree with fp16 and bf16"),
     "buffer_dtype": used(optional(dtype), None, "dtype of the model's buffers; null is the model's"),
     "keep_in_fp32_modules": used(
@@ -88,6 +90,6 @@ TORCH_AUTOCAST: Final[Table] = {
     "enabled": used(boolean, False, "run the forward pass under torch.autocast; parameters stay fp32"),
     "dtype": used(autocast_dtype, "bfloat16", "dtype of the lower-precision operations"),
     "lower_precision_safe_modules": used(
-        optional(strings), None, "classes whose gradients are sent in that dtype; null is linear and convolution layers"
+        optional(strings), None, "classes whose gradients are sent in this dtype; null: linear and convolution layers"
     ),
 }  # fmt: skip

@@ -32,35 +32,37 @@ from zero_runtime.gradient_reduction.reduction import REDUCTIONS
 from zero_runtime.gradient_reduction.stages import BOUNDARY, EACH
 
 _SIZE: Final = integer(0)
-_AUTO: Final = "; auto: the smallest number that reaches 90 % of the bandwidth"
+_AUTO: Final = "; auto: the smallest number of elements that reaches 90 % of the bandwidth"
 _OFFLOAD: Final = "offload"
 _ZENFLOW: Final = "ZenFlow"
 ANY_LAYOUT: Final = "every checkpoint loads at any world size and stage"
 
 ZENFLOW: Final[Table] = {
     "topk_ratio": later(number(0.0), 0.1, "share of the gradients that is updated at once", _ZENFLOW),
-    "select_strategy": later(text, "auto", "when that share is chosen again", _ZENFLOW),
+    "select_strategy": later(text, "auto", "when the share of topk_ratio is selected again", _ZENFLOW),
     "select_interval": later(anything, "auto", "steps between two choices", _ZENFLOW),
     "update_interval": later(anything, "auto", "steps between two updates of the rest", _ZENFLOW),
     "overlap_step": later(boolean, False, "update the rest during training", _ZENFLOW),
     "offload": later(boolean, False, "keep gradients in host memory", _ZENFLOW),
     "auto_ratio": later(number(0.0), 0.99, "threshold of the automatic interval", _ZENFLOW),
     "full_warm_up_rounds": later(_SIZE, 0, "steps before the share is chosen", _ZENFLOW),
-    "pt_reserved_cores_perc": later(number(0.0), 0.5, "share of the cores that stays torch's", _ZENFLOW),
+    "pt_reserved_cores_perc": later(
+        number(0.0), 0.5, "share of the cores that is reserved for torch", _ZENFLOW
+    ),
     "steps_per_epoch": later(optional(_SIZE), None, "steps of an epoch", _ZENFLOW),
 }
 
 LEAF_MODULE: Final[Table] = {
     "classes": stage_3(string_or_strings, (), "classes of modules that are gathered as one"),
-    "names": stage_3(string_or_strings, (), "names of such modules"),
-    "name_suffixes": stage_3(string_or_strings, (), "ends of the names of such modules"),
+    "names": stage_3(string_or_strings, (), "names of modules that are gathered as one"),
+    "name_suffixes": stage_3(string_or_strings, (), "name suffixes of modules that are gathered as one"),
 }
 
 ZERO: Final[Table] = {
     "stage": used(
         integer(0),
         0,
-        "what is sharded: nothing (0), optimizer state (1), gradients too (2), parameters too (3)",
+        "what is sharded. 0: nothing; 1: optimizer state; 2: also gradients; 3: also parameters",
     ),
     "contiguous_gradients": used(
         boolean, True, "copy gradients into one buffer; false overrides the next two keys"
@@ -68,7 +70,7 @@ ZERO: Final[Table] = {
     "reduce_scatter": used(
         boolean,
         True,
-        "stages 1 and 2: reduce gradients to their owners, as the next key says; stage 3: use reduce_scatter",
+        "stages 1 and 2: reduce gradients to their owners as set by the next key; stage 3: use reduce_scatter",
     ),
     "use_multi_rank_bucket_allreduce": used(
         boolean,
@@ -94,8 +96,9 @@ ZERO: Final[Table] = {
     "gradient_accumulation_reduce": used(
         choice(EACH, BOUNDARY, "auto"),
         EACH,
-        "stages 2 and 3: reduce gradients in each micro-batch, or once, in the last one of a step (boundary), which keeps "
-        "whole gradients until then; auto is boundary if they fit. Not a key of DeepSpeed",
+        "stages 2 and 3: when gradients are reduced. each: in each micro-batch; boundary: once per step, in the last "
+        "micro-batch, so each rank keeps whole gradients until then; auto: boundary if whole gradients fit in memory. "
+        "Not a key of DeepSpeed",
     ),
     "gradient_accumulation_limit": used(
         optional(integer(0)),
@@ -107,13 +110,14 @@ ZERO: Final[Table] = {
     "allgather_bucket_size": used(
         optional(either("auto", integer(0))),
         None,
-        "stages 1 and 2: elements of a message that gathers parameters; null or 0 is all at once" + _AUTO,
+        "stages 1 and 2: elements of a message that gathers parameters; null or 0: one message for all"
+        + _AUTO,
     ),
     "overlap_comm": used(
         optional(boolean),
         None,
-        "reduce during the backward pass; null is true at stage 3, and at stage 2 with gradient_reduction reduce_scatter; "
-        "at stage 0 only with gradient_reduction all_reduce",
+        "reduce gradients during the backward pass; null means true at stage 3, and at stage 2 with gradient_reduction "
+        "reduce_scatter; at stage 0, only with gradient_reduction all_reduce",
     ),
     "compute_grad_norm": used(
         boolean, True, "stages 1 and 2: compute the norm of gradients even if they are not clipped"
@@ -126,7 +130,7 @@ ZERO: Final[Table] = {
     "round_robin_gradients": used(boolean, False, "stages 1 and 2: assign parameters to the ranks in turn"),
     "parameter_alignment": used(boolean, False, "stages 1 and 2: pad each parameter to 16 bytes"),
     "load_from_fp32_weights": used(boolean, True, "load master weights from a checkpoint's fp32 copy"),
-    "elastic_checkpoint": inert(boolean, False, "checkpoints without padding", ANY_LAYOUT),
+    "elastic_checkpoint": inert(boolean, False, "write checkpoints without padding", ANY_LAYOUT),
     "ignore_unused_parameters": used(
         boolean,
         True,
@@ -135,20 +139,22 @@ ZERO: Final[Table] = {
     "offload_param": stage_3(
         optional(inside(OFFLOAD_PARAM)), None, "shards of parameters in host memory or in files"
     ),
-    "offload_params": stage_3(optional(mapping), None, "another spelling of offload_param, with a notice"),
+    "offload_params": stage_3(
+        optional(mapping), None, "another spelling of offload_param; a notice reports it"
+    ),
     "offload_optimizer": used(
         optional(inside(OFFLOAD_OPTIMIZER)), None, "optimizer state in host memory or in files"
     ),
     "cpu_offload": used(optional(boolean), None, "old form of offload_optimizer.device cpu"),
     "cpu_offload_param": stage_3(optional(boolean), None, "old form of offload_param.device cpu"),
     "cpu_offload_use_pin_memory": inert(
-        optional(boolean), None, "page-locked host memory", "it has no effect in DeepSpeed either"
+        optional(boolean), None, "use page-locked host memory", "it has no effect in DeepSpeed either"
     ),
     "zenflow": later(optional(inside(ZENFLOW)), None, "update the most important gradients first", _ZENFLOW),
     "sub_group_size": used(
         integer(0),
         1_000_000_000,
-        "elements that the optimizer updates together; at stages 1 and 2 with an offloaded optimizer only",
+        "elements that the optimizer updates together; at stages 1 and 2, only with an offloaded optimizer",
     ),
     **{
         prefix + name: stage_3(check, default, meaning if prefix else f"another name of stage3_{name}")
@@ -157,33 +163,38 @@ ZERO: Final[Table] = {
                 "prefetch_bucket_size",
                 either("auto", _SIZE),
                 50_000_000,
-                "elements that are gathered ahead; 0 for none" + _AUTO,
+                "elements that are prefetched; 0 disables prefetching" + _AUTO,
             ),
             (
                 "param_persistence_threshold",
                 _SIZE,
                 100_000,
-                "parameters of up to so many elements stay gathered",
+                "parameters of at most this many elements persist (are not released)",
             ),
-            ("model_persistence_threshold", _SIZE, 2**63 - 1, "total of the elements that stay gathered"),
+            (
+                "model_persistence_threshold",
+                _SIZE,
+                2**63 - 1,
+                "total number of elements that may stay gathered",
+            ),
             (
                 "max_live_parameters",
                 _SIZE,
                 1_000_000_000,
-                "nothing is gathered ahead beyond so many elements",
+                "no parameter is prefetched beyond this many gathered elements",
             ),
             (
                 "max_reuse_distance",
                 _SIZE,
                 1_000_000_000,
-                "keep a parameter that is used again within so many elements",
+                "do not release a parameter that is used again within this many elements",
             ),
             ("gather_16bit_weights_on_model_save", boolean, False, "save_16bit_model may gather the model"),
             (
                 "module_granularity_threshold",
                 integer(-(2**63)),
                 0,
-                "modules of at most this many elements per layer are gathered as one; 0 for none",
+                "modules of at most this many elements per layer are gathered as one; 0: no modules",
             ),
             (
                 "use_all_reduce_for_fetch_params",
@@ -191,7 +202,7 @@ ZERO: Final[Table] = {
                 False,
                 "gather by an all_reduce of a buffer of zeros",
             ),
-            ("allgather_sequential", boolean, False, "one all_gather for each parameter"),
+            ("allgather_sequential", boolean, False, "gather each parameter in a separate all_gather"),
         )
         for prefix in ("stage3_", "")
     },
@@ -205,7 +216,9 @@ ZERO: Final[Table] = {
         boolean, False, "old name of stage3_gather_16bit_weights_on_model_save"
     ),
     "zero_hpz_partition_size": stage_3(
-        _SIZE, 1, "ranks of the second, smaller group that gathers for the backward pass"
+        _SIZE,
+        1,
+        "number of ranks in the second, smaller group, which gathers parameters for the backward pass",
     ),
     "zero_quantized_weights": used(boolean, False, "stages 1 to 3: gather parameters in 8 bits"),
     "zero_quantized_nontrainable_weights": stage_3(boolean, False, "gather frozen parameters in 8 bits"),
@@ -223,7 +236,7 @@ ZERO: Final[Table] = {
         boolean,
         True,
         "module.apply gathers parameters",
-        "except inside zero.Init, where false stops module.apply from gathering parameters",
+        "exception: inside zero.Init, false stops module.apply from gathering parameters",
     ),
     "save_muon_momentum_buffer_in_memory": inert(
         boolean, False, "keep Muon's momentum off NVMe", "Muon's state is never in files"

@@ -22,10 +22,10 @@ KEYS: Final[Table] = {
         boolean, False, "copy checkpoints into buffers that are allocated once; needs partition_activations"
     ),
     "number_checkpoints": used(
-        optional(integer(0)), None, "checkpoints that such a buffer holds: those alive at a time"
+        optional(integer(0)), None, "checkpoints in such a buffer: the largest number that exists at a time"
     ),
     "synchronize_checkpoint_boundary": used(boolean, False, "wait for the device at each checkpoint"),
-    "profile": used(boolean, False, "print the times of each checkpoint, forward and backward"),
+    "profile": used(boolean, False, "print the forward and backward times of each checkpoint"),
 }
 
 

@@ -34,8 +34,10 @@ def _fraction(name: str, value: Any) -> float:
 
 
 CALIBRATION: Final[Table] = {
-    "world": used(optional(text), None, "file of commprof calibrate among all ranks"),
-    "axes": used(strings, (), "files among the ranks of one group of each axis, outermost axis first"),
+    "world": used(optional(text), None, "file that commprof calibrate wrote in a run on all ranks"),
+    "axes": used(
+        strings, (), "for each axis, a calibration file of the ranks of one group; outermost axis first"
+    ),
 }
 
 COMMUNICATION: Final[Table] = {
@@ -47,7 +49,7 @@ COMMUNICATION: Final[Table] = {
     "calibration": used(
         optional(inside(CALIBRATION)),
         None,
-        "measured costs, which decide sizes that are auto, and which messages go along the axes",
+        "measured costs; they determine the sizes that are auto, and the messages that go along the axes",
     ),
     "slow_node_tolerance": used(
         optional(Check("number above 0 and below 1", _fraction)),
@@ -57,7 +59,7 @@ COMMUNICATION: Final[Table] = {
     "bounded_delay": used(
         integer(0),
         0,
-        "delay of gradients, in steps: step t applies those of step t - N (stage 0, over P2P); 0 disables it",
+        "delay of gradients in steps: step t applies the gradients of step t - N (stage 0, over P2P); 0: no delay",
     ),
 }
 

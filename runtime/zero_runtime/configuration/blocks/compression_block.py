@@ -25,12 +25,14 @@ COMPRESSION: Final[Table] = {
         "the momentum of SGD: 1bit, and topk without momentum_correction. Not measured: 1bit with AdamW, 2bit with SGD",
     ),
     "topk_ratio": used(fraction, 0.01, "share of the elements that topk sends"),
-    "error_feedback": used(boolean, True, "add to the next gradients what was not sent of the last ones"),
-    "warmup_steps": used(integer(0), 0, "steps at the start of the training that are not compressed"),
+    "error_feedback": used(boolean, True, "add the unsent part of the last gradients to the next gradients"),
+    "warmup_steps": used(integer(0), 0, "number of steps at the start of the training without compression"),
     "topk_warmup_steps": used(
-        integer(0), 0, "compressed steps in which the share that topk sends falls exponentially to topk_ratio"
+        integer(0),
+        0,
+        "number of compressed steps in which the share of topk falls exponentially to topk_ratio",
     ),
-    "topk_warmup_ratio": used(fraction, 0.25, "the share that topk sends in the first of these steps"),
+    "topk_warmup_ratio": used(fraction, 0.25, "share of topk in the first of the topk_warmup_steps"),
     "momentum_correction": used(
         boolean, False, "SGD: each rank applies the momentum to its own gradients, before compression"
     ),
@@ -39,11 +41,11 @@ COMPRESSION: Final[Table] = {
         False,
         "each rank clips its own gradients to gradient_clipping / sqrt(ranks), instead of clipping the sum",
     ),
-    "residual_decay": used(fraction, 1.0, "factor of the residual each time it is added to a gradient"),
-    "huffman_coding": used(
-        boolean, False, "code the payloads of topk and 2bit, where that makes them smaller"
+    "residual_decay": used(
+        fraction, 1.0, "factor that multiplies the residual before it is added to a gradient"
     ),
-    "hierarchical_compress": used(boolean, False, "compress only what hosts send to each other"),
+    "huffman_coding": used(boolean, False, "Huffman-code a payload of topk or 2bit if this makes it smaller"),
+    "hierarchical_compress": used(boolean, False, "compress only the traffic between hosts"),
     "two_phase": used(
         boolean,
         False,

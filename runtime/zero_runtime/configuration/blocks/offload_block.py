@@ -37,31 +37,35 @@ OFFLOAD_OPTIMIZER: Final[Table] = {
         choice("none", "cpu", "nvme"), "none", "where the optimizer's state is stored: host memory, or files"
     ),
     "nvme_path": used(optional(text), None, "folder for the files; needed for nvme"),
-    "buffer_count": used(integer(0), 4, "chunks of the state that are in memory at a time, with nvme"),
-    "pin_memory": used(boolean, True, "page-locked host memory, where there is a GPU to copy from it"),
-    "pipeline": used(optional(boolean), None, "both of the next two keys"),
+    "buffer_count": used(integer(0), 4, "with nvme: chunks of the state that are in memory at the same time"),
+    "pin_memory": used(boolean, True, "use page-locked host memory if a GPU copies from it"),
+    "pipeline": used(optional(boolean), None, "value for the next two keys"),
     "pipeline_read": used(
-        optional(boolean), None, "read the next chunk while one is updated; null is as pipeline, else true"
+        optional(boolean),
+        None,
+        "read the next chunk while one is updated; null: the value of pipeline, else true",
     ),
     "pipeline_write": used(
-        optional(boolean), None, "write a chunk while the next is updated; null is as pipeline, else true"
+        optional(boolean),
+        None,
+        "write a chunk while the next is updated; null: the value of pipeline, else true",
     ),
-    "fast_init": used(boolean, False, "write master weights after the first step only, with nvme"),
+    "fast_init": used(boolean, False, "with nvme: write master weights only after the first step"),
     "ratio": used(_SHARE, 1.0, "share of the state that is offloaded; the rest stays on the device"),
     "super_offload": later(boolean, False, "SuperOffload", "SuperOffload", "device cpu with ratio"),
     "cpuadam_cores_perc": inert(
-        number(0.0), 0.8, "share of the cores for the update", "acts with super_offload only"
+        number(0.0), 0.8, "share of the cores that update parameters", "acts with super_offload only"
     ),
 }
 
 AIO: Final[Table] = {
     "block_size": used(integer(1), 1_048_576, "bytes of a block"),
     "queue_depth": used(integer(1), 8, "blocks that are read or written in one request"),
-    "intra_op_parallelism": used(integer(1), 1, "threads for reading, and as many for writing"),
+    "intra_op_parallelism": used(integer(1), 1, "number of reading threads, and also of writing threads"),
     "thread_count": used(optional(integer(1)), None, "old name of intra_op_parallelism"),
-    "single_submit": used(boolean, False, "every block is a request of its own"),
+    "single_submit": used(boolean, False, "each request reads or writes one block"),
     "overlap_events": used(
-        boolean, True, "each thread has two requests in progress: one on the disk while one is checksummed"
+        boolean, True, "each thread checksums one request while the disk processes another"
     ),
     "use_gds": later(
         boolean, False, "from the GPU to NVMe directly", "GPUDirect Storage", "files go through host memory"

@@ -27,12 +27,12 @@ OFFLOAD_PARAM: Final[Table] = {
         choice("none", "cpu", "nvme"), "none", "where shards of parameters are stored: host memory, or files"
     ),
     "nvme_path": stage_3(optional(text), None, "folder for the files; needed for nvme"),
-    "buffer_count": stage_3(_SIZE, 5, "buffers for shards that are prefetched or written, with nvme"),
+    "buffer_count": stage_3(_SIZE, 5, "with nvme: buffers for shards that are prefetched or written"),
     "buffer_size": stage_3(_SIZE, 100_000_000, "elements of a buffer; a larger shard is moved in chunks"),
     "max_in_cpu": stage_3(
-        _SIZE, 1_000_000_000, "elements of each rank that stay in host memory; the others are in files"
+        _SIZE, 1_000_000_000, "elements of each rank that stay in host memory; files contain the others"
     ),
-    "pin_memory": stage_3(boolean, True, "page-locked host memory, where there is a GPU to copy from it"),
+    "pin_memory": stage_3(boolean, True, "use page-locked host memory if a GPU copies from it"),
 }
 
 

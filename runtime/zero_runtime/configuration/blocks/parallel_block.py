@@ -23,7 +23,9 @@ _SIZE: Final = "ranks that share each tensor"
 
 _TP: Final[Table] = {
     "tp_size": used(integer(1), 1, "the same as autotp_size"),
-    "tp_grain_size": inert(integer(1), 1, "of uneven partitions", "tensors are partitioned evenly"),
+    "tp_grain_size": inert(
+        integer(1), 1, "grain size of uneven partitions", "tensors are partitioned evenly"
+    ),
     "mpu": refused(
         "an object cannot be part of a configuration; pass mpu to initialize", "model parallelism"
     ),
@@ -33,21 +35,21 @@ _TP: Final[Table] = {
 }
 
 TENSOR_PARALLEL: Final[Table] = {
-    "autotp_size": used(integer(0), 0, f"{_SIZE}; modules are partitioned by their names; 0 is off"),
-    "tp": used(optional(inside(_TP)), None, "another place for the size"),
+    "autotp_size": used(integer(0), 0, f"{_SIZE}; modules are partitioned by their names; 0 disables it"),
+    "tp": used(optional(inside(_TP)), None, "block with another key for the size"),
     "tensor_parallel": used(optional(inside(_TP)), None, "old name of tp"),
     "plan": used(
         optional(mapping), None,
-        "patterns of module names, and how each is partitioned: docs/parallelism.md. Not a key of DeepSpeed",
+        "patterns of module names, and the partitioning of each: docs/parallelism.md. Not a key of DeepSpeed",
     ),
-    "partition_config": used(optional(mapping), None, "the same in DeepSpeed's form: layer_specs"),
+    "partition_config": used(optional(mapping), None, "the plan in DeepSpeed's form: layer_specs"),
     "sequence_parallel": used(
         boolean, False, "shard activations between partitioned modules along the sequence. Not a key of DeepSpeed"
     ),
-    "dtype": inert(anything, None, "of the layers", "bf16 and fp16 set the dtype of the training"),
+    "dtype": inert(anything, None, "dtype of the layers", "bf16 and fp16 set the dtype of the training"),
     "tp_overlap_comm": later(boolean, False, "overlap reductions with computation", "overlap within a layer"),
     "vocab_parallel_lm_head": later(
-        optional(boolean), None, "partition the output layer too", "a separate key for the output layer",
+        optional(boolean), None, "also partition the output layer", "a separate key for the output layer",
         'name it in tensor_parallel.plan as "column", and the loss as "loss"',
     ),
     "vocab_parallel_ce_backend": waiting(choice("torch", "liger"), "torch", "backend of this parallel loss", _PART),
@@ -55,27 +57,29 @@ TENSOR_PARALLEL: Final[Table] = {
         anything, None, "layers to partition", "DeepSpeed's policies", "name the modules in tensor_parallel.plan"
     ),
     "preset_model": later(
-        optional(text), None, "a known model", "a table of models", "name the modules in tensor_parallel.plan"
+        optional(text), None, "name of a known model", "a table of models", "name the modules in tensor_parallel.plan"
     ),
     "keep_module_on_host": inert(
         boolean, False, "partition in host memory", "a model is partitioned on its device, before it is moved"
     ),
-    "replace_with_kernel_inject": later(boolean, False, "other kernels", "kernels for inference"),
+    "replace_with_kernel_inject": later(boolean, False, "replace kernels", "kernels for inference"),
 }  # fmt: skip
 
 KEYS: Final[Table] = {
     "tensor_parallel": used(inside(TENSOR_PARALLEL), {}, "tensor parallelism: docs/parallelism.md"),
     "tp_size": used(
-        integer(1), 1, f"{_SIZE}. Not a key of DeepSpeed, where it is tensor_parallel.autotp_size"
+        integer(1), 1, f"{_SIZE}. Not a key of DeepSpeed, which uses tensor_parallel.autotp_size"
     ),
     "sequence_parallel_size": used(integer(1), 1, "ranks that share the sequences of a batch (Ulysses)"),
     "data_parallel_size": used(
-        optional(integer(1)), None, "checked: the ranks divided by those that share a model or its sequences"
+        optional(integer(1)),
+        None,
+        "a check: number of ranks divided by the number that share a model or its sequences",
     ),
     "use_data_before_expert_parallelism": used(
         boolean,
         False,
-        "ranks that exchange tokens are far apart, and those with the same experts adjacent: docs/experts.md",
+        "ranks with the same experts are adjacent; ranks that exchange tokens are far apart: docs/experts.md",
     ),
 }
 

@@ -31,19 +31,19 @@ def _method(name: str, value: Any) -> str:
 
 
 _METHOD: Final = Check("`uniform`, `parameters`, `profile` or `type:REGEX`", _method)
-_DEALING: Final = "how layers are assigned to stages, as PipelineModule's partition_method"
-_TENSORS: Final = "activations are sent whole by each model-parallel rank"
+_DEALING: Final = "how layers are assigned to stages, like the argument partition_method of PipelineModule"
+_TENSORS: Final = "each model-parallel rank sends complete activations"
 
 PIPELINE: Final[Table] = {
-    "stages": used(either("auto", integer(1)), "auto", "number of stages; auto is PipelineModule's num_stages"),
-    "partition": used(either("best", _METHOD), "best", f"{_DEALING}; best: the value of that argument"),
-    "partition_methods": used(optional(_METHOD), None, "the same. Not a key of DeepSpeed"),
+    "stages": used(either("auto", integer(1)), "auto", "number of stages; auto: PipelineModule's num_stages"),
+    "partition": used(either("best", _METHOD), "best", f"{_DEALING}; best: the value of this argument"),
+    "partition_methods": used(optional(_METHOD), None, "another name of partition. Not a key of DeepSpeed"),
     "seed_layers": inert(
-        boolean, False, "seed each layer separately", "PipelineModule(seed_layers=True) does it, when layers are built"
+        boolean, False, "seed each layer separately", "use PipelineModule(seed_layers=True)"
     ),
-    "activation_checkpoint_interval": used(integer(0), 0, "layers between two activation checkpoints; 0 is the module's"),
+    "activation_checkpoint_interval": used(integer(0), 0, "layers between two checkpoints; 0: the value of the module"),
     "pipe_partitioned": inert(boolean, True, "share activations among model-parallel ranks", _TENSORS),
-    "grad_partitioned": inert(boolean, True, "share their gradients likewise", _TENSORS),
+    "grad_partitioned": inert(boolean, True, "share gradients of activations among model-parallel ranks", _TENSORS),
     "use_reentrant": used(boolean, True, "run checkpointed layers again before their backward pass, not within it"),
 }  # fmt: skip
 
@@ -54,19 +54,21 @@ PIPELINE_PARALLEL: Final[Table] = {
     "schedule": used(
         optional(choice("1f1b", "gpipe", "interleaved", "zero_bubble")),
         None,
-        "order of forward and backward passes: docs/pipeline.md. Default: 1f1b, or interleaved with virtual stages",
+        "order of forward and backward passes: docs/pipeline.md. Default: interleaved with virtual stages, else 1f1b",
     ),
     "virtual_stages": used(
-        optional(integer(1)), None, "chunks of the model on each stage, with the schedule interleaved: 2 by default there"
+        optional(integer(1)), None, "schedule interleaved: chunks of the model on each stage; default there: 2"
     ),
     "partition_method": used(optional(_METHOD), None, _DEALING),
-    "partition_methods": used(optional(_METHOD), None, "the same"),
+    "partition_methods": used(optional(_METHOD), None, "another name of partition_method"),
 }  # fmt: skip
 
 KEYS: Final[Table] = {
     "pipeline": used(optional(inside(PIPELINE)), None, "settings of a pipeline: docs/pipeline.md"),
     "pipeline_parallel": used(
-        optional(inside(PIPELINE_PARALLEL)), None, "the same under other names. Not a key of DeepSpeed"
+        optional(inside(PIPELINE_PARALLEL)),
+        None,
+        "settings of a pipeline under other names. Not a key of DeepSpeed",
     ),
     "partition_methods": used(optional(_METHOD), None, f"{_DEALING}. Not a key of DeepSpeed"),
 }
