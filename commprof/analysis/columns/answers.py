@@ -30,7 +30,7 @@ _MEASURES: Final = (
     Column(
         "executed_wire_bytes",
         "float64",
-        "wire, modelled, of the operations that the backend runs, summed like wire_bytes; null if not known",
+        "modelled wire bytes of the operations that the backend runs, summed like wire_bytes; null if not known",
         True,
         "bytes",
     ),
@@ -307,7 +307,7 @@ STEP_TOTALS: Final = Table(
         Column(
             "executed_wire_bytes",
             "float64",
-            "wire, modelled, of what the backend runs for them",
+            "modelled wire bytes of what the backend runs for them",
             True,
             "bytes",
         ),
@@ -339,7 +339,7 @@ _PER_STEP: Final = (
     Column(
         "executed_wire_bytes_per_step",
         "float64",
-        "wire, modelled, of the operations that the backend runs in a training step; null if not known",
+        "modelled wire bytes of the operations that the backend runs in a training step; null if not known",
         True,
         "bytes",
     ),
@@ -408,12 +408,14 @@ COMPARISON: Final = Table(
         Column(
             "gradient_wire_bytes_per_step",
             "float64",
-            "wire, modelled, of the gradient reduction in a step",
+            "modelled wire bytes of the gradient reduction in a step",
             True,
             "bytes",
         ),
         *(
-            Column(f"wire_{op}", "float64", f"wire, modelled, of issued {op} in a step", True, "bytes")
+            Column(
+                f"wire_{op}", "float64", f"modelled wire bytes of the issued {op} in a step", True, "bytes"
+            )
             for op in WIRE_OPS
         ),
         Column(

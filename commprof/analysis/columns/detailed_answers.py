@@ -120,7 +120,7 @@ _GROUP: Final = Column(
     "group_ranks", "string", "ranks that reduce the bucket together; null if no record has its number", True
 )
 _EXECUTED: Final = Column(
-    "executed_wire_bytes", "float64", "wire, modelled, of the executed operations; null: not known", True, "bytes"
+    "executed_wire_bytes", "float64", "modelled wire bytes of the executed operations; null: not known", True, "bytes"
 )
 _REDUCED: Final = (
     Column("op", "string", "operations that reduced the bucket, joined by ', '; null if none is recorded", True),
@@ -141,7 +141,7 @@ BUCKET_FLUSHES: Final = Table(
         _of(schema.BUCKETS, "time_ns"),
         *_REDUCED,
         Column("collectives", "int64", "deduplicated collectives that reduced it; null: only sums were recorded", True),
-        Column("payload_bytes", "int64", "payload: S of nccl-tests, of these; null: as collectives", True, "bytes"),
+        Column("payload_bytes", "int64", "payload (S) of these operations; null if collectives is", True, "bytes"),
         padding("int64"),
         Column("wire_bytes", "float64", "wire, modelled as issued: mean bytes that a rank sends for it", True, "bytes"),
         _EXECUTED,
@@ -167,7 +167,7 @@ BUCKET_STEPS: Final = Table(
         Column("buckets", "int64", "buckets"),
         Column("bytes", "int64", "bytes of the buckets in their communication type", unit="bytes"),
         Column("collectives", "int64", "deduplicated collectives that reduced them; null: only sums were recorded", True),
-        Column("payload_bytes", "int64", "payload: S of nccl-tests, of these; null: as collectives", True, "bytes"),
+        Column("payload_bytes", "int64", "payload (S) of these operations; null if collectives is", True, "bytes"),
         padding("int64"),
         Column("wire_bytes", "float64", "wire, modelled as issued: mean bytes that a rank sends for them", True, "bytes"),
         _EXECUTED,
@@ -188,7 +188,7 @@ BUCKETS_PER_STEP: Final = Table(
         Column("buckets", "float64", "buckets of a step"),
         Column("bytes", "float64", "bytes of the buckets in their communication type", unit="bytes"),
         Column("collectives", "float64", "deduplicated collectives that reduced them; null: only sums were recorded", True),
-        Column("payload_bytes", "float64", "payload: S of nccl-tests, of these; null: as collectives", True, "bytes"),
+        Column("payload_bytes", "float64", "payload (S) of these operations; null if collectives is", True, "bytes"),
         padding(),
         Column("wire_bytes", "float64", "wire, modelled as issued: mean bytes that a rank sends for them", True, "bytes"),
         _EXECUTED,

@@ -52,7 +52,7 @@ def run(
 ) -> int:
     """Run a program on every rank and record its collectives.
 
-    commprof starts SCRIPT or -m MODULE once per rank, like Python. CMD is your own launcher (torchrun,
+    commprof starts SCRIPT or -m MODULE as python would, once per rank. CMD is your own launcher (torchrun,
     deepspeed): commprof starts it once, and records its ranks. If a launcher (torchrun, mpirun, srun) has
     started commprof as a rank, commprof runs the program as this rank. The exit code is that of the program,
     or of the rank that failed first.
