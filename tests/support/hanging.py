@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from support.ranks import run_ranks  # noqa: F401 - imports what forked ranks need warm
 
-# Looks, a tenth of a second apart, between which nothing moved: a machine may stand still for one.
+# Looks, a tenth of a second apart, between which nothing moved: a busy machine may pause for one.
 _STILL: Final = 3
 
 
