@@ -141,7 +141,7 @@ def counts(health: Any) -> str:
         for name, value in (
             ("in sums", health.summed),
             ("outside the steps recorded", health.outside),
-            ("torn", health.torn),
+            ("truncated", health.torn),
             ("raised", health.raised),
             ("incomplete", health.incomplete),
         )

@@ -15,7 +15,7 @@ _IN_MEMORY: Final = 2  # steps whose sums a rank has not written yet
 def sums_of(
     events: Events, groups: Mapping[str, Mapping[str, Any]], steps: StepTable
 ) -> Iterator[dict[str, Any]]:
-    """The rows of the table, without the rank; a line that holds something else gives none.
+    """The rows of the table, without the rank; a malformed line gives none. A row of an unknown group has no size.
 
     Args:
         events: of one rank.
@@ -36,8 +36,8 @@ def sums_of(
                 **row,
                 "step": placed,
                 "after_step": after,
-                "group_ranks": group.get("group_ranks", ""),
-                "group_size": group.get("group_size", 0),
+                "group_ranks": group.get("group_ranks"),
+                "group_size": group.get("group_size"),
             }
 
 

@@ -64,14 +64,14 @@ class _Interned:
         places = self._numbers.places(numbers)
         return _Places(places, not len(places) or int(places.max()) < len(self._numbers))
 
-    def spread(self, name: str, kind: pa.DataType, at: _Places, default: Any = None) -> pa.Array:
-        """Column ``name`` of the rows ``at`` some places; null where a row holds something else, or ``default``."""
+    def spread(self, name: str, kind: pa.DataType, at: _Places) -> pa.Array:
+        """Column ``name`` of the rows ``at`` some places; null if a row has no value of this type."""
         if name not in self._columns:
-            self._columns[name] = self._column(name, kind, default)
+            self._columns[name] = self._column(name, kind)
         values, valid, dictionary, _ = self._columns[name]
         spread = values[at.places]
         mask = None
-        if not (valid.all() if default is not None or not at.is_complete else valid[:-1].all()):
+        if not (valid[:-1].all() if at.is_complete else valid.all()):
             mask = ~valid[at.places]
         if dictionary is None:
             return pa.array(spread, kind, mask=mask)
@@ -80,14 +80,12 @@ class _Interned:
             dictionary, spread = dictionary.take(pa.array(used)), spread.astype(np.int32)
         return pa.DictionaryArray.from_arrays(pa.array(spread, pa.int32(), mask=mask), dictionary)
 
-    def _column(self, name: str, kind: pa.DataType, default: Any) -> _Values:
-        values = [row.get(name, default) for row in self._rows]
+    def _column(self, name: str, kind: pa.DataType) -> _Values:
+        values = [row.get(name) for row in self._rows]
         try:
             column = pa.array(values, kind)
         except (pa.ArrowException, TypeError, ValueError, OverflowError):
             column = pa.array([_fit(value, kind) for value in values], kind)
-        if default is not None:
-            column = column.fill_null(default)
         valid = np.asarray(column.is_valid())
         if not pa.types.is_string(kind):
             return _Values(
@@ -135,9 +133,7 @@ class CollectiveColumns:
         self._steps = steps
         self._signatures, self._tags = _Interned(signatures), _Interned(tags)
         self._sites, self._threads = _Interned(sites), _Interned(threads)
-        self._groups = _Interned(
-            {number: groups.get(str(row["pg"]), {}) for number, row in signatures.items()}
-        )
+        self._groups = _Interned({number: groups[str(row["pg"])] for number, row in signatures.items()})
         self._on_cpu = self._signatures.flags(lambda row: row.get("device") in (None, "cpu"))
         self._asked_async = self._signatures.flags(lambda row: bool(row.get("is_async")))
         self._is_p2p = self._signatures.flags(lambda row: bool(row.get("is_p2p")))
@@ -200,7 +196,6 @@ class CollectiveColumns:
         signature, tag = self._signatures.places(records["signature"]), self._tags.places(records["tag"])
         site, thread = self._sites.places(records["call_site"]), self._threads.places(records["thread"])
         group = self._groups.places(records["signature"])
-        of_group = {"group_ranks": "", "group_size": 0, "group_rank": -1}  # where the group's line was lost
         columns: dict[str, pa.Array] = {}
         for column in COLLECTIVES.columns:
             kind = self._plain.field(column.name).type
@@ -209,8 +204,7 @@ class CollectiveColumns:
             elif column.source is Source.TAG:
                 columns[column.name] = self._tags.spread(column.name, kind, tag)
             elif column.source is Source.GROUP:
-                default = of_group.get(column.name)
-                columns[column.name] = self._groups.spread(column.name, kind, group, default)
+                columns[column.name] = self._groups.spread(column.name, kind, group)
         text = pa.string()
         columns["api"] = self._sites.spread("api", text, site)
         columns["call_site"] = self._sites.spread("call_site", text, site)

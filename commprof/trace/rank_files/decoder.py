@@ -12,14 +12,14 @@ import numpy as np
 import pyarrow as pa
 
 from commprof.errors import TraceError
-from commprof.schema import OPS
+from commprof.schema import COLLECTIVES, OPS, Source
 from commprof.trace.rank_files.aggregates import recorded_part, step_rows, sums_of
 from commprof.trace.rank_files.columns import CollectiveColumns, encoded_schema
 from commprof.trace.rank_files.engines import engines_of
 from commprof.trace.rank_files.events import Events, read_events
 from commprof.trace.rank_files.expert_load_rows import load_rows
 from commprof.trace.rank_files.layout import EVENTS_SUFFIX, RECORDS_SUFFIX, RankFile, parse_stem
-from commprof.trace.rank_files.outside_rows import fitted, is_signature, whole_number, world_size
+from commprof.trace.rank_files.outside_rows import fits, fitted, is_signature, whole_number, world_size
 from commprof.trace.rank_files.records import Records, Tally, Window
 from commprof.trace.rank_files.splits import SplitSignature
 from commprof.trace.rank_files.steps import StepTable, build_steps
@@ -94,7 +94,7 @@ def read_rank(stem: Path, elsewhere: Mapping[int, str] | None = None) -> RankTra
         events.interned("tag"),
         events.interned("site"),
         events.interned("thread"),
-        groups,
+        _known_groups(groups),
         step_table,
         records.raised,
     )
@@ -165,10 +165,13 @@ def _cut(stem: Path, events: Events, records: Records, tally: Tally) -> list[str
 
 
 def _signatures(events: Events) -> dict[int, Mapping[str, Any]]:
-    """The signatures that can be one, by number; what many share is looked at once."""
+    """The valid signatures of known groups, by number. A row that several signatures share is checked once."""
     judged: dict[int, bool] = {}
     valid_rows = {}
+    groups = _known_groups(_groups(events))
     for number, row in events.interned("signature").items():
+        if str(row.get("pg")) not in groups:  # wire bytes cannot be modelled without the size of the group
+            continue
         shared = row.like if isinstance(row, SplitSignature) else row
         is_whole = judged.get(id(shared))
         if is_whole is None:
@@ -223,12 +226,12 @@ def _side_tables(
         "flight": ({**row, **same} for row in events.rows["flight"]),
         "clocks": ({**row, **here} for row in events.rows["clock"]),
         "clock_offsets": ({**row, **here} for row in events.rows["clock_offset"]),
-        "aggregates": ({**row, **same} for row in sums_of(events, groups, steps)),
+        "aggregates": ({**row, **same} for row in sums_of(events, _known_groups(groups), steps)),
     }
-    fits = {name: fitted(name, rows_of_table) for name, rows_of_table in rows.items()}
-    fits["expert_loads"] = load_rows(events, steps, same)
-    tables = {name: fit.table for name, fit in fits.items()}
-    return tables, sum(fit.left_out for fit in fits.values())
+    fitted_tables = {name: fitted(name, rows_of_table) for name, rows_of_table in rows.items()}
+    fitted_tables["expert_loads"] = load_rows(events, steps, same)
+    tables = {name: fit.table for name, fit in fitted_tables.items()}
+    return tables, sum(fit.left_out for fit in fitted_tables.values())
 
 
 def _groups(events: Events) -> dict[str, dict[str, Any]]:
@@ -238,6 +241,18 @@ def _groups(events: Events) -> dict[str, dict[str, Any]]:
         if name in groups and unseen is not None:
             groups[name]["unseen"] = unseen
     return groups
+
+
+def _known_groups(groups: Mapping[str, Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
+    """Those of ``groups`` whose lines are undamaged: their ranks and size are known."""
+    columns = [
+        column for column in COLLECTIVES.columns if column.source is Source.GROUP and column.since == 1
+    ]
+    return {
+        name: row
+        for name, row in groups.items()
+        if row.get("group_ranks") and row.get("group_size") and all(fits(c, row.get(c.name)) for c in columns)
+    }
 
 
 def _metric(row: Mapping[str, Any], steps: StepTable) -> dict[str, Any]:

@@ -201,6 +201,23 @@ def test_a_torn_line_and_a_torn_record_are_counted(tmp_path):
     assert [row["seq"] for row in trace.collectives().to_pylist()] == [0, 1, 3, 4, 5]
 
 
+@pytest.mark.parametrize("damage", ["cut", "no size", "no ranks"])
+def test_records_of_a_group_whose_line_is_damaged_are_left_out_and_counted(tmp_path, damage):
+    """Their wire bytes cannot be modelled: shown as 0 B they would be a wrong number."""
+    stem = write_rank(tmp_path, records=6)
+    file = stem.with_name(stem.name + ".events")
+    lines = file.read_text().splitlines()
+    (at,) = (number for number, line in enumerate(lines) if json.loads(line)["kind"] == "group")
+    row = json.loads(lines[at])
+    without = {"no size": "group_size", "no ranks": "group_ranks"}.get(damage)
+    lines[at] = lines[at][:30] if without is None else json.dumps({**row, without: None})
+    file.write_text("\n".join(lines) + "\n")
+    trace = read_rank(stem)
+    assert (trace.entry["records"], trace.entry["torn"]) == (0, 6)
+    assert trace.entry["torn_events"] >= 2  # the group's line, and the signature of its records
+    assert not len(trace.collectives())
+
+
 def test_another_version_is_refused_by_name(tmp_path):
     stem = write_rank(tmp_path)
     file = stem.with_name(stem.name + ".records")
