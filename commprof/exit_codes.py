@@ -37,10 +37,10 @@ CODE_OF_STATE: Final[dict[State, ExitCode]] = {
 }
 # Generated into docs/cli.md.
 MEANINGS: Final[dict[ExitCode, str]] = {
-    ExitCode.DONE: "Success. `verify`: the ledger is closed. `check`: the run meets the budget.",
+    ExitCode.DONE: "The command succeeded. `verify`: the ledger is closed. `check`: the run meets the budget.",
     ExitCode.FAILED: (
-        "The command failed. `verify`: the ledger has a mismatch. `check`: the run exceeds the budget, or the records "
-        "do not suffice to check it. `sweep`: a run failed."
+        "The command failed. `verify`: the ledger has a mismatch. `check`: the run exceeds the budget, or too few "
+        "records exist to check it. `sweep`: a run failed."
     ),
     ExitCode.USAGE: "The arguments, the config file or the budget file cannot be used.",
     ExitCode.CANNOT_TELL: "`verify`: the ledger has no mismatch, but a level or a part of the records is not known.",

@@ -33,8 +33,9 @@ def schema_page() -> str:
         "Reference. For people who read the tables of a run.",
         "Generated from `commprof/schema.py` by `make docs`; do not edit.",
         "",
-        "All `*_ns` are CLOCK_MONOTONIC in nanoseconds, one clock for all ranks of a host. Columns that no layer",
-        "fills yet are null.",
+        "Columns whose names end in `_ns` contain times or durations in nanoseconds. Times are readings of",
+        "CLOCK_MONOTONIC, unless the meaning of the column names CLOCK_REALTIME. All ranks of a host read",
+        "the same CLOCK_MONOTONIC. A column is null if no layer fills it yet.",
     ]
     for table in schema.TABLES.values():
         lines += ["", f"## {table.name}", "", table.doc]
@@ -52,8 +53,8 @@ def schema_page() -> str:
         "",
         "## The binary record",
         "",
-        f"While a process runs, each collective is one record of {schema.RECORD.size} bytes (little endian,",
-        f"`{schema.RECORD.format}`).",
+        f"While a process runs, it writes one record of {schema.RECORD.size} bytes for each collective. The record",
+        f"is little endian. Its format, in the notation of Python's `struct` module, is `{schema.RECORD.format}`.",
         "",
         "| field | code | holds |",
         "|---|---|---|",
@@ -74,21 +75,20 @@ def relations_page() -> str:
         "Reference. For people who query a run with SQL.",
         "Generated from `commprof/analysis/relations/*.sql` by `make docs`; do not edit.",
         "",
-        "A relation is derived from the tables of a run ([schema](schema.md)). Most relations are SQL texts. The",
-        "last relations on this page are evaluated in Python. The answers of commprof are queries over relations.",
-        "To run your own query:",
+        "A relation is derived from the tables of a run ([schema](schema.md)). Most relations are defined",
+        "in SQL. The last relations on this page are evaluated in Python. commprof computes its answers by",
+        "querying relations. You can also run your own query:",
         "",
         '    commprof query latest "select op, sum(collectives), sum(payload_bytes) from operations group by op"',
         "",
-        "In a notebook a relation is lazy: DuckDB evaluates it when its rows are requested.",
+        "In a notebook, a relation is lazy. DuckDB evaluates the relation only when you request its rows.",
         "",
         '    run = commprof.open("latest")',
         '    run.relation("operations", by=["op", "purpose"]).df()   # or .pl(), .arrow()',
         "",
-        "Relations that are *summed* have one row per combination of the requested columns. Request as few columns as",
-        "possible: if all columns are requested, there is nearly one row per call. The columns are: "
-        + ", ".join(f"`{name}`" for name in BY)
-        + ".",
+        "A relation that is marked as *summed* has one row for each combination of the columns that you",
+        "request. Request as few columns as possible. If you request all columns, the relation has nearly",
+        "one row per call. You can request these columns: " + ", ".join(f"`{name}`" for name in BY) + ".",
     ]
     views = RunViews(_EmptyRun())  # type: ignore[arg-type] # all that is asked of a run
     for name in relation_graph.names():

@@ -1,4 +1,4 @@
-"""The options --engine and --master of commands that DuckDB or Spark can evaluate."""
+"""The options --engine and --master of commands that use DuckDB or Spark."""
 
 from __future__ import annotations
 
@@ -26,14 +26,15 @@ Master: TypeAlias = Annotated[
     typer.Option(
         "--master",
         metavar="URL",
-        help="Spark cluster; default: that of spark-submit, else all cores of this machine.",
+        help="The Spark cluster. Default: the cluster of spark-submit, or all cores of this machine "
+        "without spark-submit.",
         show_default=False,
     ),
 ]
 
 
 def spark_session(engine: Engine, master: str | None) -> Callable[[], SparkSession | None]:
-    """Return a function that starts the requested Spark session; the function returns None for DuckDB.
+    """Return a function that starts and returns the requested Spark session, or returns None for DuckDB.
 
     Raises:
         UsageError: ``master`` is given, but the engine is not Spark.

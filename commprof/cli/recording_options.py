@@ -1,4 +1,4 @@
-"""The options that control how a program is recorded, shared by all verbs that run one."""
+"""The options that control how a program is recorded. All verbs that run a program share these options."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ def _declared(
         typer.Option(
             "--steps",
             metavar="A:B",
-            help="Record only steps A to B - 1. A: records from step A to the end; :B records initialization "
-            "and the steps before B.",
+            help="Record only steps A to B - 1. With `A:`, record from step A to the end. With `:B`, record "
+            "initialization and the steps before B.",
         ),
     ] = None,
     warmup: Annotated[
         str | None,
-        typer.Option("--warmup", metavar="N", help="Skip initialization and the first N training steps."),
+        typer.Option("--warmup", metavar="N", help="Do not record initialization and the first N steps."),
     ] = None,
     aggregate: Annotated[
         bool,
         typer.Option(
             "--aggregate",
-            help="Record sums per step instead of each collective, for jobs that run for weeks.",
+            help="Record sums per step instead of each collective. Use this for jobs that run for weeks.",
         ),
     ] = False,
     max_size: Annotated[
@@ -51,15 +51,16 @@ def _declared(
         typer.Option(
             "--max-size",
             metavar="SIZE",
-            help="Limit of the bytes that each rank writes while it runs: 500MB, 2GiB. Once 80 % of the limit is used, "
-            "only sums are recorded.",
+            help="The largest number of bytes that each rank may write while it runs, for example 500MB or "
+            "2GiB. When 80 % of the limit is used, commprof records only sums from then on.",
         ),
     ] = None,
     complete: Annotated[
         bool,
         typer.Option(
             "--complete",
-            help="Record all operators of c10d from the start, including those that C++ issues. Each call costs more.",
+            help="Record all operators of c10d from the start, including those that C++ code issues. Each "
+            "call is then more expensive to record.",
         ),
     ] = False,
     watchdog: Annotated[
@@ -67,31 +68,33 @@ def _declared(
         typer.Option(
             "--watchdog",
             metavar="SECONDS",
-            help="Dump all ranks after SECONDS without progress.",
+            help="Write a dump of all ranks after SECONDS without progress.",
         ),
     ] = None,
     sample: Annotated[
         str | None,
         typer.Option(
-            "--sample", metavar="LIST", help=f"Samplers to run during the job: {','.join(SAMPLERS)}."
+            "--sample",
+            metavar="LIST",
+            help=f"Samplers to run during the job. All samplers: {','.join(SAMPLERS)}.",
         ),
     ] = None,
     sample_every: Annotated[
         str | None,
-        typer.Option("--sample-every", metavar="SECONDS", help="Sampling interval. Default: 1."),
+        typer.Option("--sample-every", metavar="SECONDS", help="Sampling interval in seconds. Default: 1."),
     ] = None,
     completion_every: Annotated[
         str | None,
         typer.Option(
             "--completion-every",
             metavar="N",
-            help="Record the completion time of every Nth of the CPU calls that commprof samples. "
-            "0 disables these times and GPU events. Default: 1.",
+            help="Record the completion time of every Nth CPU call among the calls that commprof samples. "
+            "The value 0 disables these times, and GPU events too. Default: 1.",
         ),
     ] = None,
 ) -> Options:
-    """Convert the options, as a verb declares them, into the recorder's options."""
-    # They come as texts and go through the parsers of the recorder, which also read what its ranks find in the environment.
+    """Convert the values of the command line into the options of the recorder."""
+    # The values are texts. The parsers of the recorder parse them, as they also parse the environment of the ranks.
     options = Options(
         steps=_parsed("--steps", steps, parse_steps),
         warmup=_parsed("--warmup", warmup, parse_count) or 0,
@@ -121,7 +124,7 @@ def _parsed(option: str, text: str | None, parse: Callable[[object], Any]) -> An
 
 
 def recording_options(verb: Callable[..., int]) -> Callable[..., int]:
-    """Add these options to ``verb``, which gets them as one :class:`Options` in its parameter ``recording``."""
+    """Add the recording options to ``verb``, which gets them as one :class:`Options` in its parameter ``recording``."""
     own = inspect.signature(verb, eval_str=True)
     shared = inspect.signature(_declared, eval_str=True).parameters
 

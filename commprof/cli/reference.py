@@ -1,4 +1,4 @@
-"""Writes docs/cli.md: every verb with its arguments and options, as ``--help`` states them."""
+"""Generates docs/cli.md: every verb with its arguments and options and their help texts."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ _HEAD: Final = """# Command line
 Reference. For people who use the commands.
 Generated from `commprof/cli/` by `make docs`; do not edit.
 
-Put options of commprof before the script. commprof passes everything after the script to it unchanged. RUN is a run
-directory, or `latest` for the newest run below `traces/`. Commands overwrite files only with `--force`.
-Results go to standard output. Everything else goes to standard error.
+Put options of commprof before the script. commprof passes everything after the script to the script
+unchanged. RUN is a run directory, or `latest` for the newest run below `traces/`. Commands overwrite files
+only with `--force`. Results go to standard output. Everything else goes to standard error.
 
-`run` returns the exit code of the script. If several ranks fail, `run` returns the exit code of the first
-rank that failed. For a signal, the exit code is 128 plus the number of the signal. With `-- CMD`, `run`
-returns the exit code of CMD. Other exit codes:
+`commprof run` returns the exit code of the script. If several ranks fail, it returns the exit code of the
+rank that failed first. If a signal ends the script, the exit code is 128 plus the number of the signal.
+With `-- CMD`, `commprof run` returns the exit code of CMD. The commands also return these exit codes:
 
 | exit code | meaning |
 |---|---|
@@ -30,7 +30,7 @@ returns the exit code of CMD. Other exit codes:
 
 
 def command_reference() -> str:
-    """Return the page as Markdown."""
+    """Return the page docs/cli.md as Markdown."""
     command: Any = typer.main.get_command(build())
     codes = "\n".join(f"| {int(code)} | {text} |" for code, text in MEANINGS.items())
     sections = [_HEAD.format(codes=codes)]

@@ -22,47 +22,61 @@ class PlanOption(NamedTuple):
 OPTIONS: Final = {
     "model": PlanOption(
         "--model",
-        "params:175e9; py:module:function (returns the model); hf:CONFIG_DIR (no weights are read); or run:RUN, the "
+        "The model in one of four forms. params:175e9 gives a number of parameters. py:module:function calls a function "
+        "that returns the model. hf:CONFIG_DIR reads a Hugging Face config, without weights. run:RUN uses the "
         "parameters of a recorded run.",
         "MODEL",
     ),
-    "world": PlanOption("--world", "Ranks.", "W"),
-    "layers": PlanOption("--layers", "Layers of params:N. Default: typical for N.", "L"),
+    "world": PlanOption("--world", "Number of ranks.", "W"),
+    "layers": PlanOption(
+        "--layers", "Number of layers of params:N. Default: a number that is typical for N.", "L"
+    ),
     "experts": PlanOption(
         "--experts",
-        "Experts in each mixture-of-experts layer of params:N; each is a copy of the feed-forward part. "
-        "The plan compares several values of this option and of the next seven options.",
+        "Number of experts in each mixture-of-experts layer of params:N. Each expert is a copy of the feed-forward "
+        "part. The plan compares several values of this option and of the next seven options.",
         "N",
     ),
-    "ep_size": PlanOption("--ep-size", "Ranks that share the experts of a layer. Default: 1.", "RANKS"),
-    "expert_k": PlanOption("--expert-k", "Experts that the gate chooses for each token. Default: 1.", "K"),
+    "ep_size": PlanOption(
+        "--ep-size", "Number of ranks that share the experts of a layer. Default: 1.", "RANKS"
+    ),
+    "expert_k": PlanOption(
+        "--expert-k", "Number of experts that the gate chooses for each token. Default: 1.", "K"
+    ),
     "capacity_factor": PlanOption(
         "--capacity-factor",
-        "Slots of an expert, as a multiple of its share of the tokens. Default: 1.",
+        "Number of slots of an expert, as a multiple of the mean number of tokens per expert. Default: 1.",
         "FACTOR",
     ),
-    "min_capacity": PlanOption("--min-capacity", "Least number of slots of an expert. Default: 4.", "SLOTS"),
+    "min_capacity": PlanOption(
+        "--min-capacity", "Minimum number of slots of an expert. Default: 4.", "SLOTS"
+    ),
     "drop_tokens": PlanOption(
         "--drop-tokens",
-        "false: drop no tokens; the fullest expert determines the number of slots of each expert. Default: true.",
+        "With false, no tokens are dropped, and the expert with the most tokens determines the number of slots of "
+        "every expert. Default: true.",
         "BOOL",
     ),
     "expert_layers": PlanOption(
-        "--expert-layers", "Layers of params:N that have experts. Default: all.", "L"
+        "--expert-layers", "Number of layers of params:N that have experts. Default: all layers.", "L"
     ),
     "expert_skew": PlanOption(
-        "--expert-skew", "Load of the fullest expert, as a multiple of the mean. Default: 1, balanced.", "S"
+        "--expert-skew",
+        "Load of the expert with the most tokens, as a multiple of the mean load. Default: 1.",
+        "S",
     ),
-    "hosts": PlanOption("--hosts", "H hosts of R ranks each: 128x8. Default: hosts of 8.", "HxR"),
+    "hosts": PlanOption(
+        "--hosts", "H hosts with R ranks each, such as 128x8. Default: hosts with 8 ranks.", "HxR"
+    ),
     "links": PlanOption(
         "--links",
-        "intra: rate of a rank inside its host. inter: number of links of a host x rate of each link. "
-        "Example: intra=450GB/s,inter=8x50GB/s.",
+        "Rates of the links, such as intra=450GB/s,inter=8x50GB/s. intra is the rate of a rank within its host. "
+        "inter is the number of links of a host and the rate of each link.",
         "RATES",
     ),
     "settings": PlanOption(
         "--set",
-        "A dotted key of the config and its values. With several --set, every combination is used.",
+        "A dotted key of the config and its values. With several --set, every combination is planned.",
         "KEY=V1,V2",
     ),
     "framework": PlanOption(
@@ -72,18 +86,19 @@ OPTIONS: Final = {
     "sequence": PlanOption("--sequence", "Sequence length in tokens, for activations.", "S"),
     "device_memory": PlanOption(
         "--device-memory",
-        "Memory of a device: 80GiB. Default: that of the GPU of this machine, if it has one.",
+        "Memory of a device, such as 80GiB. Default: the memory of this machine's GPU, if it has one.",
         "SIZE",
     ),
     "calibration": PlanOption(
         "--calibration",
-        "File of commprof calibrate. The plan then shows message times, and whether the largest gradient message "
-        "is latency bound.",
+        "File written by commprof calibrate. The plan then also shows message times, and whether the largest gradient "
+        "message is latency-bound.",
         "FILE",
     ),
     "step_compute": PlanOption(
         "--step-compute",
-        "Compute time of a rank in a step, without communication: 900ms. Gives bounds of the step time.",
+        "Compute time of a rank in a step without communication, such as 900ms. The plan then shows bounds of the "
+        "step time.",
         "TIME",
     ),
     "recorded": PlanOption(

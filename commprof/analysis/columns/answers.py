@@ -16,41 +16,49 @@ from commprof.analysis.columns.setting_answers import SETTING_ANSWERS
 from commprof.schema import Column, Table
 
 _MEASURES: Final = (
-    Column("collectives", "int64", "deduplicated collectives; a message counts at its send"),
-    Column("records", "int64", "their records on all ranks"),
-    Column("payload_bytes", "int64", "payload: S of nccl-tests, summed over the collectives", unit="bytes"),
+    Column("collectives", "int64", "number of deduplicated collectives; a message counts at its send"),
+    Column("records", "int64", "number of records of these collectives, from all ranks"),
+    Column("payload_bytes", "int64", "payload (S of nccl-tests), summed over the collectives", unit="bytes"),
     padding("int64"),
     Column(
         "wire_bytes",
         "float64",
-        "wire, modelled as issued: mean bytes that a rank of the group sends (for a message: the bytes of the "
-        "message), summed over the collectives",
+        "modelled wire bytes of the operations as issued, summed over the collectives. For a collective, "
+        "this is the mean number of bytes that a rank of the group sends. For a message, it is the size of "
+        "the message",
         unit="bytes",
     ),
     Column(
         "executed_wire_bytes",
         "float64",
-        "modelled wire bytes of the operations that the backend runs, summed like wire_bytes; null if not known",
+        "modelled wire bytes of the operations that the backend runs, summed in the same way as wire_bytes; "
+        "null if not known",
         True,
         "bytes",
     ),
     between_hosts(),
     Column(
-        "host_ns", "int64", "time inside the issuing calls, mean over the ranks of a collective", True, "ns"
+        "host_ns",
+        "int64",
+        "time inside the issuing calls: the mean over the ranks of each collective, summed over the "
+        "collectives",
+        True,
+        "ns",
     ),
     Column(
         "exposed_ns",
         "int64",
-        "exposed time, mean over the ranks of a collective, summed over the collectives; a lower bound if timed is "
-        "less than records",
+        "exposed time: the mean over the ranks of each collective, summed over the collectives. It is a "
+        "lower bound if timed is less than records",
         True,
         "ns",
     ),
-    Column("tensors", "int64", "tensors in the collectives"),
+    Column("tensors", "int64", "number of tensors in the collectives"),
     Column(
         "timed",
         "int64",
-        "records whose exposed_ns is known; 0 for operations that were recorded as sums only",
+        "number of records whose exposed_ns is known. It is 0 for operations of which only sums were "
+        "recorded",
     ),
 )
 
@@ -71,8 +79,9 @@ GROUPINGS: Final[dict[str, Column]] = {
         Column(
             "span",
             "string",
-            "whether the bytes stay within a host, by the hosts of the ranks of the group or of the two ranks of a message; "
-            "null if not known",
+            "whether the bytes stay within a host. For a message, this depends on the hosts of its two "
+            "ranks. For other operations, it depends on the hosts of all ranks of the group. It is null if "
+            "these hosts are not known",
             True,
             values=("within_host", "between_hosts"),
         ),
@@ -87,45 +96,67 @@ STEP_TIMES: Final = Table(
     "step_times",
     "One row per training step and attempt.",
     (
-        Column("attempt", "int32", "restart of the job"),
-        Column("step", "int32", "training step, from 0"),
-        Column("ranks", "int32", "ranks that recorded the step"),
-        Column("begin_ns", "int64", "begin of the step, on the clock of the lowest rank's host", unit="ns"),
-        Column("end_ns", "int64", "end of the step, on the clock of begin_ns", True, "ns"),
         Column(
-            "duration_ns", "int64", "longest over the ranks; null if a rank did not end the step", True, "ns"
+            "attempt",
+            "int32",
+            "number of the attempt, counted from 0; each restart of the job begins a new attempt",
         ),
-        Column("micro_steps", "int32", "micro-batches in the step"),
-        Column("loss", "float64", "mean over the ranks that published a loss", True),
-        Column("grad_norm", "float64", "mean over the ranks that published a gradient norm", True),
-        Column("loss_scale", "float64", "largest over the ranks", True),
-        Column("samples", "float64", "sum over the ranks", True),
-        Column("collectives", "int64", "deduplicated collectives, without barriers"),
+        Column("step", "int32", "number of the training step, counted from 0"),
+        Column("ranks", "int32", "number of ranks that recorded the step"),
         Column(
-            "payload_bytes", "int64", "payload: S of nccl-tests, summed over the collectives", unit="bytes"
+            "begin_ns",
+            "int64",
+            "time at which the step began on the lowest rank, on the clock of this rank's host",
+            unit="ns",
+        ),
+        Column(
+            "end_ns",
+            "int64",
+            "time at which the step ended on the lowest rank, on the same clock as begin_ns",
+            True,
+            "ns",
+        ),
+        Column(
+            "duration_ns",
+            "int64",
+            "duration of the step on the slowest rank; null if the step did not end on every rank",
+            True,
+            "ns",
+        ),
+        Column("micro_steps", "int32", "number of micro-batches in the step"),
+        Column("loss", "float64", "mean loss over the ranks that published a loss", True),
+        Column(
+            "grad_norm", "float64", "mean gradient norm over the ranks that published a gradient norm", True
+        ),
+        Column("loss_scale", "float64", "largest loss scale of any rank", True),
+        Column("samples", "float64", "number of samples, summed over the ranks", True),
+        Column("collectives", "int64", "number of deduplicated collectives, without barriers"),
+        Column(
+            "payload_bytes", "int64", "payload (S of nccl-tests), summed over the collectives", unit="bytes"
         ),
         padding("int64"),
         Column(
             "wire_bytes",
             "float64",
-            "wire, modelled as issued: mean bytes that a rank of the group sends",
+            "modelled wire bytes of the operations as issued: the mean number of bytes that a rank of the "
+            "group sends",
             unit="bytes",
         ),
         between_hosts(),
         Column(
             "exposed_ns",
             "int64",
-            "exposed_ns of the answer exposure for this step; null if only bounds are known",
+            "exposed_ns of this step, as returned by exposure; null if only bounds are known",
             True,
             "ns",
         ),
-        Column("exposed_low_ns", "int64", "exposed_low_ns of the answer exposure for this step", True, "ns"),
+        Column("exposed_low_ns", "int64", "exposed_low_ns of this step, as returned by exposure", True, "ns"),
         Column(
-            "exposed_high_ns", "int64", "exposed_high_ns of the answer exposure for this step", True, "ns"
+            "exposed_high_ns", "int64", "exposed_high_ns of this step, as returned by exposure", True, "ns"
         ),
-        Column("cpu_ns", "int64", "CPU time of a rank's process, mean over ranks", True, "ns"),
-        Column("rss_bytes", "int64", "resident memory, largest over the ranks", True, "bytes"),
-        Column("device_bytes", "int64", "device memory, largest over the ranks", True, "bytes"),
+        Column("cpu_ns", "int64", "CPU time of a rank's process, as a mean over the ranks", True, "ns"),
+        Column("rss_bytes", "int64", "largest resident memory of any rank", True, "bytes"),
+        Column("device_bytes", "int64", "largest device memory of any rank", True, "bytes"),
     ),
     key=("attempt", "step"),
 )
@@ -136,7 +167,7 @@ EXPOSURE_BY: Final[dict[str, Column]] = {
     "step": Column(
         "step",
         "int32",
-        "training step in which the time was spent; -1 before the first, null after the last",
+        "training step in which the time was spent; -1 before the first step, null after the last step",
         True,
     ),
     **{
@@ -146,28 +177,27 @@ EXPOSURE_BY: Final[dict[str, Column]] = {
 }
 
 _KNOWN: Final = (
-    Column("records", "int64", "records"),
-    Column("timed", "int64", "records whose exposed_ns is known"),
-    Column("sampled", "int64", "records whose end is known from the backend or the device"),
-    Column("unwaited", "int64", "asynchronous records without a recorded wait: exposed_ns is not known"),
+    Column("records", "int64", "number of records"),
+    Column("timed", "int64", "number of records whose exposed_ns is known"),
+    Column("sampled", "int64", "number of records whose end is known from the backend or from the device"),
+    Column(
+        "unwaited",
+        "int64",
+        "number of asynchronous records for which no wait was recorded. Their exposed_ns is not known",
+    ),
     Column(
         "bounded",
         "int64",
-        "records that C++ waited for in an interval of the table stalls; this interval bounds their exposed time",
+        "number of records that C++ code waited for during an interval in the table stalls. This interval "
+        "gives bounds for their exposed time",
     ),
 )
 _BOUNDS: Final = (
-    Column(
-        "exposed_low_ns",
-        "int64",
-        "lower bound of the exposed time; null: not known",
-        True,
-        "ns",
-    ),
+    Column("exposed_low_ns", "int64", "lower bound of the exposed time; null if not known", True, "ns"),
     Column(
         "exposed_high_ns",
         "int64",
-        "upper bound of the exposed time; null: some records have no bound",
+        "upper bound of the exposed time; null if some records have no bound",
         True,
         "ns",
     ),
@@ -176,15 +206,16 @@ _OVERLAPPED: Final = (
     Column(
         "overlapped_ns",
         "int64",
-        "overlapped time; null unless the backend reported the end of every asynchronous record (sampled)",
+        "overlapped time; null unless the ends of all records are known and the backend reported the ends of "
+        "all asynchronous records (see sampled). For operations on devices, use overlapped_at_most_ns",
         True,
         "ns",
     ),
     Column(
         "overlapped_at_most_ns",
         "int64",
-        "upper bound of the time in which at least one operation was under way and the program was blocked on none; "
-        "null: some ends are not known",
+        "upper bound of the time during which at least one operation was under way and the program was not "
+        "blocked on any operation; null if the end of some operations is not known",
         True,
         "ns",
     ),
@@ -192,15 +223,16 @@ _OVERLAPPED: Final = (
 
 EXPOSURE: Final = Table(
     "exposure",
-    "Exposed and overlapped communication; means over the participating ranks.",
+    "Exposed and overlapped communication, as means over the participating ranks.",
     (
-        Column("ranks", "int64", "ranks with records that belong to the row"),
+        Column("ranks", "int64", "number of ranks that have records for this row, in any step"),
         *_KNOWN,
         Column(
             "exposed_ns",
             "int64",
-            "time in which the program was blocked on at least one of the operations; concurrent waits count once; a "
-            "lower bound if timed is less than records; null if only bounds are known (bounded)",
+            "time during which the program was blocked on at least one of the operations. Concurrent waits "
+            "count once. It is a lower bound if timed is less than records, and null if only bounds are "
+            "known (see bounded)",
             True,
             "ns",
         ),
@@ -208,7 +240,8 @@ EXPOSURE: Final = Table(
         Column(
             "summed_ns",
             "int64",
-            "sum of exposed_ns of the records; a lower bound if exposed_ns is a lower bound",
+            "sum of the exposed_ns values of the single records, divided by ranks. It is a lower bound if "
+            "exposed_ns is a lower bound",
             True,
             "ns",
         ),
@@ -216,14 +249,15 @@ EXPOSURE: Final = Table(
         Column(
             "step_ns",
             "int64",
-            "duration of the training steps of the row, longest over the ranks",
+            "duration of the row's training steps, each measured on its slowest rank",
             True,
             "ns",
         ),
         Column(
             "exposed_share",
             "float64",
-            "exposed_ns inside training steps, divided by step_ns; null if exposed_ns is null",
+            "the part of exposed_ns that is inside training steps, divided by step_ns; null if exposed_ns "
+            "is null",
             True,
         ),
     ),
@@ -231,31 +265,37 @@ EXPOSURE: Final = Table(
 
 EXPOSURE_PER_STEP: Final = Table(
     "exposure_per_step",
-    "Exposed and overlapped time of a training step, by purpose: medians over the warm steps of means over the ranks. "
-    "Purposes overlap in time; the last row, all, is their union and not their sum.",
+    "Exposed and overlapped time of a training step, by purpose. Each value is a mean over the ranks in "
+    "each step, and then a median over the warm steps. Purposes can overlap in time. The last row has the "
+    "purpose all. It is the union of the purposes and not their sum.",
     (
         Column(
             "purpose",
             "string",
-            "purpose that the runtime tags; null: no tag; all: the union of all purposes",
+            "purpose as tagged by the runtime; null for operations without a tag. The last row has the "
+            "value all, which stands for the union of all purposes",
             True,
         ),
         Column(
             "steps",
             "int64",
-            "warm training steps: steps that ended, without the first step of each attempt",
+            "number of warm training steps. These are the steps that ended, without the first step of each "
+            "attempt",
         ),
         *_KNOWN,
         Column(
             "exposed_ns",
             "int64",
-            "exposed_ns of the answer exposure, median over the warm steps; a lower bound if timed is less than "
-            "records; null if only bounds are known (bounded)",
+            "exposed time of a training step, as a mean over all ranks of the step and a median over the warm "
+            "steps. It is a lower bound if timed is less than records, and null if only bounds are known (see "
+            "bounded)",
             True,
             "ns",
         ),
         *_BOUNDS,
-        Column("step_ns", "int64", "duration_ns of the steps, median over the warm steps", True, "ns"),
+        Column(
+            "step_ns", "int64", "duration_ns of a training step, as a median over the warm steps", True, "ns"
+        ),
         Column("exposed_share", "float64", "exposed_ns divided by step_ns", True),
         *_OVERLAPPED,
     ),
@@ -264,26 +304,30 @@ EXPOSURE_PER_STEP: Final = Table(
 
 MOVED: Final = Table(
     "moved",
-    "Bytes moved during the run, by host and interface: counters of the whole host, all its processes.",
+    "Bytes moved during the run, by host and interface. The counters cover the whole host with all its "
+    "processes.",
     (
-        Column("host", "string", "host name"),
-        Column("kind", "string", "interface, nvlink or pcie"),
-        Column("device", "string", "network interface, or a GPU link"),
-        Column("sent_bytes", "int64", "moved: counted as sent", unit="bytes"),
-        Column("received_bytes", "int64", "moved: counted as received", unit="bytes"),
+        Column("host", "string", "name of the host"),
+        Column("kind", "string", "kind of the device: interface, nvlink or pcie"),
+        Column("device", "string", "name of the network interface or the GPU link"),
+        Column("sent_bytes", "int64", "moved bytes that the device counted as sent", unit="bytes"),
+        Column("received_bytes", "int64", "moved bytes that the device counted as received", unit="bytes"),
         Column("seconds", "float64", "time between the first and the last reading", unit="s"),
-        Column("readings", "int64", "readings of the counter"),
+        Column("readings", "int64", "number of readings of the counter"),
         Column(
             "left_out",
             "string",
-            "the part of the run that the readings of this host do not cover; null: none",
+            "the part of the run that the readings of this host do not cover; null if they cover the whole "
+            "run",
             True,
         ),
     ),
     key=("host", "kind", "device"),
 )
 
-_GROUPS: Final = Column("groups", "int64", "process groups of this name and size that issued the operation")
+_GROUPS: Final = Column(
+    "groups", "int64", "number of process groups of this name and size that issued the operation"
+)
 
 STEP_TOTALS: Final = Table(
     "step_totals",
@@ -294,20 +338,27 @@ STEP_TOTALS: Final = Table(
         Column(
             "collectives",
             "float64",
-            "deduplicated collectives: mean of the warm steps times the number of steps",
+            "number of deduplicated collectives: the mean over the warm steps, multiplied by the number of "
+            "steps",
         ),
-        Column("payload_bytes", "float64", "payload: S of nccl-tests, summed over them", unit="bytes"),
+        Column(
+            "payload_bytes",
+            "float64",
+            "payload (S of nccl-tests), summed over these collectives",
+            unit="bytes",
+        ),
         padding(),
         Column(
             "wire_bytes",
             "float64",
-            "wire, modelled as issued: mean bytes that a rank of the job sends",
+            "modelled wire bytes of the operations as issued: the mean number of bytes that a rank of the "
+            "job sends",
             unit="bytes",
         ),
         Column(
             "executed_wire_bytes",
             "float64",
-            "modelled wire bytes of what the backend runs for them",
+            "modelled wire bytes of the operations that the backend runs for these collectives",
             True,
             "bytes",
         ),
@@ -319,20 +370,21 @@ _PER_STEP: Final = (
     Column(
         "collectives_per_step",
         "float64",
-        "collectives of all groups in a training step, without barriers",
+        "number of collectives of all groups in a training step, without barriers",
         True,
     ),
     Column(
         "payload_bytes_per_step",
         "float64",
-        "payload: S of nccl-tests, of all groups in a training step",
+        "payload (S of nccl-tests) of all groups in a training step",
         True,
         "bytes",
     ),
     Column(
         "wire_bytes_per_step",
         "float64",
-        "wire, modelled as issued: bytes that a rank of the job sends in a training step, mean over all its ranks",
+        "modelled wire bytes of the operations as issued: the bytes that a rank of the job sends in a "
+        "training step, as a mean over all ranks of the job",
         True,
         "bytes",
     ),
@@ -348,9 +400,9 @@ _PER_STEP: Final = (
 
 TRAFFIC_BY_SETTING: Final = Table(
     "traffic_by_setting",
-    "Bytes of a training step by setting and operation.",
+    "Bytes of a training step for each setting and operation.",
     (
-        Column("label", "string", "the setting"),
+        Column("label", "string", "the setting: the keys that differ, and their values"),
         *map(_of_schema, ("op", "intended_op", "purpose")),
         *_PER_STEP,
     ),
@@ -359,9 +411,9 @@ TRAFFIC_BY_SETTING: Final = Table(
 
 TRAFFIC_BY_GROUP: Final = Table(
     "traffic_by_group",
-    "Bytes of a training step by setting, kind of group and operation.",
+    "Bytes of a training step for each setting, kind of group and operation.",
     (
-        Column("label", "string", "the setting"),
+        Column("label", "string", "the setting: the keys that differ, and their values"),
         *map(_of_schema, ("group_desc", "group_size")),
         _GROUPS,
         *map(_of_schema, ("op", "intended_op")),
@@ -384,55 +436,77 @@ WIRE_OPS: Final = (
 
 COMPARISON: Final = Table(
     "comparison",
-    "One row per setting, repeats merged. The keys that differ follow the label.",
+    "One row per setting, with its repeats merged. The keys that differ follow the label.",
     (
         Column("label", "string", "the setting: the keys that differ, and their values"),
         Column(
             "requested_op",
             "string",
-            "operations that the config, DDP or FSDP requests to reduce gradients",
+            "the operations that the config, DDP or FSDP requests for gradient reduction",
             True,
         ),
-        Column("requested_reason", "string", "why requested_op is null", True),
-        Column("issued_op", "string", "operations issued to reduce gradients, in order of wire bytes", True),
-        Column("issued_reason", "string", "why issued_op lists more than gradient reductions", True),
-        Column("intended_op", "string", "intended operations, if the runtime issued others", True),
+        Column("requested_reason", "string", "the reason why requested_op is null", True),
+        Column(
+            "issued_op",
+            "string",
+            "the operations that were issued for gradient reduction, in descending order of wire bytes",
+            True,
+        ),
+        Column(
+            "issued_reason",
+            "string",
+            "the reason why issued_op also lists operations other than gradient reductions",
+            True,
+        ),
+        Column(
+            "intended_op",
+            "string",
+            "the operations that the runtime intended, if it issued different ones",
+            True,
+        ),
         *_PER_STEP,
         Column(
             "gradient_payload_bytes_per_step",
             "float64",
-            "payload of the gradient reduction in a step",
+            "payload of the gradient reduction in a training step",
             True,
             "bytes",
         ),
         Column(
             "gradient_wire_bytes_per_step",
             "float64",
-            "modelled wire bytes of the gradient reduction in a step",
+            "modelled wire bytes of the gradient reduction in a training step",
             True,
             "bytes",
         ),
         *(
             Column(
-                f"wire_{op}", "float64", f"modelled wire bytes of the issued {op} in a step", True, "bytes"
+                f"wire_{op}",
+                "float64",
+                f"modelled wire bytes of the {op} operations that are issued in a training step",
+                True,
+                "bytes",
             )
             for op in WIRE_OPS
         ),
         Column(
             "step_time_ns",
             "int64",
-            "median step time without the first step; for several repeats, the mean of their medians",
+            "median step time without the first step. For several repeats, it is the mean of their medians",
             True,
             "ns",
         ),
-        Column("step_time_low_ns", "int64", "95 % interval of step_time_ns, low end", True, "ns"),
-        Column("step_time_high_ns", "int64", "95 % interval of step_time_ns, high end", True, "ns"),
-        Column("interval_over", "string", "basis of the interval: repeats or steps", True),
+        Column("step_time_low_ns", "int64", "lower end of the 95 % interval of step_time_ns", True, "ns"),
+        Column("step_time_high_ns", "int64", "upper end of the 95 % interval of step_time_ns", True, "ns"),
+        Column("interval_over", "string", "what the interval was computed over: repeats or steps", True),
         Column(
-            "final_loss", "float64", "loss of the last step with a loss, mean over ranks and repeats", True
+            "final_loss",
+            "float64",
+            "loss of the last step that has a loss, as a mean over the ranks and repeats",
+            True,
         ),
-        Column("steps", "int64", "training steps that ended"),
-        Column("repeats", "int64", "runs with this setting"),
+        Column("steps", "int64", "number of training steps that ended, summed over the repeats"),
+        Column("repeats", "int64", "number of runs with this setting"),
         Column("runs", "string", "names of these runs"),
     ),
     key=("label",),
@@ -440,25 +514,32 @@ COMPARISON: Final = Table(
 
 RUNS: Final = Table(
     "runs",
-    "One row per run below a directory, newest first.",
+    "One row for each run below a directory. The newest run comes first.",
     (
-        Column("name", "string", "name of the run directory"),
-        Column("path", "string", "run directory"),
-        Column("state", "string", "running, complete, failed, killed, unknown or unreadable"),
-        Column("started_realtime_ns", "int64", "when the run started", True, "ns"),
-        Column("script", "string", "training script", True),
-        Column("world_size", "int64", "ranks", True),
+        Column("name", "string", "path of the run directory, relative to the searched directory"),
+        Column("path", "string", "path of the run directory"),
+        Column(
+            "state", "string", "state of the run: running, complete, failed, killed, unknown or unreadable"
+        ),
+        Column("started_realtime_ns", "int64", "time at which the run started", True, "ns"),
+        Column("script", "string", "name of the training script", True),
+        Column("world_size", "int64", "number of ranks", True),
         Column("backend", "string", "backends of the process groups", True),
-        Column("records", "int64", "records", True),
-        Column("summed", "int64", "collectives of which only sums were recorded", True),
-        Column("lost", "int64", "dropped records", True),
-        Column("unseen", "int64", "unseen collectives", True),
-        Column("steps", "int64", "training steps", True),
-        Column("setting", "string", "sweep point, or the ZeRO keys of its config", True),
+        Column("records", "int64", "number of records", True),
+        Column("summed", "int64", "number of collectives of which only sums were recorded", True),
+        Column("lost", "int64", "number of dropped records", True),
+        Column("unseen", "int64", "number of unseen collectives", True),
+        Column("steps", "int64", "number of training steps", True),
+        Column(
+            "setting",
+            "string",
+            "sweep point of the run, or the stage and the reduction keys of its config",
+            True,
+        ),
         Column("sweep", "string", "name of the sweep that the run belongs to", True),
-        Column("wall_ns", "int64", "how long the run took", True, "ns"),
+        Column("wall_ns", "int64", "duration of the run", True, "ns"),
         Column("finalised", "bool", "true if the files of the run are Parquet files"),
-        Column("note", "string", "why a value is missing", True),
+        Column("note", "string", "notes on the health of the run, or why the run cannot be read", True),
     ),
     key=("path",),
 )
@@ -467,22 +548,30 @@ REQUESTED: Final = Table(
     "requested",
     "What the config should send, predicted from its keys and the parameters.",
     (
-        Column("when", "string", "how often: init, micro_step or step"),
-        Column("purpose", "string", "purpose"),
+        Column(
+            "when",
+            "string",
+            "how often the operations are issued: at initialization (init), in each micro-batch "
+            "(micro_step) or in each training step (step)",
+        ),
+        Column("purpose", "string", "purpose of the operations"),
         Column("requested_op", "string", "the operation that the config requests"),
-        Column("issued_op", "string", "the operation that a runtime issues, by the rules of commprof"),
+        Column(
+            "issued_op", "string", "the operation that a runtime issues, according to the rules of commprof"
+        ),
         Column("intended_op", "string", "the operation that issued_op replaces", True),
         Column("count", "int64", "number of operations"),
         Column(
-            "payload_bytes", "int64", "payload: S of nccl-tests, summed over these operations", unit="bytes"
+            "payload_bytes", "int64", "payload (S of nccl-tests), summed over these operations", unit="bytes"
         ),
         Column(
             "wire_bytes",
             "float64",
-            "wire, modelled as issued: mean bytes that a rank of the group sends",
+            "modelled wire bytes of the operations as issued: the mean number of bytes that a rank of the "
+            "group sends",
             unit="bytes",
         ),
-        Column("exact", "bool", "false if count depends on the order in which gradients arrived"),
+        Column("exact", "bool", "false if count depends on the order in which the gradients arrived"),
         Column("note", "string", "limits of the prediction"),
     ),
 )
@@ -491,75 +580,135 @@ REQUESTED: Final = Table(
 # fmt: off
 ARRIVALS: Final = Table(
     "arrivals",
-    "Arrivals on the clock of rank 0's host: one row per collective or message and rank.",
+    "Arrivals on the clock of rank 0's host. Each collective or message has one row per rank.",
     (
-        Column("attempt", "int32", "restart of the job"),
-        Column("collective", "int64", "equal in all rows of one collective, or of one message"),
+        Column(
+            "attempt",
+            "int32",
+            "number of the attempt, counted from 0; each restart of the job begins a new attempt",
+        ),
+        Column(
+            "collective",
+            "int64",
+            "number of the collective or message. All rows of one collective or message have the same number",
+        ),
         *map(_of_schema, ("step", "op", "purpose", "pg", "group_ranks", "group_size")),
         Column(
             "pg_seq",
             "int64",
-            "issue order within the group; null for messages, which are paired by their order",
+            "position of the operation in the issue order of the group; null for messages, because a send "
+            "and its recv are paired by their order",
             True,
         ),
         *map(_of_schema, ("is_p2p", "peer")),
-        Column("members", "int64", "ranks whose records were found"),
+        Column("members", "int64", "number of ranks whose records of this collective or message were found"),
         *map(_of_schema, ("rank", "pid", "seq")),
         Column(
             "arrived_ns",
             "int64",
-            "when the rank issued the operation; null if the clock of the rank was never compared",
+            "time at which the rank issued the operation; null if the rank's clock was never compared with "
+            "the clock of rank 0's host and the ranks of the collective do not share one clock",
             True,
             "ns",
         ),
         Column("error_ns", "int64", "error bound of arrived_ns", True, "ns"),
-        Column("lateness_ns", "int64", "time from the arrival of the first rank to this arrival", True, "ns"),
-        Column("lateness_error_ns", "int64", "error bound of lateness_ns; 0 on one clock", True, "ns"),
+        Column(
+            "lateness_ns",
+            "int64",
+            "time from the arrival of the first rank to the arrival of this rank",
+            True,
+            "ns",
+        ),
+        Column(
+            "lateness_error_ns",
+            "int64",
+            "error bound of lateness_ns; 0 if the two ranks share one clock",
+            True,
+            "ns",
+        ),
         Column(
             "from_median_ns",
             "int64",
-            "time from the median arrival to this arrival; negative if this arrival is earlier",
+            "time from the median arrival to the arrival of this rank; negative if this rank arrived before "
+            "the median",
             True,
             "ns",
         ),
         Column(
             "is_last",
             "bool",
-            "true if this rank arrived last; null if not all ranks were recorded or comparable",
+            "true if this rank arrived last; null if some ranks were not recorded or their clocks cannot be "
+            "compared",
             True,
         ),
-        Column("certain", "bool", "last rank: true if it was last by more than the clock error", True),
+        Column(
+            "certain",
+            "bool",
+            "only for the last rank: true if it arrived last by more than the clock error",
+            True,
+        ),
         Column(
             "lead_ns",
             "int64",
-            "last rank: time after the arrival of the second last rank, in which only the last was missing",
+            "only for the last rank: time from the arrival of the second-to-last rank to the arrival of "
+            "this rank. During this time, only this rank was missing",
             True,
             "ns",
         ),
-        Column("waiting_ns", "int64", "time from this arrival to the last arrival", True, "ns"),
-        Column("launch_ns", "int64", "time from the last arrival until all devices had begun", True, "ns"),
+        Column(
+            "waiting_ns",
+            "int64",
+            "time from the arrival of this rank to the arrival of the last rank",
+            True,
+            "ns",
+        ),
+        Column(
+            "launch_ns",
+            "int64",
+            "time from the arrival of the last rank until the operation had begun on all devices",
+            True,
+            "ns",
+        ),
         Column(
             "transfer_ns",
             "int64",
-            "time from the end of launch_ns until this rank had its result, if that end is known",
+            "time from the end of launch_ns until this rank had its result. If launch_ns is not known, the "
+            "time begins with the arrival of the last rank. It is null if the time of the result is not "
+            "known",
             True,
             "ns",
         ),
-        Column("waited_ns", "int64", "exposed time of this rank while only the last rank was missing", True, "ns"),
-        Column("others_waited_ns", "int64", "last rank: mean of waited_ns over the other ranks", True, "ns"),
+        Column(
+            "waited_ns", "int64", "exposed time of this rank while only the last rank was missing", True, "ns"
+        ),
+        Column(
+            "others_waited_ns",
+            "int64",
+            "only for the last rank: mean of waited_ns over the other ranks",
+            True,
+            "ns",
+        ),
         Column(
             "cause",
             "string",
-            "what took longest for this rank, if it took longer than the error",
+            "which of waiting_ns, launch_ns and transfer_ns is the longest for this rank: late_arrival, "
+            "late_launch or slow_transfer; null if none of them is longer than the clock error, or if the "
+            "records of some ranks are missing",
             True,
             values=CAUSES,
         ),
-        Column("own_delay_ns", "int64", "own delay, a part of lateness_ns; null if waits were not recorded", True, "ns"),
-        Column("inherited_ns", "int64", "inherited delay, the rest of lateness_ns", True, "ns"),
+        Column(
+            "own_delay_ns",
+            "int64",
+            "the part of lateness_ns that is the rank's own delay; null if waits were not recorded",
+            True,
+            "ns",
+        ),
+        Column("inherited_ns", "int64", "the rest of lateness_ns, which is inherited delay", True, "ns"),
         Column(
             "others_waited_own_ns",
             "int64",
-            "last rank: the part of others_waited_ns that its own delay caused",
+            "only for the last rank: the part of others_waited_ns that was caused by the rank's own delay",
             True,
             "ns",
         ),
@@ -569,57 +718,95 @@ ARRIVALS: Final = Table(
 
 STRAGGLERS: Final = Table(
     "stragglers",
-    "How often each rank arrives last in collectives in which every rank waits for every other, and how long the "
-    "others wait for it.",
+    "How often each rank arrives last, and how long the others wait for it. This covers only collectives in "
+    "which every rank waits for every other rank.",
     (
         Column("rank", "int32", "global rank"),
-        Column("collectives", "int64", "collectives of the rank that all members recorded on comparable clocks"),
-        Column("last", "int64", "collectives in which the rank was last by more than the clock error"),
-        Column("within_bound", "int64", "collectives in which the rank was last by no more than the clock error"),
-        Column("expected_last", "float64", "how often the rank would be last if all ranks were equal"),
-        Column("mean_lateness_ns", "int64", "mean lateness", unit="ns"),
-        Column("median_lateness_ns", "int64", "median lateness", unit="ns"),
-        Column("error_ns", "int64", "error bound of the times of the rank, median", unit="ns"),
-        Column("lead_ns", "int64", "total time in which only this rank was missing", unit="ns"),
+        Column(
+            "collectives",
+            "int64",
+            "number of the rank's collectives that all members recorded on comparable clocks",
+        ),
+        Column(
+            "last",
+            "int64",
+            "number of collectives in which the rank arrived last by more than the clock error",
+        ),
+        Column(
+            "within_bound",
+            "int64",
+            "number of collectives in which the rank arrived last by no more than the clock error",
+        ),
+        Column(
+            "expected_last",
+            "float64",
+            "number of collectives in which the rank would be expected to arrive last if all ranks were "
+            "equal",
+        ),
+        Column("mean_lateness_ns", "int64", "mean lateness of the rank", unit="ns"),
+        Column("median_lateness_ns", "int64", "median lateness of the rank", unit="ns"),
+        Column("error_ns", "int64", "median error bound of the rank's times", unit="ns"),
+        Column("lead_ns", "int64", "total time during which only this rank was missing", unit="ns"),
         Column(
             "others_waited_ns",
             "int64",
-            "mean exposed time of the other ranks while only this rank was missing, summed",
+            "exposed time of the other ranks while only this rank was missing: the mean over the other "
+            "ranks, summed over the collectives",
             True,
             "ns",
         ),
-        Column("others_waited_per_step_ns", "int64", "others_waited_ns per training step", True, "ns"),
+        Column(
+            "others_waited_per_step_ns",
+            "int64",
+            "the part of others_waited_ns inside training steps, divided by the number of training steps "
+            "with a counted collective",
+            True,
+            "ns",
+        ),
         Column(
             "others_waited_own_ns",
             "int64",
-            "part of others_waited_ns that its own delay caused, if known",
+            "the part of others_waited_ns that was caused by the rank's own delay; null if not known",
             True,
             "ns",
         ),
         Column(
             "others_waited_inherited_ns",
             "int64",
-            "part of others_waited_ns that its inherited delay caused, if known",
+            "the part of others_waited_ns that was caused by the rank's inherited delay; null if not known",
             True,
             "ns",
         ),
         Column(
             "stands_out",
             "bool",
-            "true if it was last much more often than equal ranks would be, and more often than by chance",
+            "true if the rank arrived last much more often than expected_last, and more often than chance "
+            "explains",
         ),
     ),
     key=("rank",),
 )
 
 _ON_THE_CLOCK: Final = (
-    Column("begin_ns", "int64", "when the operation was issued, on the clock of rank 0's host", unit="ns"),
-    Column("end_ns", "int64", "last known time: return of the call, end of the wait, or end on the device", unit="ns"),
+    Column(
+        "begin_ns",
+        "int64",
+        "time at which the operation was issued, on the clock of rank 0's host",
+        unit="ns",
+    ),
+    Column(
+        "end_ns",
+        "int64",
+        "last known time of the operation: the return of the call, the end of the wait, or the end on the "
+        "device",
+        unit="ns",
+    ),
 )
 
 RECORDS: Final = Table(
     "records",
-    "The records of all ranks in order of time: the columns of collectives, and begin and end on one clock.",
+    "The records of all ranks in order of time. The columns are those of the table collectives. In "
+    "addition, each record has a begin and an end on one clock.",
     (*_ON_THE_CLOCK, *(_of_schema(name) for name in schema.COLLECTIVES.names)),
     key=schema.COLLECTIVES.key,
 )
@@ -629,10 +816,25 @@ TIMELINE_BARS: Final = Table(
     "The records in a window of time.",
     (
         *_ON_THE_CLOCK,
-        Column("exposed_begin_ns", "int64", "begin of the exposed time of the record, not before begin_ns", True, "ns"),
-        Column("exposed_end_ns", "int64", "end of the exposed time of the record", True, "ns"),
-        Column("lane", "int64", "number of the process group in the window, in order of size, largest first"),
-        Column("level", "int64", "level within the lane: overlapping bars have different levels, up to four"),
+        Column(
+            "exposed_begin_ns",
+            "int64",
+            "time at which the exposed time of the record begins, never before begin_ns",
+            True,
+            "ns",
+        ),
+        Column("exposed_end_ns", "int64", "time at which the exposed time of the record ends", True, "ns"),
+        Column(
+            "lane",
+            "int64",
+            "number of the process group in the window. The groups are numbered by size, largest first",
+        ),
+        Column(
+            "level",
+            "int64",
+            "level of the bar within the lane. Overlapping bars have different levels. There are at most "
+            "four levels",
+        ),
         *map(_of_schema, ("rank", "attempt", "pid", "seq", "step", "micro_step", "phase", "op", "intended_op", "purpose")),
         *map(_of_schema, ("bucket", "parameters", "module", "pg", "group_desc", "group_ranks", "group_size")),
         *map(_of_schema, ("pg_seq", "peer", "payload_bytes", "dtype", "is_async", "status", "call_site", "exposed_ns")),
@@ -642,55 +844,68 @@ TIMELINE_BARS: Final = Table(
 
 DENSITY: Final = Table(
     "density",
-    "How busy each rank was in each bin of a window of time, by operation, and by group if ranks have several; only "
-    "values above 0.",
+    "How busy each rank was in each bin of a window of time. There is one row per operation. If ranks have "
+    "several groups, there is one row per operation and group. Only values above 0 are included.",
     (
         _of_schema("rank"),
         Column(
             "lane",
             "int64",
-            "number of the group within the rank, largest first; 0 if groups are not distinguished",
+            "number of the group within the rank. The groups are numbered by size, largest first. The "
+            "number is 0 if groups are not distinguished",
         ),
         replace(_of_schema("pg"), nullable=True),  # null for several groups, like the next two columns
         _of_schema("group_desc"),
         replace(_of_schema("group_ranks"), nullable=True),
-        Column("begin_ns", "int64", "begin of the bin, on the clock of rank 0's host", unit="ns"),
+        Column("begin_ns", "int64", "start of the bin, on the clock of rank 0's host", unit="ns"),
         Column("end_ns", "int64", "end of the bin", unit="ns"),
         _of_schema("op"),
         Column(
             "busy_ns",
             "int64",
-            "time in which op was under way; concurrent time counts once, for the operation issued first",
+            "time during which op was under way. Concurrent time counts once, for the operation that was "
+            "issued first",
             unit="ns",
         ),
         Column("busy_share", "float64", "busy_ns divided by the length of the bin"),
-        Column("exposed_ns", "int64", "exposed time; concurrent waits count once", unit="ns"),
+        Column("exposed_ns", "int64", "exposed time. Concurrent waits count once", unit="ns"),
     ),
     key=("rank", "lane", "begin_ns", "op"),
 )
 
 BANDS: Final = Table(
     "bands",
-    "Steps and phases of the lowest rank in a window of time.",
+    "The steps and phases of the lowest rank in a window of time.",
     (
-        Column("kind", "string", "step or phase", values=("step", "phase")),
+        Column("kind", "string", "what the row describes: a step or a phase", values=("step", "phase")),
         *map(_of_schema, ("attempt", "step")),
         replace(_of_schema("micro_step"), nullable=True),
         Column("name", "string", "name of the step or phase"),
-        Column("begin_ns", "int64", "begin of the step, or of the first record of the phase", unit="ns"),
+        Column("begin_ns", "int64", "start of the step, or of the first record of the phase", unit="ns"),
         Column("end_ns", "int64", "end of the step, or of the last record of the phase", unit="ns"),
     ),
 )
 
 PARTNERS: Final = Table(
     "partners",
-    "One collective or message on all ranks that recorded it.",
+    "One collective or message, on all ranks that recorded it.",
     (
         *map(_of_schema, ("rank", "attempt", "pid", "seq", "op")),
         *_ON_THE_CLOCK,
-        Column("lateness_ns", "int64", "time from the arrival of the first rank to this arrival", unit="ns"),
-        Column("own_delay_ns", "int64", "own delay, a part of lateness_ns; null if waits were not recorded", True, "ns"),
-        Column("inherited_ns", "int64", "inherited delay, the rest of lateness_ns", True, "ns"),
+        Column(
+            "lateness_ns",
+            "int64",
+            "time from the arrival of the first rank to the arrival of this rank",
+            unit="ns",
+        ),
+        Column(
+            "own_delay_ns",
+            "int64",
+            "the part of lateness_ns that is the rank's own delay; null if waits were not recorded",
+            True,
+            "ns",
+        ),
+        Column("inherited_ns", "int64", "the rest of lateness_ns, which is inherited delay", True, "ns"),
         _of_schema("exposed_ns"),
     ),
     key=schema.COLLECTIVES.key,

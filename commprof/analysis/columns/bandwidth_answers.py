@@ -17,40 +17,63 @@ def _of_schema(name: str) -> Column:
 
 
 _SOURCE: Final = (
-    "source of its end: device, sampled (the backend), wait (of the program), host (the return of a synchronous "
-    "call)"
+    "how the end was observed: device (by the device), sampled (by the backend), wait (the program's wait "
+    "ended), or host (a synchronous call returned)"
 )
 _VERDICT: Final = (
-    "ok; slow or fast: an outlier for its operation, group and size; impossible: no time, or less than the interval of "
-    "the ceiling allows; untimed"
+    "ok; slow or fast (an outlier among the collectives of this operation, group and size); impossible (the "
+    "time is not positive, or is shorter than the interval of the ceiling allows); untimed (the time is not "
+    "known)"
 )
 
 # One column, one line.
 # fmt: off
 _RATES: Final = (
-    Column("algbw_bytes_per_s", "float64", "algorithm bandwidth (nccl-tests): payload over time", True, "bytes/s"),
-    Column("busbw_bytes_per_s", "float64", "bus bandwidth: algbw times the factor of nccl-tests", True, "bytes/s"),
+    Column(
+        "algbw_bytes_per_s",
+        "float64",
+        "algorithm bandwidth (nccl-tests): payload divided by time",
+        True,
+        "bytes/s",
+    ),
+    Column(
+        "busbw_bytes_per_s",
+        "float64",
+        "bus bandwidth (nccl-tests): algorithm bandwidth times the factor of the operation",
+        True,
+        "bytes/s",
+    ),
 )
 _CEILING: Final = (
     Column("ceiling_ns", "int64", "time that the calibration predicts for this payload and group", True, "ns"),
 )
 _SHARE: Final = Column(
-    "ceiling_share", "float64", "ceiling_ns divided by time_ns: 1 is the ceiling of the machine", True
+    "ceiling_share",
+    "float64",
+    "ceiling_ns divided by time_ns; 1 means that the collective reaches the ceiling of the machine",
+    True,
 )
 
 BANDWIDTH_TIMES: Final = Table(
     "bandwidth_times",
-    "Duration and bandwidth of each collective and message, without the wait for stragglers.",
+    "Duration and bandwidth of each collective and message. The wait for stragglers does not count.",
     (
         Column("attempt", "int32", "restart of the job"),
-        Column("step", "int32", "training step; -1 before the first"),
+        Column("step", "int32", "training step; -1 outside all steps"),
         *map(_of_schema, ("op", "purpose", "backend", "pg", "group_ranks", "group_size", "dtype")),
-        Column("payload_bytes", "int64", "payload: S of nccl-tests", unit="bytes"),
-        Column("error_ns", "int64", "error bound of time_ns, from the clocks of several hosts", True, "ns"),
+        Column("payload_bytes", "int64", "payload (S of nccl-tests)", unit="bytes"),
+        Column(
+            "error_ns",
+            "int64",
+            "error bound of time_ns; it comes from comparing the clocks of several hosts",
+            True,
+            "ns",
+        ),
         Column(
             "time_ns",
             "int64",
-            "time from when data could flow to the end; null if the end was not recorded",
+            "Duration of the transfer. The transfer begins when the last rank that it needs has arrived (on "
+            "a device: has begun). Null if the end, or one of the ranks, was not recorded.",
             True,
             "ns",
         ),
@@ -64,27 +87,46 @@ BANDWIDTH_TIMES: Final = Table(
 
 BANDWIDTH: Final = Table(
     "bandwidth",
-    "Bandwidth by operation, group and size: medians of the collectives that are ok.",
+    "Bandwidth by operation, group and size. Each row has medians over the collectives with the verdict ok.",
     (
         *map(_of_schema, ("op", "backend", "group_ranks", "group_size")),
-        Column("payload_bytes", "int64", "payload: S of nccl-tests", unit="bytes"),
-        Column("collectives", "int64", "collectives or messages"),
-        Column("timed", "int64", "collectives with verdict ok, from which the medians are computed"),
-        Column("slow", "int64", "outliers that took longer"),
-        Column("fast", "int64", "outliers that took less time"),
+        Column("payload_bytes", "int64", "payload (S of nccl-tests)", unit="bytes"),
+        Column("collectives", "int64", "number of collectives or messages"),
+        Column(
+            "timed",
+            "int64",
+            "collectives with the verdict ok; the medians are computed from these collectives",
+        ),
+        Column("slow", "int64", "outliers that took longer than the others"),
+        Column("fast", "int64", "outliers that took less time than the others"),
         Column(
             "impossible",
             "int64",
-            "collectives with no time, or with less time than the interval of the ceiling allows",
+            "collectives whose time is not positive, or is shorter than the interval of the ceiling allows",
         ),
-        Column("untimed", "int64", "collectives whose end was not recorded"),
-        Column("time_source", "string", "source of the ends of the collectives", True),
+        Column(
+            "untimed",
+            "int64",
+            "collectives without a time, because their end, or one of their ranks, was not recorded",
+        ),
+        Column(
+            "time_source",
+            "string",
+            "how the ends were observed, as in bandwidth_times; several sources are joined by ', '",
+            True,
+        ),
         Column("time_ns", "int64", "median time", True, "ns"),
-        Column("time_low_ns", "int64", "first quartile", True, "ns"),
-        Column("time_high_ns", "int64", "third quartile", True, "ns"),
+        Column("time_low_ns", "int64", "first quartile of the times", True, "ns"),
+        Column("time_high_ns", "int64", "third quartile of the times", True, "ns"),
         *_RATES,
         *_CEILING,
-        Column("ceiling_busbw_bytes_per_s", "float64", "bus bandwidth at ceiling_ns", True, "bytes/s"),
+        Column(
+            "ceiling_busbw_bytes_per_s",
+            "float64",
+            "bus bandwidth if the collective took ceiling_ns",
+            True,
+            "bytes/s",
+        ),
         _SHARE,
     ),
     key=("op", "backend", "group_ranks", "payload_bytes"),
@@ -92,17 +134,30 @@ BANDWIDTH: Final = Table(
 
 CEILING: Final = Table(
     "ceiling",
-    "The ceiling by a calibration: the fitted curve of each operation, and the times that it was fitted to.",
+    "The ceiling of a calibration: the fitted curve of each operation, and the measured times from which "
+    "the curve was computed.",
     (
-        Column("op", "string", "operation; send_recv: messages"),
+        Column("op", "string", "operation; messages have the name send_recv"),
         Column("group_size", "int64", "ranks in the group"),
-        Column("payload_bytes", "int64", "payload: S of nccl-tests", unit="bytes"),
+        Column("payload_bytes", "int64", "payload (S of nccl-tests)", unit="bytes"),
         Column("time_ns", "int64", "predicted time: latency + payload / bandwidth", True, "ns"),
-        Column("time_low_ns", "int64", "95 % interval of one more measurement, low end", True, "ns"),
-        Column("time_high_ns", "int64", "95 % interval of one more measurement, high end", True, "ns"),
-        Column("busbw_bytes_per_s", "float64", "bus bandwidth of the predicted time", True, "bytes/s"),
-        Column("measured_ns", "int64", "measured time at this payload", True, "ns"),
-        Column("measured_busbw_bytes_per_s", "float64", "bus bandwidth of measured_ns", True, "bytes/s"),
+        Column("time_low_ns", "int64", "low end of the 95 % interval for one more measurement", True, "ns"),
+        Column("time_high_ns", "int64", "high end of the 95 % interval for one more measurement", True, "ns"),
+        Column("busbw_bytes_per_s", "float64", "bus bandwidth at the predicted time", True, "bytes/s"),
+        Column(
+            "measured_ns",
+            "int64",
+            "time that was measured for this payload; null if this payload was not measured",
+            True,
+            "ns",
+        ),
+        Column(
+            "measured_busbw_bytes_per_s",
+            "float64",
+            "bus bandwidth at the measured time",
+            True,
+            "bytes/s",
+        ),
     ),
     key=("op", "group_size", "payload_bytes"),
 )
@@ -111,39 +166,63 @@ CEILING_FITS: Final = Table(
     "ceiling_fits",
     "Latency and bandwidth of each operation of a calibration, with 95 % intervals.",
     (
-        Column("op", "string", "operation; send_recv: messages in both directions at once"),
+        Column("op", "string", "operation; send_recv is the exchange of messages in both directions at once"),
         Column("sizes", "int64", "number of measured payloads"),
-        Column("latency_ns", "int64", "time of the smallest message", True, "ns"),
-        Column("latency_low_ns", "int64", "95 % interval of latency_ns, low end", True, "ns"),
-        Column("latency_high_ns", "int64", "95 % interval of latency_ns, high end", True, "ns"),
-        Column("busbw_bytes_per_s", "float64", "bus bandwidth of large messages", True, "bytes/s"),
-        Column("busbw_low_bytes_per_s", "float64", "95 % interval of busbw_bytes_per_s, low end", True, "bytes/s"),
         Column(
-            "busbw_high_bytes_per_s",
+            "latency_ns",
+            "int64",
+            "fitted latency: the part of the time that does not depend on the payload",
+            True,
+            "ns",
+        ),
+        Column("latency_low_ns", "int64", "low end of the 95 % interval of latency_ns", True, "ns"),
+        Column("latency_high_ns", "int64", "high end of the 95 % interval of latency_ns", True, "ns"),
+        Column("busbw_bytes_per_s", "float64", "fitted bus bandwidth of large messages", True, "bytes/s"),
+        Column(
+            "busbw_low_bytes_per_s",
             "float64",
-            "95 % interval of busbw_bytes_per_s, high end; null: no bound",
+            "low end of the 95 % interval of busbw_bytes_per_s",
             True,
             "bytes/s",
         ),
-        Column("residual", "float64", "robust standard deviation of the relative residuals", True),
-        Column("best_busbw_bytes_per_s", "float64", "the largest measured bus bandwidth", True, "bytes/s"),
+        Column(
+            "busbw_high_bytes_per_s",
+            "float64",
+            "high end of the 95 % interval of busbw_bytes_per_s; null if the measured times do not limit it",
+            True,
+            "bytes/s",
+        ),
+        Column(
+            "residual",
+            "float64",
+            "robust standard deviation of the relative residuals of the fit; 0.1 means 10 %",
+            True,
+        ),
+        Column(
+            "best_busbw_bytes_per_s",
+            "float64",
+            "largest bus bandwidth that was measured",
+            True,
+            "bytes/s",
+        ),
     ),
     key=("op",),
 )
 
 CALIBRATIONS: Final = Table(
     "calibrations",
-    "The calibrations below a directory, newest first; one that cannot be read is listed with the reason.",
+    "The calibrations in and below a directory, newest first. If a calibration cannot be read, note says "
+    "why.",
     (
-        Column("name", "string", "path below the directory"),
-        Column("path", "string", "path of the file"),
-        Column("created", "string", "date and time", True),
+        Column("name", "string", "path of the file, relative to the directory"),
+        Column("path", "string", "path of the file, including the directory"),
+        Column("created", "string", "date and time of the calibration", True),
         Column("backend", "string", "gloo or nccl", True),
         Column("device", "string", "cpu or cuda", True),
-        Column("dtype", "string", "element type", True),
-        Column("world_size", "int64", "ranks", True),
+        Column("dtype", "string", "element type of the measured tensors", True),
+        Column("world_size", "int64", "number of ranks", True),
         Column("hosts", "string", "names of the hosts", True),
-        Column("ops", "string", "measured operations", True),
+        Column("ops", "string", "operations that were measured", True),
         Column("note", "string", "why the calibration cannot be read", True),
     ),
     key=("path",),

@@ -15,7 +15,7 @@ def _of(name: str, **changes: Any) -> Column:
 
 
 _STEP: Final = tuple(_of(name) for name in ("attempt", "step", "layer"))
-_IMBALANCE: Final = "largest over mean, 1 is even; null if there is none"
+_IMBALANCE: Final = "1 means that all are equal"
 
 # One column, one line.
 # fmt: off
@@ -28,15 +28,20 @@ EXPERTS: Final = Table(
         Column(
             "ranks",
             "string",
-            "global ranks that have the expert, joined by ','; null if no rank published layers",
+            "global ranks that have the expert, joined by ','; null if no rank published its layers",
             True,
         ),
-        Column("tokens", "int64", "tokens that chose the expert, before any were dropped"),
-        Column("dropped", "int64", "of these, tokens beyond the capacity"),
+        Column("tokens", "int64", "tokens that chose the expert, including those that were dropped later"),
+        Column(
+            "dropped",
+            "int64",
+            "how many of these tokens were dropped, because they exceeded the capacity of the expert",
+        ),
         Column(
             "load",
             "float64",
-            "tokens divided by the mean of the layer's experts; null if no token chose any",
+            "tokens of this expert divided by the average over the experts of the layer; null if no token "
+            "chose any of these experts",
             True,
         ),
     ),
@@ -49,55 +54,106 @@ EXPERT_RANKS: Final = Table(
     (
         *_STEP,
         _of("rank", doc="global rank that has the experts"),
-        Column("experts", "int64", "experts of the layer that the rank has"),
+        Column("experts", "int64", "number of experts of the layer that this rank has"),
         Column(
             "tokens",
             "int64",
-            "tokens that chose these experts, from all ranks of the group, before any were dropped",
+            "tokens from all ranks of the group that chose the experts of this rank, including tokens that "
+            "were dropped later",
         ),
-        Column("dropped", "int64", "of these, tokens beyond the capacity"),
-        Column("load", "float64", "tokens divided by the mean of the ranks; null if no token chose any", True),
+        Column(
+            "dropped",
+            "int64",
+            "how many of these tokens were dropped, because they exceeded the capacity of their expert",
+        ),
+        Column(
+            "load",
+            "float64",
+            "tokens of this rank's experts divided by the average over all ranks; null if no token chose "
+            "any expert",
+            True,
+        ),
     ),
     key=("attempt", "step", "layer", "rank"),
 )
 
 EXPERT_IMBALANCE: Final = Table(
     "expert_imbalance",
-    "Load of the experts of each layer in each training step: imbalance and dropped tokens.",
+    "How evenly the tokens are distributed over the experts of each layer in each training step, and how "
+    "many tokens are dropped.",
     (
         *_STEP,
-        Column("num_experts", "int64", "experts of the layer"),
-        Column("seen", "int64", "tokens that the gates of all ranks saw"),
-        Column("tokens", "int64", "choices of the gates: k for each token"),
-        Column("dropped", "int64", "choices beyond the capacity of their experts"),
+        Column("num_experts", "int64", "number of experts in the layer"),
+        Column("seen", "int64", "tokens that reached the gates of all ranks"),
+        Column("tokens", "int64", "number of choices that the gates made: k for each token"),
+        Column("dropped", "int64", "number of choices that exceeded the capacity of the chosen expert"),
         Column("dropped_share", "float64", "dropped divided by tokens; null if there are no tokens", True),
-        Column("imbalance", "float64", f"load of an expert: {_IMBALANCE}", True),
-        Column("expert", "int64", "the expert with the largest load, the lowest of equal ones", True),
-        Column("rank_imbalance", "float64", f"load of the experts of a rank: {_IMBALANCE}, or not known", True),
-        Column("rank", "int64", "the rank with the largest load", True),
-        Column("highest", "float64", "the least capacity_factor that drops nothing; null if k is not known", True),
+        Column(
+            "imbalance",
+            "float64",
+            f"largest load of an expert, divided by the mean load of the experts; {_IMBALANCE}; null if no "
+            "token chose any expert",
+            True,
+        ),
+        Column(
+            "expert",
+            "int64",
+            "expert with the largest load; the lowest number if several experts have this load",
+            True,
+        ),
+        Column(
+            "rank_imbalance",
+            "float64",
+            f"largest load of the experts of one rank, divided by the mean over the ranks; {_IMBALANCE}; "
+            "null if no token chose any expert, or if it is not known which rank has which expert",
+            True,
+        ),
+        Column("rank", "int64", "rank whose experts together have the largest load", True),
+        Column(
+            "highest",
+            "float64",
+            "smallest capacity_factor with which no token is dropped; null if k is not known",
+            True,
+        ),
     ),
     key=("attempt", "step", "layer"),
 )
 
 EXCHANGE_IMBALANCE: Final = Table(
     "exchange_imbalance",
-    "The all_to_alls of each training step: which rank receives how much from the others, by the splits of the records.",
+    "The all_to_alls of each training step: how many bytes each rank receives from the other ranks, "
+    "computed from the splits of the records.",
     (
         Column("step", "int32", "training step"),
-        Column("ranks", "int64", "ranks of the groups of these all_to_alls"),
+        Column("ranks", "int64", "number of ranks in the groups of these all_to_alls"),
         Column("wire_bytes", "float64", "bytes that all ranks together send to other ranks", unit="bytes"),
         between_pairs("wire_bytes"),
         Column(
             "received_bytes",
             "float64",
-            "mean bytes that a rank receives from others; null if some splits are not known",
+            "mean number of bytes that a rank receives from other ranks; null if some splits are not known",
             True,
             "bytes",
         ),
-        Column("most_received_bytes", "float64", "the most bytes that a rank receives", True, "bytes"),
-        Column("imbalance", "float64", f"received bytes of a rank: {_IMBALANCE}", True),
-        Column("rank", "int64", "the rank that receives the most, the lowest of equal ones", True),
+        Column(
+            "most_received_bytes",
+            "float64",
+            "largest number of bytes that a rank receives from other ranks",
+            True,
+            "bytes",
+        ),
+        Column(
+            "imbalance",
+            "float64",
+            f"most_received_bytes divided by received_bytes; {_IMBALANCE}; null if some splits are not known",
+            True,
+        ),
+        Column(
+            "rank",
+            "int64",
+            "rank that receives the most bytes; the lowest number if several ranks receive this many",
+            True,
+        ),
     ),
     key=("step",),
 )

@@ -2,12 +2,15 @@
 --
 -- grain: one row per combination of the requested columns
 -- inputs: rank_operations
--- agree is 1 if every rank of the group has the same collectives with these columns. Then the
--- collectives of one rank represent those of the group. In three more cases agree is 0 and the
--- records are needed: only some of the times of a rank are recorded, unequal splits are recorded,
--- or the values of pg_seq of a rank in the group have a gap or a repetition. Values of pg_seq
--- repeat if a later group has the same name, because its numbers begin again. Such collectives are
--- paired by the order of the records.
+-- The column agree is 1 if every rank of the group issued the same collectives with these values of
+-- the requested columns, with the same padding. In this case the collectives of one rank represent
+-- the collectives of the group. If the ranks issued different collectives, or if a rank has no
+-- record, agree is 0. It is also 0 in three cases in which the individual records are needed. In the
+-- first case, only some of the records of a rank contain times. In the second case, unequal splits
+-- are recorded. In the third case, the pg_seq values of a rank in the group have a gap or a
+-- repetition. The values repeat if a later group has
+-- the same name, because the numbers of the later group begin again at 0. Collectives with the same
+-- pg_seq are paired by the order of their records.
 with numbered as (
     select
         attempt,

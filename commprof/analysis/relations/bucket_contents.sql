@@ -1,10 +1,10 @@
--- Contents of each gradient bucket, from the lowest rank that reported them.
+-- The contents of each gradient bucket, from the lowest rank that reported them.
 --
--- grain: one row per attempt, step, micro_step, bucket and group of ranks that reduce it
+-- grain: one row per attempt, step, micro_step, bucket and group of ranks that reduce the bucket
 -- inputs: buckets, bucket_groups
--- group_ranks is null for ranks whose records name no bucket. ranks counts the ranks that
--- flushed the bucket. alike is true if the bucket has equal elements and parameters on all of these
--- ranks.
+-- The column group_ranks is null for ranks that have no record with a bucket. The column ranks
+-- counts the ranks that flushed the bucket. The column alike is true if the bucket has the same
+-- number of elements and the same parameters on all of these ranks.
 with placed as (
     select *, cast(rank as bigint) * 4294967296 + pid as place -- the order of the processes
     from buckets

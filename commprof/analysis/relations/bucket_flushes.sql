@@ -1,16 +1,18 @@
--- Gradient buckets, with the operations that reduced each bucket. All ranks that reduce a bucket
--- together share one row.
+-- Gradient buckets, together with the operations that reduced each bucket. All ranks that reduce a
+-- bucket together share one row.
 --
--- grain: one row per attempt, step, micro_step, bucket and group of ranks that reduce it
+-- grain: one row per attempt, step, micro_step, bucket and group of ranks that reduce the bucket
 -- inputs: bucket_groups, bucket_contents, bucket_times, operations, aggregates
 -- requested: attempt, step, micro_step, bucket, op, intended_op, purpose, group_ranks, group_size
--- fill is numel divided by capacity. op and intended_op name all operations that reduced the
--- bucket, joined by ', '. between_hosts_bytes is the part of wire_bytes whose span is
--- between_hosts. wire_bytes, executed_wire_bytes and between_hosts_bytes are means over all ranks
--- that reduce the bucket; executed_wire_bytes and between_hosts_bytes are null if they are not
--- known. padding_bytes is null if no runtime reports it. duration_ns and exposed_ns are null if no
--- record names the bucket. For steps that were recorded as sums (--aggregate, --max-size),
--- collectives and their bytes are null, because sums do not name buckets.
+-- The column fill is numel divided by capacity. The columns op and intended_op contain the names of
+-- all operations that reduced the bucket, joined by ', '. The column between_hosts_bytes is the
+-- part of wire_bytes that was sent by operations whose span is between_hosts. The columns
+-- wire_bytes, executed_wire_bytes and between_hosts_bytes are means over all ranks that reduce the
+-- bucket. The columns executed_wire_bytes and between_hosts_bytes are null if these bytes are not
+-- known. The column padding_bytes is null if no runtime reports padding. The columns duration_ns
+-- and exposed_ns are null if no record contains the number of the bucket. Some steps are recorded
+-- as sums (--aggregate, --max-size). For these steps, collectives and all columns of bytes are
+-- null, because sums do not contain bucket numbers.
 with sizes as (
     select attempt, group_ranks, count(*) as members
     from bucket_groups

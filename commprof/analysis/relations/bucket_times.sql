@@ -1,11 +1,12 @@
--- How long it took to reduce each gradient bucket.
+-- The time that was needed to reduce each gradient bucket.
 --
--- grain: one row per attempt, step, micro_step, bucket and group of ranks that reduce it, for
---   buckets that records name
+-- grain: one row per attempt, step, micro_step, bucket and group of ranks that reduce the bucket, for
+--   buckets whose number occurs in a record
 -- inputs: collectives, bucket_groups
--- On each rank, the duration lasts from the first collective of the bucket to the last known end: the
--- return of the call, the end of a wait, or the end on the device. Duration and exposed time are means
--- over ranks.
+-- Only records with the purpose gradient_reduce count.
+-- On each rank, the duration of a bucket begins with its first collective. The duration ends with
+-- the latest end that is known: the return of a call, the end of a wait, or the end on the device.
+-- The duration and the exposed time are means over the ranks.
 with of_rank as (
     select
         c.attempt,

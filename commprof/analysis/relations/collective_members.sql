@@ -1,11 +1,13 @@
--- The records of collectives. repetition distinguishes collectives with the same pg_seq.
+-- The records of collectives. The column repetition distinguishes collectives that have the same
+-- pg_seq.
 --
 -- grain: one row per record of a collective; records of sends and recvs are excluded
 -- inputs: records=collectives
--- The records of one collective share attempt, pg, group_ranks and pg_seq. group_ranks is part of
--- the identity because disjoint groups may have the same name. A rank takes part in a collective
--- once. If a group is destroyed and a later group has the same name, the numbers begin again. Then
--- repetition, counted from 1, distinguishes the collectives of the two groups.
+-- The records of one collective have the same values of attempt, pg, group_ranks and pg_seq. The
+-- column group_ranks is needed to identify a collective, because groups without common ranks may
+-- have the same name. A rank takes part in a collective only once. If a group is destroyed and a
+-- later group has the same name, the values of pg_seq begin again at 0. In this case repetition
+-- distinguishes the collectives of the two groups. The column repetition is counted from 1.
 with repeated as (
     select attempt, pg, group_ranks, pg_seq, rank
     from records

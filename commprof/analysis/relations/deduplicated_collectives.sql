@@ -1,10 +1,10 @@
--- Deduplicated collectives, from the records of all their ranks.
+-- Deduplicated collectives. Each collective is derived from the records of all its ranks.
 --
 -- grain: one row per collective
 -- inputs: members=collective_members
--- Values on which the ranks must agree come from the lowest rank that recorded the collective. A
--- tag counts if the record of any rank carries the tag. has_splits is 1 for an all_to_all with
--- recorded splits on any rank.
+-- Some values must be equal on all ranks. These values are taken from the lowest rank that recorded
+-- the collective. A collective has a tag if the record of any rank has the tag. The column
+-- has_splits is 1 for an all_to_all if any rank recorded splits.
 select
     attempt,
     pg,

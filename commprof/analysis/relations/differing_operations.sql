@@ -1,12 +1,13 @@
--- Single collectives on which the ranks of a group differ, or whose splits are recorded. If the
--- splits are recorded, also the bytes of each pair of ranks.
+-- Individual collectives on which the ranks of a group differ, or whose splits are recorded. If the
+-- splits are recorded, the relation also contains the bytes that each pair of ranks exchanges.
 --
 -- grain: one row per such collective; for pairs of ranks, one row per combination of the requested
 --   columns, sender and receiver
 -- inputs: differing_members=collective_members(records=differing_records),
 --   differing=deduplicated_collectives(members=differing_members), differing_exchanges=exchanges(members=differing_members)
--- In the row of a pair of ranks, collectives is 0 and sent_bytes has the bytes of the pair. If a
--- collective has rows of pairs, sent_bytes is 0 in the row of the collective itself.
+-- In the row of a pair of ranks, collectives is 0, and sent_bytes contains the bytes that the
+-- sender sends to the receiver. If a collective has such rows, sent_bytes is 0 in the row of the
+-- collective itself.
 with known_exchanges as (
     select attempt, pg, group_ranks, pg_seq, repetition
     from differing_exchanges

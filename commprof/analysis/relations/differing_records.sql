@@ -2,8 +2,8 @@
 --
 -- grain: one row per record
 -- inputs: collectives, agreement
--- The relation contains the records of all ranks of such a collective, because the combination of
--- the other ranks differs as well.
+-- The relation contains the records of all ranks of such a collective. If one rank has a different
+-- combination of values, the combination of the other ranks differs from it as well.
 with described as (
     select
         *,

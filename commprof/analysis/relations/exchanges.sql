@@ -1,10 +1,11 @@
--- What each rank sends to each other rank in an all_to_all with recorded splits.
+-- The bytes that each rank sends to each other rank in an all_to_all with recorded splits.
 --
 -- grain: one row per collective, sender and receiver; the sender may be the receiver
 -- inputs: members=collective_members, group_members
--- A rank without recorded input_splits sends equal parts. If the record of the sender lacks the
--- bytes, the bytes in the record of the receiver count. sent_bytes is null if both records lack the
--- bytes. A collective has no rows if the record of any rank is missing.
+-- A rank without recorded input_splits sends the same number of bytes to every rank. If the
+-- sender's record does not contain the bytes, they are taken from the receiver's record. The column
+-- sent_bytes is null if neither record contains the bytes. A collective has no rows at all if the
+-- record of any of its ranks is missing.
 with with_splits as (
     select attempt, pg, group_ranks, pg_seq, repetition
     from members

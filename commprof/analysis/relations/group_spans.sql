@@ -1,9 +1,10 @@
--- Whether the ranks of a group are on one host or on several.
+-- The span of each group, which tells whether its ranks are on one host or on several hosts.
 --
--- grain: one row per attempt and text of group_ranks
+-- grain: one row per attempt and value of group_ranks
 -- inputs: groups, rank_hosts
--- span is within_host if all ranks of the group were recorded on one host, and between_hosts if two
--- ranks were recorded on different hosts. Otherwise it is null, because the host of a rank is not known.
+-- The column span is within_host if all ranks of the group were recorded on one host. It is
+-- between_hosts if two ranks of the group were recorded on different hosts. In all other cases the
+-- span is null, because the host of at least one rank is not known.
 with members as (
     select attempt, group_ranks, rank, max(group_size) as group_size
     from groups

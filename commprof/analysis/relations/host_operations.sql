@@ -1,16 +1,17 @@
--- What the ranks of a host issued: rank_operations, in which ranks that issued the same operations
--- share rows.
+-- The operations that the ranks of a host issued. This relation merges the rows of rank_operations
+-- for ranks that issued the same operations.
 --
 -- grain: one row per combination of the requested columns, attempt, pg, group_ranks, group_size, op, backend and call_bytes,
 --   and set of ranks
 -- inputs: rank_operations
--- Ranks whose rows of a group are all equal form a set. rank is the lowest rank of the set, and ranks
--- is the number of its ranks. host_ns and exposed_ns are sums over the set. Every other column has the
--- value of a single rank. The relation agreement has the same result for these merged rows, of one
--- host or of several hosts, as for the rows of the single ranks.
+-- Ranks form a set if all their rows in a group are equal. The column rank contains the lowest rank
+-- of the set, and the column ranks contains the number of ranks in the set. The columns host_ns and
+-- exposed_ns are sums over the set. Every other column contains the value of a single rank. The
+-- relation agreement gives the same result for these merged rows as for the rows of the single
+-- ranks. This holds for the merged rows of one host and of several hosts.
 --
--- In the usual case, all ranks of a group issued the same operations, and it suffices to group the
--- rows of the group. The ranks of other groups are compared in pairs.
+-- Usually all ranks of a group issued the same operations. In this case the rows of the group are
+-- merged by a plain grouping. In all other groups the ranks are compared in pairs.
 with alike as (
     select
         {by}

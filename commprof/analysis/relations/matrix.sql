@@ -1,19 +1,22 @@
--- Bytes that each rank sends to each other rank, modelled for the operations as issued.
+-- The modelled bytes that each rank sends to each other rank. The model uses the operations as they
+-- were issued.
 --
 -- grain: one row per combination of the requested columns, attempt, sender and receiver
 -- inputs: operations, ranks_of_groups, rank_hosts
 -- requested: by, attempt, op, group_ranks, group_size, root, sender, receiver, backend
--- The bytes of an all_reduce, a reduce_scatter or an all_gather go around a ring in the order of
--- the group. The bytes of a reduce or gather go from each other rank to the root. The bytes of a
--- broadcast or scatter go from the root to each other rank. The bytes of an all_to_all go between
--- each pair of ranks, by the splits if they are recorded. The bytes of a send go from the sender to
--- the receiver. sender and receiver are null for bytes without known pairs. The sum of wire_bytes
--- over all rows is the sum over all ranks of the operations.
+-- The model assumes these routes. The bytes of an all_reduce, a reduce_scatter or an all_gather go
+-- around a ring in the order of the group. The bytes of a reduce or a gather go from every other
+-- rank to the root. The bytes of a broadcast or a scatter go from the root to every other rank. The
+-- bytes of an all_to_all go between all pairs of ranks, and follow the splits if these are
+-- recorded. The bytes of a send go from the sender to the receiver. The columns sender and receiver
+-- are null for bytes whose pairs of ranks are not known. The sum of wire_bytes over all rows equals
+-- the wire bytes of all operations, summed over all ranks.
 --
--- message_bytes are the bytes of sends. alike_bytes are the executed bytes of the operations that
--- the backend runs between the same pairs of ranks as the model: messages, and the all_gather,
--- all_to_all, gather and scatter of gloo. between_hosts_bytes is the part of wire_bytes between
--- ranks on two hosts; it is null if a host is not known.
+-- The column message_bytes contains the bytes of sends. The column alike_bytes contains executed
+-- bytes. It covers only operations that the backend runs between the same pairs of ranks as the
+-- model. These are messages, and with gloo also all_gather, all_to_all, gather and scatter. The
+-- column between_hosts_bytes is the part of wire_bytes that is sent between ranks on different
+-- hosts. It is null if a host is not known.
 with flows as (
     select
         {flow} wire_ranks,

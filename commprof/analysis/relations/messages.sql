@@ -1,10 +1,10 @@
--- Every send and recv. The column counted says whether the record counts as a message.
+-- All sends and recvs. The column counted tells whether a record counts as a message.
 --
 -- grain: one row per record of a send or recv
 -- inputs: collectives
--- A message counts at its send. A recv counts (counted = 1) if no rank recorded its send, for example because
--- the sender was not recorded. Sends and recvs are paired by their order. A recv from any source
--- is paired with a send that no other recv names.
+-- A message counts once, at its send. A recv counts (counted = 1) only if no rank recorded its
+-- send, for example because the sender was not recorded. Sends and recvs are paired by their order.
+-- A recv from any source is paired with a send that is not paired with another recv.
 with numbered as (
     select
         c.*,

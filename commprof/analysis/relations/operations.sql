@@ -1,23 +1,25 @@
--- Deduplicated operations, summed per combination of the requested columns.
+-- Deduplicated operations, summed for each combination of the requested columns.
 --
 -- grain: one row per combination of the requested columns and wire_ranks
 -- inputs: agreement, differing_operations, messages, summed_operations, rank_hosts, group_spans
--- These rows can be summed further. wire_bytes is wire_share / wire_ranks. Both are integers, so
--- that a sum does not depend on the order of the rows. executed_share corresponds to wire_share,
--- for the operations that the backend runs (commprof.ledger.records.backends). It is known for
--- gloo. unexecuted counts the operations whose executed bytes are not known. call_bytes is the
--- payload of one reduce with gloo, because the traffic of this operation is not proportional to the
--- payload. It is null for all other operations.
+-- The rows of this relation can be summed further. The wire bytes of a row are wire_share /
+-- wire_ranks. Both columns are integers, so a sum does not depend on the order of the rows. The
+-- executed bytes of a row are executed_share / wire_ranks. These are the bytes of the operations
+-- that the backend runs (commprof.ledger.records.backends). They are known for gloo. The column
+-- unexecuted counts the summed rows whose executed bytes are not known. The column call_bytes is the
+-- payload of a single reduce with gloo. It is needed because the traffic of this operation is not
+-- proportional to its payload. It is null for all other operations.
 --
--- root is the root of a collective, or -1 if the collective has no root. A message has a sender and
--- a receiver. The bytes of an all_to_all with recorded splits are in rows for its pairs of ranks.
--- Such a row has a sender and a receiver, and collectives is 0. If the splits are not known, sender
--- and receiver are -1. span is within_host or between_hosts. The hosts of the two ranks determine
--- the span of a message or pair; the hosts of the group determine every other span. span is null if
--- these hosts are not known. padding_bytes is null if no runtime reports padding. between_share is
--- the part of wire_share whose span is between_hosts. unlocated counts the operations that send
--- bytes and whose span is not known. host_ns and exposed_ns are means over the ranks. timed counts
--- the records whose exposed_ns is known.
+-- The column root is the root of a collective, or -1 if the collective has no root. A message has a
+-- sender and a receiver. If an all_to_all has recorded splits, its bytes are in separate rows, one
+-- for each pair of ranks. Such a row has a sender and a receiver, and its collectives value is 0.
+-- If the splits are not known, sender and receiver are -1. The column span is within_host or
+-- between_hosts. The span of a message or of a pair of ranks depends on the hosts of the two ranks.
+-- Every other span depends on the hosts of the group. The span is null if these hosts are not
+-- known. The column padding_bytes is null if no runtime reports padding. The column between_share
+-- is the part of wire_share whose span is between_hosts. The column unlocated counts the summed rows
+-- that send bytes but whose span is not known. The columns host_ns and exposed_ns are means over
+-- the ranks, summed over the collectives; those of messages are sums. The column timed counts the records whose exposed_ns is known.
 with of_agreed as (
     select a.*, cast(null as int) as sender, cast(null as int) as receiver
     from agreement a

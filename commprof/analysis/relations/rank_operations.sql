@@ -1,16 +1,17 @@
--- What each rank issued, summed per combination of the columns of an operation.
+-- The operations that each rank issued, summed for each combination of the columns of an operation.
 --
 -- grain: one row per combination of the requested columns, attempt, pg, group_ranks, group_size, op, backend, call_bytes
 --   and rank
 -- inputs: collectives
--- Messages (send, recv) are excluded. ranks is the number of ranks that a row represents. It is 1
--- in this relation. It can be larger in host_operations, which merges the ranks of a host.
+-- Messages (send, recv) are excluded. The column ranks is the number of ranks that a row
+-- represents. In this relation it is always 1. It can be larger in host_operations, which merges
+-- the ranks of a host.
 --
--- check_sum and check_squares depend on pg_seq, payload_bytes and num_tensors of every record, and not
--- on the order of the records. Two ranks
--- with equal calls, payload_bytes, check_sum and check_squares issued the same collectives: the
--- probability that a different multiset of collectives has the same sums is below 1e-18. The prime
--- 2147483647 keeps every product within 64 bits.
+-- The columns check_sum and check_squares depend on pg_seq, payload_bytes and num_tensors of every
+-- record. They do not depend on the order of the records. Two ranks issued the same collectives if
+-- their calls, payload_bytes, check_sum and check_squares are equal. The probability that a
+-- different multiset of collectives has the same sums is below 1e-18. The prime 2147483647 keeps
+-- every product within 64 bits.
 with described as (
     select
         *,

@@ -1,13 +1,14 @@
 """The relations, their inputs, and the SQL statement that evaluates one.
 
-A relation is a file ``<name>.sql`` in this folder. The comments in its head describe it, its ``grain`` (what one row
-is) and its ``inputs``: tables of the schema (:data:`commprof.schema.TABLES`), :data:`MADE`, or other relations. An
-input ``alias=name`` is known under another name in the text; ``alias=name(input=other)`` is an instance of a relation
-with another input. A text with ``{by}`` is evaluated for the requested columns; fewer are cheaper. A relation may have
-a line ``requested`` with the columns that it requests of such inputs. ``by`` in that line stands for the columns that
-are requested of the relation itself.
+A relation is a file ``<name>.sql`` in this folder. The comments in its head describe the relation, its ``grain`` (what
+one row is) and its ``inputs``: tables of the schema (:data:`commprof.schema.TABLES`), :data:`MADE`, or other relations.
+An input ``alias=name`` has the name ``alias`` in the text. An input ``alias=name(input=other)`` is an instance of a
+relation in which ``other`` replaces one input. A text with ``{by}`` is evaluated for the requested columns, and fewer
+columns are cheaper. A relation may have a line ``requested`` with the columns that it requests of such inputs. In this
+line, ``by`` means the columns that are requested of the relation itself.
 
-The texts use only the SQL that DuckDB and Spark share: no QUALIFY, no lists, no lateral joins, no functions of one engine.
+The texts use only SQL that DuckDB and Spark share: no QUALIFY, no lists, no lateral joins, and no functions that only
+one engine has.
 """
 
 from __future__ import annotations
@@ -20,39 +21,44 @@ from typing import Final, NamedTuple
 
 MADE: Final = {  # what Python makes of the tables: what it is, and what one row is
     "arrivals": (
-        "When each rank arrived at each collective and message, on one clock, and how long the other ranks waited for "
-        "the last rank: see [clocks](clocks.md).",
-        "one row per record that can have partners",
+        "The time when each rank arrived at each collective and message, converted to one clock for all "
+        "ranks. The relation also contains the time that the other ranks waited for the last rank. See "
+        "[clocks](clocks.md).",
+        "one row per record that can be matched with records of other ranks",
     ),
     "bucket_groups": (
-        "The ranks that reduce gradient buckets together. Groups that share a rank count as one: "
-        "a bucket may be reduced along several axes in turn.",
-        "one row per attempt and rank with a record that names a bucket",
+        "The ranks that reduce gradient buckets together. Groups that share a rank count as one group, "
+        "because a bucket may be reduced along several axes, one after another.",
+        "one row per attempt and rank, for ranks that have a record with a bucket number",
     ),
     "exposure_of_purposes": (
-        "Exposed and overlapped time of each training step by purpose, means over the ranks: see [times](times.md).",
+        "Exposed and overlapped communication time of each training step, separately for each purpose. "
+        "The times are means over the ranks. See [times](times.md).",
         "one row per attempt, step and purpose",
     ),
     "exposure_of_steps": (
-        "Exposed and overlapped time of each training step, means over the ranks: see [times](times.md).",
+        "Exposed and overlapped communication time of each training step. The times are means over the "
+        "ranks. See [times](times.md).",
         "one row per attempt and step",
     ),
     "group_members": (
-        "The ranks of each group that issued an all_to_all with recorded splits, and their positions in the group.",
-        "one row per text of group_ranks and rank",
+        "The ranks of each group that issued an all_to_all with recorded splits. Each row also contains "
+        "the position of the rank in the group.",
+        "one row per value of group_ranks and rank",
     ),
     "process_exposure": (
-        "Exposed and overlapped communication time of each process: see [times](times.md).",
-        "one row per process, training step and purpose; step is -1 before the first step, and null "
-        "between steps and after the last step",
+        "Exposed and overlapped communication time of each process. See [times](times.md).",
+        "one row per process, training step and purpose. The column step is -1 before the first step. It "
+        "is null between steps and after the last step",
     ),
     "ranks_of_groups": (
-        "The ranks of each group that issued anything, with their positions in the group.",
-        "one row per text of group_ranks and rank",
+        "The ranks of each group that issued at least one operation. Each row also contains the position "
+        "of the rank in the group.",
+        "one row per value of group_ranks and rank",
     ),
     "transfers": (
-        "How long each collective and message took, from the time when it could begin until its end. Waits for late "
-        "ranks are excluded.",
+        "The duration of each collective and message, from the time when the operation could begin until "
+        "its end. The time that ranks waited for late ranks is excluded.",
         "one row per collective or message with a payload and at least two ranks",
     ),
 }
@@ -65,7 +71,13 @@ _INPUT: Final = re.compile(r"(?:(\w+)=)?(\w+)(?:\((\w+)=(\w+)\))?")
 
 
 class Input(NamedTuple):
-    """An input of a relation: ``name``, known as ``alias``; ``replaced``: (input, other) of an instance."""
+    """An input of a relation.
+
+    Attributes:
+        alias: The name under which the SQL text uses the input.
+        name: The table or relation.
+        replaced: For an instance, the pair (input, other): the input that is replaced, and its replacement.
+    """
 
     alias: str
     name: str
@@ -73,9 +85,17 @@ class Input(NamedTuple):
 
 
 class Relation(NamedTuple):
-    """A relation: its name, the first sentence of its head, the rest, what one row is, its inputs, and its SQL.
+    """A relation.
 
-    ``requested``: the columns that it requests of relations with ``{by}``, if it states them.
+    Attributes:
+        name: The name.
+        title: The description at the start of the head of the file, before ``grain`` or ``inputs``.
+        notes: The description that follows these fields in the head.
+        grain: What one row is.
+        inputs: The inputs.
+        sql: The SQL text.
+        requested: The columns that the relation requests of relations with ``{by}``, if its head contains
+            them.
     """
 
     name: str
@@ -89,17 +109,17 @@ class Relation(NamedTuple):
 
 @cache
 def names() -> tuple[str, ...]:
-    """The names of all relations, in order."""
+    """Return the names of all relations, in order."""
     files = (resources.files("commprof.analysis") / "relations").iterdir()
     return tuple(sorted(file.name.removesuffix(".sql") for file in files if file.name.endswith(".sql")))
 
 
 @cache
 def relation(name: str) -> Relation:
-    """The relation ``name``.
+    """Return the relation ``name``.
 
     Raises:
-        KeyError: there is none.
+        KeyError: There is no relation with this name.
     """
     if name not in names():
         raise KeyError(name)
@@ -109,7 +129,7 @@ def relation(name: str) -> Relation:
     fields: dict[str, list[str]] = {"title": []}
     current = "title"
     for line in lines[:length]:
-        content = _HEAD.fullmatch(line).group(1)  # type: ignore[union-attr] # every line of the head begins so
+        content = _HEAD.fullmatch(line).group(1)  # type: ignore[union-attr] # every line of the head matches
         label, colon, rest = content.partition(": ")
         if colon and label in ("grain", "inputs", "requested"):
             current, content = label, rest
@@ -144,7 +164,7 @@ def _input(text: str) -> Input:
 
 
 def requested(name: str, by: Sequence[str]) -> Sequence[str]:
-    """The columns by which relation ``name`` is evaluated: its own ``requested`` ones, else ``by``."""
+    """Return the columns by which relation ``name`` is evaluated: its own ``requested`` columns, else ``by``."""
     own = relation(name)
     inputs = (requested(each.name, ()) for each in own.inputs if each.name in names())
     if own.requested[:1] == (_BY,):
@@ -153,7 +173,7 @@ def requested(name: str, by: Sequence[str]) -> Sequence[str]:
 
 
 def tables_of(name: str) -> tuple[str, ...]:
-    """The tables behind relation ``name``: of the schema, and of :data:`MADE`."""
+    """Return the tables from which relation ``name`` is evaluated: tables of the schema, and of :data:`MADE`."""
     return tuple(_tables(name, {}))
 
 
@@ -182,12 +202,12 @@ def statement(
     select: str = "select * from {name}",
     known: Mapping[str, str] | None = None,
 ) -> str:
-    """One SQL statement over the tables :func:`tables_of` that evaluates relation ``name``.
+    """Return one SQL statement over the tables :func:`tables_of` that evaluates relation ``name``.
 
     Args:
-        by: the columns that are requested of relations with ``{by}``.
-        select: the query over it.
-        known: relations that were evaluated before by these columns, and the table of each.
+        by: The columns that are requested of relations with ``{by}``.
+        select: The query over the relation.
+        known: The relations that were already evaluated by these columns, with the name of the table of each.
     """
     known = known or {}
     texts = {step: f"select * from {table}" for step, table in known.items()} | steps(name, by, known)
@@ -196,13 +216,14 @@ def statement(
 
 
 def steps(name: str, by: Sequence[str] = (), known: Collection[str] = ()) -> dict[str, str]:
-    """The SQL text of each relation behind ``name``, in order, with ``name`` last.
+    """Return the SQL text of each relation that ``name`` needs, in order, with ``name`` last.
 
-    A text names tables of :func:`tables_of` and earlier relations.
+    A text uses tables of :func:`tables_of` and earlier relations.
 
     Args:
-        by: the columns that are requested of relations with ``{by}``.
-        known: relations that were evaluated before; they and the inputs of only them have no text.
+        by: The columns that are requested of relations with ``{by}``.
+        known: The relations that were already evaluated. These relations have no text, and inputs that only
+            they use have none either.
     """
     return dict(_steps(name, tuple(by), frozenset(known)))
 
@@ -250,7 +271,7 @@ def _add(
 
 
 def _clauses(by: Sequence[str]) -> dict[str, str]:
-    """The texts for the columns ``by``: with a comma after each, and as conditions of a join."""
+    """Return the texts for the columns ``by``: lists with a comma after each column, and conditions of a join."""
     columns = [name for name in dict.fromkeys((*KEYS, *by)) if name != SPAN]
     of_records = [name for name in columns if name not in _OF_PAIRS]
     return {
@@ -263,7 +284,10 @@ def _clauses(by: Sequence[str]) -> dict[str, str]:
 
 
 def _clauses_of_pairs(by: Sequence[str]) -> dict[str, str]:
-    """The texts for the relation matrix: the columns ``by`` and attempt, and with them those of a flow."""
+    """Return the texts for the relation matrix.
+
+    They list the columns ``by`` and attempt, and these columns together with the columns of a flow.
+    """
     asked = [name for name in dict.fromkeys((*by, "attempt")) if name not in _OF_PAIRS]
     flow = dict.fromkeys((*asked, "op", "group_ranks", "group_size", "root", *_OF_PAIRS, "backend"))
     return {

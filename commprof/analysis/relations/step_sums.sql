@@ -2,12 +2,13 @@
 --
 -- grain: one row per attempt and step; initialization is not a step
 -- inputs: steps
--- Rows of one step from different sets of ranks can be combined further. longest_ns is the longest
--- duration of any rank. begin_ns and last_ns (the end of the step) are times of the lowest
--- rank, which the column rank names, because hosts do not share a clock. last_ns is -1 if this rank
--- did not end the step. processes counts the
--- processes, and ended counts those that ended the step. loss, grad_norm and cpu_ns are sums;
--- losses, grad_norms and cpus count the values in these sums.
+-- Rows of the same step that come from different sets of ranks can be combined further. The column
+-- longest_ns is the longest duration of the step on any rank. The columns begin_ns and last_ns are
+-- the beginning and the end of the step on the lowest rank. The column rank contains this rank. The
+-- times of other ranks are not used, because hosts do not share a clock. The column last_ns is -1
+-- if the lowest rank did not end the step. The column processes counts all processes of the step,
+-- and ended counts the processes that ended the step. The columns loss, grad_norm and cpu_ns are
+-- sums. The columns losses, grad_norms and cpus count the values in these sums.
 select
     attempt,
     step,

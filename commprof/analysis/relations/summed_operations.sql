@@ -1,10 +1,10 @@
--- The collectives and messages of a run that was recorded as sums (--aggregate).
+-- The collectives and messages of steps that were recorded as sums (--aggregate, --max-size).
 --
 -- grain: one row per attempt, pg, group_ranks, group_size, step, after_step, phase, op, intended_op, purpose and is_p2p
 -- inputs: aggregates, groups
--- collectives is the largest count of any rank, and times are means over the ranks. A message counts
--- at its send. backend is the backend of the group, if the group has one backend for all devices.
--- group_desc is the name of the group.
+-- The column collectives is the largest count of any rank, and times are means over the ranks. For
+-- messages both are sums over the ranks, because a message counts once, at its send. The column backend contains the group's backend if the group
+-- uses the same backend for all devices. The column group_desc is torch's description of the group.
 with named as (
     select
         pg,

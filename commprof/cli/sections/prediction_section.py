@@ -1,4 +1,4 @@
-"""What ``plan``, ``predict`` and the old name ``requested`` share: options, tables of memory, whether a setting fits."""
+"""Options, tables of memory and texts that ``plan``, ``predict`` and the deprecated ``requested`` share."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from commprof.cli.rendering import Heading, Rows
 from commprof.plan.options import OPTIONS
 
 _DEVICES: Final = Path("/dev")
-MOST_RANKS: Final = 2**22  # a plan of them needs 1.3 GiB and 20 s
+MOST_RANKS: Final = 2**22  # a plan for this number of ranks needs 1.3 GiB and 20 s
 
 
 def plan_option(name: str, **more: Any) -> Any:
@@ -23,7 +23,7 @@ def plan_option(name: str, **more: Any) -> Any:
 
 
 ConfigFile: TypeAlias = Annotated[
-    Path, typer.Argument(metavar="CONFIG", help="The config file, as DeepSpeed reads it.")
+    Path, typer.Argument(metavar="CONFIG", help="The config file, in the format of DeepSpeed.")
 ]
 World: TypeAlias = Annotated[int, plan_option("world", min=1, max=MOST_RANKS)]
 Backend: TypeAlias = Annotated[str, plan_option("backend")]
@@ -34,7 +34,9 @@ AsJson: TypeAlias = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 def device_capacity(text: str | None) -> int | None:
-    """Return the memory of a device in bytes: as given, or of this machine's first GPU; None without a GPU.
+    """Return the memory of a device in bytes: the value of ``text``, or else the memory of this machine's first GPU.
+
+    The result is None if ``text`` is None and there is no GPU.
 
     Raises:
         UsageError: ``text`` is not a number of bytes.
@@ -44,7 +46,7 @@ def device_capacity(text: str | None) -> int | None:
 
         return parse_capacity(text)
     if not any(any(_DEVICES.glob(name)) for name in ("nvidia[0-9]*", "kfd")):
-        return None  # spares the seconds that importing torch takes
+        return None  # without a GPU, do not import torch, which takes seconds
     try:
         import torch
 
@@ -54,7 +56,10 @@ def device_capacity(text: str | None) -> int | None:
 
 
 def fit_sentence(needed: int, capacity: int, counted: bool = False) -> str:
-    """Return whether ``needed`` bytes, activations ``counted`` or not, fit in ``capacity`` bytes, as a sentence."""
+    """Return a sentence about whether ``needed`` bytes fit in ``capacity`` bytes.
+
+    ``counted`` is whether ``needed`` includes activations.
+    """
     before = "" if counted else ", before activations"
     need, there = rendering.number_of_bytes(needed), rendering.number_of_bytes(capacity)
     if needed > capacity:
@@ -64,7 +69,7 @@ def fit_sentence(needed: int, capacity: int, counted: bool = False) -> str:
 
 
 def memory_rows(rank_memory: Sequence[Any], ranks: int) -> Rows:
-    """Return the table of what a rank holds, and of a host with ``ranks`` ranks."""
+    """Return the table of the memory of a rank, with a row for a host if the host has several ``ranks``."""
     places = ("device", "host", "disk")
     rows = [
         (each.what, *(rendering.number_of_bytes(getattr(each, place)) for place in places), each.note)
@@ -80,7 +85,7 @@ def memory_rows(rank_memory: Sequence[Any], ranks: int) -> Rows:
 
 
 def movement_rows(moved: Sequence[Any]) -> Rows:
-    """Return the table of what offload moves per rank and step."""
+    """Return the table of the data that offload moves per rank and step."""
     headings = [Heading("what"), Heading("from"), Heading("to"), Heading("bytes", True)]
     rows = [
         (each.what, each.source, each.target, rendering.number_of_bytes(each.num_bytes)) for each in moved

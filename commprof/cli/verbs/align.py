@@ -35,7 +35,8 @@ OwnLogsArgument = Annotated[
     list[str] | None,
     typer.Argument(
         metavar="[LOG]...",
-        help="Logs of NCCL or its Inspector, directories of them, or -. Default: the logs in nccl/ of the run.",
+        help="Logs of NCCL or of the NCCL Inspector, directories of such logs, or - for standard input. "
+        "Default: the logs in the directory nccl/ of the run.",
         show_default=False,
     ),
 ]
@@ -57,16 +58,19 @@ def align(
         typer.Option(
             "--force",
             "-f",
-            help="Replace an earlier alignment of this run, even by one without matches.",
+            help="Replace an earlier alignment of this run, even if the new alignment has no matches.",
         ),
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the counts as JSON.")] = False,
 ) -> int:
-    """Match each record of a run with its NCCL log line: matched, missing, extra, ambiguous or torn (truncated).
+    """Match each record of a run with its line in the NCCL log.
 
-    If anything matches, the tables of the log and the tables matches and comm_matches are stored in the run.
-    Without LOG, a stored alignment is shown. With logs of the NCCL Inspector, collectives are matched by their
-    number, and the algorithms are stored.
+    The states are matched, missing, extra, ambiguous and torn (a truncated line).
+
+    If any record matches, commprof stores the tables of the log in the run, and also the tables matches
+    and comm_matches. If LOG is not given and the run has an alignment, commprof shows the stored
+    alignment. With logs of the NCCL Inspector, collectives are matched by their number, and the
+    algorithms are stored.
     """
     opened_run = opened(run)
     if force:

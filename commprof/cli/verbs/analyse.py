@@ -32,7 +32,8 @@ def analyse(
         list[str],
         typer.Argument(
             metavar="RUN...",
-            help="Run directories, directories of runs, or 'latest'; with --engine spark also URLs that Spark reads.",
+            help="Run directories, directories of runs, or 'latest'. With --engine spark, also URLs that "
+            "Spark can read.",
             show_default=False,
         ),
     ],
@@ -42,20 +43,21 @@ def analyse(
             "--out",
             "-o",
             metavar="DIR",
-            help="Output directory; with several runs, one directory for each.",
+            help="The output directory. With several runs, it contains one directory for each run.",
             show_default=False,
         ),
     ],
     engine: Annotated[
-        Engine, typer.Option("--engine", help="Engine that evaluates the relations.")
+        Engine, typer.Option("--engine", help="The engine that evaluates the relations.")
     ] = Engine.DUCKDB,
     master: Master = None,
     force: Annotated[bool, typer.Option("--force", "-f", help="Replace an earlier analysis.")] = False,
 ) -> int:
     """Evaluate the common relations of runs once, and store them in a directory that opens like a run.
 
-    report, compare, dashboard and export accept DIR instead of the run. Records are not copied: DIR/collectives is a
-    link to them. Records that only Spark can read (s3a://...) stay where they are. --engine spark needs Java 17 and
+    The commands report, compare, dashboard and export accept the directory DIR of --out instead of the
+    run. The records are not copied: DIR/collectives is a link to the records. Records that only Spark can
+    read (s3a://...) stay where they are. The option --engine spark requires Java 17 or newer and
     pip install 'commprof[spark]' (docs/scale.md).
     """
     session_of = spark_session(engine, master)

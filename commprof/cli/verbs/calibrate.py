@@ -35,36 +35,48 @@ _MOST_ITERATIONS: Final = 1_000_000
 def calibrate(
     out: Annotated[
         Path,
-        typer.Option("--out", "-o", metavar="FILE", help="The file to write (JSON).", show_default=False),
+        typer.Option("--out", "-o", metavar="FILE", help="The JSON file to write.", show_default=False),
     ],
     nproc: Annotated[str | None, typer.Option("--nproc", metavar="N", help=NPROC_HELP)] = None,
     ops: Annotated[
         list[str] | None,
-        typer.Option("--ops", metavar="OP,...", help=f"Operations. Default: {', '.join(OPS)}."),
+        typer.Option(
+            "--ops", metavar="OP,...", help=f"The operations to measure. Default: {', '.join(OPS)}."
+        ),
     ] = None,
     sizes: Annotated[
         str,
         typer.Option(
-            "--sizes", metavar="A:B[:FACTOR]", help="Payloads from A to B, or a list A,B,C; units K, M, G."
+            "--sizes", metavar="A:B[:FACTOR]", help="Payloads from A to B, or a list A,B,C. Units: K, M, G."
         ),
     ] = DEFAULT_SIZES,
-    dtype: Annotated[str, typer.Option("--dtype", help=f"Element type: {', '.join(DTYPES)}.")] = "float32",
-    device: Annotated[str, typer.Option("--device", help="cpu or cuda.")] = "auto",
-    backend: Annotated[str, typer.Option("--backend", help="gloo or nccl.")] = "auto",
+    dtype: Annotated[
+        str, typer.Option("--dtype", help=f"The element type: {', '.join(DTYPES)}.")
+    ] = "float32",
+    device: Annotated[str, typer.Option("--device", help="The device: cpu or cuda.")] = "auto",
+    backend: Annotated[str, typer.Option("--backend", help="The backend: gloo or nccl.")] = "auto",
     iterations: Annotated[
         int,
-        typer.Option("--iterations", metavar="N", help="Timed iterations per operation and size, at most."),
+        typer.Option(
+            "--iterations", metavar="N", help="Maximum number of timed iterations per operation and size."
+        ),
     ] = 20,
-    warmup: Annotated[int, typer.Option("--warmup", metavar="N", help="Untimed iterations before them.")] = 3,
+    warmup: Annotated[
+        int,
+        typer.Option(
+            "--warmup", metavar="N", help="Number of untimed iterations before the timed iterations."
+        ),
+    ] = 3,
     force: Annotated[
-        bool, typer.Option("--force", "-f", help="Replace an earlier calibration in --out.")
+        bool, typer.Option("--force", "-f", help="Replace the file of an earlier calibration.")
     ] = False,
 ) -> int:
     """Measure the bandwidth that collectives can reach on this machine: the ceiling for runs.
 
-    Like nccl-tests: each operation is checked once at each size, then timed; the slowest rank counts. Latency and
-    bandwidth are fitted per operation. The command starts N ranks, or is one rank of a job of torchrun, mpirun or srun.
-    Run nothing else meanwhile. The dashboard finds the file if it is beside the runs (docs/calibration.md).
+    As in nccl-tests, each operation is checked once at each size and is then timed. The time is that of
+    the slowest rank. Latency and bandwidth are fitted for each operation. The command starts N ranks. If
+    torchrun, mpirun or srun starts the command, it is one rank of that job. Run nothing else at the same
+    time. The dashboard finds the file if it is in the same directory as the runs (docs/calibration.md).
     """
     plan = Plan(
         ops=parse_ops(ops or []),

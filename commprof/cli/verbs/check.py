@@ -22,7 +22,9 @@ def check(
     run: RunArgument,
     budget: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="TOML file with the limits (docs/verify.md).", show_default=False),
+        typer.Option(
+            metavar="FILE", help="The TOML file with the limits (docs/verify.md).", show_default=False
+        ),
     ] = None,
     write_budget: Annotated[
         Path | None,
@@ -32,10 +34,10 @@ def check(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the violations as JSON.")] = False,
 ) -> int:
-    """Check a run against a budget: bytes and collectives per step, allowed operations, no unrequested messages.
+    """Check a run against a budget: bytes and collectives per step, allowed operations, unrequested messages.
 
-    Exits with 0 if the run meets the budget. Exits with 1 if the run exceeds the budget, or if the records do
-    not suffice to check it.
+    The exit code is 0 if the run meets the budget. It is 1 if the run exceeds the budget, or if the
+    records do not suffice to check the budget.
     """
     if (budget is None) == (write_budget is None):
         raise UsageError(

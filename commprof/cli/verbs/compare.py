@@ -51,7 +51,10 @@ def compare(
         bool, typer.Option("--json", help="Print JSON with exact bytes and nanoseconds.")
     ] = False,
 ) -> int:
-    """Compare settings: the traffic that each one requested, issued and sent, its time, and recommended settings."""
+    """Compare settings by their traffic and their step time, and recommend settings.
+
+    The traffic of each setting is shown as requested, issued and sent.
+    """
     answers = comparison_of(runs)
     if as_json:
         rendering.show_json(answers["advised"])

@@ -36,11 +36,14 @@ def dashboard(
             metavar="[DIR]", help="A directory of runs, one run, or 'latest'.", show_default="traces"
         ),
     ] = Path("traces"),
-    port: Annotated[int, typer.Option("--port", help="TCP port; 0 selects a free port.")] = 8050,
+    port: Annotated[
+        int, typer.Option("--port", help="The TCP port. The value 0 selects a free port.")
+    ] = 8050,
     host: Annotated[
         str,
         typer.Option(
-            "--host", help="Address to listen on. An address other than 127.0.0.1 requires a token."
+            "--host",
+            help="The address to listen on. An address other than 127.0.0.1 requires an access token.",
         ),
     ] = LOOPBACK,
     token: Annotated[
@@ -48,11 +51,11 @@ def dashboard(
         typer.Option(
             "--token",
             metavar="TEXT",
-            help="Access token. Default: generated if --host is not loopback.",
+            help="The access token. Default: a generated token if --host is not a loopback address.",
         ),
     ] = None,
 ) -> int:
-    """Serve the dashboard of runs to a browser. Stop it with Ctrl-C."""
+    """Serve the dashboard of runs to a browser. Press Ctrl-C to stop."""
     if not 0 <= port <= 65535:
         raise UsageError(f"--port {port}: a TCP port was expected, 0 to 65535")
     if directory.exists() and not directory.is_dir():
@@ -73,9 +76,9 @@ def dashboard(
         from commprof_dash.app import create_app
 
         for run in runs:
-            with contextlib.suppress(TraceError):  # the page lists it with the reason
+            with contextlib.suppress(TraceError):  # the page lists the run with the reason
                 finalise_first(run)
-        # Listen before the application is created: its access rules need the actual address.
+        # Listen before the application is created, because its access rules need the actual address.
         listening = _listen(host, port)
         address, actual_port = listening.getsockname()[:2]
         if token is None and not ipaddress.ip_address(address).is_loopback:

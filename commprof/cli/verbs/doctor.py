@@ -18,7 +18,7 @@ def doctor(
 ) -> int:
     """Show what is installed, what commprof can and cannot record on this machine, and why.
 
-    Exits with 1 if commprof can record nothing.
+    The exit code is 1 if commprof can record nothing on this machine.
     """
     from commprof.cli.sections.diagnosis import Finding, Level, diagnose
 

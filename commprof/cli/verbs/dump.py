@@ -26,14 +26,16 @@ def dump(
     out: Annotated[
         Path | None,
         typer.Option(
-            "--out", "-o", metavar="FILE", help="Write the dump to FILE; only the first sentence is printed."
+            "--out", "-o", metavar="FILE", help="Write the dump to FILE and print only its first sentence."
         ),
     ] = None,
-    force: Annotated[bool, typer.Option("--force", "-f", help="Replace the file of --out.")] = False,
+    force: Annotated[
+        bool, typer.Option("--force", "-f", help="Replace the file of --out if it exists.")
+    ] = False,
 ) -> int:
-    """Show which rank a hung job waits for, which collective each rank is in, and its Python stacks.
+    """Show which rank a hung job waits for, and the collective and the Python stacks of each rank.
 
-    The job continues to run. For a killed job, the last state is shown without stacks.
+    The job continues to run. For a job that was killed, the command shows the last state without stacks.
     """
     from commprof.sampling.dump_text import dump_text
     from commprof.sampling.job_dump import take_dump

@@ -36,10 +36,10 @@ class Format(StrEnum):
     HTML = "html"
 
 
-# Formats that hold one run per file or directory.
+# Formats whose files or directories contain only one run each.
 _OF_ONE_RUN = (Format.PERFETTO, Format.CHAKRA)
 _WITHOUT_TABLES = (*_OF_ONE_RUN, Format.HTML)
-_MOST_PREDICTED = 1_000_000  # records of a run from which a report predicts other settings
+_MOST_PREDICTED = 1_000_000  # the most records of a run for which a report predicts other settings
 
 
 def export(
@@ -51,13 +51,15 @@ def export(
     ] = None,
     out: Annotated[
         Path | None,
-        typer.Option("--out", "-o", metavar="DIR", help="Where the files go.", show_default=False),
+        typer.Option("--out", "-o", metavar="DIR", help="The directory for the files.", show_default=False),
     ] = None,
-    kind: Annotated[Format, typer.Option("--format", help="Kind of file.")] = Format.CSV,
+    kind: Annotated[Format, typer.Option("--format", help="The format of the files.")] = Format.CSV,
     tables: Annotated[
         list[str] | None,
         typer.Option(
-            "--table", metavar="NAME", help="Export only this table; repeat the option for several tables."
+            "--table",
+            metavar="NAME",
+            help="Export only this table. Repeat the option to export several tables.",
         ),
     ] = None,
     empty: Annotated[bool, typer.Option("--empty", help="Also write tables without rows.")] = False,
@@ -67,15 +69,17 @@ def export(
     check: Annotated[
         Path | None,
         typer.Option(
-            "--check", metavar="DIR", help="Compare the CSV files in DIR with the runs, and write nothing."
+            "--check", metavar="DIR", help="Compare the CSV files in DIR with the runs. Nothing is written."
         ),
     ] = None,
 ) -> int:
-    """Write runs as files, with their provenance.
+    """Write the data of runs to files, with their provenance.
 
-    csv, parquet: a file per table, the comparison, a data dictionary. duckdb: one database. perfetto: a Chrome trace, for
-    ui.perfetto.dev and chrome://tracing. chakra: MLCommons execution traces, one per rank, for ASTRA-sim. html: one file
-    that opens offline. --check exits with 1 if the export differs from its runs.
+    The formats csv and parquet write one file per table, the comparison, and a data dictionary. The
+    format duckdb writes one database. The format perfetto writes a Chrome trace for ui.perfetto.dev and
+    chrome://tracing. The format chakra writes MLCommons execution traces for ASTRA-sim, one per rank.
+    The format html writes one file that opens offline. With --check, the exit code is 1 if the export
+    differs from its runs.
     """
     if check is not None:
         return _check(check, runs or [])

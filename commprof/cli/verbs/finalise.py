@@ -19,17 +19,19 @@ def finalise(
         list[str],
         typer.Argument(
             metavar="RUN...",
-            help="Run directories, directories that hold several, or 'latest'.",
+            help="Run directories, directories of runs, or 'latest'.",
             show_default=False,
         ),
     ],
 ) -> int:
-    """Finalise runs that have ended: convert the records to tables (Parquet), and index the large ones.
+    """Finalise runs that have ended: convert the records to tables (Parquet), and index large runs.
 
-    commprof run does this when its program has ended. Use finalise if the launcher was killed, or another launcher started
-    the run. Runs that are being recorded or are finalised are skipped. For a run on several hosts, missing
-    files of hosts are written (RUN/hosts, docs/scale.md). The index (index.duckdb, for 300,000 records or more) is in
-    the run directory, or in the user's cache directory if the run is not writable.
+    commprof run finalises its run when the program has ended. Use finalise if the launcher was killed,
+    or if another launcher started the run. Runs that are still being recorded are skipped, and so are
+    runs that are already finalised. For a run on several hosts, the command writes the files of hosts
+    that are missing (RUN/hosts, docs/scale.md). A run with 300,000 records or more gets an index. The
+    index (index.duckdb) is in the run directory, or in the user's cache directory if the run is not
+    writable.
     """
     with needed("analysis", "to finalise a run"):
         from commprof.analysis.storage.index import index_of

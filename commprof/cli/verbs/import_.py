@@ -22,26 +22,31 @@ def import_(
         list[Path],
         typer.Argument(
             metavar="FILE...",
-            help="The files that the tool wrote, one per rank or process, or their directory.",
+            help="The files that the tool wrote, one per rank or process, or the directory of these files.",
             show_default=False,
         ),
     ],
     out: Annotated[
         Path,
-        typer.Option("--out", "-o", metavar="DIR", help="The run directory to make.", show_default=False),
+        typer.Option("--out", "-o", metavar="DIR", help="The run directory to create.", show_default=False),
     ],
     kind: Annotated[
         str | None,
         typer.Option(
-            "--format", metavar="FORMAT", help=f"{', '.join(FORMATS)}. Default: detected from the content."
+            "--format",
+            metavar="FORMAT",
+            help=f"One of {', '.join(FORMATS)}. Default: detected from the content.",
         ),
     ] = None,
-    force: Annotated[bool, typer.Option("--force", "-f", help="Replace an earlier run in --out.")] = False,
+    force: Annotated[
+        bool, typer.Option("--force", "-f", help="Replace an earlier run in the directory of --out.")
+    ] = False,
 ) -> int:
-    """Convert the files of another tool to a run that report, compare, export and the dashboard can read.
+    """Convert the files of another tool to a run for report, compare, export and the dashboard.
 
-    Reads dumps of torch's Flight Recorder, traces of torch.profiler, logs of the NCCL Inspector and of DeepSpeed's comms
-    logger. Code in a pickle is never run. Values that a tool does not record stay empty, and the report says so.
+    The command reads dumps of torch's Flight Recorder, traces of torch.profiler, logs of the NCCL
+    Inspector, and logs of DeepSpeed's comms logger. Code in a pickle is never run. Values that a tool
+    does not record stay empty, and the report lists them.
     """
     if kind is not None and kind not in FORMATS:
         raise UsageError(f"--format {kind}: one of {', '.join(FORMATS)} was expected")

@@ -31,10 +31,12 @@ STANDARD_INPUT: Final = "-"
 LogsArgument = Annotated[
     list[str],
     typer.Argument(
-        metavar="LOG...", help="Log files, directories of them, or - for standard input.", show_default=False
+        metavar="LOG...",
+        help="Log files, directories of log files, or - for standard input.",
+        show_default=False,
     ),
 ]
-# Kinds of lines in the order of the output: singular and plural.
+# The singular and the plural of each kind of line, in the order of the output.
 _TITLES: Final = {
     "coll": ("COLL line", "COLL lines"),
     "call": ("CALL line", "CALL lines"),
@@ -67,30 +69,35 @@ def parse(
             "--out",
             "-o",
             metavar="DIR",
-            help="Write nccl_ops.parquet and the files of the other tables (communicators, rings, ...) to DIR.",
+            help="Write the tables to DIR: nccl_ops.parquet, and one file for each other table "
+            "(communicators, rings, ...).",
         ),
     ] = None,
-    force: Annotated[bool, typer.Option("--force", "-f", help="Replace these files in --out.")] = False,
-    csv: Annotated[bool, typer.Option("--csv", help="Also write each table to --out as CSV.")] = False,
+    force: Annotated[
+        bool, typer.Option("--force", "-f", help="Replace existing tables in the directory of --out.")
+    ] = False,
+    csv: Annotated[
+        bool, typer.Option("--csv", help="Also write each table as CSV to the directory of --out.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the counts as JSON.")] = False,
     follow: Annotated[
         bool,
         typer.Option(
             "--follow",
-            help="Keep reading while the logs grow, until Ctrl-C; --out is written at the end.",
+            help="Keep reading while the logs grow, until Ctrl-C. The files of --out are written at the end.",
         ),
     ] = False,
     idle: Annotated[
         float | None,
-        typer.Option(metavar="SECONDS", help="With --follow: exit when the logs have not grown for SECONDS."),
+        typer.Option(metavar="SECONDS", help="With --follow, exit when the logs have not grown for SECONDS."),
     ] = None,
 ) -> int:
-    """Parse NCCL logs into tables, and report the lines that were read and the lines that were not read."""
+    """Parse NCCL logs into tables, and report which lines were read and which lines were not read."""
     if idle is not None and not follow:
         raise UsageError("--idle applies to --follow only; add --follow")
     if idle is not None and not idle >= 0:
         raise UsageError(f"--idle is {idle:g}; expected seconds, 0 or more")
-    # Refuse before reading: parsing a large log may take minutes.
+    # Refuse before the log is read, because parsing a large log may take minutes.
     if out is not None:
         refuse_live(out, "no table is stored in it")
     if out is not None and not force:

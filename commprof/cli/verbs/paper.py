@@ -17,15 +17,20 @@ def paper(
     directory: Annotated[
         Path,
         typer.Argument(
-            metavar="CSV_DIR", help="CSV files that commprof export RUN... wrote.", show_default=False
+            metavar="CSV_DIR",
+            help="The directory of the CSV files that commprof export RUN... wrote.",
+            show_default=False,
         ),
     ],
     out: Annotated[
-        Path, typer.Option("--out", "-o", metavar="DIR", help="Where the files go.", show_default=False)
+        Path,
+        typer.Option("--out", "-o", metavar="DIR", help="The directory for the files.", show_default=False),
     ],
     font: Annotated[
         str,
-        typer.Option("--font", metavar="FONT", help="sans, serif (Times-like), or an installed font family."),
+        typer.Option(
+            "--font", metavar="FONT", help="sans, serif (similar to Times), or an installed font family."
+        ),
     ] = "sans",
     force: Annotated[
         bool, typer.Option("--force", "-f", help="Replace the files of an earlier call.")
@@ -33,8 +38,10 @@ def paper(
 ) -> int:
     """Make figures (PDF, SVG) and LaTeX tables from the CSV files of an export.
 
-    Figures: traffic, step time and loss, each one and two columns wide, with embedded fonts, readable without color.
-    Tables: comparison and traffic, with booktabs rules, one column wide. sources.json lists their sources.
+    The figures show traffic, step time and loss. Each figure is written in two widths, one column and
+    two columns. The figures have embedded fonts and are readable without color. The tables show the
+    comparison and the traffic. They are one column wide and use the rules of booktabs. The file
+    sources.json lists the sources of figures and tables.
     """
     with needed("export", "to make figures"):
         from commprof.export.paper_export import write_paper

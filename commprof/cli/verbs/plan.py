@@ -53,7 +53,10 @@ def plan(  # noqa: PLR0913 - a parameter for each option of the command
     recorded: Annotated[str | None, plan_option("recorded", show_default=False)] = None,
     as_json: AsJson = False,
 ) -> int:
-    """Predict traffic per step and memory per rank of a model with a config, and compare settings. Runs no program."""
+    """Predict traffic per step and memory per rank for a model and a config. Runs no program.
+
+    If there are several settings, commprof compares them.
+    """
     from commprof.calibration.file import read_calibration
     from commprof.launch.sweeps.config_file import read_config
     from commprof.plan import api
@@ -65,7 +68,7 @@ def plan(  # noqa: PLR0913 - a parameter for each option of the command
             from commprof.plan.recorded_steps import recorded_step
 
             step_of_run = recorded_step(opened(recorded))
-    # None means: as in the model. A number could not say that.
+    # None means the value of the model, which no number can express.
     of_experts = {
         "num_experts": experts,
         "ep_size": ep_size,
@@ -116,7 +119,7 @@ def plan(  # noqa: PLR0913 - a parameter for each option of the command
         show_one(usable[0], planned)
         return 0
     show_comparison(planned)
-    # Settings share most decisions, and a shared one is printed once.
+    # Settings share most decisions. A shared decision is printed once.
     for sentence in dict.fromkeys(sentence for each in usable for sentence in each.decisions):
         rendering.show(rendering.paragraph(sentence))
     if measured is not None:

@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 HELP_ORDER = 100
 
 _RECORDED: Final = "as recorded"
-_MOST_RANKS: Final = 4_096  # each of them is simulated
+_MOST_RANKS: Final = 4_096  # there is a limit because each rank is simulated
 RunsArgument = Annotated[
     list[str],
     typer.Argument(
         metavar="RUN...",
-        help="A run directory, or 'latest'; or several of the same setting.",
+        help="A run directory or 'latest'. Several runs must have the same setting.",
         show_default=False,
     ),
 ]
@@ -35,7 +35,8 @@ CalibrationOption = Annotated[
     Path | None,
     typer.Option(
         metavar="FILE",
-        help="File of commprof calibrate on the same hosts, for messages that the run does not have.",
+        help="A file that commprof calibrate wrote on the same hosts. It gives the times of messages that "
+        "do not occur in the run.",
         show_default=False,
     ),
 ]
@@ -48,21 +49,28 @@ def predict(
         str | None,
         typer.Option(
             metavar="RATE",
-            help="Rate of a rank's link: 10Gbit, 1.25GB/s, or a factor of the recorded rate: x4.",
+            help="The rate of a rank's link, such as 10Gbit or 1.25GB/s, or a factor of the recorded rate, "
+            "such as x4.",
             show_default=False,
         ),
     ] = None,
     latency: Annotated[
         str | None,
         typer.Option(
-            metavar="TIME", help="Time to add to each message: 50us. Not validated.", show_default=False
+            metavar="TIME",
+            help="A time to add to each message, such as 50us. Not validated.",
+            show_default=False,
         ),
     ] = None,
     comm: Annotated[
-        Literal["free"] | None, typer.Option(help="free: messages take no time.", show_default=False)
+        Literal["free"] | None,
+        typer.Option(help="With free, messages take no time.", show_default=False),
     ] = None,
     no_straggler: Annotated[
-        bool, typer.Option("--no-straggler", help="Every rank computes for the mean time of the ranks.")
+        bool,
+        typer.Option(
+            "--no-straggler", help="Assume that every rank computes for the mean time of all ranks."
+        ),
     ] = False,
     world: Annotated[
         int | None,
@@ -70,7 +78,7 @@ def predict(
             metavar="W",
             min=2,
             max=_MOST_RANKS,
-            help="Ranks. Default: those of the run.",
+            help="The number of ranks. Default: the number of ranks of the run.",
             show_default=False,
         ),
     ] = None,
@@ -79,8 +87,8 @@ def predict(
 ) -> int:
     """Predict the step time of a recorded run with other settings, links or ranks. Runs no program.
 
-    Without options, commprof lists the changes that are worth trying. Several runs with the same setting give a
-    smaller interval.
+    Without options, commprof lists the changes that are worth trying. If you pass several runs with the
+    same setting, the interval of the prediction is smaller.
     """
     with needed("analysis", "to predict"):
         from commprof.calibration.file import read_calibration
@@ -95,7 +103,7 @@ def predict(
         listed = points(settings or [])
         sources = [opened(each) for each in runs]
         source = sources[0]
-        # The config that the rules read: a recorded file may be another program's, beside the engine's own.
+        # Use the config that the rules read. A recorded file may belong to another program than the engine.
         config = request_of(source).config or None
         answer = predict_repeats(
             sources,

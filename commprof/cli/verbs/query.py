@@ -25,16 +25,17 @@ def query(
     sql: Annotated[
         str, typer.Argument(metavar="SQL", help="One SELECT over the tables of the run.", show_default=False)
     ],
-    csv: Annotated[bool, typer.Option("--csv", help="All rows as CSV.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="All rows as JSON.")] = False,
+    csv: Annotated[bool, typer.Option("--csv", help="Print all rows as CSV.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print all rows as JSON.")] = False,
     engine: Annotated[
-        Engine, typer.Option("--engine", help="Engine, which also sets the SQL dialect.")
+        Engine, typer.Option("--engine", help="The engine that runs the query. It also sets the SQL dialect.")
     ] = Engine.DUCKDB,
     master: Master = None,
 ) -> int:
-    """Query a run in SQL.
+    """Query a run with SQL.
 
-    docs/schema.md lists the tables, docs/relations.md the relations. A query can read only these. Example:
+    docs/schema.md lists the tables, and docs/relations.md lists the relations. A query can read only
+    these tables and relations. Example:
     commprof query latest "select op, sum(collectives), sum(payload_bytes) from operations group by op".
     """
     if csv and as_json:

@@ -35,7 +35,7 @@ BY: Final = (
     "group_ranks",
     "group_size",
 )
-# What torch, or an import, calls a group that the program has given no name.
+# The names of groups to which the program has given no name, from torch or from an import.
 _UNNAMED: Final = (rendering.MISSING, "default_pg", "undefined")
 _PADDING: Final = "padding_bytes"
 _BETWEEN: Final = "between_hosts_bytes"
@@ -64,8 +64,8 @@ _WHERE_ANY: Final = (
     (_BETWEEN, Heading("between hosts", number=True)),
 )
 _IN_CALLS: Final = Heading("in calls", number=True)
-_MOST_HOSTS: Final = 8  # named with stragglers
-_MOST_COMPARED: Final = 1_000_000  # records; comparing their arrivals takes a few seconds
+_MOST_HOSTS: Final = 8  # the most hosts that a sentence about stragglers names
+_MOST_COMPARED: Final = 1_000_000  # the most records; comparing the arrivals of so many takes a few seconds
 LEGEND: Final = (
     "payload: S of nccl-tests. wire per member: modelled; the sum of the bytes that a rank of the group sends on average "
     "for each collective, and of the bytes of each message (counted at its send), for the operations that the backend ran "
@@ -79,12 +79,17 @@ LEGEND: Final = (
 
 def report(
     run: RunArgument,
-    per_step: Annotated[bool, typer.Option("--per-step", help="Show each training step separately.")] = False,
+    per_step: Annotated[
+        bool, typer.Option("--per-step", help="Show the traffic of each training step separately.")
+    ] = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print JSON with exact bytes and nanoseconds.")
     ] = False,
 ) -> int:
-    """Show counts, bytes and times of the messages of a run by operation, group and purpose, and list missing data."""
+    """Show the messages of a run by operation, group and purpose, and list missing data.
+
+    The report shows the counts, the bytes and the times of the messages.
+    """
     report_data = remembered("report", run, _answers)
     answers, late = report_data["answers"], report_data["late"]
     if as_json:
@@ -408,7 +413,7 @@ def _table(
         for column in _SUMMED:
             if not rendering.is_missing(row[column]):
                 into[column] = (into[column] or 0.0) + float(row[column])
-        # Executed bytes and hosts of a sum are not known if they are not known for one of its rows.
+        # The executed and between-hosts bytes of a sum are not known if they are not known for one of its rows.
         for column in (_EXECUTED, _BETWEEN):
             before, value = into.get(column, 0.0), row[column]
             into[column] = None if before is None or rendering.is_missing(value) else before + float(value)

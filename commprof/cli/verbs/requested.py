@@ -29,24 +29,34 @@ HELP_ORDER = 110
 def requested(
     config: ConfigFile,
     params: Annotated[
-        str, typer.Option(metavar="N", help="Parameters of the model: 175e9, 1.3B, 125M.", show_default=False)
+        str,
+        typer.Option(
+            metavar="N", help="Number of parameters of the model: 175e9, 1.3B, 125M.", show_default=False
+        ),
     ],
     world: World = 1,
     layers: Annotated[
         int | None,
         typer.Option(
-            metavar="L", min=1, help="Layers of the model. Default: typical for N.", show_default=False
+            metavar="L",
+            min=1,
+            help="Number of layers of the model. Default: typical for N.",
+            show_default=False,
         ),
     ] = None,
     devices_per_host: Annotated[
-        int, typer.Option(metavar="D", min=1, help="Ranks per host, which share memory and disk.")
+        int,
+        typer.Option(metavar="D", min=1, help="Number of ranks per host. These ranks share memory and disk."),
     ] = 8,
     backend: Backend = "nccl",
     sequence: SequenceLength = None,
     device_memory: DeviceMemory = None,
     as_json: AsJson = False,
 ) -> int:
-    """Deprecated: use commprof plan. Predict memory per rank and bytes per step of a config. Nothing is run."""
+    """Predict memory per rank and bytes per step of a config. Deprecated: use commprof plan.
+
+    The command runs no program.
+    """
     from commprof.launch.sweeps.config_file import read_config
     from commprof.plan.models import parse_number, sized_model
     from commprof.plan.predictions import Job, predict
@@ -62,7 +72,7 @@ def requested(
         f"on {backend}{'' if prediction.axes.only_data else f' along {prediction.axes}'}; "
         f"the model in {prediction.precision}; activations are not included"
     )
-    # Programs may read it: the keys stay as they were before the verb was deprecated.
+    # Programs may read this JSON, so the keys stay the same as before the verb was deprecated.
     if as_json:
         rendering.show_json(
             {
@@ -139,5 +149,5 @@ def _messages(sent: Sequence[Any], world: int) -> Rows:
         Heading("sent by each rank", True),
         Heading(""),
     ]
-    # No total: a rank is in one group of each axis, so rows of several pipeline stages belong to different ranks.
+    # There is no total. A rank is in one group of each axis, so rows of several pipeline stages are of different ranks.
     return Rows(headings, rows if grouped else [*rows, (), total], "messages per step")

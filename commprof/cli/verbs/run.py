@@ -18,13 +18,13 @@ from commprof.recorder.process.recorder_options import DEFAULTS, Options
 
 HELP_ORDER = 10
 
-NPROC_HELP = "Ranks to start. Default: the visible GPUs, else 2."
-NCCL_LOG_HELP = "Have NCCL write its log into the run. auto: if a GPU is visible."
+NPROC_HELP = "Number of ranks to start. Default: one per visible GPU, or 2 without a GPU."
+NCCL_LOG_HELP = "Whether NCCL writes its log into the run directory. With auto, it does if a GPU is visible."
 ENGINE_HELP = (
-    "What `import deepspeed` imports: zero_runtime, deepspeed (the installed package), or auto (deepspeed if "
-    "installed, else zero_runtime). Default: unchanged."
+    "The package that `import deepspeed` imports: zero_runtime, deepspeed (the installed package) or auto. "
+    "With auto, it is deepspeed if deepspeed is installed, and zero_runtime otherwise. Default: unchanged."
 )
-WIRE_HELP = "Also read the interface counters at each step, once per host."
+WIRE_HELP = "Also read the network interface counters at each step, once per host."
 
 
 @recording_options
@@ -33,7 +33,8 @@ def run(
         list[str] | None,
         typer.Argument(
             metavar="PROGRAM...",
-            help="SCRIPT ARGS, -m MODULE ARGS, or -- CMD ARGS. All further arguments go to the program unchanged.",
+            help="SCRIPT ARGS, -m MODULE ARGS, or -- CMD ARGS. commprof passes all arguments of the "
+            "program to the program unchanged.",
             show_default=False,
         ),
     ] = None,
@@ -44,7 +45,9 @@ def run(
             "--out", "-o", metavar="DIR", help="The run directory. Default: traces/<script>-<time>."
         ),
     ] = None,
-    force: Annotated[bool, typer.Option("--force", "-f", help="Replace an earlier run in --out.")] = False,
+    force: Annotated[
+        bool, typer.Option("--force", "-f", help="Replace an earlier run in the directory of --out.")
+    ] = False,
     nccl_log: Annotated[Mode, typer.Option("--nccl-log", help=NCCL_LOG_HELP)] = Mode.AUTO,
     wire: Annotated[bool, typer.Option("--wire", help=WIRE_HELP)] = False,
     engine: Annotated[Engine | None, typer.Option("--engine", help=ENGINE_HELP, show_default=False)] = None,
@@ -52,16 +55,17 @@ def run(
 ) -> int:
     """Run a program on every rank and record its collectives.
 
-    commprof starts SCRIPT or -m MODULE as python would, once per rank. CMD is your own launcher (torchrun,
-    deepspeed): commprof starts it once, and records its ranks. If a launcher (torchrun, mpirun, srun) has
-    started commprof as a rank, commprof runs the program as this rank. The exit code is that of the program,
-    or of the rank that failed first.
+    commprof starts SCRIPT or -m MODULE once per rank, in the same way as python. CMD is your own
+    launcher, such as torchrun or deepspeed. commprof starts CMD once and records the ranks that CMD
+    starts. If a launcher (torchrun, mpirun, srun) starts commprof as a rank, commprof runs the program
+    as this rank. The exit code is the exit code of the program. If several ranks fail, it is the exit
+    code of the rank that failed first.
     """
     ranks = parse_ranks(nproc)
     parsed = with_engine(parse_program(program or []), engine)
     check_program(parsed)
 
-    # Imported only now: a help page does not need the code that reads traces and starts processes.
+    # Import these modules only here, because a help page does not need code that reads traces and starts processes.
     from commprof.launch.foreign import belongs_to_a_job, run_foreign_rank
     from commprof.launch.job import Job, run_job
 

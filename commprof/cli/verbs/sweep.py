@@ -51,48 +51,62 @@ def sweep(  # noqa: PLR0913 - a parameter for each option of the command
         typer.Option(
             "--set",
             metavar="KEY=V1,V2",
-            help="A dotted key of the config and its values. With several --set, every combination is used.",
+            help="A config key in dotted form, and the values to try. If --set is repeated, every "
+            "combination is run.",
         ),
     ],
     program: Annotated[
         list[str] | None,
         typer.Argument(
             metavar="PROGRAM...",
-            help="The program as in commprof run, with the argument for its config: train.py --config ds.json.",
+            help="The program as in commprof run, with the argument for its config file. Example: train.py "
+            "--config ds.json.",
             show_default=False,
         ),
     ] = None,
     repeat: Annotated[
-        int, typer.Option("--repeat", metavar="N", help="Run every combination N times, interleaved.")
+        int,
+        typer.Option(
+            "--repeat", metavar="N", help="Run every combination N times, and interleave the repetitions."
+        ),
     ] = 1,
     out: Annotated[
         Path | None,
         typer.Option(
-            "--out", "-o", metavar="DIR", help="Directory of the runs. Default: traces/<script>-sweep-<time>."
+            "--out",
+            "-o",
+            metavar="DIR",
+            help="The directory for the runs. Default: traces/<script>-sweep-<time>.",
         ),
     ] = None,
     force: Annotated[
-        bool, typer.Option("--force", "-f", help="Replace the runs of an earlier sweep in --out.")
+        bool,
+        typer.Option("--force", "-f", help="Replace the runs of an earlier sweep in the directory of --out."),
     ] = False,
     nproc: Annotated[str | None, typer.Option("--nproc", metavar="N", help=NPROC_HELP)] = None,
     config_argument: Annotated[
         str | None,
         typer.Option(
-            "--config-arg", metavar="NAME", help="Name of the script's argument for the config file."
+            "--config-arg",
+            metavar="NAME",
+            help="The name of the script's argument that takes the config file.",
         ),
     ] = None,
     fail_fast: Annotated[bool, typer.Option("--fail-fast", help="Stop at the first run that fails.")] = False,
     show_output: Annotated[
         bool,
-        typer.Option("--show-output", help="Print the program's output here, and do not write output.txt."),
+        typer.Option(
+            "--show-output", help="Print the program's output here instead of writing it to output.txt."
+        ),
     ] = False,
     predict: Annotated[
         str | None,
         typer.Option(
             "--predict",
             metavar="RUN",
-            help="Before the first run, predict the step time of every combination from this recorded run, and write "
-            "predictions.json. At the end, show the predicted and the measured times.",
+            help="Before the first run, predict the step time of every combination from the recorded run "
+            "RUN, and write the predictions to predictions.json. At the end, show the predicted and "
+            "the measured times.",
             show_default=False,
         ),
     ] = None,
@@ -104,8 +118,9 @@ def sweep(  # noqa: PLR0913 - a parameter for each option of the command
 ) -> int:
     """Run a program once for each combination of config values, and compare the runs.
 
-    Each run gets its own config file instead of the one in the program's --config, --deepspeed_config or --ds_config
-    argument. A run whose program does not read this file is reported as failed. The exit code is 1 if any run failed.
+    commprof writes a config file for each run. It passes this file to the program instead of the file in
+    the argument --config, --deepspeed_config or --ds_config. If the program does not read this file, the
+    run is reported as failed. The exit code is 1 if any run failed.
     """
     if repeat < 1:
         raise UsageError(f"--repeat {repeat}: every point runs at least once; 1 or more was expected")
@@ -120,7 +135,7 @@ def sweep(  # noqa: PLR0913 - a parameter for each option of the command
 
     from commprof.launch.sweeps import campaign as campaigns
 
-    # Check everything before anything is removed or run: a sweep may take hours.
+    # Check everything before anything is removed or run, because a sweep may take hours.
     campaigns.check_launch(parsed, ranks)
     position, config = campaigns.find_config_argument(parsed, config_argument)
     for turn in planned:

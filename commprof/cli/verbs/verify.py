@@ -47,9 +47,10 @@ def verify(
         bool, typer.Option("--json", help="Print JSON with exact bytes and every item.")
     ] = False,
 ) -> int:
-    """Reconcile the levels of a run: requested by its config, issued, executed and moved, and why they differ.
+    """Reconcile the requested, issued, executed and moved bytes of a run, and explain the differences.
 
-    Exits with 0 if the ledger is closed, with 1 if it has a mismatch, and with 3 if a part of it is not known.
+    The requested bytes follow from the config of the run. The exit code is 0 if the ledger is closed, 1 if
+    the ledger has a mismatch, and 3 if a part of the ledger is not known.
     """
     verdict = remembered("verify", run, _verdict, frames=False)
     exit_code = int(verdict["exit_code"])

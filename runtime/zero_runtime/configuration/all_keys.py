@@ -58,77 +58,110 @@ OPTIMIZER: Final[Table] = {
     "type": used(
         text,
         None,
-        "Adam, AdamW, Adagrad, Lamb, Lion, Muon, OneBitAdam, OneBitLamb, ZeroOneAdam, or a class name in torch.optim",
+        "the optimizer: Adam, AdamW, Adagrad, Lamb, Lion, Muon, OneBitAdam, OneBitLamb, ZeroOneAdam, or "
+        "the name of a class in torch.optim",
     ),
-    "params": used(_ARGUMENTS, {}, "arguments of the optimizer: see docs/optimizers.md"),
-    "legacy_fusion": inert(boolean, False, "how a fused Lamb is wrapped", "Lamb is wrapped in one way only"),
+    "params": used(_ARGUMENTS, {}, "the arguments of the optimizer, described in docs/optimizers.md"),
+    "legacy_fusion": inert(
+        boolean, False, "how a fused Lamb optimizer is wrapped", "Lamb is wrapped in one way only"
+    ),
 }
 
 SCHEDULER: Final[Table] = {
     "type": used(
         text,
         None,
-        "name of a DeepSpeed schedule, or of a class in torch.optim.lr_scheduler",
+        "the name of a DeepSpeed schedule or of a class in torch.optim.lr_scheduler",
     ),
-    "params": used(mapping, {}, "arguments of the schedule"),
+    "params": used(mapping, {}, "the arguments of the schedule"),
 }
 
 TOP: Final[Table] = {
     "train_batch_size": used(
         optional(integer(1)),
         None,
-        "samples of a step on all ranks: the product of the next two keys and the number of ranks",
+        "the number of samples in a training step, over all ranks. It is the product of the next two keys "
+        "and the number of data-parallel ranks",
     ),
     "train_micro_batch_size_per_gpu": used(
-        optional(integer(1)), None, "samples of a micro-batch of one rank"
+        optional(integer(1)), None, "the number of samples in a micro-batch on one rank"
     ),
-    "gradient_accumulation_steps": used(optional(integer(1)), None, "micro-batches of a step"),
+    "gradient_accumulation_steps": used(
+        optional(integer(1)), None, "the number of micro-batches in a training step"
+    ),
     "managed_gradient_accumulation": used(
-        boolean, True, "count micro-batches; false: every call of step() updates the parameters"
+        boolean,
+        True,
+        "count micro-batches, so that step() updates the parameters once per training step. If false, "
+        "every call of step() updates the parameters",
     ),
-    "optimizer": used(optional(inside(OPTIMIZER)), None, "the optimizer, if initialize receives none"),
+    "optimizer": used(
+        optional(inside(OPTIMIZER)), None, "the optimizer to use if initialize receives no optimizer"
+    ),
     "scheduler": used(
-        optional(inside(SCHEDULER)), None, "the learning-rate schedule, if initialize receives none"
+        optional(inside(SCHEDULER)),
+        None,
+        "the learning-rate schedule to use if initialize receives no schedule",
     ),
     "zero_optimization": used(
-        inside(ZERO), {}, "what is sharded and how; the value true is an old form of stage 1"
+        inside(ZERO),
+        {},
+        "what is sharded, and how. The value true, instead of an object, is an old form of stage 1",
     ),
     "fp16": used(inside(FP16), {}, "train in fp16"),
     "fp16_override_modules": used(
         optional(strings),
         None,
-        "patterns of names or classes of modules that stay in fp32. Not a key of DeepSpeed",
+        "patterns for the names or classes of modules. The modules that match stay in fp32. Not a key of "
+        "DeepSpeed",
     ),
     "bf16": used(inside(BF16), {}, "train in bf16"),
-    "bfloat16": used(inside(BF16), {}, "old name of bf16"),
-    "data_types": used(inside(DATA_TYPES), {}, "dtypes of parameters, buffers and accumulated gradients"),
+    "bfloat16": used(inside(BF16), {}, "the old name of bf16"),
+    "data_types": used(inside(DATA_TYPES), {}, "the dtypes of parameters, buffers and accumulated gradients"),
     "torch_autocast": used(inside(TORCH_AUTOCAST), {}, "train under torch.autocast"),
-    "zero_allow_untested_optimizer": used(boolean, False, "shard optimizers that DeepSpeed has not tested"),
-    "gradient_clipping": used(_CLIPPING, 1.0, "largest norm of the gradients; 0 or null disables clipping"),
+    "zero_allow_untested_optimizer": used(
+        boolean, False, "allow sharding with optimizers that DeepSpeed has not tested"
+    ),
+    "gradient_clipping": used(
+        _CLIPPING, 1.0, "the largest allowed norm of the gradients. The value 0 or null disables clipping"
+    ),
     "prescale_gradients": used(boolean, False, "divide gradients before they are summed"),
     "gradient_predivide_factor": used(
-        number(), 1.0, "divide gradients by this before the sum, and by the rest of the divisor after it"
+        number(),
+        1.0,
+        "divide gradients by this number before they are summed. The sum is then divided by the rest of "
+        "the divisor",
     ),
-    "gradient_allreduce_op": used(_SUM_OR_MEAN, "mean", "whether gradients are averaged over the ranks"),
+    "gradient_allreduce_op": used(
+        _SUM_OR_MEAN, "mean", "whether gradients are averaged or summed over the ranks"
+    ),
     "communication_data_type": used(
         optional(choice_of_any_case(*DTYPES)),
         None,
-        "dtype in which gradients are sent; null: the dtype of the model",
+        "the dtype in which gradients are sent. With null, it is the dtype of the model",
     ),
-    "disable_allgather": used(boolean, False, "stages 1 and 2: broadcast each rank's shard instead"),
+    "disable_allgather": used(
+        boolean,
+        False,
+        "stages 1 and 2: each rank broadcasts its shard of the updated parameters, instead of an all_gather",
+    ),
     "steps_per_print": used(
-        optional(unlimited(integer(1))), None, "steps between two printed lines; inf: print no lines"
+        optional(unlimited(integer(1))),
+        None,
+        "the number of steps between two printed lines. With inf, no lines are printed",
     ),
-    "dataloader_drop_last": used(boolean, False, "drop the last batch if it is not full"),
+    "dataloader_drop_last": used(boolean, False, "drop the last batch of the data if it is not full"),
     "wall_clock_breakdown": used(boolean, False, "print the time of each part of a step"),
     "memory_breakdown": used(boolean, False, "print the memory in use at each part of a step"),
     "dump_state": used(boolean, False, "print the effective configuration"),
-    "disable_python_gc": used(boolean, False, "disable automatic garbage collection during the training"),
+    "disable_python_gc": used(
+        boolean, False, "disable Python's automatic garbage collection during the training"
+    ),
     "traffic_contract": used(
         choice("off", "warn", "stop"),
         "off",
-        "during the run, compare the messages of all ranks; at the first difference, warn or stop. Not a key of "
-        "DeepSpeed",
+        "compare the messages of all ranks during the run. At the first difference, `warn` prints a warning, "
+        "and `stop` stops the training. Not a key of DeepSpeed",
     ),
     **FEATURES,
     "zero_force_ds_cpu_optimizer": inert(
@@ -137,13 +170,16 @@ TOP: Final[Table] = {
     "seq_parallel_communication_data_type": used(
         choice_of_any_case(*DTYPES),
         "fp32",
-        "dtype in which gradients are sent with sequence_parallel_size above 1",
+        "the dtype in which gradients are sent if sequence_parallel_size is above 1",
     ),
     "log_level": inert(
-        anything, None, "level of DeepSpeed's logger", "the variable ZERO_RUNTIME_LOG_LEVEL sets the level"
+        anything,
+        None,
+        "the level of DeepSpeed's logger",
+        "the variable ZERO_RUNTIME_LOG_LEVEL sets the level",
     ),
     "vocabulary_size": inert(
-        anything, None, "size of the model's vocabulary", "the runtime does not use this size"
+        anything, None, "the size of the model's vocabulary", "the runtime does not use this size"
     ),
     "nebula": refused(
         "Nebula checkpoints have been removed from DeepSpeed; remove the block", "Nebula checkpoints"

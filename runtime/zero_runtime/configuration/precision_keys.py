@@ -42,54 +42,88 @@ dtype: Final = Check(choice(*DTYPES).expected, _dtype)
 autocast_dtype: Final = Check(choice("bfloat16", "bf16", "float16", "fp16", "half").expected, _autocast_dtype)
 
 FP16: Final[Table] = {
-    "enabled": used(boolean, False, "parameters and gradients in fp16, with fp32 master weights"),
-    "auto_cast": used(boolean, False, "cast floating-point inputs to fp16"),
-    "loss_scale": used(not_boolean(number(0.0)), 0.0, "factor of the loss; 0: the next five keys set the factor"),
-    "initial_scale_power": used(integer(-1000, 1000), 16, "the initial loss scale is 2 to this power"),
-    "loss_scale_window": used(not_boolean(integer(1)), 1000, "steps without overflow before the loss scale doubles"),
-    "hysteresis": used(integer(-1000), 2, "the loss scale is halved after this many overflows; below 1: never halved"),
-    "consecutive_hysteresis": used(boolean, False, "a step without overflow resets the hysteresis to its full value"),
-    "min_loss_scale": used(not_boolean(positive), 1.0, "an overflow at this scale ends the training"),
-    "fp16_override_modules": used(optional(strings), None, "another place for fp16_override_modules"),
+    "enabled": used(boolean, False, "use fp16 for parameters and gradients, and fp32 for master weights"),
+    "auto_cast": used(boolean, False, "cast the floating-point inputs of the model to fp16"),
+    "loss_scale": used(
+        not_boolean(number(0.0)),
+        0.0,
+        "the factor by which the loss is multiplied. With 0, the factor is dynamic, and the next five keys "
+        "control it",
+    ),
+    "initial_scale_power": used(
+        integer(-1000, 1000), 16, "the initial loss scale is 2 to the power of this number"
+    ),
+    "loss_scale_window": used(
+        not_boolean(integer(1)),
+        1000,
+        "the number of steps without an overflow after which the loss scale doubles",
+    ),
+    "hysteresis": used(
+        integer(-1000),
+        2,
+        "the loss scale is halved after this many overflows. With a value below 1, it is never halved",
+    ),
+    "consecutive_hysteresis": used(
+        boolean, False, "each step without an overflow resets the hysteresis to its full value"
+    ),
+    "min_loss_scale": used(
+        not_boolean(positive),
+        1.0,
+        "the smallest loss scale. An overflow at this scale stops the training with an error",
+    ),
+    "fp16_override_modules": used(
+        optional(strings), None, "the same as the key fp16_override_modules at the top level"
+    ),
     "fp16_master_weights_and_grads": later(
-        boolean, False, "master weights in fp16", "16-bit masters with fp32 state", "masters are fp32"
+        boolean, False, "keep master weights in fp16", "16-bit masters with fp32 state", "masters are fp32"
     ),
 }  # fmt: skip
 
 BF16: Final[Table] = {
-    "enabled": used(boolean, False, "parameters and gradients in bf16, with fp32 master weights"),
+    "enabled": used(boolean, False, "use bf16 for parameters and gradients, and fp32 for master weights"),
     "check_grad_overflow": used(
-        boolean, True, "before each step, the ranks agree whether any gradient is infinite"
+        boolean, True, "before each step, the ranks check together whether any gradient is infinite or NaN"
     ),
     "immediate_grad_update": inert(
         boolean,
         False,
-        "add gradients to fp32 ones in the backward pass",
+        "add gradients to fp32 gradients during the backward pass",
         "the gradients are the same",
     ),
     "bf16_master_weights_and_grads": used(
-        boolean, False, "master weights in bf16; set together with bf16_optimizer_states"
+        boolean, False, "keep master weights in bf16. Set this key together with bf16_optimizer_states"
     ),
     "bf16_optimizer_states": used(
         boolean,
         False,
-        "optimizer state in bf16; set together with bf16_master_weights_and_grads",
+        "keep optimizer state in bf16. Set this key together with bf16_master_weights_and_grads",
     ),
 }
 
 DATA_TYPES: Final[Table] = {
-    "grad_accum_dtype": used(optional(dtype), None, "dtype of accumulated gradients; null: the dtype of the model"),
-    "param_dtype": used(optional(dtype), None, "dtype of the parameters; must agree with fp16 and bf16"),
-    "buffer_dtype": used(optional(dtype), None, "dtype of the model's buffers; null is the model's"),
+    "grad_accum_dtype": used(
+        optional(dtype), None, "the dtype of accumulated gradients. With null, it is the dtype of the model"
+    ),
+    "param_dtype": used(
+        optional(dtype), None, "the dtype of the parameters. It must agree with the blocks fp16 and bf16"
+    ),
+    "buffer_dtype": used(
+        optional(dtype), None, "the dtype of the model's buffers. With null, the buffers keep their dtypes"
+    ),
     "keep_in_fp32_modules": used(
-        either("auto", strings), "auto", "buffers that stay in fp32; auto asks the model for its own list"
+        either("auto", strings),
+        "auto",
+        "the buffers that stay in fp32. With auto, the list comes from the model",
     ),
 }  # fmt: skip
 
 TORCH_AUTOCAST: Final[Table] = {
-    "enabled": used(boolean, False, "run the forward pass under torch.autocast; parameters stay fp32"),
-    "dtype": used(autocast_dtype, "bfloat16", "dtype of the lower-precision operations"),
+    "enabled": used(boolean, False, "run the forward pass under torch.autocast. The parameters stay in fp32"),
+    "dtype": used(autocast_dtype, "bfloat16", "the dtype of the lower-precision operations"),
     "lower_precision_safe_modules": used(
-        optional(strings), None, "classes whose gradients are sent in this dtype; null: linear and convolution layers"
+        optional(strings),
+        None,
+        "classes of modules whose gradients are sent in the lower-precision dtype. With null, these are "
+        "linear and convolution layers",
     ),
 }  # fmt: skip

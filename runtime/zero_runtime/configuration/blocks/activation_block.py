@@ -15,17 +15,27 @@ from zero_runtime.errors import ConfigError
 BLOCK: Final = "activation_checkpointing"
 KEYS: Final[Table] = {
     "partition_activations": used(
-        boolean, False, "each rank of a model-parallel group keeps its shard of every checkpoint"
+        boolean,
+        False,
+        "each rank of a model-parallel group keeps only its shard of every activation checkpoint",
     ),
-    "cpu_checkpointing": used(boolean, False, "keep checkpoints in host memory"),
+    "cpu_checkpointing": used(boolean, False, "keep activation checkpoints in host memory"),
     "contiguous_memory_optimization": used(
-        boolean, False, "copy checkpoints into buffers that are allocated once; needs partition_activations"
+        boolean,
+        False,
+        "copy activation checkpoints into buffers that are allocated once. This requires "
+        "partition_activations",
     ),
     "number_checkpoints": used(
-        optional(integer(0)), None, "checkpoints in such a buffer: the largest number that exists at a time"
+        optional(integer(0)),
+        None,
+        "the number of activation checkpoints in each buffer of contiguous_memory_optimization. Set it to "
+        "the largest number of checkpoints that exist at the same time",
     ),
-    "synchronize_checkpoint_boundary": used(boolean, False, "wait for the device at each checkpoint"),
-    "profile": used(boolean, False, "print the forward and backward times of each checkpoint"),
+    "synchronize_checkpoint_boundary": used(
+        boolean, False, "wait for the device at each activation checkpoint"
+    ),
+    "profile": used(boolean, False, "print the forward and backward times of each activation checkpoint"),
 }
 
 

@@ -34,9 +34,12 @@ def _fraction(name: str, value: Any) -> float:
 
 
 CALIBRATION: Final[Table] = {
-    "world": used(optional(text), None, "file that commprof calibrate wrote in a run on all ranks"),
+    "world": used(optional(text), None, "the file that commprof calibrate wrote in a run on all ranks"),
     "axes": used(
-        strings, (), "for each axis, a calibration file of the ranks of one group; outermost axis first"
+        strings,
+        (),
+        "one calibration file for each axis, from the outermost axis to the innermost. Each file is "
+        "measured on the ranks of one group along that axis",
     ),
 }
 
@@ -44,12 +47,14 @@ COMMUNICATION: Final[Table] = {
     "topology": used(
         Check("1, 2, 3, `auto` or list of int", _topology),
         1,
-        "axes of the grid of ranks along which gradient sums and parameter gathers go; see docs/topology.md",
+        "the axes of the grid of ranks. Gradients are summed and parameters are gathered along these axes. "
+        "See docs/topology.md",
     ),
     "calibration": used(
         optional(inside(CALIBRATION)),
         None,
-        "measured costs; they determine the sizes that are auto, and the messages that go along the axes",
+        "files with measured costs. They determine the sizes that are auto, and which messages go along "
+        "the axes",
     ),
     "slow_node_tolerance": used(
         optional(Check("number above 0 and below 1", _fraction)),
@@ -59,7 +64,8 @@ COMMUNICATION: Final[Table] = {
     "bounded_delay": used(
         integer(0),
         0,
-        "delay of gradients in steps: step t applies the gradients of step t - N (stage 0, over P2P); 0: no delay",
+        "the delay N of gradients in steps. Step t applies the gradients of step t - N. This requires "
+        "stage 0 and uses point-to-point messages. The value 0 means no delay",
     ),
 }
 

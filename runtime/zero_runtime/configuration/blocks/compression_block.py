@@ -16,40 +16,53 @@ TWO_BIT: Final = "2bit"
 NONE: Final = "none"
 
 COMPRESSION: Final[Table] = {
-    "enabled": used(boolean, True, "false is the same as algorithm none"),
+    "enabled": used(boolean, True, "enable compression. The value false is the same as algorithm none"),
     "algorithm": used(
         choice_of_any_case(TOP_K, ONE_BIT, TWO_BIT, NONE),
         TOP_K,
-        "which part of a gradient is sent: the largest elements, the signs, the signs with one of two "
-        "magnitudes, or everything. Lossy (over 1 % more loss) with AdamW: 2bit, and topk where betas[0] is above 0; with "
-        "the momentum of SGD: 1bit, and topk without momentum_correction. Not measured: 1bit with AdamW, 2bit with SGD",
+        "which part of a gradient is sent: the largest elements (`topk`), the signs (`1bit`), the signs "
+        "with one of two magnitudes (`2bit`), or everything (`none`). Some combinations raise the loss by "
+        "over 1 %. With AdamW, these are 2bit, and topk if betas[0] is above 0. With the momentum of SGD, "
+        "these are 1bit, and topk without momentum_correction. The combinations of 1bit with AdamW and of "
+        "2bit with SGD were not measured",
     ),
-    "topk_ratio": used(fraction, 0.01, "share of the elements that topk sends"),
-    "error_feedback": used(boolean, True, "add the unsent part of the last gradients to the next gradients"),
-    "warmup_steps": used(integer(0), 0, "number of steps at the start of the training without compression"),
+    "topk_ratio": used(fraction, 0.01, "the share of the elements that topk sends"),
+    "error_feedback": used(
+        boolean, True, "keep the part of the gradients that was not sent, and add it to the next gradients"
+    ),
+    "warmup_steps": used(
+        integer(0), 0, "the number of steps without compression at the start of the training"
+    ),
     "topk_warmup_steps": used(
         integer(0),
         0,
-        "number of compressed steps in which the share of topk falls exponentially to topk_ratio",
+        "the number of compressed steps in which the share that topk sends falls exponentially to topk_ratio",
     ),
-    "topk_warmup_ratio": used(fraction, 0.25, "share of topk in the first of the topk_warmup_steps"),
+    "topk_warmup_ratio": used(
+        fraction, 0.25, "the share that topk sends in the first of the topk_warmup_steps"
+    ),
     "momentum_correction": used(
-        boolean, False, "SGD: each rank applies the momentum to its own gradients, before compression"
+        boolean,
+        False,
+        "with SGD, each rank applies the momentum to its own gradients before it compresses them",
     ),
     "clip_before_residual": used(
         boolean,
         False,
-        "each rank clips its own gradients to gradient_clipping / sqrt(ranks), instead of clipping the sum",
+        "each rank clips its own gradients to gradient_clipping / sqrt(ranks). The sum is then not clipped",
     ),
     "residual_decay": used(
-        fraction, 1.0, "factor that multiplies the residual before it is added to a gradient"
+        fraction, 1.0, "the factor that multiplies the residual before the residual is added to a gradient"
     ),
-    "huffman_coding": used(boolean, False, "Huffman-code a payload of topk or 2bit if this makes it smaller"),
+    "huffman_coding": used(
+        boolean, False, "apply Huffman coding to a payload of topk or 2bit if the payload becomes smaller"
+    ),
     "hierarchical_compress": used(boolean, False, "compress only the traffic between hosts"),
     "two_phase": used(
         boolean,
         False,
-        "1bit and 2bit on more than two ranks: compress the sums too, so that the bytes per rank do not grow with the ranks",
+        "with 1bit and 2bit on more than two ranks, compress the sums too. The bytes per rank then do not "
+        "grow with the number of ranks",
     ),
 }
 

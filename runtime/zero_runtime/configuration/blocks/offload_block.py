@@ -34,41 +34,61 @@ _SHARE: Final = Check("number from 0 to 1", _share, coerce=coerced_number)
 
 OFFLOAD_OPTIMIZER: Final[Table] = {
     "device": used(
-        choice("none", "cpu", "nvme"), "none", "where the optimizer's state is stored: host memory, or files"
+        choice("none", "cpu", "nvme"),
+        "none",
+        "where the optimizer state is stored: on the device (`none`), in host memory (`cpu`) or in "
+        "files (`nvme`)",
     ),
-    "nvme_path": used(optional(text), None, "folder for the files; needed for nvme"),
-    "buffer_count": used(integer(0), 4, "with nvme: chunks of the state that are in memory at the same time"),
-    "pin_memory": used(boolean, True, "use page-locked host memory if a GPU copies from it"),
-    "pipeline": used(optional(boolean), None, "value for the next two keys"),
+    "nvme_path": used(optional(text), None, "the directory for the files. It is required if device is nvme"),
+    "buffer_count": used(
+        integer(0),
+        4,
+        "the number of chunks of the state that are in memory at the same time, if device is nvme",
+    ),
+    "pin_memory": used(boolean, True, "use page-locked host memory if a GPU copies from this memory"),
+    "pipeline": used(optional(boolean), None, "the default value of the next two keys"),
     "pipeline_read": used(
         optional(boolean),
         None,
-        "read the next chunk while one is updated; null: the value of pipeline, else true",
+        "read the next chunk while the optimizer updates a chunk. With null, the value of pipeline is "
+        "used, or true if pipeline is not set",
     ),
     "pipeline_write": used(
         optional(boolean),
         None,
-        "write a chunk while the next is updated; null: the value of pipeline, else true",
+        "write a chunk while the optimizer updates the next one. With null, the value of pipeline is used, "
+        "or true if pipeline is not set",
     ),
-    "fast_init": used(boolean, False, "with nvme: write master weights only after the first step"),
-    "ratio": used(_SHARE, 1.0, "share of the state that is offloaded; the rest stays on the device"),
+    "fast_init": used(boolean, False, "write master weights only after the first step, if device is nvme"),
+    "ratio": used(_SHARE, 1.0, "the share of the state that is offloaded. The rest stays on the device"),
     "super_offload": later(boolean, False, "SuperOffload", "SuperOffload", "device cpu with ratio"),
     "cpuadam_cores_perc": inert(
-        number(0.0), 0.8, "share of the cores that update parameters", "acts with super_offload only"
+        number(0.0),
+        0.8,
+        "the share of the CPU cores that update parameters",
+        "it has an effect only with super_offload",
     ),
 }
 
 AIO: Final[Table] = {
-    "block_size": used(integer(1), 1_048_576, "bytes of a block"),
-    "queue_depth": used(integer(1), 8, "blocks that are read or written in one request"),
-    "intra_op_parallelism": used(integer(1), 1, "number of reading threads, and also of writing threads"),
-    "thread_count": used(optional(integer(1)), None, "old name of intra_op_parallelism"),
+    "block_size": used(integer(1), 1_048_576, "the number of bytes in a block"),
+    "queue_depth": used(integer(1), 8, "the number of blocks that are read or written in one request"),
+    "intra_op_parallelism": used(
+        integer(1), 1, "the number of threads that read, and also the number of threads that write"
+    ),
+    "thread_count": used(optional(integer(1)), None, "the old name of intra_op_parallelism"),
     "single_submit": used(boolean, False, "each request reads or writes one block"),
     "overlap_events": used(
-        boolean, True, "each thread checksums one request while the disk processes another"
+        boolean,
+        True,
+        "each thread computes the checksum of one request while the disk processes another request",
     ),
     "use_gds": later(
-        boolean, False, "from the GPU to NVMe directly", "GPUDirect Storage", "files go through host memory"
+        boolean,
+        False,
+        "move data directly between the GPU and NVMe",
+        "GPUDirect Storage",
+        "files go through host memory",
     ),
 }
 

@@ -24,15 +24,26 @@ _SIZE: Final = integer(0)
 
 OFFLOAD_PARAM: Final[Table] = {
     "device": stage_3(
-        choice("none", "cpu", "nvme"), "none", "where shards of parameters are stored: host memory, or files"
+        choice("none", "cpu", "nvme"),
+        "none",
+        "where the shards of parameters are stored: on the device (`none`), in host memory (`cpu`) or in "
+        "files (`nvme`)",
     ),
-    "nvme_path": stage_3(optional(text), None, "folder for the files; needed for nvme"),
-    "buffer_count": stage_3(_SIZE, 5, "with nvme: buffers for shards that are prefetched or written"),
-    "buffer_size": stage_3(_SIZE, 100_000_000, "elements of a buffer; a larger shard is moved in chunks"),
+    "nvme_path": stage_3(
+        optional(text), None, "the directory for the files. It is required if device is nvme"
+    ),
+    "buffer_count": stage_3(
+        _SIZE, 5, "the number of buffers for shards that are prefetched or written, if device is nvme"
+    ),
+    "buffer_size": stage_3(
+        _SIZE, 100_000_000, "the number of elements in a buffer. A larger shard is moved in chunks"
+    ),
     "max_in_cpu": stage_3(
-        _SIZE, 1_000_000_000, "elements of each rank that stay in host memory; files contain the others"
+        _SIZE,
+        1_000_000_000,
+        "the number of elements of each rank that stay in host memory. The other elements are in files",
     ),
-    "pin_memory": stage_3(boolean, True, "use page-locked host memory if a GPU copies from it"),
+    "pin_memory": stage_3(boolean, True, "use page-locked host memory if a GPU copies from this memory"),
 }
 
 

@@ -19,12 +19,12 @@ from zero_runtime.configuration.reading.key_table import Table, inert, inside, l
 from zero_runtime.errors import ConfigError
 
 _PART: Final = "tensor parallelism"
-_SIZE: Final = "ranks that share each tensor"
+_SIZE: Final = "the number of ranks that share each tensor"
 
 _TP: Final[Table] = {
     "tp_size": used(integer(1), 1, "the same as autotp_size"),
     "tp_grain_size": inert(
-        integer(1), 1, "grain size of uneven partitions", "tensors are partitioned evenly"
+        integer(1), 1, "the grain size of uneven partitions", "tensors are partitioned evenly"
     ),
     "mpu": refused(
         "an object cannot be part of a configuration; pass mpu to initialize", "model parallelism"
@@ -35,51 +35,83 @@ _TP: Final[Table] = {
 }
 
 TENSOR_PARALLEL: Final[Table] = {
-    "autotp_size": used(integer(0), 0, f"{_SIZE}; modules are partitioned by their names; 0 disables it"),
-    "tp": used(optional(inside(_TP)), None, "block with another key for the size"),
-    "tensor_parallel": used(optional(inside(_TP)), None, "old name of tp"),
+    "autotp_size": used(
+        integer(0), 0, f"{_SIZE}. Modules are partitioned by their names. The value 0 disables this"
+    ),
+    "tp": used(optional(inside(_TP)), None, "an object whose key tp_size is another name for autotp_size"),
+    "tensor_parallel": used(optional(inside(_TP)), None, "the old name of tp"),
     "plan": used(
-        optional(mapping), None,
-        "patterns of module names, and the partitioning of each: docs/parallelism.md. Not a key of DeepSpeed",
+        optional(mapping),
+        None,
+        "patterns of module names, and how the modules that match each pattern are partitioned. See "
+        "docs/parallelism.md. Not a key of DeepSpeed",
     ),
-    "partition_config": used(optional(mapping), None, "the plan in DeepSpeed's form: layer_specs"),
+    "partition_config": used(
+        optional(mapping), None, "the plan in DeepSpeed's form, with the key layer_specs"
+    ),
     "sequence_parallel": used(
-        boolean, False, "shard activations between partitioned modules along the sequence. Not a key of DeepSpeed"
+        boolean,
+        False,
+        "between partitioned modules, shard activations along the sequence. Not a key of DeepSpeed",
     ),
-    "dtype": inert(anything, None, "dtype of the layers", "bf16 and fp16 set the dtype of the training"),
+    "dtype": inert(anything, None, "the dtype of the layers", "bf16 and fp16 set the dtype of the training"),
     "tp_overlap_comm": later(boolean, False, "overlap reductions with computation", "overlap within a layer"),
     "vocab_parallel_lm_head": later(
         optional(boolean), None, "also partition the output layer", "a separate key for the output layer",
         'name it in tensor_parallel.plan as "column", and the loss as "loss"',
     ),
-    "vocab_parallel_ce_backend": waiting(choice("torch", "liger"), "torch", "backend of this parallel loss", _PART),
+    "vocab_parallel_ce_backend": waiting(
+        choice("torch", "liger"),
+        "torch",
+        "the backend of the vocabulary-parallel loss",
+        _PART,
+    ),
     "injection_policy_tuple": later(
-        anything, None, "layers to partition", "DeepSpeed's policies", "name the modules in tensor_parallel.plan"
+        anything,
+        None,
+        "the layers to partition",
+        "DeepSpeed's policies",
+        "name the modules in tensor_parallel.plan",
     ),
     "preset_model": later(
-        optional(text), None, "name of a known model", "a table of models", "name the modules in tensor_parallel.plan"
+        optional(text),
+        None,
+        "the name of a known model",
+        "a table of models",
+        "name the modules in tensor_parallel.plan",
     ),
     "keep_module_on_host": inert(
-        boolean, False, "partition in host memory", "a model is partitioned on its device, before it is moved"
+        boolean,
+        False,
+        "partition the model in host memory",
+        "a model is partitioned on its device, before it is moved",
     ),
-    "replace_with_kernel_inject": later(boolean, False, "replace kernels", "kernels for inference"),
+    "replace_with_kernel_inject": later(
+        boolean, False, "replace kernels of the model", "kernels for inference"
+    ),
 }  # fmt: skip
 
 KEYS: Final[Table] = {
-    "tensor_parallel": used(inside(TENSOR_PARALLEL), {}, "tensor parallelism: docs/parallelism.md"),
+    "tensor_parallel": used(
+        inside(TENSOR_PARALLEL), {}, "the settings of tensor parallelism, described in docs/parallelism.md"
+    ),
     "tp_size": used(
         integer(1), 1, f"{_SIZE}. Not a key of DeepSpeed, which uses tensor_parallel.autotp_size"
     ),
-    "sequence_parallel_size": used(integer(1), 1, "ranks that share the sequences of a batch (Ulysses)"),
+    "sequence_parallel_size": used(
+        integer(1), 1, "the number of ranks that share the sequences of a batch (Ulysses)"
+    ),
     "data_parallel_size": used(
         optional(integer(1)),
         None,
-        "a check: number of ranks divided by the number that share a model or its sequences",
+        "the expected number of data-parallel ranks, which is checked. It is the number of ranks divided "
+        "by the number of ranks that share a model or its sequences",
     ),
     "use_data_before_expert_parallelism": used(
         boolean,
         False,
-        "ranks with the same experts are adjacent; ranks that exchange tokens are far apart: docs/experts.md",
+        "if true, ranks with the same experts are adjacent, and ranks that exchange tokens are far apart. "
+        "See docs/experts.md",
     ),
 }
 

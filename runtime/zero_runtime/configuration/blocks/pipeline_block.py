@@ -31,44 +31,73 @@ def _method(name: str, value: Any) -> str:
 
 
 _METHOD: Final = Check("`uniform`, `parameters`, `profile` or `type:REGEX`", _method)
-_DEALING: Final = "how layers are assigned to stages, like the argument partition_method of PipelineModule"
+_DEALING: Final = "how layers are assigned to stages, as in the argument partition_method of PipelineModule"
 _TENSORS: Final = "each model-parallel rank sends complete activations"
 
 PIPELINE: Final[Table] = {
-    "stages": used(either("auto", integer(1)), "auto", "number of stages; auto: PipelineModule's num_stages"),
-    "partition": used(either("best", _METHOD), "best", f"{_DEALING}; best: the value of this argument"),
-    "partition_methods": used(optional(_METHOD), None, "another name of partition. Not a key of DeepSpeed"),
-    "seed_layers": inert(
-        boolean, False, "seed each layer separately", "use PipelineModule(seed_layers=True)"
+    "stages": used(
+        either("auto", integer(1)),
+        "auto",
+        "the number of pipeline stages. With auto, it is the argument num_stages of PipelineModule",
     ),
-    "activation_checkpoint_interval": used(integer(0), 0, "layers between two checkpoints; 0: the value of the module"),
-    "pipe_partitioned": inert(boolean, True, "share activations among model-parallel ranks", _TENSORS),
-    "grad_partitioned": inert(boolean, True, "share gradients of activations among model-parallel ranks", _TENSORS),
-    "use_reentrant": used(boolean, True, "run checkpointed layers again before their backward pass, not within it"),
+    "partition": used(
+        either("best", _METHOD), "best", f"{_DEALING}. With best, the value of this argument is used"
+    ),
+    "partition_methods": used(optional(_METHOD), None, "another name for partition. Not a key of DeepSpeed"),
+    "seed_layers": inert(
+        boolean,
+        False,
+        "set the random seed separately for each layer",
+        "use PipelineModule(seed_layers=True)",
+    ),
+    "activation_checkpoint_interval": used(
+        integer(0),
+        0,
+        "the number of layers between two activation checkpoints. With 0, the value of the module is used",
+    ),
+    "pipe_partitioned": inert(boolean, True, "divide activations among the model-parallel ranks", _TENSORS),
+    "grad_partitioned": inert(
+        boolean, True, "divide gradients of activations among the model-parallel ranks", _TENSORS
+    ),
+    "use_reentrant": used(
+        boolean,
+        True,
+        "run checkpointed layers again before their backward pass. If false, they run again within it",
+    ),
 }  # fmt: skip
 
 PIPELINE_PARALLEL: Final[Table] = {
-    "enabled": used(boolean, True, "whether the block is read"),
-    "pp_size": used(optional(integer(1)), None, "number of stages"),
-    "micro_batches": used(optional(integer(1)), None, "micro-batches of a step: gradient_accumulation_steps"),
+    "enabled": used(boolean, True, "whether this block is used"),
+    "pp_size": used(optional(integer(1)), None, "the number of pipeline stages"),
+    "micro_batches": used(
+        optional(integer(1)),
+        None,
+        "the number of micro-batches in a step. This is another name for gradient_accumulation_steps",
+    ),
     "schedule": used(
         optional(choice("1f1b", "gpipe", "interleaved", "zero_bubble")),
         None,
-        "order of forward and backward passes: docs/pipeline.md. Default: interleaved with virtual stages, else 1f1b",
+        "the order of forward and backward passes, described in docs/pipeline.md. By default it is "
+        "interleaved if virtual stages are used, and 1f1b otherwise",
     ),
     "virtual_stages": used(
-        optional(integer(1)), None, "schedule interleaved: chunks of the model on each stage; default there: 2"
+        optional(integer(1)),
+        None,
+        "the number of chunks of the model on each stage, with the schedule interleaved. The default with "
+        "this schedule is 2",
     ),
     "partition_method": used(optional(_METHOD), None, _DEALING),
-    "partition_methods": used(optional(_METHOD), None, "another name of partition_method"),
+    "partition_methods": used(optional(_METHOD), None, "another name for partition_method"),
 }  # fmt: skip
 
 KEYS: Final[Table] = {
-    "pipeline": used(optional(inside(PIPELINE)), None, "settings of a pipeline: docs/pipeline.md"),
+    "pipeline": used(
+        optional(inside(PIPELINE)), None, "the settings of a pipeline, described in docs/pipeline.md"
+    ),
     "pipeline_parallel": used(
         optional(inside(PIPELINE_PARALLEL)),
         None,
-        "settings of a pipeline under other names. Not a key of DeepSpeed",
+        "the settings of a pipeline under other names. Not a key of DeepSpeed",
     ),
     "partition_methods": used(optional(_METHOD), None, f"{_DEALING}. Not a key of DeepSpeed"),
 }

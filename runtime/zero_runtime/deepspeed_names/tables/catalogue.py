@@ -55,10 +55,11 @@ def page() -> str:
     """``docs/deepspeed-names.md`` from its first table on."""
     total = counts()
     lines = [
-        f"{total.works} names work, {total.differs} of them with a difference that is listed below; {total.refused} can be",
-        f"imported and raise an error when used. {total.modules} modules can be imported; importing",
-        f"{total.refused_modules} others raises an error that says what to use instead. The names are those of",
-        f"DeepSpeed {FOLLOWED}, and some of earlier versions.",
+        f"The tables contain the names of DeepSpeed {FOLLOWED} and some names of earlier versions.",
+        f"{total.works} names work. For {total.differs} of them, a table below lists a difference from",
+        f"DeepSpeed. Another {total.refused} names can be imported, but raise an error when they are used.",
+        f"{total.modules} modules can be imported. Importing one of {total.refused_modules} other modules",
+        "raises an error that says what to use instead.",
         "",
         "## What works",
         "",
@@ -82,7 +83,7 @@ def page() -> str:
     reasons: dict[str, list[str]] = {}
     for inner, module in MODULES.items():
         if module.refused:
-            reasons.setdefault(module.refused, []).append(f"`{_full(inner)}` (all of it)")
+            reasons.setdefault(module.refused, []).append(f"`{_full(inner)}` (the whole module)")
         for name, row in sorted(module.names.items()):
             if isinstance(row, Refused):
                 reasons.setdefault(row.reason, []).append(f"`{_full(inner)}.{name}`")

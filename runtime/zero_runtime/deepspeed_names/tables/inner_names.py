@@ -8,15 +8,19 @@ from zero_runtime.deepspeed_names.tables.names import Module, Name, names_from, 
 
 _HERE: Final = "zero_runtime.deepspeed_names"
 CHECKPOINTS: Final = (
-    "checkpoints are read by engine.load_checkpoint, and by get_fp32_state_dict_from_zero_checkpoint"
+    "use engine.load_checkpoint or get_fp32_state_dict_from_zero_checkpoint to read checkpoints"
 )
 _UNIVERSAL: Final = (
-    "every checkpoint of this runtime loads at any world size and stage, and "
-    "`python -m zero_runtime.checkpoint` converts those of DeepSpeed"
+    "every checkpoint of this runtime loads at any world size and stage. To convert checkpoints of "
+    "DeepSpeed, use `python -m zero_runtime.checkpoint`"
 )
-_STAGE_3: Final = "stage 3 stores shards beside the parameters and replaces nothing inside modules"
+_STAGE_3: Final = (
+    "at stage 3, this runtime stores shards separately from the parameters. It replaces nothing inside "
+    "modules"
+)
 _QUANTIZED: Final = (
-    "the keys zero_quantized_weights and zero_quantized_gradients quantize messages without this function"
+    "set the keys zero_quantized_weights and zero_quantized_gradients, which quantize messages without this "
+    "class"
 )
 
 # Internals of deepspeed.runtime.zero.partition_parameters and related modules.
@@ -80,28 +84,37 @@ MODULES: Final[dict[str, Module]] = {
     "checkpoint.constants": Module(values(**_CONSTANTS)),
     "runtime.zero.parameter_offload": Module(
         refused(
-            "deepspeed.initialize constructs stage 3",
+            "deepspeed.initialize sets up stage 3",
             "DeepSpeedZeRoOffload", "ZeROOrderedDict", "ensure_zero_ordered_dict",
         )
     ),
     "runtime.zero.linear": Module(
         refused(
-            "zero_optimization.memory_efficient_linear sets which tensors linear layers save for the backward pass",
+            "zero_optimization.memory_efficient_linear controls which tensors linear layers save for the "
+            "backward pass",
             "LinearFunctionForZeroStage3", "LinearModuleForZeroStage3", "zero3_linear_wrap",
         )
     ),
     "runtime.torch_autocast": Module(
-        refused("torch_autocast in the configuration chooses dtypes", "get_comm_dtype", "has_comm_dtype")
+        refused(
+            "the block torch_autocast in the configuration sets the dtypes",
+            "get_comm_dtype",
+            "has_comm_dtype",
+        )
     ),
-    "runtime.sparse_tensor": Module(refused("gradients of embeddings are dense here", "SparseTensor")),
+    "runtime.sparse_tensor": Module(
+        refused("in this runtime, gradients of embeddings are dense", "SparseTensor")
+    ),
     "runtime.activation_checkpointing.offload_activations": Module(
-        refused="activation_checkpointing.cpu_checkpointing keeps the inputs of regions in host memory"
+        refused="set activation_checkpointing.cpu_checkpointing, which keeps the inputs of checkpointed "
+        "functions in host memory"
     ),
     "utils.pin_memory_tracker": Module(
         names_from(
             f"{_HERE}.devices.pin_memory_tracker",
             "pinned_memory_summary", "track_pinned_memory", _fmt_bytes="shown_bytes", _tracker="tracker",
-            note="counts only what the script reports; torch.cuda.host_memory_stats() counts all page-locked memory",
+            note="these count only the memory that the script reports. torch.cuda.host_memory_stats() counts "
+            "all page-locked memory",
         )
     ),
 }  # fmt: skip

@@ -110,11 +110,13 @@ class _Placeholder(type):
 
 def placeholder(full_name: str, reason: str) -> type:
     """A class in place of ``full_name`` whose use raises an error with ``reason``."""
-    text = f"{full_name} is not in this version: {reason}; {INSTEAD}"
+    text = f"{full_name} is not in this version: {reason}. Alternatively, {INSTEAD}"
     return _Placeholder(full_name.rpartition(".")[2], (), {"refusal": text, "__doc__": text})
 
 
 def refuse_module(full_name: str, reason: str) -> MissingNameError:
     """The error of importing a refused module."""
     # Without its attribute ``name``: Python suppresses an error whose name is that of a from-import.
-    return MissingNameError(f"{full_name} is not in this version of zero_runtime: {reason}; {INSTEAD}")
+    return MissingNameError(
+        f"{full_name} is not in this version of zero_runtime: {reason}. Alternatively, {INSTEAD}"
+    )

@@ -11,17 +11,17 @@ from zero_runtime.deepspeed_names.tables.names import Module, Name, live, names_
 
 _HERE: Final = "zero_runtime.deepspeed_names"
 INFERENCE: Final = (
-    "inference engines are not part of this runtime; call the model itself under torch.inference_mode()"
+    "inference engines are not part of this runtime. Call the model itself under torch.inference_mode()"
 )
 DUAL_PIPELINE: Final = (
-    "pipelines with micro-batches from both ends are not in this version; use schedule zero_bubble"
+    "pipelines that take micro-batches from both ends are not in this version. Use the schedule zero_bubble"
 )
 TENSOR_PARALLEL: Final = (
-    "tensor_parallel.autotp_size and tensor_parallel.plan in the configuration make initialize partition the model; "
-    "zero_runtime.tensor_parallel has tensor-parallel layers"
+    "set tensor_parallel.autotp_size or tensor_parallel.plan in the configuration, and initialize partitions "
+    "the model. The module zero_runtime.tensor_parallel has tensor-parallel layers"
 )
-EXPERTS: Final = "experts go together with data parallelism only in this version"
-KERNELS: Final = "zero_runtime has no kernels of its own to build or inject; it uses torch's"
+EXPERTS: Final = "in this version, experts can be combined with data parallelism only"
+KERNELS: Final = "zero_runtime builds and injects no kernels of its own. It uses torch's kernels"
 
 LOG: Final = names_from(
     f"{_HERE}.ranks.comm_summary",
@@ -29,7 +29,8 @@ LOG: Final = names_from(
 ) | names_from(
     f"{_HERE}.ranks.comm_summary",
     "log_summary",
-    note="each call is timed separately, bandwidths are those of nccl-tests, and nothing synchronizes with the device",
+    note="each call is timed separately. Bandwidths are computed as in nccl-tests. Nothing synchronizes with "
+    "the device",
 )  # fmt: skip
 
 _GROUPS: Final = names_from(
@@ -46,9 +47,12 @@ _MESSAGES: Final = names_from(
     "all_reduce_coalesced", "all_to_all", "all_to_all_single", "allgather_fn", "barrier", "batch_isend_irecv", "broadcast",
     "broadcast_object_list", "gather", "irecv", "isend", "recv", "reduce", "reduce_scatter", "reduce_scatter_fn",
     "reduce_scatter_tensor", "scatter", "send",
-) | names_from(f"{_HERE}.ranks.comm_functions", "inference_all_reduce", note="an ordinary all_reduce") | names_from(
+) | names_from(
+    f"{_HERE}.ranks.comm_functions", "inference_all_reduce", note="it is an ordinary all_reduce"
+) | names_from(
     f"{_HERE}.ranks.comm_functions",
-        "monitored_barrier", note="on gloo it names the ranks that are missing; on other backends it is an ordinary barrier"
+        "monitored_barrier",
+        note="on gloo it names the ranks that are missing. On other backends it is an ordinary barrier",
 )  # fmt: skip
 
 _WORDS: Final = values(
@@ -62,13 +66,16 @@ _WORDS: Final = values(
 )
 
 COMM: Final[dict[str, Name]] = {
-    **refused("init_distributed detects the launcher", "mpi_discovery", "set_backend"),
+    **refused("call init_distributed, which detects the launcher", "mpi_discovery", "set_backend"),
     **_GROUPS,
     **_MESSAGES,
     **LOG,
     **_WORDS,
     **names_from("zero_runtime.groups.comm_log", comms_logger="LOG"),
-    **refused("messages go to torch.distributed; call the functions of deepspeed.comm", "TorchBackend"),
+    **refused(
+        "messages are sent with torch.distributed directly. Call the functions of deepspeed.comm",
+        "TorchBackend",
+    ),
 }
 
 _PIPELINE: Final = names_from("zero_runtime.pipeline.model.pipeline_module", "PipelineModule")
@@ -96,7 +103,7 @@ DEEPSPEED: Final[dict[str, Name]] = {
     **names_from(
         "zero_runtime.training.data_loading",
         DeepSpeedDataLoader="RankLoader",
-        note="made by engine.deepspeed_io",
+        note="engine.deepspeed_io creates the instance",
     ),
     **names_from("zero_runtime.optimizer_step.interface", DeepSpeedOptimizer="WrappedOptimizer"),
     **names_from(f"{_HERE}.ranks.logging_names", "log_dist", "logger"),
@@ -146,7 +153,9 @@ MODULES: Final[dict[str, Module]] = {
     "": Module(DEEPSPEED, main="zero_runtime.launch:main"),
     "comm": Module(COMM),
     "comm.comm": Module(COMM),
-    "comm.torch": Module(refused="torch.distributed is called directly; deepspeed.comm has its functions"),
+    "comm.torch": Module(
+        refused="this runtime calls torch.distributed directly. Use the functions of deepspeed.comm"
+    ),
     "comm.reduce_op": Module(names_from(f"{_HERE}.ranks.comm_functions", "ReduceOp")),
     "comm.constants": Module({name: row for name, row in _WORDS.items() if name.endswith("_BACKEND")}),
     "comm.utils": Module(
@@ -177,7 +186,9 @@ MODULES: Final[dict[str, Module]] = {
     "launcher.runner": Module(
         names_from("zero_runtime.launch", "main", fetch_hostfile="read_hosts")
         | live(f"{_HERE}.ranks.launcher_environment", DEEPSPEED_ENVIRONMENT_NAME="environment_file")
-        | refused("ranks are started by python -m zero_runtime.launch", "parse_inclusion_exclusion", "encode_world_info"),
+        | refused(
+            "python -m zero_runtime.launch starts the ranks", "parse_inclusion_exclusion", "encode_world_info"
+        ),
         main="zero_runtime.launch:main",
     ),
     "inference": Module(refused=INFERENCE),
@@ -188,7 +199,9 @@ MODULES: Final[dict[str, Module]] = {
     "moe.experts": Module(names_from("zero_runtime.experts.layer", "Experts")),
     "moe.sharded_moe": Module(
         names_from("zero_runtime.experts.layer", "MOELayer", _AllToAll="Exchange")
-        | names_from("zero_runtime.experts.layer", "TopKGate", note="its forward returns routes, not masks")
+        | names_from(
+            "zero_runtime.experts.layer", "TopKGate", note="its forward method returns routes, not masks"
+        )
         | names_from(
             f"{_HERE}.training.gates",
             "top1gating", "top2gating", "topkgating",
@@ -212,14 +225,25 @@ MODULES: Final[dict[str, Module]] = {
     "sequence.cross_entropy": Module(names_from(f"{_HERE}.training.sequence_loss", "vocab_sequence_parallel_cross_entropy")),
     "compression": Module(),
     "compression.helper": Module(names_from(f"{_HERE}.training.numerics", "recursive_getattr", "recursive_setattr")),
-    "autotuning": Module(refused="`commprof sweep --set KEY=V1,V2` tries settings and compares them"),
-    "elasticity": Module(refused="elastic batch sizes are not in this version; torchrun --max-restarts restarts ranks"),
-    "profiling": Module(refused="torch.utils.flop_counter counts operations; `commprof run` records messages"),
+    "autotuning": Module(refused="`commprof sweep --set KEY=V1,V2` tries several settings and compares them"),
+    "elasticity": Module(
+        refused="elastic batch sizes are not in this version. To restart failed ranks, use torchrun "
+        "--max-restarts"
+    ),
+    "profiling": Module(
+        refused="use torch.utils.flop_counter to count operations, and `commprof run` to record messages"
+    ),
     "linear": Module(refused="OptimizedLinear (LoRA with quantized weights) is not in this version"),
-    "nebula": Module(refused="Nebula is a service; save_checkpoint writes files"),
-    "compile": Module(refused="DeepCompile is not in this version; engine.compile() compiles the model with torch.compile"),
-    "io": Module(refused="`python -m zero_runtime.bench io` measures disks; save_checkpoint writes its own files"),
+    "nebula": Module(refused="Nebula is an online service. Use save_checkpoint, which writes files"),
+    "compile": Module(
+        refused="DeepCompile is not in this version. engine.compile() compiles the model with torch.compile"
+    ),
+    "io": Module(
+        refused="`python -m zero_runtime.bench io` measures disks, and save_checkpoint writes its own files"
+    ),
     "nvme": Module(refused="`python -m zero_runtime.bench io` measures disks"),
-    "datastates": Module(refused="checkpoints by DataStates are not in this version"),
-    "monitor": Module(refused="monitors are made from the keys csv_monitor and tensorboard of the configuration"),
+    "datastates": Module(refused="checkpoints with DataStates are not in this version"),
+    "monitor": Module(
+        refused="set the keys csv_monitor and tensorboard in the configuration to create monitors"
+    ),
 }  # fmt: skip

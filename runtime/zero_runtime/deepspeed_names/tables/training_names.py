@@ -10,39 +10,41 @@ from zero_runtime.deepspeed_names.tables.top_names import PIPE, TENSOR_PARALLEL
 
 _HERE: Final = "zero_runtime.deepspeed_names"
 _STAGES: Final = (
-    "for `isinstance` checks of the engine's optimizer; deepspeed.initialize creates the instance"
+    "use the class for `isinstance` checks of the engine's optimizer. deepspeed.initialize creates the "
+    "instance"
 )
 MICS: Final = (
-    "MiCS partitions within groups of ranks, and this runtime over all ranks; zero_hpz_partition_size keeps a second shard "
-    "within a host, which avoids the same messages"
+    "MiCS partitions parameters within groups of ranks, while this runtime partitions them over all ranks. "
+    "With zero_hpz_partition_size, ranks keep a second shard within each host, which avoids the same messages"
 )
 _DATA: Final = "curriculum learning, random-LTD and data analysis are not in this version"
 _ONEBIT: Final = (
-    "the 1-bit optimizers have been removed from DeepSpeed; optimizer.type OneBitAdam, OneBitLamb or ZeroOneAdam "
-    "selects those of zero_runtime"
+    "the 1-bit optimizers have been removed from DeepSpeed. To use the 1-bit optimizers of zero_runtime, set "
+    "optimizer.type to OneBitAdam, OneBitLamb or ZeroOneAdam"
 )
 
 _ENGINE: Final[dict[str, Name]] = {
     **names_from("zero_runtime.training.engine", DeepSpeedEngine="Engine"),
     **values(MEMORY_OPT_ALLREDUCE_SIZE=500_000_000),
     **refused(
-        "it is an internal part of how DeepSpeed's engine writes metadata",
+        "this is an internal function with which DeepSpeed's engine writes metadata",
         "_checkpoint_parallel_metadata",
         "_eigenvalue_summary_events",
     ),
     **refused(
-        "wall_clock_breakdown measures times; engine.get_wall_clock_timers() returns them", "EngineTimers"
+        "the key wall_clock_breakdown measures times, and engine.get_wall_clock_timers() returns them",
+        "EngineTimers",
     ),
 }
 _INIT: Final = names_from(
     f"{_HERE}.training.init_context",
     "Init",
-    note="without a config and without dtype, parameters keep the dtype in which the script creates them",
+    note="if neither a config nor dtype is given, parameters keep the dtype in which the script creates them",
 )
 _GATHERED: Final = names_from(
     "zero_runtime.zero",
     "GatheredParameters",
-    note="may be nested, and the optimizer continues from changed values",
+    note="it may be nested, and the optimizer continues from changed values",
 )
 _PARAMETERS: Final[dict[str, Name]] = {
     **_INIT,
@@ -143,7 +145,7 @@ _NUMERICS: Final[dict[str, Name]] = {
         "partition_uniform", "prefix_sum_inc", "required_torch_version", "set_random_seed",
     ),
     **names_from(f"{_HERE}.training.partitioned_tensor", "PartitionedTensor"),
-    **refused("overflows are found by the engine, from the configuration", "CheckOverflow"),
+    **refused("the engine checks for overflows, as the configuration requests", "CheckOverflow"),
 }  # fmt: skip
 
 _WORDS: Final = values(
@@ -177,7 +179,7 @@ _ZERO_CONFIG: Final[dict[str, Name]] = {
         f"{_HERE}.configs.block_configurations",
         "DeepSpeedZeroConfig",
         "get_zero_config",
-        note="checked like the whole configuration",
+        note="its values are checked in the same way as the whole configuration",
     ),
     **_OFFLOAD_CONFIGS,
 }
@@ -280,8 +282,10 @@ MODULES: Final[dict[str, Module]] = {
     "runtime.config": Module(_CONFIG),
     "runtime.constants": Module({name: row for name, row in _CONFIG.items() if name in _WORDS or name == "ValidationMode"}),
     "runtime.config_utils": Module(
-        names_from(f"{_HERE}.configs.config_model", "DeepSpeedConfigModel", note="needs the package pydantic")
-        | refused("configurations are checked by zero_runtime.config", "DeepSpeedConfigObject")
+        names_from(
+            f"{_HERE}.configs.config_model", "DeepSpeedConfigModel", note="it needs the package pydantic"
+        )
+        | refused("zero_runtime.config checks the configuration", "DeepSpeedConfigObject")
     ),
     "runtime.dataloader": Module(
         names_from("zero_runtime.training.data_loading", "RepeatingLoader", DeepSpeedDataLoader="RankLoader")
@@ -301,29 +305,42 @@ MODULES: Final[dict[str, Module]] = {
         "OptimizerStep", "PipeInstruction", "PipeSchedule", "RecvActivation", "RecvGrad", "ReduceGrads", "ReduceTiedGrads",
         "SendActivation", "SendGrad", "TrainSchedule",
     )),
-    "runtime.pipe.p2p": Module(refused="stages exchange their tensors themselves; use torch.distributed for other messages"),
+    "runtime.pipe.p2p": Module(
+        refused="pipeline stages exchange their tensors without this module. For other messages use "
+        "torch.distributed"
+    ),
     "runtime.hybrid_engine": Module(refused("the hybrid engine is not in this version", "DeepSpeedHybridEngine")),
     "runtime.data_pipeline": Module(refused=_DATA),
     "runtime.progressive_layer_drop": Module(refused=_DATA),
     "runtime.eigenvalue": Module(refused=_DATA),
-    "runtime.quantize": Module(refused="quantization while training is not in this version"),
+    "runtime.quantize": Module(refused="quantization during training is not in this version"),
     "runtime.weight_quantizer": Module(refused="quantization is not in this version"),
     "runtime.sequence_parallel": Module(
-        refused="sequence_parallel_size in the configuration and deepspeed.sequence.layer.DistributedAttention share "
-        "sequences; adapters for the models of transformers are not in this version"
+        refused="use sequence_parallel_size in the configuration and "
+        "deepspeed.sequence.layer.DistributedAttention to share sequences between ranks. Adapters for the "
+        "models of transformers are not in this version"
     ),
     "runtime.tensor_parallel": Module(refused=TENSOR_PARALLEL),
-    "runtime.domino": Module(refused=f"Domino's order of messages is not in this version; {TENSOR_PARALLEL}"),
+    "runtime.domino": Module(
+        refused="Domino's order of messages is not in this version. For tensor parallelism, "
+        f"{TENSOR_PARALLEL}"
+    ),
     "runtime.compiler": Module(
         names_from(f"{_HERE}.devices.compiling", "disable", "enable", "is_compile_supported", "is_compiling")
     ),
-    "runtime.comm": Module(refused="zero_optimization.gradient_reduction chooses how gradients are reduced"),
+    "runtime.comm": Module(refused="zero_optimization.gradient_reduction sets how gradients are reduced"),
     "runtime.swap_tensor": Module(
         values(MIN_SWAPPABLE_BYTES=1024 * 1024)
-        | refused("offload is chosen by offload_optimizer and offload_param in the configuration", "SwapBufferPool")
+        | refused(
+            "use offload_optimizer and offload_param in the configuration for offload", "SwapBufferPool"
+        )
     ),
-    "runtime.state_dict_factory": Module(refused="Megatron's checkpoints are not read; load a state dict of the model"),
-    "runtime.checkpoint_engine": Module(refused="there is only one checkpoint format; docs/checkpoints.md describes it"),
+    "runtime.state_dict_factory": Module(
+        refused="this runtime does not read Megatron's checkpoints. Load a state dict of the model instead"
+    ),
+    "runtime.checkpoint_engine": Module(
+        refused="this runtime has only one checkpoint format, which docs/checkpoints.md describes"
+    ),
     "runtime.zenflow": Module(refused="ZenFlow is not in this version"),
     "runtime.superoffload": Module(refused="SuperOffload is not in this version"),
 }  # fmt: skip

@@ -24,12 +24,12 @@ TENSORS: Final[dict[str, Name]] = names_from(
 ) | names_from(
     "zero_runtime.tensor_access",
     "safe_set_full_fp32_param",
-    note="the model has the value at once; in DeepSpeed at stage 3 only after the next step",
+    note="the model has the new value at once. In DeepSpeed at stage 3, it has the value after the next step",
 ) | names_from(
     "zero_runtime.tensor_access",
     "safe_get_local_fp32_param", "safe_get_local_grad", "safe_get_local_optimizer_state", "safe_set_local_fp32_param",
     "safe_set_local_grad", "safe_set_local_optimizer_state",
-    note="also work at stages 1 and 2",
+    note="they also work at stages 1 and 2",
 )  # fmt: skip
 
 LEAVES: Final[dict[str, Name]] = names_from(
@@ -52,7 +52,8 @@ _UNDERLINED: Final = tuple(
 GROUPS: Final[dict[str, Name]] = {
     **names_from(f"{_HERE}.ranks.group_names", "initialize", "mpu", "mesh_device", "expert_tensor_parallel_world_size"),
     **names_from(f"{_HERE}.ranks.group_names",
-        *_OF_AXES, note="for the training that was initialized last; None instead of a group of one rank"),
+        *_OF_AXES,
+        note="they refer to the training that was initialized last. A group of one rank is None"),
     **names_from(f"{_HERE}.ranks.group_names",
         **{f"_{name}": name for name in (*_UNDERLINED, "get_model_parallel_world_size")}),
     **names_from(
@@ -65,7 +66,7 @@ GROUPS: Final[dict[str, Name]] = {
     ),
     **names_from(
         f"{_HERE}.ranks.group_names",
-        note="always for a group of one rank: the group is None",
+        note="they always refer to a group of one rank, and this group is None",
         _get_expert_model_parallel_world_size="get_single_world_size",
         _get_zero_param_intra_parallel_group="get_single_group",
         _zero_param_parallel_is_initialized="no_secondary_group",
@@ -81,7 +82,7 @@ GROUPS: Final[dict[str, Name]] = {
             "get_max_expert_parallel_group", "get_max_expert_size", "get_max_expert_size_name",
             "get_expert_broadcast_src_rank",
         )},
-        note="for the training that was initialized last",
+        note="they refer to the training that was initialized last",
     ),
     **refused(EXPERTS, "_get_expert_parallel_ranks", "_create_expert_and_data_parallel"),
 }  # fmt: skip
@@ -106,10 +107,11 @@ CONSOLIDATION: Final[dict[str, Name]] = (
         "get_checkpoint_files",
         "get_model_state_file",
         "get_optim_files",
-        note="for checkpoints that DeepSpeed has written; those of this runtime have other files",
+        note="they work for checkpoints that DeepSpeed wrote. Checkpoints of this runtime have other files",
     )
     | refused(
-        "checkpoints of this runtime have other files; get_fp32_state_dict_from_zero_checkpoint reads both kinds",
+        "checkpoints of this runtime have other files. Use get_fp32_state_dict_from_zero_checkpoint, which "
+        "reads checkpoints of this runtime and of DeepSpeed",
         "convert_zero_checkpoint_to_state_dict",
         "parse_model_states",
         "parse_optim_states",
@@ -133,7 +135,7 @@ _ADAM: Final = names_from(
     f"{_HERE}.training.optimizer_names",
     "DeepSpeedCPUAdam",
     "FusedAdam",
-    note="torch's AdamW or Adam, with the fused kernel where possible",
+    note="the class is torch's AdamW or Adam, with the fused kernel where possible",
 )
 _LION: Final = names_from(f"{_HERE}.training.optimizer_names", "DeepSpeedCPULion", "FusedLion")
 _ADAGRAD: Final = names_from(f"{_HERE}.training.optimizer_names", "DeepSpeedCPUAdagrad")
@@ -155,7 +157,11 @@ MODULES: Final[dict[str, Module]] = {
     "utils.logging": Module(LOGGING),
     "utils.tensor_fragment": Module(
         TENSORS
-        | refused("use safe_get_* and safe_set_* to access the optimizer's values", "fragment_address", "tensor_fragment")
+        | refused(
+            "use safe_get_* and safe_set_* to access the values of the optimizer",
+            "fragment_address",
+            "tensor_fragment",
+        )
     ),
     "utils.z3_leaf_module": Module(LEAVES),
     "utils.groups": Module(GROUPS),
@@ -170,8 +176,12 @@ MODULES: Final[dict[str, Module]] = {
     ),
     "utils.exceptions": Module(names_from("zero_runtime.errors", DeprecatedException="UnsupportedError")),
     "utils.types": Module(refused=KERNELS),
-    "utils.numa": Module(refused="`python -m zero_runtime.launch --bind_cores_to_rank` binds ranks to cores"),
-    "utils.debug": Module(refused="commprof records the collectives with the names of their parameters"),
+    "utils.numa": Module(
+        refused="use `python -m zero_runtime.launch --bind_cores_to_rank` to bind ranks to cores"
+    ),
+    "utils.debug": Module(
+        refused="use commprof, which records the collectives with the names of their parameters"
+    ),
     "ops": Module(names_from(f"{_HERE}.devices.op_builders", __compatible_ops__="COMPATIBLE")),
     "ops.adam": Module(_ADAM | _ZENFLOW),
     "ops.adam.fused_adam": Module(names_from(f"{_HERE}.training.optimizer_names", "FusedAdam")),
@@ -187,14 +197,23 @@ MODULES: Final[dict[str, Module]] = {
     "ops.op_builder.builder": Module({"OpBuilder": _BUILDERS["OpBuilder"]}),
     "ops.op_builder.all_ops": Module(_BUILDERS),
     "ops.transformer": Module(refused=KERNELS),
-    "ops.sparse_attention": Module(refused=f"{KERNELS}, such as torch.nn.attention.flex_attention for sparse attention"),
+    "ops.sparse_attention": Module(
+        refused=f"{KERNELS}. For sparse attention, use torch.nn.attention.flex_attention"
+    ),
     "ops.quantizer": Module(refused=KERNELS),
     "ops.fp_quantizer": Module(refused=KERNELS),
     "ops.random_ltd": Module(refused=KERNELS),
     "ops.deepspeed4science": Module(refused=KERNELS),
     "ops.aio": Module(
         {"AsyncIOBuilder": _BUILDERS["AsyncIOBuilder"]}
-        | refused("zero_runtime.offload reads and writes files; `python -m zero_runtime.bench io` measures it", "aio_handle")
+        | refused(
+            "zero_runtime.offload reads and writes the files. `python -m zero_runtime.bench io` measures its "
+            "speed",
+            "aio_handle",
+        )
     ),
-    "ops.gds": Module(refused="files are not read from NVMe to the GPU directly; device nvme goes through host memory"),
+    "ops.gds": Module(
+        refused="this runtime does not read files from NVMe directly to the GPU. With the device nvme, data "
+        "goes through host memory"
+    ),
 }  # fmt: skip
