@@ -391,7 +391,7 @@ BUCKET_MEANS: Final = Table(
         Column(
             "steady",
             "bool",
-            "true if the bucket has these contents in every step that has a bucket with this number",
+            "true if all buckets with this number have the same contents in all steps",
         ),
         *_REDUCED,
         Column(

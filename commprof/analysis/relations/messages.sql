@@ -4,7 +4,7 @@
 -- inputs: collectives
 -- A message counts once, at its send. A recv counts (counted = 1) only if no rank recorded its
 -- send, for example because the sender was not recorded. Sends and recvs are paired by their order.
--- A recv from any source is paired with a send that is not paired with another recv.
+-- A recv that accepts any source is paired with a send that has no other recv.
 with numbered as (
     select
         c.*,

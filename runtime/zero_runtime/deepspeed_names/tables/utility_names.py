@@ -110,7 +110,8 @@ CONSOLIDATION: Final[dict[str, Name]] = (
         note="they work for checkpoints that DeepSpeed wrote. Checkpoints of this runtime have other files",
     )
     | refused(
-        "checkpoints of this runtime have other files. Use get_fp32_state_dict_from_zero_checkpoint, which "
+        "checkpoints of zero_runtime consist of other files than those of DeepSpeed. Use "
+        "get_fp32_state_dict_from_zero_checkpoint, which "
         "reads checkpoints of this runtime and of DeepSpeed",
         "convert_zero_checkpoint_to_state_dict",
         "parse_model_states",
