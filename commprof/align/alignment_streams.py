@@ -1,4 +1,7 @@
-"""The two sides of an alignment, each as ordered streams: records by process and group, lines by communicator."""
+"""The two sides of an alignment, each as ordered streams.
+
+Records are divided by process and group, and lines by communicator.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,10 @@ class RunProcess(NamedTuple):
 
 
 class GroupKey(NamedTuple):
-    """One process group of the run; ``pair`` names two ranks whose messages have a communicator of their own."""
+    """One process group of the run.
+
+    ``pair`` contains two ranks whose messages have a separate communicator.
+    """
 
     pg: str
     group_ranks: str
@@ -42,7 +48,10 @@ class LogProcess(NamedTuple):
 
 
 class Vocabulary:
-    """Numbers for lines, equal where two lines are equal, so that streams are arrays; and the calls behind records."""
+    """Numbers for lines and calls, so that streams are arrays.
+
+    Equal lines have equal numbers, and so have equal calls.
+    """
 
     def __init__(self) -> None:
         self.lines: list[Expected] = []
@@ -52,15 +61,15 @@ class Vocabulary:
         self._expected: dict[tuple[int, Dialect], tuple[int, ...] | None] = {}
 
     def line(self, line: Expected) -> int:
-        """The number of a line."""
+        """Return the number of a line."""
         return _number(line, self.lines, self._line_codes)
 
     def call(self, call: Call) -> int:
-        """The number of a call."""
+        """Return the number of a call."""
         return _number(call, self.calls, self._call_codes)
 
     def expected(self, call: int, dialect: Dialect) -> tuple[int, ...] | None:
-        """The numbers of the lines that a call leaves; None when it does not determine them."""
+        """Return the numbers of the lines that a call leaves, or None if the call does not determine them."""
         key = call, dialect
         if key not in self._expected:
             lines = expected_lines(self.calls[call], dialect)
@@ -80,11 +89,12 @@ class Expectation(NamedTuple):
     """The lines that a stream of records should leave, by position.
 
     Attributes:
-        codes: the line, as a number of the vocabulary.
-        records: row of the record that leaves it.
-        line_numbers, line_counts: which of the record's lines it is, and how many there are.
-        unclear: rows of records that do not determine their lines.
-        silent: rows of records that leave none.
+        codes: The line, as a number of the vocabulary.
+        records: The row of the record that leaves the line.
+        line_numbers, line_counts: The number of the line among the lines of its record, and the number of
+            these lines.
+        unclear: The rows of records that do not determine their lines.
+        silent: The rows of records that leave no lines.
     """
 
     codes: Codes
@@ -97,7 +107,10 @@ class Expectation(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RecordStream:
-    """The records of one process in one group, in the order of issue; ``calls`` are numbers of the vocabulary."""
+    """The records of one process in one group, in the order of issue.
+
+    ``calls`` contains numbers of the vocabulary.
+    """
 
     process: RunProcess
     group: GroupKey
@@ -108,7 +121,7 @@ class RecordStream:
     calls: Codes
 
     def expect(self, vocabulary: Vocabulary, dialect: Dialect) -> Expectation:
-        """The lines that the records should leave."""
+        """Return the lines that the records should leave."""
         used = np.unique(self.calls)
         size = int(used[-1]) + 1 if len(used) else 0
         counts = np.zeros(size, np.int64)
@@ -134,17 +147,20 @@ class RecordStream:
         )
 
     def selected(self, vocabulary: Vocabulary, wanted: Callable[[Call], bool]) -> Codes:
-        """Positions of the records whose call is wanted."""
+        """Return the positions of the records for whose call ``wanted`` returns true."""
         chosen = [call for call in np.unique(self.calls).tolist() if wanted(vocabulary.calls[call])]
         return np.flatnonzero(np.isin(self.calls, chosen))
 
     def peers(self, vocabulary: Vocabulary) -> set[int]:
-        """Global ranks of the peers of messages outside of coalesced blocks."""
+        """Return the global ranks of the peers of messages outside of coalesced blocks."""
         calls = (vocabulary.calls[call] for call in np.unique(self.calls).tolist())
         return {call.peer for call in calls if _is_lone_message(call)}
 
     def messages_with(self, vocabulary: Vocabulary, peer: int) -> RecordStream:
-        """The lone sends and receives with one peer, as a stream of their own; pairs number the lower rank 0."""
+        """Return the sends and receives with one peer outside of coalesced blocks, as a separate stream.
+
+        In a pair, the lower rank has number 0.
+        """
         places = self.selected(vocabulary, lambda call: _is_lone_message(call) and call.peer == peer)
         pair = sorted({self.process.rank, peer})
         ranks = ",".join(map(str, pair))
@@ -164,7 +180,7 @@ class RecordStream:
         )
 
     def without(self, records: Codes) -> RecordStream:
-        """The stream without some of its records."""
+        """Return the stream without some of its records."""
         remaining = ~np.isin(self.records, records)
         return RecordStream(
             self.process,
@@ -182,7 +198,7 @@ def _is_lone_message(call: Call) -> bool:
 
 
 def _count_up(counts: Codes) -> Codes:
-    """0, 1, ... for each of ``counts`` in turn.
+    """Return 0, 1, ... for each of ``counts`` in turn.
 
     >>> _count_up(np.array([2, 0, 3])).tolist()
     [0, 1, 0, 1, 2]
@@ -199,7 +215,7 @@ _CALL_COLUMNS: Final = tuple(name for name in Call._fields if name != "coalesced
 def record_streams(
     collectives: pa.Table, vocabulary: Vocabulary
 ) -> dict[tuple[RunProcess, GroupKey], RecordStream]:
-    """The records of a run by process and group, in the order of first use."""
+    """Return the records of a run by process and group, in the order of first use."""
     if not collectives.num_rows:
         return {}
     batched = collectives["coalesce_id"].is_valid()
@@ -233,8 +249,9 @@ def record_streams(
 class LineStream:
     """The calls of the complete lines of one communicator of one process, in the order of the log.
 
-    ``rows`` are rows of ``nccl_ops``: the COLL line of a pair of twins, else the only line that there is.
-    ``of_log`` are the codes of all lines of the log, truncated ones included, each once.
+    ``rows`` contains rows of ``nccl_ops``: the COLL line if a call has a COLL and a CALL line, else its only
+    line. ``of_log`` contains the codes of all lines of the log, including truncated lines, without
+    duplicates.
     """
 
     process: LogProcess
@@ -254,7 +271,7 @@ class LineStream:
     family: int | None = None
 
     def dialect(self, vocabulary: Vocabulary, calls: Iterable[int]) -> Dialect:
-        """The dialect in which these lines show ``calls``."""
+        """Return the dialect in which these lines show ``calls``."""
         printed = dict(zip(*np.unique(self.codes, return_counts=True), strict=True))
         lines = {vocabulary.lines[code]: count for code, count in printed.items()}
         bytewise = sum(
@@ -264,7 +281,7 @@ class LineStream:
             vocabulary.calls[call].op == Op.ALL_REDUCE and vocabulary.calls[call].payload_bytes == 1
             for call in calls
         )
-        # Choices by version of torch and NCCL are equal in all communicators of a job.
+        # Behavior that depends on the versions of torch and NCCL is the same in all communicators of a job.
         printed_anywhere = [vocabulary.lines[code] for code in self.of_log.tolist()]
         messages = (Op.SEND, Op.RECV)
         single = {line.op for line in printed_anywhere} & {Op.ALL_TO_ALL, Op.GATHER, Op.SCATTER}
@@ -280,7 +297,7 @@ class LineStream:
         )
 
     def only_messages(self, vocabulary: Vocabulary) -> bool:
-        """Whether it has only sends and receives."""
+        """Return whether the communicator has only sends and receives."""
         return all(vocabulary.lines[code].op in (Op.SEND, Op.RECV) for code in np.unique(self.codes).tolist())
 
 
@@ -292,12 +309,12 @@ _IDENTITY_COLUMNS: Final = ("comm_id", "rank", "global_rank", "nranks")
 def line_streams(
     ops: pa.Table, vocabulary: Vocabulary, communicators: pa.Table | None = None
 ) -> list[LineStream]:
-    """The calls of a log by communicator, in the order of their first line.
+    """Return the calls of a log by communicator, in the order of their first line.
 
     Args:
-        ops: table ``nccl_ops``.
-        vocabulary: gives equal lines equal numbers.
-        communicators: table ``nccl_communicators``: the group that torch prints for a communicator.
+        ops: The table ``nccl_ops``.
+        vocabulary: The vocabulary, in which equal lines have equal numbers.
+        communicators: The table ``nccl_communicators``, with the group that torch prints for a communicator.
     """
     chosen = call_rows(ops)
     if not len(chosen):
@@ -308,8 +325,8 @@ def line_streams(
         [vocabulary.line(_line(row)) for row in ops.select(_LINE_COLUMNS).take(samples).to_pylist()], np.int64
     )
     keys, _ = distinct_rows(ops, _COMM_COLUMNS)
-    # Ranks that communicate have the same NCCL, and a truncated line still has its operation. So with one AlltoAll anywhere,
-    # an all_to_all is one line also in a process that lost all of its own.
+    # Ranks that communicate have the same NCCL, and a truncated line still contains its operation. If there is one
+    # AlltoAll line anywhere, an all_to_all is therefore one line even in a process that lost all its AlltoAll lines.
     with_operation = np.union1d(chosen, torn_rows(ops))
     of_log = np.unique(numbers[lines[with_operation]])
     streams = []
@@ -339,7 +356,7 @@ def line_streams(
 
 
 def call_rows(ops: pa.Table) -> Codes:
-    """Rows of complete lines, one for each call: a CALL line counts only without its COLL line."""
+    """Return rows of complete lines, one for each call. A CALL line counts only without its COLL line."""
     is_complete = np.asarray(pc.equal(ops["state"], "whole"))
     call = np.asarray(pc.equal(ops["kind"], "call"))
     twin = np.asarray(ops["twin_line"].is_valid())
@@ -363,5 +380,5 @@ def _line(row: Mapping[str, Any]) -> Expected:
 
 
 def torn_rows(ops: pa.Table) -> Codes:
-    """Rows of truncated lines."""
+    """Return the rows of truncated lines."""
     return np.flatnonzero(np.asarray(pc.equal(ops["state"], "torn")))

@@ -32,15 +32,15 @@ def comm_matches(
     torn: Codes,
     generated: bool,
 ) -> pa.Table:
-    """One row per communicator, in the order of the log.
+    """Return one row per communicator, in the order of the log.
 
     Args:
-        lines: the communicators.
-        pairing: the group of each, by position in ``lines``.
-        outcomes: lines by state, for each.
-        ops: table ``nccl_ops``.
-        torn: its rows that are truncated lines.
-        generated: the log is marked as generated.
+        lines: The communicators.
+        pairing: The group of each communicator, by position in ``lines``.
+        outcomes: The number of lines by state, for each communicator.
+        ops: The table ``nccl_ops``.
+        torn: The rows of ``ops`` that are truncated lines.
+        generated: Whether the log is marked as generated.
     """
     torn_of = _torn_of(lines, ops, torn)
     rows = []
@@ -70,7 +70,11 @@ def comm_matches(
 
 
 def _torn_of(lines: Sequence[LineStream], ops: pa.Table, torn: Codes) -> Counter[int]:
-    """Truncated lines that name a communicator, or are of a process that has only one."""
+    """Return the number of truncated lines of each communicator.
+
+    A truncated line counts if it names the communicator. A line without a communicator counts if its process
+    has only one.
+    """
     of_process: dict[LogProcess, list[int]] = {}
     of_address: dict[tuple[LogProcess, str, int], int] = {}
     for number, line in enumerate(lines):

@@ -14,7 +14,10 @@ SHOWN = 9
 
 
 class Side(NamedTuple):
-    """A record and its line; either may be absent. ``state`` is one of the states of table ``matches``."""
+    """A record and its line, one of which may be absent.
+
+    ``state`` is one of the states of table ``matches``.
+    """
 
     state: str
     record: str | None
@@ -22,13 +25,13 @@ class Side(NamedTuple):
 
 
 class Divergence(NamedTuple):
-    """The first place where a rank's records of one group and its lines differ.
+    """The first place where the records of a rank in one group and its lines differ.
 
     Attributes:
-        rank, pg, group_ranks: whose records.
-        comm, host, pid: whose lines; None where no communicator serves the group.
-        matched_before: pairs before that place.
-        sides: the records and lines around that place, in order.
+        rank, pg, group_ranks: The rank and group of the records.
+        comm, host, pid: The communicator and process of the lines. None if no communicator serves the group.
+        matched_before: The number of pairs before this place.
+        sides: The records and lines around this place, in order.
     """
 
     rank: int
@@ -42,12 +45,15 @@ class Divergence(NamedTuple):
 
 
 def first_difference(partners: Partners) -> tuple[int, int] | None:
-    """Position in either sequence of the first element without certain partner; None where all have one."""
+    """Return the position in either sequence of the first element without a certain partner.
+
+    The result is None if all elements have a partner.
+    """
     xs = np.flatnonzero(partners.first < 0)
     ys = np.flatnonzero(partners.second < 0)
     if not len(xs) and not len(ys):
         return None
-    # Before these positions everything is paired in order: both count the same pairs.
+    # All elements before these positions are paired in order, so both positions count the same pairs.
     first = min(
         int(xs[0]) if len(xs) else len(partners.first), int(ys[0]) if len(ys) else len(partners.second)
     )
@@ -57,7 +63,11 @@ def first_difference(partners: Partners) -> tuple[int, int] | None:
 def surroundings(
     partners: Partners, place: tuple[int, int], record: Callable[[int], str], line: Callable[[int], str]
 ) -> tuple[Side, ...]:
-    """Records and lines around ``place``; the functions describe an element of either sequence."""
+    """Return the records and lines around ``place``.
+
+    Args:
+        record, line: Functions that describe an element of the first and of the second sequence.
+    """
     x, y = (max(position - BEFORE, 0) for position in place)
     sides: list[Side] = []
     first, second = partners

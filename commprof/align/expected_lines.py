@@ -1,4 +1,4 @@
-"""The NCCL operations that torch calls for one collective: which log lines a record should leave.
+"""Determine which log lines a record should leave, from the NCCL operations that torch calls for it.
 
 Source: ``torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp`` and ``torch/csrc/cuda/nccl.cpp``.
 
@@ -9,15 +9,16 @@ all_reduce          AllReduce; one for each tensor of a coalesced call
 broadcast, reduce   Broadcast, Reduce with the root
 all_gather          AllGather; for each tensor of a coalesced call; outputs of unequal size: a Broadcast per rank
 reduce_scatter      ReduceScatter; for each tensor of a coalesced call; inputs of unequal size: a Reduce per rank
-all_to_all          a Send and a Recv per rank, itself included; or a single AlltoAll, where the call has no splits
+all_to_all          a Send and a Recv per rank, itself included; or a single AlltoAll, if the call has no splits
 gather, scatter     root: a Recv (Send) per other rank; others: one Send (Recv) with the root; or a single line
 send, recv          Send, Recv with the peer
 barrier             AllReduce of one element
 ==================  ==========================================================================================
 
-Sends and Recvs of an all_to_all have the sizes of the record's splits. torch built for NCCL 2.13 and newer calls NCCL for
-empty ones too, and NCCL prints them; an older torch leaves them out. A call with splits, equal ones too, or with lists
-of tensors is never a single AlltoAll. Where the splits are not known, the expectation is None.
+Sends and Recvs of an all_to_all have the sizes of the record's splits. A torch that is built for NCCL 2.13 or newer
+also calls NCCL for empty sends and receives, and NCCL prints them. An older torch does not call NCCL for them. A call
+with splits (even equal splits) or with lists of tensors is never a single AlltoAll. If the splits are not known, the
+expectation is None.
 """
 
 from __future__ import annotations
@@ -28,11 +29,14 @@ from typing import Final, NamedTuple
 
 from commprof.schema import Op, parse_ranks, parse_splits
 
-_OF_LISTS: Final = "alltoall"  # the method of ProcessGroup that takes a tensor for each rank
+_OF_LISTS: Final = "alltoall"  # the method of ProcessGroup with one tensor for each rank
 
 
 class Expected(NamedTuple):
-    """One operation line: the values that match a record. ``other`` is the root or peer in the group."""
+    """One operation line: the values that match a record.
+
+    ``other`` is the root or peer, as its rank in the group.
+    """
 
     op: str
     message_bytes: int
@@ -40,7 +44,7 @@ class Expected(NamedTuple):
 
 
 class Call(NamedTuple):
-    """The columns of a record that decide what NCCL is called for."""
+    """The columns of a record that determine which NCCL operations are called."""
 
     op: str
     backend_method: str
@@ -58,14 +62,16 @@ class Call(NamedTuple):
 
 
 class Dialect(NamedTuple):
-    """Choices that torch and NCCL make by version, read off the lines of one communicator.
+    """Behavior of torch and NCCL that depends on their versions, derived from the lines of one communicator.
 
     Attributes:
-        single_lines: operations among all_to_all, gather, scatter that appear as one line (NCCL 2.28 and newer).
-        barrier_bytes: size of the element that a barrier reduces.
-        prints_empty: empty sends and receives have lines.
-        divided: payloads of all_to_alls that appear as messages only, although others appear as one line: calls with
-            equal splits, which a record does not distinguish from calls without splits.
+        single_lines: The operations among all_to_all, gather and scatter that appear as one line (NCCL 2.28
+            and newer).
+        barrier_bytes: The size in bytes of the element that a barrier reduces.
+        prints_empty: Whether empty sends and receives have lines.
+        divided: The payloads in bytes of all_to_alls that appear only as messages, although other all_to_alls
+            appear as one line. These are calls with equal splits, which a record does not distinguish from
+            calls without splits.
     """
 
     single_lines: frozenset[str]
@@ -78,7 +84,7 @@ PLAIN_DIALECT = Dialect(frozenset(), 4)
 
 
 def expected_lines(call: Call, dialect: Dialect) -> tuple[Expected, ...] | None:
-    """The lines that ``call`` leaves on its rank, in order; None when the record does not determine them."""
+    """Return the lines that ``call`` leaves on its rank, in order, or None if the record does not determine them."""
     if call.op == Op.BARRIER:
         return (Expected(Op.ALL_REDUCE, dialect.barrier_bytes, None),)
     size = call.payload_bytes // call.numel if call.numel else 0
@@ -100,7 +106,7 @@ def expected_lines(call: Call, dialect: Dialect) -> tuple[Expected, ...] | None:
 
 
 def tensor_sizes(text: str | None) -> tuple[list[int], list[int]]:
-    """Elements of each input and of each output tensor.
+    """Return the numbers of elements of each input and of each output tensor.
 
     >>> tensor_sizes("4x16;2->8"), tensor_sizes("()"), tensor_sizes(None)
     (([64, 2], [8]), ([1], []), ([], []))
@@ -118,7 +124,7 @@ def _elements(shapes: str) -> list[int]:
 
 
 def _group_rank(peer: int, group_ranks: str) -> int | None:
-    """The rank within the group of a global rank; None for none."""
+    """Return the rank within the group of a global rank, or None if the rank is not in the group."""
     ranks = parse_ranks(group_ranks)
     return ranks.index(peer) if peer in ranks else None
 
@@ -162,11 +168,11 @@ def _all_to_all(call: Call, dialect: Dialect) -> tuple[Expected, ...] | None:
 
 
 def _parts(call: Call, has_splits: bool) -> tuple[Sequence[int], Sequence[int]] | None:
-    """Bytes to and from each rank; None where they are not known."""
+    """Return the bytes to and from each rank, or None if they are not known."""
     nranks = len(parse_ranks(call.group_ranks))
     inputs, outputs = tensor_sizes(call.sizes)
     if not has_splits and call.backend_method == _OF_LISTS and len(inputs) == len(outputs) == nranks:
-        # A trace of schema 1 has no splits; the shapes of lists say the same.
+        # A trace of schema 1 has no splits, but the shapes of the lists contain the same sizes.
         elements = call.numel or sum(outputs)
         size = (call.payload_bytes or call.output_bytes) // elements if elements else 0
         return [numel * size for numel in inputs], [numel * size for numel in outputs]
@@ -178,14 +184,20 @@ def _parts(call: Call, has_splits: bool) -> tuple[Sequence[int], Sequence[int]] 
 
 
 def _split(text: str | None, size: int, nranks: int) -> Sequence[int] | None:
-    """The splits in ``text``, or equal ones of ``size`` bytes in all; None where ``size`` is not divisible."""
+    """Return the splits in ``text``, or without ``text`` equal splits of ``size`` bytes in total.
+
+    The result is None if ``size`` is not divisible by the number of ranks.
+    """
     if text is not None:
         return parse_splits(text, nranks)
     return None if size % nranks else (size // nranks,) * nranks
 
 
 def _rooted_messages(call: Call, root: int | None) -> tuple[Expected, ...]:
-    """gather and scatter: messages between the root and each other rank; the root's own chunk is copied."""
+    """Return the messages of gather and scatter between the root and each other rank.
+
+    The chunk of the root itself is copied, not sent.
+    """
     nranks = len(parse_ranks(call.group_ranks))
     message = call.payload_bytes // nranks
     is_root = call.group_rank == root

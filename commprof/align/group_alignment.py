@@ -1,4 +1,4 @@
-"""Aligns the records of each process and group with the lines of the communicators that serve it."""
+"""Align the records of each process and group with the lines of the communicators that serve the group."""
 
 from __future__ import annotations
 
@@ -39,7 +39,10 @@ Key = tuple[RunProcess, GroupKey]
 
 
 class GroupAlignment:
-    """Aligns every group of every process; collects rows, outcomes by communicator, and first divergences."""
+    """Aligns every group of every process.
+
+    The results are rows, outcomes by communicator, and first divergences.
+    """
 
     def __init__(
         self,
@@ -58,14 +61,14 @@ class GroupAlignment:
         self.unclear = 0
 
     def run(self) -> None:
-        """Give every record (once for each line that it leaves) and every line its row."""
+        """Add a row for every line of the log, and for every record one row for each line that it leaves."""
         members: dict[Key, list[int]] = {}
         for number, stream in sorted(
             self._pairing.streams.items(), key=lambda item: self._lines[item[0]].rows[0]
         ):
             key = stream.process, stream.group
             members.setdefault(key, []).append(number)
-            if key not in self._streams:  # messages with a communicator of their own leave their group
+            if key not in self._streams:  # messages with a separate communicator are removed from their group
                 group_key = stream.process, stream.group._replace(pair=None)
                 self._streams[group_key] = self._streams[group_key].without(stream.records)
                 self._streams[key] = stream
@@ -82,7 +85,11 @@ class GroupAlignment:
                 self.outcomes[number]["extra"] += len(self._lines[number].rows)
 
     def _leave_undecided(self) -> set[Key]:
-        """Lines and records of groups that cannot be distinguished are all ambiguous."""
+        """Mark all lines and records of groups that cannot be distinguished as ambiguous.
+
+        Returns:
+            The processes and groups of these records.
+        """
         done: set[Key] = set()
         together: dict[frozenset[Key], list[int]] = {}
         expected: dict[Key, Codes] = {}
@@ -107,7 +114,7 @@ class GroupAlignment:
         return done
 
     def _bound(self, number: int, records: Codes, lines: Codes) -> tuple[int, int]:
-        """Count for communicator ``number`` how many of the ambiguous records and lines are missing and extra at least."""
+        """Count the ambiguous records and lines that are at least missing and extra, for communicator ``number``."""
         missing, extra = surplus(records, lines), surplus(lines, records)
         outcome = self.outcomes[number]
         outcome["ambiguous_records"] += len(records)
@@ -137,7 +144,10 @@ class GroupAlignment:
         self._rows.add_expected(MISSING, expectation, np.arange(len(expectation.codes)), reason)
 
     def _align(self, stream: RecordStream, numbers: Sequence[int]) -> None:
-        """Align one stream of records with its communicators: usually one, more when it was created anew."""
+        """Align one stream of records with its communicators.
+
+        There is usually one communicator, and there are more if the communicator was created again.
+        """
         lines = [self._lines[number] for number in numbers]
         expectation = self._expect(stream, lines)
         printed = np.concatenate([line.codes for line in lines])
@@ -184,11 +194,15 @@ class GroupAlignment:
     def _add_ambiguous(
         self, expectation: Expectation, partners: Partners, rows: Codes, printed: Codes, owners: Codes
     ) -> None:
-        """Rows of ambiguous records and lines; ``owners``: the communicator of each line."""
+        """Add rows for ambiguous records and lines.
+
+        Args:
+            owners: The communicator of each line.
+        """
         for verdict in (UNSEARCHED, AMBIGUOUS):
             xs = np.flatnonzero(partners.first == verdict)
             ys = np.flatnonzero(partners.second == verdict)
-            # Between the same two certain pairs: equal counts of pairs before.
+            # Elements between the same two certain pairs have the same number of pairs before them.
             of_record = np.cumsum(partners.first >= 0)[xs]
             of_line = np.cumsum(partners.second >= 0)[ys]
             for place in np.union1d(of_record, of_line).tolist():
@@ -204,7 +218,7 @@ class GroupAlignment:
                 self._rows.add_lines(LIKELY_EITHER, rows[there], reason)
 
     def _count(self, numbers: Sequence[int], owners: Codes, partners: Partners, unclear: int) -> None:
-        """Count lines at their communicator, and missing ones at the communicator of the pair before."""
+        """Count lines at their communicator, and missing lines at the communicator of the preceding pair."""
         for place, number in enumerate(numbers):
             own: Codes = partners.second[owners == place]
             outcome = self.outcomes[number]
@@ -259,7 +273,10 @@ class GroupAlignment:
 
 
 def bounds_text(missing: int, extra: int) -> str:
-    """A clause: how many of ambiguous records and lines have no partner at least; empty where that is none."""
+    """Return a clause with the lowest numbers of ambiguous records and lines that have no partner.
+
+    The clause is empty if these numbers are 0.
+    """
     clauses = []
     if missing:
         clauses.append(f"at least {missing:,} of these records {'have' if missing > 1 else 'has'} no line")
@@ -269,7 +286,7 @@ def bounds_text(missing: int, extra: int) -> str:
 
 
 def either(records: int, lines: int) -> str:
-    """The sentence for ``records`` and ``lines`` that may belong together in several ways."""
+    """Return the sentence for ``records`` and ``lines`` that may match each other in several ways."""
     return (
         f"{records} expected and {lines} printed lines between certain neighbors match each other in several "
         "ways: which was dropped or duplicated is not known"

@@ -1,9 +1,10 @@
-"""Matches the records of a run with the logs of NCCL's Inspector, by number instead of by order.
+"""Match the records of a run with the logs of NCCL's Inspector, by number instead of by order.
 
-NCCL counts the collectives of a communicator by operation, equally on all ranks, whether they are logged or not. So the
-nth line that the records of a group leave for an operation (:mod:`commprof.align.expected_lines`) belongs to number n of
-its communicator, and an operation that the plugin dropped does not shift the others. Messages are not compared, because
-the plugin numbers them separately, from the time when it was loaded.
+NCCL counts the collectives of a communicator by operation. The counts are equal on all ranks, whether the
+collectives are logged or not. The nth line that the records of a group leave for an operation
+(:mod:`commprof.align.expected_lines`) therefore belongs to number n of its communicator. An operation that
+the plugin dropped does not shift the other operations. Messages are not compared, because the plugin numbers
+messages separately, from the time when it was loaded.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from commprof.align.expected_lines import PLAIN_DIALECT
 from commprof.nccl.inspected import InspectedCollective, Member
 from commprof.schema import Op, Status, parse_ranks
 
-# Below this the plugin leaves operations out, unless NCCL_INSPECTOR_DUMP_MIN_SIZE_BYTES says otherwise.
+# The plugin does not log operations below this size, unless NCCL_INSPECTOR_DUMP_MIN_SIZE_BYTES sets another size.
 USUAL_LEAST_BYTES: Final = 8192
 _MESSAGES: Final = (Op.SEND, Op.RECV)
 _PARTS: Final = (Op.ALL_GATHER, Op.REDUCE_SCATTER)
@@ -30,17 +31,18 @@ STATES: Final = ("matched", "missing", "dropped", "too_small", "extra")
 
 @dataclass(slots=True)
 class MemberAlignment:
-    """One rank of one communicator.
+    """The alignment of one rank of one communicator.
 
     Attributes:
-        member, comm_size: of the log.
-        rank, pg, group_ranks: of the run; None without a match.
-        reason: why there is no match.
-        matched: collectives of the log with their record.
-        missing: lines of records that are not in the log, without those that the plugin reports as dropped.
-        dropped: lines that the plugin reports as dropped.
-        too_small: lines below the smallest size that the plugin logs.
-        extra: collectives of the log without a record.
+        member, comm_size: The rank of the communicator and the number of its ranks, from the log.
+        rank, pg, group_ranks: The rank and group, from the run. None without a match.
+        reason: The reason why there is no match.
+        matched: The number of collectives of the log that have a record.
+        missing: The number of lines of records that are not in the log, without lines that the plugin reports
+            as dropped.
+        dropped: The number of lines that the plugin reports as dropped.
+        too_small: The number of lines below the smallest size that the plugin logs.
+        extra: The number of collectives of the log without a record.
     """
 
     member: Member
@@ -58,19 +60,25 @@ class MemberAlignment:
 
 @dataclass(slots=True)
 class InspectedAlignment:
-    """The result: one entry per rank of a communicator, and rows of the table ``nccl_algorithms``."""
+    """The result of the alignment.
+
+    It has one entry per rank of a communicator, and rows of the table ``nccl_algorithms``.
+    """
 
     members: list[MemberAlignment]
     algorithms: list[dict[str, Any]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
     def total(self, state: str) -> int:
-        """How many are of ``state``, one of :data:`STATES`."""
+        """Return the total for ``state``, which is one of :data:`STATES`."""
         return sum(getattr(each, state) for each in self.members)
 
 
 class _Line(NamedTuple):
-    """The expected entry of a record in the log: payload in bytes, and the row of the record."""
+    """The expected entry of a record in the log.
+
+    It contains the payload in bytes and the row of the record.
+    """
 
     payload_bytes: int
     record: int
@@ -88,10 +96,10 @@ def align_inspected(
     """Match communicators with groups, and collectives of the logs with records.
 
     Args:
-        collectives: the table of the run.
-        ranks: the entries of its manifest: rank, attempt, pid, host.
-        operations: of all logs.
-        dropped: collectives that the plugin reports as dropped, by rank of a communicator.
+        collectives: The table ``collectives`` of the run.
+        ranks: The entries of the manifest of the run: rank, attempt, pid, host.
+        operations: The collectives of all logs.
+        dropped: The number of collectives that the plugin reports as dropped, by rank of a communicator.
     """
     vocabulary = Vocabulary()
     streams = record_streams(collectives, vocabulary)
@@ -128,7 +136,7 @@ def align_inspected(
 
 
 def _processes(ranks: Iterable[Mapping[str, Any]]) -> dict[tuple[str, int], RunProcess]:
-    """The processes of the run by host and id."""
+    """Return the processes of the run by host and process id."""
     return {
         (str(each.get("host") or ""), each["pid"]): RunProcess(each["rank"], each["attempt"], each["pid"])
         for each in ranks
@@ -137,7 +145,11 @@ def _processes(ranks: Iterable[Mapping[str, Any]]) -> dict[tuple[str, int], RunP
 
 
 def _owner(member: Member, processes: Mapping[tuple[str, int], RunProcess]) -> RunProcess | None:
-    """The process of the run that wrote the log: by host and id, or by an id that only one process has."""
+    """Return the process of the run that wrote the log.
+
+    The process is found by host and process id, or by a process id that only one process without a recorded
+    host has.
+    """
     exact = processes.get((member.host, member.pid))
     if exact is not None:
         return exact
@@ -153,7 +165,10 @@ def _choose(
     vocabulary: Vocabulary,
     members: Mapping[int, int],
 ) -> RecordStream | None:
-    """The group that the communicator serves; None with the reason where no group, or more than one, matches."""
+    """Return the group that the communicator serves.
+
+    If no group or several groups match, the result is None, and ``one.reason`` contains the reason.
+    """
     if owner is None:
         one.reason = "no process of the run has this host and process id"
         return None
@@ -184,24 +199,24 @@ def _choose(
 
 
 def _holds(group_ranks: str, members: Mapping[int, int]) -> bool:
-    """Whether the group has these ranks at these positions."""
+    """Return whether the group has these ranks at these positions."""
     ranks = parse_ranks(group_ranks)
     return all(place < len(ranks) and ranks[place] == rank for place, rank in members.items())
 
 
 def _lines_of(stream: RecordStream, vocabulary: Vocabulary) -> _Lines:
-    """What the records of a group leave, by operation and in the order in which NCCL numbers them."""
+    """Return the lines that the records of a group leave, by operation, in the order in which NCCL numbers them."""
     expected = stream.expect(vocabulary, PLAIN_DIALECT)
     lines: dict[str, list[_Line]] = defaultdict(list)
     for code, record in zip(expected.codes.tolist(), expected.records.tolist(), strict=True):
         line = vocabulary.lines[code]
-        if line.op not in _MESSAGES and line.message_bytes:  # NCCL discards empty ones before it numbers them
+        if line.op not in _MESSAGES and line.message_bytes:  # NCCL discards empty operations before numbering
             lines[line.op].append(_Line(line.message_bytes, record))
     return lines
 
 
 def _first_difference(its: Sequence[InspectedCollective], lines: _Lines) -> str | None:
-    """The first contradiction between the log and the records; None without one."""
+    """Return the first contradiction between the log and the records, or None if there is none."""
     for each in sorted(its, key=lambda one: (one.number, one.op)):
         of_op = lines.get(each.op, ())
         if each.number >= len(of_op):
@@ -232,7 +247,7 @@ def _count(
 def _choices(
     collectives: pa.Table, its: Iterable[InspectedCollective], lines: _Lines
 ) -> list[dict[str, Any]]:
-    """Rows of ``nccl_algorithms``; a record whose lines name different algorithms has none."""
+    """Return rows of ``nccl_algorithms``. A record whose lines contain different algorithms has no row."""
     chosen: dict[int, set[tuple[str, str | None, int | None]]] = defaultdict(set)
     for each in its:
         if each.algorithm is not None:
@@ -249,7 +264,7 @@ def _choices(
 
 
 def _unnumbered(collectives: pa.Table) -> list[int]:
-    """Rows of collectives for which NCCL's counts are not known."""
+    """Return rows of collectives for which NCCL's counts are not known."""
     raised = pc.equal(collectives["status"], Status.RAISED)
     places: list[int] = pc.indices_nonzero(pc.or_(collectives["captured"], raised)).to_pylist()
     return places

@@ -1,4 +1,4 @@
-"""Collects the rows of the ``matches`` table during an alignment, column by column."""
+"""Collect the rows of the ``matches`` table during an alignment, column by column."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _LINE_COLUMNS: Final = {
 
 
 class MatchRows:
-    """Collects the rows: pairs, and records or lines without one."""
+    """Collects the rows: pairs, and records or lines without a partner."""
 
     def __init__(self, collectives: pa.Table, ops: pa.Table) -> None:
         self._collectives, self._ops = collectives, ops
@@ -40,12 +40,12 @@ class MatchRows:
         self._reasons: dict[str, int] = {}
 
     def add_matched(self, expectation: Expectation, places: Codes, lines: Codes) -> None:
-        """Lines that belong to the records at ``places`` of the expectation."""
+        """Add lines that belong to the records at ``places`` of the expectation."""
         line_numbers, line_counts = expectation.line_numbers[places], expectation.line_counts[places]
         self._add(MATCHED, expectation.records[places], lines, line_numbers, line_counts, None)
 
     def add_expected(self, state: int, expectation: Expectation, places: Codes, reason: str) -> None:
-        """Lines that records should have left, and that are missing or ambiguous."""
+        """Add lines that records should have left, and that are missing or ambiguous."""
         records = expectation.records[places]
         nowhere = np.full(len(places), NOBODY)
         self._add(
@@ -53,24 +53,28 @@ class MatchRows:
         )
 
     def add_records(self, state: int, records: Codes, reason: str) -> None:
-        """Records without lines to search."""
+        """Add records that have no lines to search."""
         nobody = np.full(len(records), NOBODY)
         self._add(
             state, records, nobody, nobody, np.full(len(records), 0 if state == MATCHED else -1), reason
         )
 
     def add_lines(self, state: int, lines: Codes, reason: str) -> None:
-        """Lines without a record, lines with several possible records, and truncated lines."""
+        """Add lines without a record, lines with several possible records, and truncated lines."""
         nobody = np.full(len(lines), NOBODY)
         self._add(state, nobody, lines, nobody, nobody, reason)
 
     def name_of(self, record: int) -> str:
-        """A short text that identifies a record."""
+        """Return a short text that identifies a record."""
         row = self._collectives.select(["seq", "op", "step"]).slice(record, 1).to_pylist()[0]
         return f"seq {row['seq']} {row['op']} (step {row['step']}):"
 
     def table(self) -> pa.Table:
-        """The rows as table ``matches``, records first in their order of issue, then lines in that of the log."""
+        """Return the rows as table ``matches``.
+
+        Records come first, in order of rank, attempt, process and issue. Lines without a record follow, in
+        the order of the log.
+        """
         states = np.concatenate(
             [np.full(len(block[1]), block[0]) for block in self._blocks] or [np.empty(0, np.int64)]
         )
@@ -117,12 +121,12 @@ class MatchRows:
             np.asarray(self._collectives[name]).astype(np.int64) for name in ("seq", "pid", "attempt", "rank")
         ]
         positions[np.lexsort(ranks)] = np.arange(self._collectives.num_rows)
-        positions[-1] = self._collectives.num_rows  # lines without a record, behind all records
+        positions[-1] = self._collectives.num_rows  # lines without a record follow all records
         return np.asarray(np.lexsort((part, lines, positions[records])))
 
 
 def _taken(column: pa.ChunkedArray, rows: Codes) -> pa.ChunkedArray:
-    if pa.types.is_string(column.type) and len(rows):  # dictionary codes are moved, not texts
+    if pa.types.is_string(column.type) and len(rows):  # dictionary codes are reordered instead of texts
         encoded = column.combine_chunks().dictionary_encode()
         codes = encoded.indices.take(pa.array(rows, mask=rows < 0))
         return pa.chunked_array([pa.DictionaryArray.from_arrays(codes, encoded.dictionary).cast(pa.string())])
@@ -134,7 +138,7 @@ def _nullable(values: Codes) -> pa.Array:
 
 
 def torn_lines(ops: pa.Table) -> dict[tuple[int, str], list[str]]:
-    """Where the truncated lines of each process and operation are, as ``file:line``."""
+    """Return the places of the truncated lines of each process and operation, as ``file:line``."""
     torn: dict[tuple[int, str], list[str]] = {}
     rows = ops.filter(pc.equal(ops["state"], "torn")).select(["pid", "op", "file", "line"])
     for row in rows.to_pylist():

@@ -1,9 +1,10 @@
-"""Aligns the records of a run with the lines of an NCCL log: which match, which have no partner, and why.
+"""Align the records of a run with the lines of an NCCL log: which match, which have no partner, and why.
 
-Communicators are paired with process groups first (:mod:`commprof.align.pairing`). Then the lines of one process and
-group are aligned with the lines that its records should leave (:mod:`commprof.align.expected_lines`): by order, operation,
-bytes and root. A dropped or additional line is reported as such and shifts no other line. If several records or lines
-match equally well, all of them are ambiguous. opCount is not used, because it is not a sequence number in any version.
+First, communicators are paired with process groups (:mod:`commprof.align.pairing`). Then the lines of one
+process and group are aligned with the lines that its records should leave
+(:mod:`commprof.align.expected_lines`), by order, operation, bytes and root. A dropped or additional line is
+reported as such and does not shift other lines. If several records or lines match equally well, all of them
+are ambiguous. opCount is not used, because it is not a sequence number in any version.
 """
 
 from __future__ import annotations
@@ -43,29 +44,37 @@ class RecordedRun(Protocol):
 
     @property
     def path(self) -> Path:
-        """Its directory."""
+        """The directory of the run."""
 
     @property
     def manifest(self) -> Any:
-        """Has ``world_size``, and ``ranks``: one mapping per rank file, with rank, attempt, pid and host."""
+        """The manifest, with ``world_size`` and ``ranks``.
+
+        ``ranks`` has one mapping per rank file, with rank, attempt, pid and host.
+        """
 
     def table(self, name: str) -> pa.Table:
-        """A table of the schema, by name."""
+        """Return a table of the schema, by name."""
 
 
 @dataclass(frozen=True, slots=True)
 class MatchReport:
-    """The result of an alignment. Counts are rows of ``matches``: a record that leaves several lines has a row for each.
+    """The result of an alignment.
+
+    Counts are rows of ``matches``. A record that leaves several lines has a row for each line.
 
     Attributes:
-        matches: table ``matches``: every expected line of a record and every line once (a COLL and its CALL line are one).
-        comm_matches: table ``comm_matches``: the same by communicator, in the order of the log. A record of a group
-            without communicator is in the first, and in none of these.
-        matched, missing, extra, ambiguous, torn: rows of ``matches`` by state.
-        bounds: how many are missing and extra at least and at most, since ambiguous ones may be.
-        unclear: records, counted in ``missing``, that do not determine the lines they leave.
-        divergences: for each rank and group whose records and lines differ, the first place where they differ.
-        notes: remarks for the report.
+        matches: The table ``matches``: every expected line of a record and every line once. A COLL line and
+            its CALL line count as one line.
+        comm_matches: The table ``comm_matches``: the results by communicator, in the order of the log.
+            Records of a group without a communicator are only in ``matches``.
+        matched, missing, extra, ambiguous, torn: The number of rows of ``matches`` by state.
+        bounds: The lower and upper bounds of the numbers of missing and extra lines. They differ because
+            ambiguous lines may be missing or extra.
+        unclear: The number of records, counted in ``missing``, that do not determine the lines they leave.
+        divergences: For each rank and group whose records and lines differ, the first place where they
+            differ.
+        notes: Remarks for the report.
     """
 
     matches: pa.Table
@@ -82,7 +91,7 @@ class MatchReport:
 
     @property
     def counts(self) -> dict[str, int]:
-        """Rows of ``matches`` by state."""
+        """The number of rows of ``matches`` by state."""
         return {state: getattr(self, state) for state in STATES}
 
 
@@ -92,13 +101,14 @@ def align(
     """Align the records of ``run`` with the operation lines of its NCCL logs.
 
     Args:
-        run: a run, as ``commprof.trace.reader.open_run`` returns it.
-        ops: table ``nccl_ops`` of :func:`commprof.nccl.parser.parse_logs`.
-        communicators: its table ``nccl_communicators``, with the group that torch printed for each address.
-        generated: the log is marked as generated.
+        run: A run, as ``commprof.trace.reader.open_run`` returns it.
+        ops: The table ``nccl_ops`` of :func:`commprof.nccl.parser.parse_logs`.
+        communicators: The table ``nccl_communicators`` of the same function, with the group that torch
+            printed for each address.
+        generated: Whether the log is marked as generated.
     """
     collectives = run.table("collectives")
-    # NCCL checks a call before it prints it.
+    # A call that raised has no line, because NCCL checks a call before it prints the call.
     collectives = collectives.filter(pc.invert(has_raised(collectives)))
     vocabulary = Vocabulary()
     streams = record_streams(collectives, vocabulary)
@@ -130,7 +140,7 @@ def align_run(run: RecordedRun) -> MatchReport:
     """Align a run with the logs in its directory ``nccl``.
 
     Raises:
-        LogError: there are none.
+        LogError: There are no logs.
     """
     from commprof.nccl.parser import parse_logs
 
@@ -140,10 +150,10 @@ def align_run(run: RecordedRun) -> MatchReport:
 
 
 def logs_of(path: Path) -> Path:
-    """The directory with the NCCL logs of the run at ``path``.
+    """Return the directory with the NCCL logs of the run at ``path``.
 
     Raises:
-        LogError: it has none.
+        LogError: The run has no NCCL logs.
     """
     logs = path / LOGS
     if not logs.is_dir() or not any(entry.is_file() for entry in logs.rglob("*")):
@@ -155,7 +165,7 @@ def logs_of(path: Path) -> Path:
 
 
 def _hosts(ranks: Any) -> dict[RunProcess, str]:
-    """The host of each process, where the manifest has it."""
+    """Return the host of each process for which the manifest contains a host."""
     return {
         RunProcess(entry["rank"], entry["attempt"], entry["pid"]): entry["host"]
         for entry in ranks

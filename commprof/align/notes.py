@@ -1,4 +1,4 @@
-"""Remarks on an alignment for the report, above all whether the log is of this run. Pure."""
+"""Write remarks about an alignment for the report, above all whether the log is from this run. Pure."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ def notes(
     unclear: int,
     bounds: Bounds,
 ) -> tuple[str, ...]:
-    """Sentences about an alignment.
+    """Return sentences about an alignment.
 
     Args:
-        streams: the records by process and group.
-        lines: the communicators of the log.
-        world_size: ranks of the run, where that is known.
-        states: rows of ``matches`` by state.
-        unclear: missing records that do not determine the lines they leave.
-        bounds: how many are missing and extra at least and at most.
+        streams: The records by process and group.
+        lines: The communicators of the log.
+        world_size: The number of ranks of the run, if it is known.
+        states: The number of rows of ``matches`` by state.
+        unclear: The number of missing records that do not determine the lines they leave.
+        bounds: The lower and upper bounds of the numbers of missing and extra lines.
     """
     world = world_size or max((stream.group_size for stream in streams.values()), default=0)
     sentences = _of_backends({stream.backend for stream in streams.values()}, states)
@@ -66,7 +66,10 @@ def _of_backends(backends: Collection[str | None], states: Mapping[str, int]) ->
 def _of_jobs(
     processes: Collection[RunProcess], lines: Sequence[LineStream], world: int, states: Mapping[str, int]
 ) -> list[str]:
-    """Whether the log can be of this run: by the sizes of its communicators, its process ids, and what matches."""
+    """Return sentences on whether the log can be from this run.
+
+    The evidence is the sizes of its communicators, its process ids, and what matches.
+    """
     sentences = []
     largest = max((line.nranks or 0 for line in lines), default=0)
     if largest > world:

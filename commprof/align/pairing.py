@@ -1,9 +1,10 @@
-"""Pairs the communicators of a log with the process groups of the run, with a confidence.
+"""Pair the communicators of a log with the process groups of the run, with a confidence.
 
-Torch's own line names the group of an address. Without it a communicator fits a group when its rank and size are those
-of the process in the group, on every rank that shares a commId. Where several groups fit (a default group and a
-data-parallel group with equal ranks are different communicators), the operations of communicator and group decide, then
-the order of first use. If several candidates remain, none is chosen.
+Torch's own line names the group of an address. Without this line, a communicator fits a group if its rank and
+size match the process in the group, on every rank that shares a commId. Several groups can fit: a default
+group and a data-parallel group with equal ranks have different communicators. Then the operations of
+communicator and group decide, and after them the order of first use. If several candidates remain, none is
+chosen.
 """
 
 from __future__ import annotations
@@ -36,13 +37,13 @@ TWO_GROUPS: Final = (
 
 @dataclass(slots=True)
 class Pairing:
-    """Which stream of records each communicator belongs to, by position in the list of communicators.
+    """The stream of records to which each communicator belongs, by position in the list of communicators.
 
     Attributes:
-        streams: the stream of records.
-        confidence, basis: how certain the pairing is, and its evidence.
-        reasons: why there is none.
-        undecided: the candidate streams of communicators whose group could not be decided.
+        streams: The stream of records.
+        confidence, basis: How certain the pairing is, and its evidence.
+        reasons: The reason why there is no pairing.
+        undecided: The candidate streams of communicators whose group could not be decided.
     """
 
     streams: dict[int, RecordStream] = field(default_factory=dict)
@@ -53,12 +54,15 @@ class Pairing:
 
 
 class _Family(NamedTuple):
-    """Communicators that must belong to one group: those with one commId, else a single one."""
+    """Communicators that must belong to one group.
+
+    They share one commId or one family of the log. A communicator with neither is a family of its own.
+    """
 
     members: tuple[int, ...]
-    # Lines that the group could have left; those in order at either end.
+    # For each group, the number of lines that it could have left, and the number of lines in order at either end.
     agreement: dict[GroupKey, tuple[int, int]]
-    named: bool  # torch's line names its group
+    named: bool  # torch's line names the group of the family
 
 
 def pair_communicators(
@@ -67,7 +71,11 @@ def pair_communicators(
     processes: Mapping[LogProcess, list[RunProcess]],
     vocabulary: Vocabulary,
 ) -> Pairing:
-    """Assign communicators to groups: first one to one, then what is left to the group that it continues."""
+    """Assign communicators to groups.
+
+    First, each group gets at most one communicator. Each remaining communicator is then assigned to the group
+    that it continues.
+    """
     by_process: dict[RunProcess, list[RecordStream]] = {}
     for (process, _), stream in streams.items():
         by_process.setdefault(process, []).append(stream)
@@ -98,7 +106,10 @@ def _no_process(line: LineStream, candidates: int) -> str:
 def _fitting(
     line: LineStream, streams: Sequence[RecordStream], vocabulary: Vocabulary
 ) -> dict[GroupKey, RecordStream]:
-    """The streams of one process that ``line`` may belong to: by torch's line, else by size and rank."""
+    """Return the streams of one process to which ``line`` may belong.
+
+    Torch's line decides if it names the group, and otherwise size and rank decide.
+    """
     sized = [
         stream
         for stream in streams
@@ -114,7 +125,7 @@ def _fitting(
             if line.nranks not in (None, pair.group_size) or line.rank not in (None, pair.group_rank):
                 continue
             if stream.group_size == pair.group_size and len(pair.records) == len(stream.records):
-                continue  # a group of two that sent nothing but these messages: the same stream
+                continue  # a group of two ranks that sent only these messages is the same stream
             fitting[pair.group] = pair
             if stream.group_size == pair.group_size:
                 fitting.pop(stream.group, None)
@@ -137,7 +148,8 @@ class _Assignment:
         self._families = [self._family(members) for members in self._members()]
         self._group_of: dict[int, GroupKey] = {}
         self._again: set[int] = set()
-        self._users: Counter[tuple[RunProcess, GroupKey]] = Counter()  # communicators of a group in a process
+        # The number of communicators of a group in a process.
+        self._users: Counter[tuple[RunProcess, GroupKey]] = Counter()
 
     def decide(self) -> None:
         self._place()
@@ -166,7 +178,7 @@ class _Assignment:
                 key = ("single", number) if line.family is None else ("family", line.family)
                 members.setdefault(key, []).append(number)
                 continue
-            # A split with the same color repeats its commId: the n-th use on one rank is the n-th on all.
+            # A split with the same color repeats its commId. The n-th use on one rank is the n-th use on all ranks.
             use = (line.process, line.rank, line.comm_id)
             members.setdefault(("id", line.comm_id, uses[use]), []).append(number)
             uses[use] += 1
@@ -185,7 +197,7 @@ class _Assignment:
         return _Family(members, agreement, named and len(common) == 1)
 
     def _agreement(self, number: int, stream: RecordStream) -> tuple[int, int]:
-        """How many lines of the communicator could be records of the stream, and how many are in order at either end."""
+        """Return how many lines could be records of the stream, and how many are in order at either end."""
         line = self._lines[number]
         dialect = line.dialect(self._vocabulary, np.unique(stream.calls).tolist())
         key = (stream.process, stream.group, dialect)
@@ -199,7 +211,10 @@ class _Assignment:
         return int(counts), ends
 
     def _place(self) -> None:
-        """Give each family the group with the best agreement; equal ones in the order of first use."""
+        """Give each family the group with the best agreement.
+
+        Groups with equal agreement are assigned in the order of first use.
+        """
         first_use = {group: rank for rank, group in enumerate(self._groups_by_use())}
         proposals = [
             (agreement, number, group)
@@ -230,7 +245,10 @@ class _Assignment:
         return sorted(first, key=lambda group: (first[group], group.pg, group.group_ranks))
 
     def _tied(self) -> dict[int, tuple[GroupKey, ...]]:
-        """Families that could equally swap their groups, or serve a group that has no communicator in the log."""
+        """Return families that could equally swap their groups, or serve a group without a communicator in the log.
+
+        If the order of use fits swapped groups better, the groups are swapped.
+        """
         tied: dict[int, tuple[GroupKey, ...]] = {}
         owner_of = {group: number for number, group in self._group_of.items() if number not in self._again}
         for number, group in list(self._group_of.items()):
@@ -256,7 +274,7 @@ class _Assignment:
         return tied
 
     def _order(self, number: int, holder: int, group: GroupKey, other: GroupKey) -> tuple[int, int]:
-        """How well the order of use, at both ends, fits the assignment, and the swapped assignment."""
+        """Return how well the order of use, at both ends, fits the assignment and the swapped assignment."""
         own = traded = 0
         by_process = {self._lines[member].process: member for member in self._families[holder].members}
         for member in self._families[number].members:
@@ -284,7 +302,11 @@ class _Assignment:
         self._pairing.basis[member] = basis
 
     def _confidence(self, family: _Family, line: LineStream, users: int) -> tuple[Confidence, str]:
-        """``users``: the communicators that were given this group in this process."""
+        """Return the confidence of a pairing and its evidence.
+
+        Args:
+            users: The number of communicators that were assigned to this group in this process.
+        """
         if family.named:
             return "certain", "torch's line names the group"
         if line.rank is None:
@@ -304,7 +326,7 @@ class _Assignment:
 
 
 def _labels(first: Codes, second: Codes) -> Codes:
-    """0 and 1 for the elements of two rising lists, in their common order."""
+    """Return 0 and 1 for the elements of two ascending lists, in their common order."""
     places = np.concatenate((first, second))
     labels = np.repeat(np.array([0, 1]), (len(first), len(second)))
     return labels[np.argsort(places, kind="stable")]

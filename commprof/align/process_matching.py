@@ -1,4 +1,4 @@
-"""Matches the processes of a log with the processes of the run."""
+"""Match the processes of a log with the processes of the run."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from commprof.align.alignment_streams import LineStream, LogProcess, RecordStrea
 def distrust_small_worlds(
     lines: Sequence[LineStream], streams: Iterable[RecordStream], world_size: int | None
 ) -> None:
-    """Forget the global ranks of a log whose largest communicator is smaller than the job.
+    """Discard the global ranks of a log whose largest communicator does not have the size of the job.
 
-    The log alone does not show it: where only sub-groups communicate, the largest looks like the world.
+    The log alone does not show whether this is the case. If only subgroups communicate, the largest of them
+    looks like the world.
     """
     if world_size is None:
         world_size = max((stream.group_size for stream in streams), default=0)
@@ -26,10 +27,11 @@ def pair_processes(
     processes: Collection[RunProcess],
     hosts: Mapping[RunProcess, str],
 ) -> dict[LogProcess, list[RunProcess]]:
-    """The processes of the run that each process of the log may be, usually one.
+    """Return the processes of the run that each process of the log may be, usually one.
 
-    By process id (and host, where the run recorded it), unless the rank in the log contradicts it; else by
-    that rank. A process of the log with several ranks is resolved by communicator, not here.
+    Processes are matched by process id, and by host if the run recorded it, unless the rank in the log
+    contradicts the match. Otherwise they are matched by this rank. This function does not resolve a process
+    of the log with several ranks, which is resolved by communicator.
     """
     ranks: dict[LogProcess, set[int]] = {}
     for stream in lines:
@@ -46,7 +48,7 @@ def pair_processes(
             and _same_host(hosts.get(candidate), process.host)
         ]
         if len(same_pid) != 1 and len(known) < 2:
-            # Recorded without host, in another pid namespace, or in a log whose host names were edited.
+            # The run was recorded without hosts or in another pid namespace, or the host names in the log were edited.
             same_pid = same_pid or [
                 c for c in processes if c.pid == process.pid and (not known or c.rank in known)
             ]
@@ -55,5 +57,5 @@ def pair_processes(
 
 
 def _same_host(recorded: str | None, printed: str) -> bool:
-    """NCCL prints the host up to its first dot."""
+    """Return whether the hosts are equal up to the first dot, because NCCL prints a host up to its first dot."""
     return recorded is None or recorded.partition(".")[0] == printed.partition(".")[0]

@@ -1,9 +1,11 @@
-"""All answers about runs. Other packages import only this module of ``analysis``.
+"""The functions that answer questions about runs. Other packages import only this module of ``analysis``.
 
-A ``run`` is a path or an opened :class:`Run`. Answers are pandas frames; their columns are declared in
-``analysis/columns/answers.py`` and described in ``docs/analysis.md``. Three measures of bytes never mix:
-``payload_bytes`` (S of nccl-tests), ``wire_bytes`` (modelled: mean bytes that a rank of the group sends) and moved
-(counters, see :func:`moved`).
+The argument ``run`` is a path or an opened :class:`Run`. Most answers are pandas frames. The columns of the frames
+are declared in ``analysis/columns/answers.py`` and described in ``docs/analysis.md``.
+
+Three measures of bytes are never added to each other. ``payload_bytes`` is S of nccl-tests. ``wire_bytes`` are
+modelled: the mean number of bytes that a rank of the group sends. Moved bytes are interface counters (see
+:func:`moved`).
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from commprof.analysis.columns.defaults import MOST_BARS, MOST_LATE, NOTABLE_DRO
 from commprof.errors import TraceError, UsageError
 from commprof.schema import TABLES, Column
 
-# Each function imports the module that answers it, so that a command loads only what it needs.
+# Each function imports its implementation when it is called, so that a command loads only the modules that it needs.
 if TYPE_CHECKING:
     import pandas as pd
     from pyspark.sql import SparkSession
@@ -165,7 +167,7 @@ __all__ = [
     "write_csv_parts",
 ]
 
-# Names of other modules that this one exports, loaded on first use.
+# Names that this module exports from other modules. They are loaded on first use.
 _ELSEWHERE: Final = {
     "ABSENT": "commprof.analysis.compare.settings",
     "MOST_LANES": "commprof.analysis.browse.timeline",
@@ -210,7 +212,8 @@ def __getattr__(name: str) -> Any:
         return import_module("commprof.analysis.traffic.experts").Summary
     if name not in _ELSEWHERE:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = globals()[name] = getattr(import_module(_ELSEWHERE[name]), name)  # the next use finds it at once
+    # Python calls __getattr__ only for missing names, so the global makes the next use of the name fast.
+    value = globals()[name] = getattr(import_module(_ELSEWHERE[name]), name)
     return value
 
 
@@ -236,20 +239,23 @@ def _opened(run: AnyRun) -> Run:
 
 
 def find_runs(directory: Path | str) -> pd.DataFrame:
-    """The runs in and below ``directory``, newest first; one that cannot be read is listed with the reason."""
+    """Return the runs in and below ``directory``, newest first. A run that cannot be read is listed with the reason."""
     from commprof.analysis.browse import listing
 
     return listing.runs_below(Path(directory))
 
 
 def traffic(run: AnyRun, by: Sequence[str] = TRAFFIC_BY) -> pd.DataFrame:
-    """Traffic, one row for each combination of the columns ``by``; ``()`` gives one row with the totals.
+    """Return the traffic of a run, with one row for each combination of the columns ``by``.
 
-    Collectives are deduplicated, and a message counts at its send. A recv whose send no rank recorded counts as well, with
-    its payload and no wire bytes. Initialisation is step -1. Barriers are included.
+    Collectives are deduplicated, and a message counts at its send. If no rank recorded the send of a message, its recv
+    counts with its payload and no wire bytes. Initialization is step -1. Barriers are included.
+
+    Args:
+        by: The columns to group by. ``()`` gives one row with the totals.
 
     Raises:
-        UsageError: a column of ``by`` cannot be grouped by.
+        UsageError: A column of ``by`` cannot be grouped by.
     """
     from commprof.analysis.storage import run_totals
     from commprof.analysis.traffic import operation_totals
@@ -266,20 +272,30 @@ def matrix(
     purpose: str | None = None,
     most_ranks: int | None = None,
 ) -> pd.DataFrame:
-    """Bytes from each rank to each other: sends as recorded, collectives by a model that conserves wire bytes.
+    """Return the bytes that each rank sends to each other rank.
 
-    ``frame.attrs``: ``models``, the pairs of ranks to which the bytes of each operation are assigned (``docs/matrix.md``);
-    ``unplaced_bytes``, bytes without known pairs; ``ranks`` of the run; ``ranks_per_cell``, the number of ranks that a
-    sender or receiver represents (it is the first of them).
+    The bytes of sends are recorded. The bytes of collectives follow from a model that conserves wire bytes.
+
+    ``frame.attrs`` contains:
+
+    - ``models``: the pairs of ranks to which the bytes of each operation are assigned (``docs/matrix.md``)
+    - ``unplaced_bytes``: the bytes whose pairs of ranks are not known
+    - ``executed_unplaced_bytes``: the executed bytes whose pairs of ranks are not known
+    - ``executed_reason``: the reason why some executed bytes are not known, or None
+    - ``ranks``: the number of ranks of the run
+    - ``ranks_per_cell``: the number of ranks that a sender or receiver represents. The sender or receiver is the first
+      of these ranks.
 
     Args:
-        by: columns of ``step``, ``phase``, ``op``, ``intended_op``, ``purpose`` and ``pg``.
-        steps: the first and the last; default: all, and what comes before them, which is step -1.
-        op, purpose: only these; ``untagged``: without a purpose.
-        most_ranks: rows and columns at most; with more ranks neighbours are summed.
+        by: The columns to group by: any of ``step``, ``phase``, ``op``, ``intended_op``, ``purpose`` and ``pg``.
+        steps: The first and the last step to include. Default: all steps, including step -1, which is the time before
+            the first step.
+        op, purpose: The operation and the purpose to include. The purpose ``untagged`` selects traffic without a
+            purpose.
+        most_ranks: The maximum number of rows and columns. If there are more ranks, neighboring ranks are summed.
 
     Raises:
-        UsageError: a column of ``by`` cannot be grouped by.
+        UsageError: A column of ``by`` cannot be grouped by.
     """
     from commprof.analysis.storage import run_totals
     from commprof.analysis.traffic import matrix as matrix_module
@@ -292,9 +308,10 @@ def matrix(
 
 
 def owners(run: AnyRun, steps: tuple[int, int] | None = None) -> pd.DataFrame:
-    """Reduces to one owner: what each rank owns and receives, one row per rank of a group with such reduces.
+    """Return the bytes that each rank owns and receives in reduces to one owner.
 
-    ``frame.attrs["imbalance"]`` is the largest ``received_bytes`` over the mean of the ranks; None without any.
+    There is one row for each rank of a group with such reduces. ``frame.attrs["imbalance"]`` is the largest
+    ``received_bytes`` divided by the mean of the ranks, or None if there are no such reduces.
     """
     from commprof.analysis.storage import run_totals
     from commprof.analysis.traffic import matrix as matrix_module
@@ -306,9 +323,10 @@ def owners(run: AnyRun, steps: tuple[int, int] | None = None) -> pd.DataFrame:
 
 
 def experts(run: AnyRun) -> pd.DataFrame:
-    """The load of each expert in each training step, over all ranks; without rows if the run published none.
+    """Return the load of each expert in each training step, summed over all ranks.
 
-    The load is the number of tokens that chose the expert, before any were dropped.
+    The load is the number of tokens that chose the expert, before any tokens were dropped. The frame has no rows if
+    the run published no loads.
     """
     from commprof.analysis.traffic import experts as experts_module
 
@@ -316,16 +334,16 @@ def experts(run: AnyRun) -> pd.DataFrame:
 
 
 def expert_ranks(run: AnyRun) -> pd.DataFrame:
-    """The load of the experts of each rank in each training step: :func:`experts` by the rank that has them."""
+    """Return the load of the experts in each training step (see :func:`experts`), summed by the rank that has them."""
     from commprof.analysis.traffic import experts as experts_module
 
     return experts_module.ranks(_opened(run))
 
 
 def expert_imbalance(run: AnyRun) -> pd.DataFrame:
-    """Imbalance of the experts of each layer in each training step, and the tokens that were dropped.
+    """Return the load imbalance of each layer in each training step, and the number of dropped tokens.
 
-    The imbalance is the largest load of an expert over the mean load.
+    The imbalance is the largest load of an expert divided by the mean load.
     """
     from commprof.analysis.traffic import experts as experts_module
 
@@ -333,22 +351,27 @@ def expert_imbalance(run: AnyRun) -> pd.DataFrame:
 
 
 def expert_summary(run: AnyRun) -> ExpertSummary | None:
-    """The experts of a run in a few values: layers, median and worst imbalance, dropped share; None without experts."""
+    """Return a summary of the experts of a run: layers, median and worst imbalance, and dropped share.
+
+    The result is None if the run has no experts.
+    """
     from commprof.analysis.traffic import experts as experts_module
 
     return experts_module.summary(_opened(run))
 
 
 def exchange_imbalance(run: AnyRun, purpose: str | None = None, of_experts: bool = False) -> pd.DataFrame:
-    """What the ranks receive in the all_to_alls of each training step, and how uneven that is; no hook is needed.
+    """Return the bytes that the ranks receive in the all_to_alls of each training step, and their imbalance.
 
-    The imbalance is the largest number of bytes that a rank receives from others over the mean of the ranks. It follows from
-    the splits of the records; an all_to_all with equal splits, such as that of a padded buffer, is even. It is null where
-    splits were given as tensors, and in runs that recorded sums only.
+    The imbalance is the largest number of bytes that a rank receives from other ranks, divided by the mean of the
+    ranks. It follows from the recorded splits, so the program needs no hook. An all_to_all with equal splits, for
+    example of a padded buffer, is even. The imbalance is null if the splits were given as tensors, and in runs that
+    recorded only sums.
 
     Args:
-        purpose: only these; ``untagged``: without a purpose; default: all.
-        of_experts: only those of tokens: with the purpose activation, among ranks that share the experts of a layer.
+        purpose: The purpose of the all_to_alls to include. ``untagged`` selects those without a purpose. Default: all.
+        of_experts: Whether to include only the all_to_alls that exchange tokens. These have the purpose activation and
+            run among ranks that share the experts of a layer.
     """
     from commprof.analysis.storage import run_totals
     from commprof.analysis.traffic import exchanges
@@ -368,13 +391,14 @@ def bucket_flushes(
     bucket: int | None = None,
     group_ranks: str | None = None,
 ) -> pd.DataFrame:
-    """The gradient buckets of a run: contents, reason of the flush, reduction and duration.
+    """Return the gradient buckets of a run: contents, reason of the flush, reduction and duration.
 
-    Bytes count as in :func:`traffic`: those of the collectives of purpose gradient_reduce with the bucket's number. Ranks
-    whose groups share no rank, such as those of two pipeline stages, have separate buckets: ``group_ranks``.
+    The bytes of a bucket are those of the collectives with the purpose gradient_reduce and the number of the bucket.
+    They count as in :func:`traffic`. Ranks whose groups share no rank, for example the ranks of two pipeline stages,
+    have separate buckets. The column ``group_ranks`` distinguishes these buckets.
 
     Args:
-        step, micro_step, bucket, group_ranks: only those; default: all.
+        step, micro_step, bucket, group_ranks: The values that the rows must have. Default: all rows.
     """
     from commprof.analysis.storage import run_totals
 
@@ -383,23 +407,23 @@ def bucket_flushes(
 
 
 def bucket_steps(run: AnyRun) -> pd.DataFrame:
-    """The summed buckets of :func:`bucket_flushes`: one row for each step and reason of the flush."""
+    """Return the sums of the buckets of :func:`bucket_flushes`, one row for each step and reason of the flush."""
     from commprof.analysis.storage import run_totals
 
     return run_totals.bucket_steps(_opened(run))
 
 
 def buckets_per_step(run: AnyRun) -> pd.DataFrame:
-    """The gradient buckets of a training step, one row per reason of the flush, by the rule for values per step."""
+    """Return the buckets per training step, one row for each reason of the flush, by the rule for values per step."""
     from commprof.analysis.storage import run_totals
 
     return run_totals.buckets_per_step(_opened(run))
 
 
 def bucket_means(run: AnyRun) -> pd.DataFrame:
-    """The buckets of a mean training step, over the steps with the most frequent contents. Times are medians.
+    """Return the buckets of a mean training step, over the steps with the most frequent contents.
 
-    Bytes and times leave out the first step of each attempt.
+    Times are medians. Bytes and times exclude the first step of each attempt.
     """
     from commprof.analysis.storage import run_totals
 
@@ -414,11 +438,12 @@ def bucket_content(
     attempt: int | None = None,
     group_ranks: str | None = None,
 ) -> BucketContent | None:
-    """The parameters of one bucket and the collectives that reduced it; None if there is no such bucket.
+    """Return the parameters of one bucket and the collectives that reduced it, or None if there is no such bucket.
 
     Args:
-        attempt: default: the last that has it.
-        group_ranks: as in :func:`bucket_flushes`; default: those that include the lowest rank.
+        attempt: The attempt of the bucket. Default: the last attempt that has the bucket.
+        group_ranks: The ranks that have the bucket, as in :func:`bucket_flushes`. Default: the ranks that include the
+            lowest rank.
     """
     from commprof.analysis.storage import run_totals
     from commprof.analysis.traffic import buckets
@@ -434,7 +459,7 @@ def bucket_content(
 
 
 def step_numbers(run: AnyRun) -> list[int]:
-    """The numbers of the training steps of a run, in order: those of :func:`step_times`."""
+    """Return the sorted numbers of the training steps of a run, as in :func:`step_times`."""
     import pyarrow.compute as pc
 
     numbers = pc.unique(_opened(run).table("steps")["step"]).to_pylist()
@@ -442,7 +467,7 @@ def step_numbers(run: AnyRun) -> list[int]:
 
 
 def step_times(run: AnyRun) -> pd.DataFrame:
-    """One row per training step and attempt: times, loss, and what was sent in it."""
+    """Return the times, the loss and the traffic of each training step, one row per step and attempt."""
     from commprof.analysis.storage import run_totals
 
     run = _opened(run)
@@ -450,7 +475,7 @@ def step_times(run: AnyRun) -> pd.DataFrame:
 
 
 def resource_use(run: AnyRun) -> pd.DataFrame:
-    """Memory, processors and share of communication of each training step, one row per step and attempt."""
+    """Return memory, processor use and communication share of each training step, one row per step and attempt."""
     from commprof.analysis.compare import step_resources
     from commprof.analysis.storage import run_totals
 
@@ -459,16 +484,18 @@ def resource_use(run: AnyRun) -> pd.DataFrame:
 
 
 def arrivals(run: AnyRun, steps: tuple[int, int] | None = None) -> pd.DataFrame:
-    """Arrivals of the ranks at each collective, on one clock, with error bounds; one row per rank.
+    """Return the arrivals of the ranks at each collective, one row per collective and rank.
 
-    Collectives match by attempt, group (name and ranks), number in the group and operation; a send and a recv by sender,
-    receiver and order. Ranks that read one clock are compared exactly. ``docs/clocks.md`` states bounds and formulas.
+    All times are on one clock and have error bounds. The records of a collective are matched by attempt, group (name
+    and ranks), number in the group and operation. A send and a recv are matched by sender, receiver and order. Ranks
+    that read the same clock are compared exactly. ``docs/clocks.md`` states the bounds and formulas.
 
     Args:
-        steps: the first and the last; default: all, and what comes before them, which is step -1.
+        steps: The first and the last step to include. Default: all steps, including step -1, which is the time before
+            the first step.
 
     Raises:
-        UsageError: the frame would not fit into memory: see :func:`arrivals_parts`.
+        UsageError: The frame would not fit into memory. Use :func:`arrivals_parts` instead.
     """
     from commprof.analysis.stragglers import straggler_answers
 
@@ -476,7 +503,7 @@ def arrivals(run: AnyRun, steps: tuple[int, int] | None = None) -> pd.DataFrame:
 
 
 def arrivals_parts(run: AnyRun, steps: tuple[int, int] | None = None) -> Iterator[pd.DataFrame]:
-    """:func:`arrivals` by partition, in the memory of one partition."""
+    """Yield the rows of :func:`arrivals` by partition, so that only one partition is in memory."""
     from commprof.analysis.columns.answers import ANSWERS
     from commprof.analysis.columns.frames import from_arrow
     from commprof.analysis.stragglers import straggler_answers
@@ -486,19 +513,28 @@ def arrivals_parts(run: AnyRun, steps: tuple[int, int] | None = None) -> Iterato
 
 
 def stragglers(run: AnyRun) -> pd.DataFrame:
-    """How often each rank arrives last, and how long the others wait for it, one row per rank.
+    """Return how often each rank arrives last and how long the other ranks wait for it, one row per rank.
 
-    ``frame.attrs["statement"]`` is the verdict; None if there is none. ``frame.attrs["late"]``: the ranks that it names as
-    late; ``frame.attrs["since"]``: pairs of a rank that became late and the step from which it is, if there are any.
+    ``frame.attrs`` contains:
+
+    - ``statement``: the verdict, or None if there is none
+    - ``late``: the ranks that the verdict names as late
+    - ``since``: pairs of a rank that became late and the first step in which the rank is late, if there are any
     """
     return straggling(run).ranks
 
 
 def sampled_stragglers(run: AnyRun) -> pd.DataFrame | None:
-    """:func:`stragglers` of some training steps of a run of several hosts, from the files of its hosts; None without these.
+    """Return the answer of :func:`stragglers` for a sample of training steps of a run on several hosts.
 
-    ``frame.attrs``: the number of sampled steps (``steps``) and of all steps (``of_steps``), the share of the collectives of
-    these steps that was compared (``share``), and the hosts of the late ranks (``hosts``).
+    The sample comes from the files of the hosts. The result is None if there are no such files.
+
+    In addition to the attributes of :func:`stragglers`, ``frame.attrs`` contains:
+
+    - ``steps``: the number of sampled steps
+    - ``of_steps``: the number of all steps
+    - ``share``: the share of the collectives of the sampled steps that was compared
+    - ``hosts``: the host of each late rank
     """
     from commprof.analysis.storage import run_totals
     from commprof.analysis.stragglers import straggler_answers
@@ -517,10 +553,11 @@ def sampled_stragglers(run: AnyRun) -> pd.DataFrame | None:
 
 
 def alignment(run: AnyRun) -> Alignment:
-    """The stored alignment of a run with its NCCL log (``commprof align``); without rows if there is none.
+    """Return the stored alignment of a run with its NCCL log (``commprof align``).
 
-    ``counts`` by rank, group, operation and state; ``divergences``, the first divergence of records and lines of each rank
-    and group; ``rows``, every record with its line.
+    ``counts`` contains the number of rows by rank, group, operation and state. ``divergences`` contains the first
+    divergence between records and lines of each rank and group. ``rows`` contains every record with its line. The
+    frames have no rows if no alignment is stored.
     """
     from commprof.analysis.browse import alignment as alignment_module
 
@@ -528,7 +565,7 @@ def alignment(run: AnyRun) -> Alignment:
 
 
 def alignment_summary(run: AnyRun) -> AlignmentSummary:
-    """``counts`` and ``divergences`` of :func:`alignment`, however many rows it has."""
+    """Return ``counts`` and ``divergences`` of :func:`alignment` without loading its ``rows``."""
     from commprof.analysis.browse import alignment as alignment_module
 
     return alignment_module.summary(_opened(run))
@@ -543,13 +580,14 @@ def alignment_window(
     before: int = 0,
     limit: int = 40,
 ) -> AlignmentWindow:
-    """Some of the ``rows`` of :func:`alignment`: those of one rank and group, from ``before`` rows before ``at`` on.
+    """Return a window of the ``rows`` of :func:`alignment` for one rank and group.
 
     Args:
-        rank, pg: None for lines whose rank or group is not known.
-        state: only rows in this state; default: all.
-        at: position within the rank and group.
-        limit: rows at most.
+        rank, pg: The rank and the group. None selects lines whose rank or group is not known.
+        state: The state that the rows must have. Default: any state.
+        at: The position, within the rank and group, that the window shows.
+        before: The number of rows to show before position ``at``.
+        limit: The maximum number of rows.
     """
     from commprof.analysis.browse import alignment as alignment_module
 
@@ -559,28 +597,32 @@ def alignment_window(
 def alignment_place(
     run: AnyRun, rank: int, attempt: int, pid: int, seq: int
 ) -> tuple[int | None, str | None, int] | None:
-    """Rank, group and position of a record among the ``rows`` of :func:`alignment`; None if it is not among them."""
+    """Return the rank, group and position of a record in the ``rows`` of :func:`alignment`.
+
+    The result is None if the record has no row.
+    """
     from commprof.analysis.browse import alignment as alignment_module
 
     return alignment_module.place(_opened(run), rank, attempt, pid, seq)
 
 
 def topology(run: AnyRun) -> pd.DataFrame:
-    """The rings and trees that NCCL printed: one row per communicator, channel and pair of ranks that it connects."""
+    """Return the rings and trees that NCCL printed, one row per communicator, channel and pair of connected ranks."""
     from commprof.analysis.browse import alignment as alignment_module
 
     return alignment_module.topology(_opened(run))
 
 
 def straggling(run: AnyRun, limit: int = MOST_LATE, first_step: bool = True) -> Straggling:
-    """Stragglers in one pass: :func:`stragglers`, lateness by rank, causes of waiting, the worst collectives, and ``steps``.
+    """Return all straggler answers, computed in one pass.
 
-    ``steps`` is the lateness of each rank in each training step, with what the verdict counts there: its rows ``is_warm``.
+    These are :func:`stragglers`, the lateness by rank, the causes of waiting, the worst collectives, and ``steps``.
+    ``steps`` is the lateness of each rank in each training step. The verdict counts the rows with ``is_warm``.
 
     Args:
-        limit: the number of worst collectives at most.
-        first_step: False leaves out the first training step, in which ranks start up, and what came before it; this
-            reads all records also of a run that has an index.
+        limit: The maximum number of worst collectives.
+        first_step: Whether to include the first training step, in which ranks start up, and the time before it. False
+            reads all records, even if the run has an index.
     """
     from commprof.analysis.stragglers import straggler_answers
 
@@ -593,7 +635,7 @@ AnyCalibration: TypeAlias = "Calibration | Path | str"
 def bandwidth_both(
     run: AnyRun, calibration: AnyCalibration | None = None, steps: tuple[int, int] | None = None
 ) -> Bandwidths:
-    """:func:`bandwidth` and :func:`bandwidth_times` of the same run, reading it once."""
+    """Return :func:`bandwidth` and :func:`bandwidth_times` of the same run, which is read only once."""
     from commprof.analysis.stragglers import straggler_answers
     from commprof.analysis.time import bandwidth as bandwidth_module
     from commprof.calibration.file import read_calibration
@@ -606,17 +648,19 @@ def bandwidth_both(
 def bandwidth(
     run: AnyRun, calibration: AnyCalibration | None = None, steps: tuple[int, int] | None = None
 ) -> pd.DataFrame:
-    """Bandwidth by operation, group and size: time, algorithm and bus bandwidth, and the ceiling.
+    """Return time, algorithm bandwidth, bus bandwidth and ceiling by operation, group and size.
 
-    Outliers and impossible times are counted and left out of the medians. ``frame.attrs["notes"]`` has sentences on the
-    limits of the values. ``docs/calibration.md`` defines times, bandwidths and the ceiling.
+    Outliers and impossible times are counted, and the medians exclude them. ``frame.attrs["notes"]`` contains sentences
+    about the limits of the values. ``docs/calibration.md`` defines times, bandwidths and the ceiling.
 
     Args:
-        calibration: of ``commprof calibrate``, or its file; without one there is no ceiling.
-        steps: the first and the last; default: all, and what comes before them, which is step -1.
+        calibration: The result of ``commprof calibrate``, or the path of its file. Without a calibration there is no
+            ceiling.
+        steps: The first and the last step to include. Default: all steps, including step -1, which is the time before
+            the first step.
 
     Raises:
-        TraceError: the file cannot be read.
+        TraceError: The calibration file cannot be read.
     """
     return bandwidth_both(run, calibration, steps).sizes
 
@@ -624,7 +668,7 @@ def bandwidth(
 def bandwidth_times(
     run: AnyRun, calibration: AnyCalibration | None = None, steps: tuple[int, int] | None = None
 ) -> pd.DataFrame:
-    """The bandwidth of each single collective and message, with a verdict on its time."""
+    """Return the bandwidth of each single collective and message, with a verdict on its time."""
     return bandwidth_both(run, calibration, steps).collectives
 
 
@@ -634,11 +678,11 @@ def ceiling(
     low: int | None = None,
     high: int | None = None,
 ) -> pd.DataFrame:
-    """The ceiling of a machine: the fitted curve of each operation over payloads, and the times that it was fitted to.
+    """Return the ceiling of a machine: the fitted curve of each operation by payload, and the measured times.
 
     Args:
-        group_size: of the groups to compare; default: the world size of the calibration.
-        low, high: smallest and largest payload in bytes; default: the measured range.
+        group_size: The number of ranks of the groups to compare. Default: the world size of the calibration.
+        low, high: The smallest and the largest payload in bytes. Default: the measured range.
     """
     from commprof.analysis.time import bandwidth as bandwidth_module
     from commprof.calibration.file import read_calibration
@@ -648,7 +692,7 @@ def ceiling(
 
 
 def ceiling_fits(calibration: AnyCalibration) -> pd.DataFrame:
-    """Latency and bandwidth of each operation of a calibration, with 95 % intervals and residuals."""
+    """Return the latency and bandwidth of each operation of a calibration, with 95 % intervals and residuals."""
     from commprof.analysis.time import bandwidth as bandwidth_module
     from commprof.calibration.file import read_calibration
 
@@ -657,32 +701,33 @@ def ceiling_fits(calibration: AnyCalibration) -> pd.DataFrame:
 
 
 def calibrations(directory: Path | str) -> pd.DataFrame:
-    """The calibrations (``calibration*.json``) in and below ``directory``, the newest first."""
+    """Return the calibrations (``calibration*.json``) in and below ``directory``, newest first."""
     from commprof.analysis.time import bandwidth as bandwidth_module
 
     return bandwidth_module.calibrations_below(Path(directory))
 
 
 def untagged(run: AnyRun) -> pd.DataFrame:
-    """Call sites of collectives without a purpose, one row per place and operation, in order of payload, largest first.
+    """Return the call sites of collectives without a purpose, one row per call site and operation.
 
-    A place is the line of the program in ``call_site``; null if only sums were recorded, or no Python called.
+    Rows are in order of payload, largest first. ``call_site`` is a line of the program. It is null if only sums were
+    recorded, or if the call did not come from Python.
     """
     from commprof.analysis.storage import run_totals
     from commprof.analysis.traffic import untagged as untagged_module
 
     run = _opened(run)
-    if not run_totals.operations(run, ("purpose",))[
-        "purpose"
-    ].null_count:  # these sums are stored, those by place are not
+    # The sums by purpose are stored, so this check is fast. The sums by call site are not stored.
+    if not run_totals.operations(run, ("purpose",))["purpose"].null_count:
         return untagged_module.none()
     return untagged_module.untagged(traffic(run, by=untagged_module.BY))
 
 
 def algorithms(run: AnyRun) -> pd.DataFrame:
-    """Algorithm and protocol that NCCL chose, one row per operation, group, payload and choice, in order of payload.
+    """Return the algorithm and protocol that NCCL chose, one row per operation, group, payload and choice.
 
-    From an aligned NCCL log with TUNING, or a log of the NCCL Inspector; without rows if neither has it.
+    Rows are in order of payload. The source is an aligned NCCL log with TUNING, or a log of the NCCL Inspector. The
+    frame has no rows if neither log contains the choice.
     """
     from commprof.analysis.traffic import algorithms as algorithms_module
 
@@ -690,13 +735,16 @@ def algorithms(run: AnyRun) -> pd.DataFrame:
 
 
 def exposure(run: AnyRun, by: Sequence[str] = ("step",)) -> pd.DataFrame:
-    """Exposed and overlapped communication for each combination of the columns ``by``.
+    """Return exposed and overlapped communication for each combination of the columns ``by``.
 
-    By ``("step",)``, ``("purpose",)``, ``("step", "bucket")``, or ``("pg", "group_ranks", "pg_seq")`` for each collective;
-    ``()`` gives one row. Rows may overlap in time and need not add up. ``docs/times.md`` defines exposed and overlapped.
+    Rows may overlap in time, so their times need not add up. ``docs/times.md`` defines exposed and overlapped.
+
+    Args:
+        by: The columns to group by, for example ``("step",)``, ``("purpose",)`` or ``("step", "bucket")``.
+            ``("pg", "group_ranks", "pg_seq")`` gives one row for each collective, and ``()`` gives one row.
 
     Raises:
-        UsageError: a column of ``by`` cannot be grouped by.
+        UsageError: A column of ``by`` cannot be grouped by.
     """
     from commprof.analysis.storage import run_totals
 
@@ -705,10 +753,12 @@ def exposure(run: AnyRun, by: Sequence[str] = ("step",)) -> pd.DataFrame:
 
 
 def exposure_per_step(run: AnyRun) -> pd.DataFrame:
-    """Exposed and overlapped time of a training step, by purpose and in total (the last row, which is the union).
+    """Return exposed and overlapped time per training step, by purpose and in total.
 
-    Medians over the warm steps of means over the ranks; the share is that of the median duration of the same steps. Warm are
-    the steps that ended, without the first of each attempt if there are others. Purposes overlap in time.
+    The last row is the total, which is the union of the waits. Purposes overlap in time, so their times need not add
+    up. Each value is a median over the warm steps of means over the ranks. Shares are relative to the median duration
+    of the same steps. Warm steps are the steps that ended, without the first step of each attempt if there are other
+    steps.
     """
     from commprof.analysis.storage import run_totals
 
@@ -717,7 +767,7 @@ def exposure_per_step(run: AnyRun) -> pd.DataFrame:
 
 
 def has_exposed_times(run: AnyRun) -> bool:
-    """Whether the exposed time of each warm step is known, so that :func:`exposure_per_step` has that of a step."""
+    """Return whether the exposed time of each warm step is known, so that :func:`exposure_per_step` has a value."""
     from commprof.analysis.storage import run_totals
 
     run = _opened(run)
@@ -725,10 +775,11 @@ def has_exposed_times(run: AnyRun) -> bool:
 
 
 def one_offs(run: AnyRun) -> pd.DataFrame:
-    """One-off traffic: what single training steps sent beyond the recurring traffic, by step, purpose, operation and group.
+    """Return one-off traffic by step, purpose, operation and group.
 
-    No value per training step includes it. The rule is in ``docs/analysis.md`` (values of a step) and applies to the traffic
-    of one operation, purpose and group.
+    One-off traffic is sent by single training steps in addition to the recurring traffic. Values per training step
+    exclude it. The rule is in ``docs/analysis.md`` (values of a step). It applies separately to each combination of
+    operation, purpose and group.
     """
     from commprof.analysis.storage import run_totals
     from commprof.analysis.traffic import one_offs as one_offs_module
@@ -738,10 +789,12 @@ def one_offs(run: AnyRun) -> pd.DataFrame:
 
 
 def moved(run: AnyRun) -> pd.DataFrame:
-    """Bytes moved during the run by host and interface: counters of the whole host with all its processes.
+    """Return the bytes moved during the run by host and interface.
 
-    ``frame.attrs["reason"]``: why the readings do not cover the run on every host: no readings at all, none of a host, a
-    first reading too late or a last one too early; None if they do. Column ``left_out`` has the reason by host.
+    The interface counters include the traffic of all processes of the host. ``frame.attrs["reason"]`` states why the
+    readings do not cover the run on every host, and is None if they do. The possible reasons are: no readings at all,
+    none of a host, a first reading that is too late, or a last reading that is too early. The column ``left_out``
+    contains the reason of each host.
     """
     from commprof.analysis.traffic import moved_bytes
     from commprof.trace.coverage import uncovered
@@ -751,9 +804,10 @@ def moved(run: AnyRun) -> pd.DataFrame:
 
 
 def requested(run: AnyRun) -> pd.DataFrame:
-    """What the run's config should send, predicted from its keys and the parameters, one row per purpose.
+    """Return the traffic that the configuration of the run requests, one row per purpose.
 
-    If no prediction is possible, it has no rows, and ``frame.attrs["reason"]`` has the reason; else that is None.
+    It is predicted from the configuration keys and the parameters. If no prediction is possible, the frame has no rows
+    and ``frame.attrs["reason"]`` states why. Otherwise the reason is None.
     """
     from commprof.analysis.traffic import requested_traffic
 
@@ -764,7 +818,10 @@ def requested(run: AnyRun) -> pd.DataFrame:
 
 
 def records_place(path: Path | str) -> str | None:
-    """The URL of the analysed run if ``path`` is an analysis of a run whose records are not on this machine; else None."""
+    """Return the URL of the analyzed run if ``path`` is an analysis and the records are not on this machine.
+
+    Otherwise the result is None.
+    """
     from commprof.trace.directory import elsewhere
 
     there = elsewhere(Path(path))
@@ -772,23 +829,24 @@ def records_place(path: Path | str) -> str | None:
 
 
 def verify(run: AnyRun) -> Verdict:
-    """The ledger of a run: what was requested, issued, executed and moved, and whether every byte is explained."""
+    """Return the ledger of a run: requested, issued, executed and moved bytes, and whether every byte is explained."""
     from commprof.ledger import verification
 
     return verification.verify(_opened(run))
 
 
 def model_numel(run: AnyRun) -> int | None:
-    """Elements of all parameters that a run published; None if it published none."""
+    """Return the number of elements of all parameters that a run published, or None if it published none."""
     from commprof.analysis.browse import listing
 
     return listing.model_numel(_opened(run))
 
 
 def overview(run: AnyRun) -> dict[str, Any]:
-    """The overview of a run as plain values: software, traffic, times, and what is missing.
+    """Return the overview of a run as plain values: software, traffic, times, and missing data.
 
-    ``moved_reason``: why the moved bytes are None; ``requested_reason``: why the requested operation is None.
+    ``moved_reason`` states why the moved bytes are None. ``requested_reason`` states why the requested operation is
+    None.
     """
     from commprof.analysis.compare import run_overview
     from commprof.analysis.storage import run_totals
@@ -806,12 +864,15 @@ def overview(run: AnyRun) -> dict[str, Any]:
 
 
 def health(run: AnyRun) -> Health:
-    """How a run ended, what was recorded of it, and what is missing."""
+    """Return how a run ended, how much of it was recorded, and what is missing."""
     return _opened(run).health
 
 
 def backends(run: AnyRun) -> str | None:
-    """The ``backends`` of :func:`overview`: of the collectives, or of the process groups of a run without collectives."""
+    """Return the backends of the collectives of a run, or of its process groups if the run has no collectives.
+
+    This is the value ``backends`` of :func:`overview`.
+    """
     from commprof.analysis.compare import run_overview
     from commprof.analysis.storage import run_totals
 
@@ -821,7 +882,10 @@ def backends(run: AnyRun) -> str | None:
 
 
 def several_trainings(run: AnyRun) -> str | None:
-    """Which steps are of which training, if a run has several, one after the other; None for a single training."""
+    """Return a sentence that states which steps belong to which of several successive trainings.
+
+    The result is None for a single training, for a restarted run, and if no second training is known to begin.
+    """
     from commprof.analysis.storage import run_totals
     from commprof.analysis.time import trainings
 
@@ -831,11 +895,13 @@ def several_trainings(run: AnyRun) -> str | None:
 
 
 def settings(runs: Sequence[AnyRun]) -> pd.DataFrame:
-    """How the runs differ: ``run``, ``label``, and a text column for each dotted config key that differs.
+    """Return how the runs differ, one row per run.
 
-    A key that a run's config lacks is ``(absent)``. Keys that only name places are left out. Other differences between
-    experiments are keys too: ``script``, ``arguments.*``, ``world_size``, ``environment.NCCL_*``. Runs that differ in
-    nothing else are distinguished by the wrappers of their models: ``wrapper``, ``ddp.*``, ``fsdp.*``. One row per run.
+    The columns are ``run``, ``label``, and a text column for each dotted configuration key that differs. The value is
+    ``(absent)`` if the configuration of a run lacks the key. Keys that only name paths or runs are excluded. Other
+    differences between experiments are keys too: ``script``, ``arguments.*``, ``world_size``, ``environment.NCCL_*``.
+    Runs without any such difference are distinguished by the wrappers of their models: ``wrapper``, ``ddp.*``,
+    ``fsdp.*``.
     """
     from commprof.analysis.compare import compared_runs
 
@@ -843,26 +909,33 @@ def settings(runs: Sequence[AnyRun]) -> pd.DataFrame:
 
 
 def compare(runs: Sequence[AnyRun]) -> pd.DataFrame:
-    """One row per setting, repeats merged, with the keys that differ after the label.
+    """Return the comparison of the settings of the runs, one row per setting.
 
-    Means of a step are over the steps that ended, without the first, which warms up, if there are others. Initialisation,
-    barriers and one-off traffic are left out. Wire bytes are means over the ranks of the job. ``interval_over``: what the
-    95 % interval is over: ``repeats`` (Student's t over the medians of the runs) or ``steps`` (order statistics of one run).
+    Repeats of a setting are merged. The keys that differ follow the column ``label``. Means per step are over the steps
+    that ended. They exclude the first step, which is a warm-up, if there are other steps. They also exclude
+    initialization, barriers and one-off traffic. Wire bytes are means over the ranks of the job.
+
+    ``interval_over`` states the basis of the 95 % interval. It is ``repeats`` (Student's t over the medians of the
+    runs) or ``steps`` (order statistics of one run).
     """
     return compare_both(runs, ranks=False).settings
 
 
 def traffic_by_setting(runs: Sequence[AnyRun]) -> pd.DataFrame:
-    """Bytes of a training step by setting, issued op, intended op and purpose: :func:`compare` in long form for charts."""
+    """Return bytes per training step by setting, issued operation, intended operation and purpose.
+
+    These are the values of :func:`compare` in long form for charts.
+    """
     from commprof.analysis.compare import compared_runs, comparison
 
     return comparison.traffic_by_setting(compared_runs.measured([_opened(run) for run in runs]))
 
 
 def traffic_by_group(runs: Sequence[AnyRun]) -> pd.DataFrame:
-    """Bytes of a training step by setting, name and size of the group, and operation: the traffic of each axis.
+    """Return bytes per training step by setting, name and size of the group, and operation: the traffic of each axis.
 
-    Wire bytes are of a rank of the job, as in :func:`compare`: those of a setting add up to its ``wire_bytes_per_step``.
+    Wire bytes are means over the ranks of the job, as in :func:`compare`. The wire bytes of a setting add up to its
+    ``wire_bytes_per_step``.
     """
     from commprof.analysis.compare import compared_runs, comparison
 
@@ -870,10 +943,10 @@ def traffic_by_group(runs: Sequence[AnyRun]) -> pd.DataFrame:
 
 
 def compare_both(runs: Sequence[AnyRun], ranks: bool = True) -> Comparison:
-    """All answers of the comparison of the same runs, reading each run once.
+    """Return all answers of a comparison of runs. Each run is read only once.
 
     Args:
-        ranks: whether to answer :func:`rank_bytes` too, which takes a fifth of the time; it is empty otherwise.
+        ranks: Whether to compute :func:`rank_bytes` too, which takes a fifth of the time. Otherwise its frame is empty.
     """
     from commprof.analysis.compare import compared_runs
 
@@ -881,33 +954,38 @@ def compare_both(runs: Sequence[AnyRun], ranks: bool = True) -> Comparison:
 
 
 def advice(runs: Sequence[AnyRun]) -> Advice:
-    """What to set, and why: least wire bytes at equal loss, a shorter step only if repeats show it.
+    """Return which setting to choose and why.
 
-    ``answer`` is ``recommended``, ``no measurable difference`` or ``cannot tell``; the other fields are its
-    sentences and its evidence. The rules are in ``analysis/compare/advice.py`` and ``docs/analysis.md``; the order of
-    the runs does not matter.
+    The rules prefer the fewest wire bytes at equal loss. A shorter step counts only if repeats show it. The field
+    ``answer`` is ``recommended``, ``no measurable difference`` or ``cannot tell``. The other fields are the sentences
+    and the evidence of the advice. The rules are in ``analysis/compare/advice.py`` and ``docs/analysis.md``. The order
+    of the runs does not matter.
     """
     return compare_both(runs, ranks=False).advice
 
 
 def resources(runs: Sequence[AnyRun]) -> pd.DataFrame:
-    """Memory and samples per second, one row per setting; ``samples_from``: the source of the samples of a step."""
+    """Return memory, exposed communication and samples per second, one row per setting.
+
+    ``samples_from`` is the source of the number of samples in a step.
+    """
     return compare_both(runs, ranks=False).resources
 
 
 def rank_bytes(runs: Sequence[AnyRun]) -> pd.DataFrame:
-    """What each rank sends and receives in a training step, one row per setting and rank, by the model of :func:`matrix`.
+    """Return the bytes that each rank sends and receives per training step, one row per setting and rank.
 
-    ``frame.attrs["reasons"]``: by label, why the bytes by rank of a setting are not known.
+    The bytes follow the model of :func:`matrix`. ``frame.attrs["reasons"]`` maps the label of a setting to the reason
+    why its bytes by rank are not known.
     """
     return compare_both(runs).ranks
 
 
 def reduction_levels(runs: Sequence[AnyRun]) -> pd.DataFrame:
-    """Gradient reduction at the four levels by setting, from the ledger of each run.
+    """Return the gradient reduction at the four levels by setting, from the ledger of each run.
 
-    A level that is not known has null bytes and its ``reason``. Wire bytes are of a rank of the job, as in
-    :func:`compare`. Moved bytes are all that the hosts sent.
+    A level that is not known has null bytes and a ``reason``. Wire bytes are means over the ranks of the job, as in
+    :func:`compare`. Moved bytes are all bytes that the hosts sent.
     """
     from commprof.analysis.compare import compared_runs
     from commprof.analysis.traffic import setting_levels
@@ -916,10 +994,11 @@ def reduction_levels(runs: Sequence[AnyRun]) -> pd.DataFrame:
 
 
 def traffic_levels(runs: Sequence[AnyRun]) -> pd.DataFrame:
-    """All traffic of a step at the four levels by setting: :func:`reduction_levels`, and the rest of the step.
+    """Return all traffic of a step at the four levels by setting.
 
-    The bytes of a setting and level add up to those of :func:`compare`. The requested level lacks traffic that no rule
-    predicts, such as metrics. Moved bytes are also given for a rank and step.
+    The answer contains :func:`reduction_levels` and the rest of the step. The bytes of a setting and level add up to
+    the bytes in :func:`compare`. The requested level lacks traffic that no rule predicts, such as metrics. Moved bytes
+    are also given per rank and step.
     """
     from commprof.analysis.compare import compared_runs
     from commprof.analysis.traffic import setting_levels
@@ -928,10 +1007,10 @@ def traffic_levels(runs: Sequence[AnyRun]) -> pd.DataFrame:
 
 
 def table(run: AnyRun, name: str) -> pd.DataFrame:
-    """One table of the schema as a frame.
+    """Return one table of the schema as a frame.
 
     Raises:
-        UsageError: the schema has no table ``name``.
+        UsageError: The schema has no table ``name``.
     """
     from commprof.analysis.columns.frames import from_arrow
 
@@ -941,13 +1020,16 @@ def table(run: AnyRun, name: str) -> pd.DataFrame:
 
 
 def query(run: AnyRun, sql: str, session: SparkSession | None = None) -> pd.DataFrame:
-    """The answer to one SELECT over the tables and relations of a run; it has access to nothing else.
+    """Return the answer to one SELECT statement over the tables and relations of a run.
+
+    The statement can access only these tables and relations.
 
     Args:
-        session: of Spark (:func:`commprof.analysis.relations.spark.start`), which answers in Spark's SQL; default: DuckDB.
+        session: A Spark session (:func:`commprof.analysis.relations.spark.start`), which evaluates the statement as
+            Spark SQL. Default: DuckDB evaluates the statement.
 
     Raises:
-        UsageError: it is not one SELECT, names another table, or cannot be evaluated.
+        UsageError: ``sql`` is not one SELECT, names another table, or cannot be evaluated.
     """
     import pandas as pd
     import pyarrow as pa
@@ -966,20 +1048,21 @@ def query(run: AnyRun, sql: str, session: SparkSession | None = None) -> pd.Data
 
 
 def index(run: AnyRun, progress: index_module.Progress | None = None) -> dict[str, Any]:
-    """Build and write the index of a run unless a valid one exists: beside the run, or in the user's cache directory.
+    """Build and write the index of a run, unless a valid index exists.
 
-    The functions below work without one; then they build it in memory on first use.
+    The file is in the run directory, or in the user's cache directory if the former is not writable. The functions
+    below do not need this call. If there is no index, they build it in memory on first use.
 
     Args:
-        progress: called with the number of records done and of all records.
+        progress: A function that is called with the number of processed records and the number of all records.
 
     Returns:
-        ``records``, ``begin_ns`` and ``end_ns`` of the run, ``ranks``, ``lanes`` (of their groups; 0 if no rank has
-        several), ``ops``, and ``in_file``: False if it is in memory (a small run, one that still runs, or no writable
-        place).
+        Facts about the run: ``records``, ``begin_ns``, ``end_ns``, ``ranks``, ``lanes`` (the number of lanes, or 0 if
+        the timeline does not distinguish groups), ``ops``, ``state``, and ``in_file``. ``in_file`` is False if the
+        index is in memory, because the run is small, still runs, or has no writable place for the file.
 
     Raises:
-        TraceError: the run cannot be read, or its index is too large for memory and cannot be written.
+        TraceError: The run cannot be read, or its index is too large for memory and cannot be written.
     """
     from commprof.analysis.storage import index as index_module
 
@@ -994,10 +1077,11 @@ def index(run: AnyRun, progress: index_module.Progress | None = None) -> dict[st
 
 
 def finalise(run: Path | str) -> bool:
-    """Finalise a run that has ended and was not finalised. Otherwise nothing is written.
+    """Finalize a run that has ended and is not finalized yet. Otherwise nothing is written.
 
     Returns:
-        Whether it was finalised now. False: it was already, still runs, is damaged, or cannot be read or written.
+        Whether this call finalized the run. False if the run was finalized before, still runs, is damaged, or cannot be
+        read or written.
     """
     from commprof.trace.directory import resolve
     from commprof.trace.finaliser import finalise_ended
@@ -1009,7 +1093,10 @@ def finalise(run: Path | str) -> bool:
 
 
 def has_index(run: Path | str) -> bool:
-    """Whether the functions below answer without building an index: the run is small, still runs, or has a valid index."""
+    """Return whether the functions below answer without building the index of a large run.
+
+    This is so if the run is small, still runs, or has a valid index.
+    """
     from commprof.analysis.storage import index as index_module
 
     return index_module.has_index(Path(run))
@@ -1023,17 +1110,21 @@ def timeline(
     ranks: Sequence[int] | None = None,
     most_bars: int = MOST_BARS,
 ) -> Timeline:
-    """The timeline between ``begin_ns`` and ``end_ns`` (default: the whole run): each record, or how busy each rank was.
+    """Return the timeline between ``begin_ns`` and ``end_ns``: either each record, or how busy each rank was.
 
-    Up to ``most_bars`` records are returned as ``bars``. More are returned as ``density``: the busy time of each rank in
-    each of about ``pixels`` bins, by operation, and by group (``lanes``) if ranks have several and all together have
-    ``MOST_LANES`` at most. The edges of bins may lie slightly outside of the window.
+    Up to ``most_bars`` records are returned as ``bars``. More records are returned as ``density``: the busy time of
+    each rank in each of about ``pixels`` bins, by operation. The density is also divided by group (``lanes``) if ranks
+    have several groups and there are at most ``MOST_LANES`` lanes in total. The edges of bins may be slightly outside
+    of the window.
 
     Args:
-        ranks: the ranks to show; default: all.
+        begin_ns, end_ns: The window in ns. Default: the whole run.
+        pixels: The approximate number of bins.
+        ranks: The ranks to show. Default: all ranks.
+        most_bars: The maximum number of records to return as ``bars``.
 
     Raises:
-        UsageError: the window has no length.
+        UsageError: The window has no length, or ``pixels`` or ``most_bars`` is too small.
     """
     from commprof.analysis.browse import timeline as timeline_module
     from commprof.analysis.storage import index as index_module
@@ -1042,7 +1133,7 @@ def timeline(
 
 
 def step_window(run: AnyRun, step: int) -> tuple[int, int] | None:
-    """When a training step began and ended, on the clock of :func:`timeline`; None if no step of that number ended."""
+    """Return begin and end of a training step in ns on the clock of :func:`timeline`, or None if no such step ended."""
     from commprof.analysis.browse import timeline as timeline_module
     from commprof.analysis.storage import index as index_module
 
@@ -1050,7 +1141,10 @@ def step_window(run: AnyRun, step: int) -> tuple[int, int] | None:
 
 
 def warm_window(run: AnyRun, steps: int = 3) -> tuple[int, int] | None:
-    """When the first ``steps`` training steps after the first ran, on the clock of :func:`timeline`; None without one."""
+    """Return begin and end of the first ``steps`` training steps that follow the first step of the last attempt.
+
+    The times are in ns on the clock of :func:`timeline`. The result is None if no such step ended.
+    """
     from commprof.analysis.browse import timeline as timeline_module
     from commprof.analysis.storage import index as index_module
 
@@ -1064,14 +1158,17 @@ def records_page(
     offset: int = 0,
     limit: int = 100,
 ) -> RecordsPage:
-    """A page of the records that match all ``filters``, and the number of all matches.
+    """Return a page of the records that match all ``filters``, and the number of all matching records.
 
     Args:
-        sort: a column, with a leading minus for descending order; default: order of time. Null comes last.
-        offset: rows to skip; ``limit``: rows to return, 10,000 at most.
+        sort: The column to sort by, with a leading minus for descending order. Null values are last. Default: order of
+            time.
+        offset: The number of rows to skip.
+        limit: The maximum number of rows to return, at most 10,000.
 
     Raises:
-        UsageError: there is no such column or test, or a value is not of the column's type.
+        UsageError: A column or test does not exist, a value is not of the type of its column, or ``offset`` or
+            ``limit`` is out of range.
     """
     from commprof.analysis.browse import record_pages
     from commprof.analysis.storage import index as index_module
@@ -1085,7 +1182,7 @@ def records_csv(
     sort: str | None = None,
     columns: Sequence[str] | None = None,
 ) -> Iterator[bytes]:
-    """All matching records as CSV, in batches: see :func:`records_page`."""
+    """Yield all matching records as CSV, in batches (see :func:`records_page`)."""
     from commprof.analysis.browse import record_pages
     from commprof.analysis.storage import index as index_module
 
@@ -1095,10 +1192,12 @@ def records_csv(
 def record(
     run: AnyRun, rank: int, seq: int, attempt: int | None = None, pid: int | None = None
 ) -> Record | None:
-    """One record with its bucket, its NCCL lines, and the same collective on the other ranks; None if there is none.
+    """Return one record with its bucket, its NCCL lines, and the records of the same collective on the other ranks.
+
+    The result is None if there is no such record.
 
     Args:
-        attempt, pid: which process of the rank; default: the last one.
+        attempt, pid: The process of the rank. Default: the last process.
     """
     from commprof.analysis.browse.record_details import record as record_of
     from commprof.analysis.storage import index as index_module
@@ -1107,14 +1206,17 @@ def record(
 
 
 def describe_columns(name: str) -> dict[str, Column]:
-    """The columns of an answer or of a table of the schema, by name: type, unit and meaning.
+    """Return the columns of an answer or of a table of the schema by name, with type, unit and meaning.
 
-    ``name`` is that of a function here (``traffic``, ``step_times``, ``moved``, ``compare``, ``traffic_by_setting``,
-    ``find_runs``, ``requested``, ``exposure``) or of a table. ``traffic`` and ``exposure`` have the columns that they can be
-    grouped by as well.
+    For ``traffic`` and ``exposure``, the result includes the columns that they can be grouped by.
+
+    Args:
+        name: The name of an answer, for example ``traffic``, ``step_times``, ``moved``, ``compare``,
+            ``traffic_by_setting``, ``find_runs``, ``requested`` or ``exposure``, or the name of a table. Most answers
+            have the name of their function in this module.
 
     Raises:
-        UsageError: there is no such answer or table.
+        UsageError: There is no such answer or table.
     """
     from commprof.analysis.columns.answers import ANSWERS, EXPOSURE_BY, GROUPINGS
 

@@ -1,1 +1,1 @@
-"""Calibration: times collectives over a range of sizes and fits latency and bandwidth, the ceiling of the machine."""
+"""Calibration of a machine: times collectives at several sizes and fits their latency and bandwidth."""

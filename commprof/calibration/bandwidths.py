@@ -1,6 +1,6 @@
-"""Algorithm and bus bandwidth, by the definitions of nccl-tests (doc/PERFORMANCE.md). Standard library only.
+"""Algorithm and bus bandwidth as nccl-tests defines them (doc/PERFORMANCE.md). Uses only the standard library.
 
-With S the payload of the schema (``payload_bytes``) and t the time of the operation::
+S is the payload of the schema (``payload_bytes``), and t is the time of the operation::
 
     algbw = S / t
     busbw = algbw * factor(op, n)
@@ -9,7 +9,7 @@ With S the payload of the schema (``payload_bytes``) and t the time of the opera
     reduce_scatter, all_gather, all_to_all, gather, scatter      (n - 1) / n
     broadcast, reduce, send and recv                             1
 
-n is the size of the group. The bus bandwidth of an ideal algorithm is that of the slowest link, whatever n is.
+n is the size of the group. For every n, the bus bandwidth of an ideal algorithm is the bandwidth of the slowest link.
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ _WHOLE: Final = (Op.BROADCAST, Op.REDUCE, Op.SEND, Op.RECV, SEND_RECV)
 
 
 def bus_factor(op: str, group_size: int) -> float | None:
-    """The factor from algorithm bandwidth to bus bandwidth for ``op``; None if there is none.
+    """Return the factor from algorithm bandwidth to bus bandwidth for ``op``, or None if no factor is defined.
 
-    ``op`` is one of ``schema.Op`` or ``send_recv``. A group of one sends nothing, and a barrier has no payload.
+    ``op`` is a value of ``schema.Op`` or ``send_recv``. A group of one rank has no factor because it sends nothing. A
+    barrier has no factor because it has no payload.
     """
     if group_size < 2:
         return None
@@ -38,5 +39,5 @@ def bus_factor(op: str, group_size: int) -> float | None:
 
 
 def calibrated_op(op: str) -> str:
-    """The operation of a calibration that represents ``op``: ``send_recv`` for a send or a recv, else the same."""
+    """Return the calibrated operation that represents ``op``: ``send_recv`` for a send or a recv, else ``op``."""
     return SEND_RECV if op in (Op.SEND, Op.RECV) else op

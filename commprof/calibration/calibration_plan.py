@@ -1,4 +1,4 @@
-"""The plan of a calibration: operations, sizes, iterations. Standard library only."""
+"""The plan of a calibration: operations, sizes and iterations. Uses only the standard library."""
 
 from __future__ import annotations
 
@@ -38,14 +38,17 @@ _UNITS: Final = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """One calibration.
+    """The plan of one calibration.
 
     Attributes:
-        sizes: payload in bytes, S of nccl-tests, in rising order; each is rounded down to whole elements per rank.
-        device: ``auto``, ``cpu`` or ``cuda``; ``auto`` takes GPUs if every rank of the host has one.
-        backend: ``auto``, ``gloo`` or ``nccl``; ``auto`` takes nccl for GPUs.
-        iterations: timed iterations of each operation and size, at most: slow sizes have fewer.
-        warmup: iterations before them that are not timed.
+        ops: The names of the operations, a subset of :data:`OPS`.
+        sizes: The payloads in bytes (S of nccl-tests), in increasing order. The sweep rounds each payload down to a
+            whole number of elements per rank, but to at least one element per rank.
+        dtype: The element type, a key of :data:`DTYPES`.
+        device: ``auto``, ``cpu`` or ``cuda``. ``auto`` uses GPUs if every rank of the host has one.
+        backend: ``auto``, ``gloo`` or ``nccl``. ``auto`` uses nccl for GPUs.
+        iterations: The maximum number of timed iterations per operation and size. Slow sizes get fewer iterations.
+        warmup: The number of untimed iterations before the timed ones.
     """
 
     ops: tuple[str, ...] = OPS
@@ -57,21 +60,21 @@ class Plan:
     warmup: int = 3
 
     def to_json(self) -> str:
-        """The plan as text, for the ranks."""
+        """Return the plan as JSON text, which is passed to the ranks."""
         return json.dumps(asdict(self))
 
     @staticmethod
     def from_json(text: str) -> Plan:
-        """The plan in a text of :meth:`to_json`."""
+        """Return the plan that :meth:`to_json` wrote as ``text``."""
         values = json.loads(text)
         return Plan(**{**values, "ops": tuple(values["ops"]), "sizes": tuple(values["sizes"])})
 
 
 def parse_ops(texts: Sequence[str]) -> tuple[str, ...]:
-    """The operations that ``--ops`` names, in the order of :data:`OPS`; all if it names none.
+    """Return the operations that ``--ops`` names, in the order of :data:`OPS`, or all operations if it names none.
 
     Raises:
-        UsageError: one is not known.
+        UsageError: an operation is not known.
     """
     named = [name.strip().replace("-", "_") for text in texts for name in text.split(",") if name.strip()]
     for name in named:
@@ -83,15 +86,17 @@ def parse_ops(texts: Sequence[str]) -> tuple[str, ...]:
 
 
 def parse_sizes(text: str) -> tuple[int, ...]:
-    """Sizes in bytes, rising: ``A:B`` and ``A:B:FACTOR`` from A to B, each FACTOR (4) times the last; or a list ``A,B,C``.
+    """Return the sizes in bytes that ``text`` describes, in increasing order.
 
-    A size is a number with K, M or G (powers of 1024; ``KiB`` and ``KB`` mean the same) or none.
+    ``A:B:FACTOR`` describes the sizes from A to B, where each size is FACTOR times the previous size. ``A:B`` uses
+    the factor 4. ``A,B,C`` is a list of sizes. A size is a number with an optional unit K, M or G, which are powers of
+    1024. ``KiB`` and ``KB`` mean the same.
 
     >>> parse_sizes("1K:64KiB"), parse_sizes("3000, 1M")
     ((1024, 4096, 16384, 65536), (3000, 1048576))
 
     Raises:
-        UsageError: it has neither form, or a size that cannot be measured.
+        UsageError: ``text`` has none of these forms, or it has a size that cannot be measured.
     """
     if ":" not in text:
         return _checked(text, [_size(text, part) for part in text.split(",") if part.strip()])

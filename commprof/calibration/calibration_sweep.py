@@ -1,4 +1,4 @@
-"""The sweep of a calibration on each rank: times operations by size; the slowest rank counts.
+"""The sweep of a calibration on each rank: times each operation at each size and keeps the times of the slowest rank.
 
 Needs torch, which is imported when a sweep begins.
 """
@@ -28,15 +28,15 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 TIMEOUT_SECONDS: Final = 120
-_SIZE_NS: Final = 600_000_000  # for the iterations of one operation and size
+_SIZE_NS: Final = 600_000_000  # time budget for the iterations of one operation and size
 _LEAST_ITERATIONS: Final = 5
-_NAME_BYTES: Final = 256  # of a host, as it travels
+_NAME_BYTES: Final = 256  # length of a host name in messages between ranks
 _ANOTHER: Final = "another rank could not carry it out"
 _ENVIRONMENT: Final = ("NCCL_", "GLOO_", "OMP_", "TORCH_NCCL_")
 
 
 class Member(NamedTuple):
-    """This process among the ranks of the sweep; ``local_*`` among those of its host."""
+    """The place of this process among the ranks of the sweep. ``local_*`` refers to the ranks of its host."""
 
     rank: int
     world_size: int
@@ -45,17 +45,19 @@ class Member(NamedTuple):
 
 
 def measure(plan: Plan, member: Member, say: Callable[[str], None]) -> Calibration | None:
-    """Carry out ``plan`` together with the other ranks; the first rank returns the results, the others None.
+    """Carry out ``plan`` together with the other ranks.
 
-    The ranks meet at ``MASTER_ADDR`` and ``MASTER_PORT``. An active recorder records the collectives with the purpose
-    ``other``.
+    The first rank returns the results, and all other ranks return None. The ranks meet at ``MASTER_ADDR`` and
+    ``MASTER_PORT``. An active recorder records the collectives with the purpose ``other``.
 
     Args:
-        say: called with a line for each operation, on the first rank.
+        plan: The operations, sizes and iterations.
+        member: The place of this process among the ranks.
+        say: A function that the first rank calls with one line for each operation.
 
     Raises:
-        UsageError: the plan requests what is not available here. Every rank raises it.
-        CommprofError: the data were wrong. Every rank raises it.
+        UsageError: the plan requests a device or backend that is not available here. Every rank raises it.
+        CommprofError: an operation returned wrong data. Every rank raises it.
     """
     with _meeting(plan, member) as sweep, hooks.tag("other"):
         for op in plan.ops:
@@ -93,7 +95,7 @@ def _meeting(plan: Plan, member: Member) -> Iterator[_Sweep]:
 
 
 def _choose(plan: Plan, member: Member) -> tuple[torch.device, str]:
-    """The device and the backend of this rank."""
+    """Return the device and the backend of this rank."""
     import torch
     import torch.distributed as dist
 
@@ -117,7 +119,7 @@ def _choose(plan: Plan, member: Member) -> tuple[torch.device, str]:
 
 
 class _Sweep:
-    """The operations and sizes timed so far. Every method is called by all ranks, in the same order."""
+    """A sweep in progress, with the times so far. All ranks must call its methods in the same order."""
 
     def __init__(self, plan: Plan, member: Member, device: torch.device, backend: str) -> None:
         import torch
@@ -131,7 +133,7 @@ class _Sweep:
         self.skipped: dict[str, str] = {}
 
     def time_op(self, op: str) -> None:
-        """Time ``op`` at every size; it stops at the first size that cannot be carried out."""
+        """Time ``op`` at every size, and stop at the first size that some rank cannot carry out."""
         timings: dict[int, Timing] = {}
         for size in self._counts():
             ready, why = self._ready(op, size)
@@ -144,15 +146,16 @@ class _Sweep:
             self.timings[op] = list(timings.values())
 
     def _counts(self) -> list[int]:
-        """The sizes of the plan in elements, each a multiple of the number of ranks, none twice."""
+        """Return the distinct sizes of the plan in elements, each a multiple of the number of ranks."""
         unit = self.member.world_size
         item = DTYPES[self.plan.dtype]
         return sorted({max(1, size // (item * unit)) * unit for size in self.plan.sizes})
 
     def _ready(self, op: str, count: int) -> tuple[Trial | None, str]:
-        """Prepare ``op`` on all ranks, carry it out once, and check its result; None and the reason if a rank cannot.
+        """Prepare ``op`` on all ranks, carry it out once, and check its result.
 
-        No rank calls ``op`` before all have their buffers: the others would wait for one that has no memory left.
+        Return None and the reason if a rank cannot carry out the operation. No rank calls ``op`` before all ranks have
+        allocated their buffers. Otherwise the ranks would wait for a rank that is out of memory.
         """
         ready, why = _attempt(
             lambda: trial(op, self.member.rank, count, Buffers(self.member.world_size, self.empty))
@@ -187,7 +190,7 @@ class _Sweep:
         )
 
     def _times(self, ready: Trial, iterations: int) -> list[int]:
-        """The durations of ``iterations`` calls in ns: on the stream of a GPU, else on the host."""
+        """Return the durations of ``iterations`` calls in ns, measured on the GPU stream or, on a CPU, on the host."""
         together = self.empty.new_zeros(1)
         if self.device.type == "cuda":
             return self._times_on_device(ready, iterations, together)
@@ -215,7 +218,11 @@ class _Sweep:
 
     @staticmethod
     def _bring_together(ready: Trial, together: torch.Tensor) -> None:
-        """Synchronize the ranks: else the root of a broadcast would run ahead, and its buffers would be timed."""
+        """Synchronize the ranks before a call that does not synchronize them itself.
+
+        Without this, for example the root of a broadcast would run ahead, and the time to fill its buffers would be
+        measured.
+        """
         import torch.distributed as dist
 
         if not ready.keeps_step:
@@ -243,7 +250,7 @@ class _Sweep:
         return self._largest(int(not flag)) == 0
 
     def _of_all(self, numbers: Sequence[int]) -> list[list[int]]:
-        """``numbers`` of every rank, in the order of the ranks."""
+        """Return the ``numbers`` of every rank, in rank order."""
         import torch
         import torch.distributed as dist
 
@@ -253,7 +260,7 @@ class _Sweep:
         return [list(map(int, row)) for row in every.tolist()]
 
     def last_line(self, op: str) -> str:
-        """The result of ``op`` as a line of text."""
+        """Return the result of ``op`` as a line of text."""
         timings = self.timings.get(op)
         if not timings:
             return f"{op}: left out: {self.skipped.get(op, 'nothing was measured')}"
@@ -262,7 +269,7 @@ class _Sweep:
         return f"{op}: {len(timings)} sizes measured, {ends}{cut}"
 
     def results(self) -> Calibration | None:
-        """The results; None on all ranks but the first."""
+        """Return the results on the first rank, and None on all other ranks."""
         import torch
 
         name = socket.gethostname().encode("utf-8")[:_NAME_BYTES]
@@ -298,7 +305,10 @@ class _Sweep:
 
 
 def _attempt(action: Callable[[], T]) -> tuple[T | None, str]:
-    """The result of ``action``; None and the reason if torch refuses: no such operation in this backend, no memory."""
+    """Return the result of ``action``, or None and the reason if torch refuses it.
+
+    Torch refuses, for example, an operation that the backend lacks, or a buffer for which there is no memory.
+    """
     try:
         return action(), ""
     except (RuntimeError, ValueError) as error:

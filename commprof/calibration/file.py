@@ -1,4 +1,7 @@
-"""The file of a calibration: JSON, described in ``docs/calibration.md``. Standard library only."""
+"""Reads and writes calibration files, which are JSON and described in ``docs/calibration.md``.
+
+Uses only the standard library.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ _LARGEST_FILE: Final = 16 * 2**20
 
 
 def to_json(calibration: Calibration) -> str:
-    """The text of the file."""
+    """Return the JSON text of the file for ``calibration``."""
     fits = calibration.fits()
     content = {
         "format": FORMAT,
@@ -106,7 +109,7 @@ def write_calibration(path: Path, calibration: Calibration, force: bool = False)
 
     Raises:
         UsageError: the file exists and may not be replaced.
-        TraceError: it cannot be written.
+        TraceError: the file cannot be written.
     """
     check_target(path, force)
     beside = path.with_name(f".{path.name}.{os.getpid()}")
@@ -119,7 +122,7 @@ def write_calibration(path: Path, calibration: Calibration, force: bool = False)
             if force:
                 beside.replace(path)
             else:
-                path.hardlink_to(beside)  # fails if another process has created it meanwhile
+                path.hardlink_to(beside)  # fails if another process has created ``path`` meanwhile
         finally:
             beside.unlink(missing_ok=True)
     except FileExistsError:
@@ -131,11 +134,13 @@ def write_calibration(path: Path, calibration: Calibration, force: bool = False)
 
 
 def read_calibration(path: Path) -> Calibration:
-    """The calibration in the file ``path``. The fits are recomputed from the times.
+    """Return the calibration in the file ``path``.
+
+    The fits in the file are not read. They are recomputed from the times.
 
     Raises:
-        TraceError: there is no such file, or it is not of a calibration, or it is damaged.
-        SchemaError: a newer commprof wrote it.
+        TraceError: the file cannot be read, is not a calibration file, or is damaged.
+        SchemaError: a newer version of commprof wrote the file.
     """
     try:
         if path.stat().st_size > _LARGEST_FILE:

@@ -1,15 +1,17 @@
-"""Latency and bandwidth of an operation from its times at several sizes. Standard library only.
+"""Fits the latency and bandwidth of an operation to its times at several sizes. Uses only the standard library.
 
 The model is Hockney's (Parallel Computing 20, 1994)::
 
     t(S) = alpha + S / beta
 
-One fit spans times from microseconds to seconds, and their errors grow with them, so it minimizes the *relative* residuals:
-weighted least squares with weights 1 / t(S)^2, where t(S) is the model's own, iterated (for a constant relative
-error these are the estimating equations of quasi-likelihood: McCullagh and Nelder, Generalized Linear Models, chapter 9). An
-outlying size has less weight, by Huber's weights at 1.345 robust standard deviations. Latency is not negative:
-if the fit would make it negative, it is 0 and beta alone is fitted. Intervals are Student's, from the covariance of
-M-estimators (Huber, Robust Statistics, section 7.6).
+One fit spans times from microseconds to seconds, and the errors grow with the times. The fit therefore minimizes the
+*relative* residuals. It is an iterated weighted least squares fit with weights 1 / t(S)^2, where t(S) is the time that
+the model predicts. For a constant relative error these are the estimating equations of quasi-likelihood (McCullagh and
+Nelder, Generalized Linear Models, chapter 9).
+
+Huber's weights at 1.345 robust standard deviations reduce the weight of outlying sizes. The latency is never negative:
+if the fit would make the latency negative, it is set to 0 and only beta is fitted. The intervals use Student's t and
+the covariance of M-estimators (Huber, Robust Statistics, section 7.6).
 """
 
 from __future__ import annotations
@@ -25,18 +27,18 @@ LEAST_SIZES: Final = 3
 _HUBER: Final = 1.345
 _SIGMA_OF_MAD: Final = 1.4826
 _ROUNDS: Final = 60
-_FLOOR: Final = 1e-9  # of the relative scale: exact times are fitted exactly
+_FLOOR: Final = 1e-9  # the least relative scale, so that exact times do not give a scale of 0
 
 
 class Interval(NamedTuple):
-    """A 95 % interval; an unbounded end is None."""
+    """A 95 % interval. An end without a bound is None."""
 
     low: float | None
     high: float | None
 
 
 class Prediction(NamedTuple):
-    """The time of an operation in ns, with the 95 % interval in which one more measurement would lie."""
+    """The predicted time of an operation in ns, with the 95 % prediction interval of one more measurement."""
 
     time_ns: float
     low_ns: float
@@ -44,13 +46,14 @@ class Prediction(NamedTuple):
 
 
 class Fit(NamedTuple):
-    """``t(S) = alpha_ns + slope * S``.
+    """A fitted model ``t(S) = alpha_ns + slope * S``.
 
     Attributes:
-        slope: ns per byte, above 0.
-        residual: robust standard deviation of the relative residuals, 0.1 for 10 %.
-        covariance: of alpha and slope: (alpha alpha, alpha slope, slope slope).
-        sizes: number of fitted sizes.
+        alpha_ns: The latency in ns, 0 or more.
+        slope: The time per byte in ns, above 0.
+        residual: The robust standard deviation of the relative residuals, for example 0.1 for 10 %.
+        covariance: The covariances of alpha and slope: (alpha alpha, alpha slope, slope slope).
+        sizes: The number of fitted sizes.
     """
 
     alpha_ns: float
@@ -61,7 +64,7 @@ class Fit(NamedTuple):
 
     @property
     def beta_bytes_per_s(self) -> float:
-        """Bandwidth of large messages: algbw as S grows."""
+        """The bandwidth of large messages in bytes/s: the limit of algbw as S grows."""
         return 1e9 / self.slope
 
     @property
@@ -70,18 +73,18 @@ class Fit(NamedTuple):
         return student_t(self.sizes - 2)
 
     def alpha_interval(self) -> Interval:
-        """The interval of the latency in ns."""
+        """Return the 95 % interval of the latency in ns."""
         reach = self.quantile * math.sqrt(self.covariance[0])
         return Interval(max(0.0, self.alpha_ns - reach), self.alpha_ns + reach)
 
     def beta_interval(self) -> Interval:
-        """The interval of the bandwidth in bytes/s; its upper end is None if the times do not bound it."""
+        """Return the 95 % interval of the bandwidth in bytes/s. Its upper end is None if the times do not bound it."""
         reach = self.quantile * math.sqrt(self.covariance[2])
         low = 1e9 / (self.slope + reach)
         return Interval(low, 1e9 / (self.slope - reach) if reach < self.slope else None)
 
     def predict(self, payload_bytes: float) -> Prediction:
-        """The time of ``payload_bytes``. The low end of its interval is 0 if the residuals do not bound it."""
+        """Return the predicted time of ``payload_bytes``. The low end of its interval is never less than 0."""
         time = self.alpha_ns + self.slope * payload_bytes
         var_alpha, cov, var_slope = self.covariance
         variance = var_alpha + 2 * cov * payload_bytes + var_slope * payload_bytes**2
@@ -90,9 +93,9 @@ class Fit(NamedTuple):
 
 
 def fit(sizes: Sequence[float], times_ns: Sequence[float]) -> Fit | None:
-    """The latency and bandwidth that explain ``times_ns`` of payloads ``sizes`` (bytes, above 0).
+    """Fit latency and bandwidth to the times ``times_ns`` of the payloads ``sizes`` (bytes, above 0).
 
-    None if they cannot be determined: fewer than 3 sizes, or times that do not grow with the size.
+    Return None if there are fewer than 3 distinct sizes, or if the times do not grow with the size.
     """
     points = [(float(s), float(t)) for s, t in zip(sizes, times_ns, strict=True) if s > 0 and t > 0]
     if len({size for size, _ in points}) < LEAST_SIZES:
@@ -117,7 +120,7 @@ def fit(sizes: Sequence[float], times_ns: Sequence[float]) -> Fit | None:
 
 
 def _solve(points: Sequence[tuple[float, float]], weights: Sequence[float]) -> tuple[float, float]:
-    """Weighted least squares with ``alpha >= 0``."""
+    """Return alpha and slope of a weighted least squares fit with ``alpha >= 0``."""
     total = sum(weights)
     mean_size = sum(w * s for w, (s, _) in zip(weights, points, strict=True)) / total
     mean_time = sum(w * t for w, (_, t) in zip(weights, points, strict=True)) / total
@@ -133,7 +136,7 @@ def _solve(points: Sequence[tuple[float, float]], weights: Sequence[float]) -> t
 
 
 def _scale(points: Sequence[tuple[float, float]], predicted: Sequence[float]) -> float:
-    """Robust standard deviation of the relative residuals, with two degrees of freedom spent on the fit."""
+    """Return the robust standard deviation of the relative residuals. The fit uses two degrees of freedom."""
     sizes = sorted(abs(time / model - 1) for (_, time), model in zip(points, predicted, strict=True))
     return max(_FLOOR, _SIGMA_OF_MAD * median(sizes[min(2, len(sizes) - 1) :]))
 

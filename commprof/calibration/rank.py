@@ -1,4 +1,4 @@
-"""One rank of a calibration: measures with the other ranks; the first rank writes the file."""
+"""One rank of a calibration. All ranks measure together, and the first rank writes the file."""
 
 from __future__ import annotations
 
@@ -13,11 +13,14 @@ from commprof.calibration.calibration_sweep import Member, measure
 from commprof.calibration.file import write_calibration
 from commprof.errors import CommprofError
 
-FORCE: Final = "force"  # the argument that allows an earlier file to be replaced
+FORCE: Final = "force"  # the argument that allows an existing file to be replaced
 
 
 def member_of(environment: Mapping[str, str], rank: int, world_size: int) -> Member:
-    """The place of this process, from the variables of launchers."""
+    """Return the place of this process among the ranks, from the environment variables of launchers.
+
+    Without such a variable, all ranks are assumed to be on one host.
+    """
 
     def number(*names: str) -> int | None:
         return next((int(environment[name]) for name in names if environment.get(name, "").isdecimal()), None)
@@ -43,7 +46,10 @@ def member_of(environment: Mapping[str, str], rank: int, world_size: int) -> Mem
 
 
 def _slurm_local_size(environment: Mapping[str, str], world_size: int) -> int | None:
-    """The tasks of this step of ``srun`` on this host; Slurm lists them by host, as ``8(x2),4``. None if it does not."""
+    """Return how many tasks of this ``srun`` step are on this host, or None if Slurm does not give the number.
+
+    Slurm lists the tasks of each host in the form ``8(x2),4``.
+    """
     sizes: list[int] = []
     for field in environment.get("SLURM_STEP_TASKS_PER_NODE", "").split(","):
         match = re.fullmatch(r"(\d{1,6})(?:\(x(\d{1,6})\))?", field.strip())
@@ -56,18 +62,20 @@ def _slurm_local_size(environment: Mapping[str, str], world_size: int) -> int | 
 
 
 def carry_out(plan: Plan, out: Path, force: bool, member: Member) -> int:
-    """Measure with the other ranks, write the file on the first one, and return the exit code of this one."""
+    """Measure with the other ranks, write the file on the first rank, and return the exit code of this rank."""
     try:
         results = measure(plan, member, _say)
         if results is not None:
             write_calibration(out, results, force)
     except CommprofError as error:
-        if member.local_rank == 0:  # all ranks have met it, or those of this host: its GPUs are too few
+        # The error occurs on all ranks, or on all ranks of a host with too few GPUs. One message per host is enough.
+        if member.local_rank == 0:
             _say(f"error: {error}")
         return error.exit_code
     except KeyboardInterrupt:
         return 130
-    except Exception as error:  # of torch: a lost peer, a port that is taken
+    # torch raises errors of many types, for example for a lost peer or a port that is in use.
+    except Exception as error:
         first = str(error).strip().partition("\n")[0][:400]
         _say(f"error: rank {member.rank} of the calibration failed: {type(error).__name__}: {first}")
         return 1

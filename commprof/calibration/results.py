@@ -1,4 +1,4 @@
-"""The results of a calibration, and predictions from them. Standard library only."""
+"""The results of a calibration, and predictions from these results. Uses only the standard library."""
 
 from __future__ import annotations
 
@@ -12,9 +12,13 @@ from commprof.calibration.fit import Fit, Prediction, fit
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """One operation at one size, on the slowest rank: median and quartiles of its times.
+    """The times of one operation at one size, on the slowest rank.
 
-    ``payload_bytes`` is S of nccl-tests. ``iterations`` were timed.
+    Attributes:
+        payload_bytes: The payload in bytes (S of nccl-tests).
+        time_ns: The median time in ns.
+        low_ns, high_ns: The lower and upper quartile of the times in ns.
+        iterations: The number of timed iterations.
     """
 
     payload_bytes: int
@@ -26,15 +30,17 @@ class Timing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Calibration:
-    """The results of one calibration, and the machine.
+    """The results of one calibration, with a description of the machine.
 
     Attributes:
-        created: the date and time, ISO 8601 with the offset to UTC.
-        hosts: the distinct host names.
-        machine: their description: ``system``, ``machine``, ``cpus``, ``accelerator`` (None for none).
-        environment: the environment variables that a backend reads.
-        timings: the times of each operation, by size.
-        skipped: why an operation was left out.
+        created: The date and time, in ISO 8601 format with the offset to UTC.
+        hosts: The distinct host names.
+        machine: A description of the host of the first rank, with the keys ``system``, ``machine``, ``cpus`` and
+            ``accelerator``. The accelerator is None if the calibration does not use a GPU.
+        environment: The environment variables that a backend reads.
+        warmup: The number of untimed iterations before the timed ones.
+        timings: The times of each operation, in order of size.
+        skipped: For each operation that was left out, at all sizes or from some size on, the reason.
     """
 
     created: str
@@ -52,7 +58,7 @@ class Calibration:
     skipped: Mapping[str, str] = field(default_factory=dict)
 
     def fits(self) -> dict[str, Fit]:
-        """Latency and bandwidth of the operations whose times determine them."""
+        """Return the fitted latency and bandwidth of each operation whose times determine them."""
         fits = {
             op: fit([t.payload_bytes for t in timings], [t.time_ns for t in timings])
             for op, timings in self.timings.items()
@@ -60,21 +66,22 @@ class Calibration:
         return {op: each for op, each in fits.items() if each is not None}
 
     def ceilings(self) -> Ceilings:
-        """Predictions from :meth:`fits`."""
+        """Return an object that predicts times from :meth:`fits`."""
         return Ceilings(self.world_size, self.fits())
 
 
 class Ceilings:
-    """The times that a machine can reach, by operation, size and size of the group."""
+    """Predicts the time that a machine can reach for an operation, a payload and a group size."""
 
     def __init__(self, world_size: int, fits: Mapping[str, Fit]) -> None:
         self.world_size = world_size
         self._fits = fits
 
     def predict(self, op: str, payload_bytes: float, group_size: int) -> Prediction | None:
-        """The time of ``op`` of that payload in a group of that size; None if not known.
+        """Return the predicted time of ``op``, or None if the calibration cannot predict this operation.
 
-        For a group of another size, bus bandwidth and latency are assumed to be equal.
+        If ``group_size`` differs from the calibrated number of ranks, the bus bandwidth and the latency are assumed to
+        be the same.
         """
         name = calibrated_op(op)
         known, wanted = bus_factor(name, self.world_size), bus_factor(name, group_size)

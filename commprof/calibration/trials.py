@@ -1,7 +1,7 @@
 """The operations of a calibration as repeatable calls with checked results.
 
-Every rank fills its buffer with small integers that depend on the rank and the position. So sums are exact in every element
-type, and data of another rank or position are detected. Needs torch.
+Every rank fills its buffer with small integers that depend on the rank and the position. Sums of these integers are
+exact in every element type. Data from a wrong rank or position are detected. Needs torch.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from commprof.schema import Op
 if TYPE_CHECKING:
     import torch
 
-_PERIOD: Final = 5  # period of the pattern in elements; no power of two, so that chunks begin differently
+# The period of the pattern in elements. It is not a power of two, so that chunks begin with different numbers.
+_PERIOD: Final = 5
 _ROOT: Final = 0
 
 
@@ -24,11 +25,12 @@ class Trial(NamedTuple):
     """One operation at one size on this rank.
 
     Attributes:
-        call: carries it out; a collective of all ranks.
-        result: the result on this rank; None if it has none.
-        expected: the expected ``result`` after the first call.
-        sent: the buffer that the call overwrites, cleared after the first call, since sums would grow without limit.
-        keeps_step: no rank can run ahead of the others; if false, ranks are synchronized before each call.
+        call: A function that carries out the operation. All ranks must call it.
+        result: The buffer for the result on this rank, or None if this rank has no result.
+        expected: The expected content of ``result`` after the first call.
+        sent: The input buffer. It is zeroed after the first call, because repeated sums would grow without limit.
+        keeps_step: Whether the operation synchronizes the ranks, so that no rank can run ahead. If False, the ranks are
+            synchronized before each call.
     """
 
     call: Callable[[], None]
@@ -38,18 +40,18 @@ class Trial(NamedTuple):
     keeps_step: bool
 
     def wrong(self) -> int:
-        """The number of elements of the result that differ from the expected ones."""
+        """Return the number of elements of the result that differ from the expected elements."""
         if self.result is None or self.expected is None:
             return 0
         return int((self.result != self.expected).sum().item())
 
 
 class Buffers:
-    """The data that ranks send, and sums of them.
+    """Creates the buffers that ranks send, and the expected sums of these buffers.
 
     Args:
-        ranks: number of ranks of the job.
-        like: an empty tensor of the element type and device.
+        ranks: The number of ranks of the job.
+        like: An empty tensor with the element type and device of the buffers.
     """
 
     def __init__(self, ranks: int, like: torch.Tensor) -> None:
@@ -57,7 +59,7 @@ class Buffers:
         self.like = like
 
     def of(self, senders: Iterable[int], begin: int, length: int) -> torch.Tensor:
-        """The sum of the buffers of ``senders`` from ``begin`` to ``begin + length``."""
+        """Return the sum of the buffers of ``senders``, for the elements from ``begin`` to ``begin + length``."""
         numbers = [0] * _PERIOD
         for sender in senders:
             for place in range(_PERIOD):
@@ -66,15 +68,15 @@ class Buffers:
         return period.repeat(-(-length // _PERIOD))[:length].contiguous()
 
     def empty(self, length: int) -> torch.Tensor:
-        """A buffer for a result, filled with a number that no rank sends."""
+        """Return a buffer for a result, filled with a number that no rank sends."""
         return self.like.new_full((length,), 77)
 
 
 def trial(op: str, rank: int, count: int, buffers: Buffers) -> Trial:
-    """``op`` with a payload of ``count`` elements, a multiple of the number of ranks.
+    """Return the trial of ``op`` with a payload of ``count`` elements, a multiple of the number of ranks.
 
     Raises:
-        KeyError: there is no such operation.
+        KeyError: the operation is not known.
     """
     return _TRIALS[op](rank, count, buffers)
 
@@ -92,7 +94,8 @@ def _reduce(rank: int, count: int, buffers: Buffers) -> Trial:
 
     data = buffers.of([rank], 0, count)
     total = buffers.of(range(buffers.ranks), 0, count) if rank == _ROOT else None
-    result = data if rank == _ROOT else None  # elsewhere the buffer is undefined afterwards
+    # On other ranks the content of the buffer is undefined after the call.
+    result = data if rank == _ROOT else None
     return Trial(lambda: _finish(dist.reduce(data, _ROOT)), result, total, data, keeps_step=False)
 
 
@@ -142,7 +145,10 @@ def _all_to_all(rank: int, count: int, buffers: Buffers) -> Trial:
 
 
 def _send_recv(rank: int, count: int, buffers: Buffers) -> Trial:
-    """As in nccl-tests: every rank sends to the next rank and receives from the previous one at the same time."""
+    """Return a trial in which every rank sends to the next rank and receives from the previous rank concurrently.
+
+    nccl-tests measures send and recv in the same way.
+    """
     import torch.distributed as dist
 
     after, before = (rank + 1) % buffers.ranks, (rank - 1) % buffers.ranks
@@ -157,7 +163,7 @@ def _send_recv(rank: int, count: int, buffers: Buffers) -> Trial:
 
 
 def _newer(module: ModuleType, name: str, before: str) -> Callable[..., object]:
-    """``name`` of ``module``, or its older name ``before`` if this torch lacks it."""
+    """Return the function ``name`` of ``module``, or its older name ``before`` if this torch version lacks ``name``."""
     function: Callable[..., object] = getattr(module, name, None) or getattr(module, before)
     return function
 

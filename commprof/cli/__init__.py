@@ -1,6 +1,6 @@
-"""The command line of commprof: one module per verb, and shared modules.
+"""The command line of commprof: one module for each verb, and shared modules.
 
-The modules of the verbs import no large package at module level, so that ``commprof --help`` answers at once.
+The modules of the verbs import no large package at module level, so that ``commprof --help`` is fast.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _execute_and_flush(argv: list[str]) -> int:
-    if sys.stdout is None:  # it was closed before the start
+    if sys.stdout is None:  # standard output was closed before the start
         sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: PTH123, SIM115 - until the process ends
     try:
         code = execute(argv)
@@ -47,7 +47,7 @@ def _execute_and_flush(argv: list[str]) -> int:
 
 
 def execute(argv: list[str]) -> int:
-    """Run one command line and return its exit code; an error becomes one message on standard error."""
+    """Run one command line and return its exit code. Print an error as one message on standard error."""
     try:
         from commprof.cli import application
 

@@ -1,4 +1,4 @@
-"""Assembles the verbs into the command ``commprof`` and runs the verb that the arguments name."""
+"""Builds the command ``commprof`` from the verbs, and runs the verb that the arguments name."""
 
 from __future__ import annotations
 
@@ -15,12 +15,15 @@ USAGE: Final = 2
 
 
 def verb_modules() -> dict[str, str]:
-    """Return the module of each verb by the verb's name, without importing any."""
+    """Return the name of the module of each verb, by verb. Imports no module."""
     return {module.name.rstrip("_"): module.name for module in iter_modules(verbs.__path__)}
 
 
 def build(verb: str | None = None) -> typer.Typer:
-    """Return the command ``commprof`` with all verbs in the order of the help page, or with ``verb`` alone if it exists."""
+    """Return the command ``commprof`` with all verbs in the order of the help page.
+
+    If ``verb`` is the name of a verb, the command has only this verb.
+    """
     app = typer.Typer(
         name="commprof",
         help="Record every collective of a training job, and see what was requested, issued, executed and moved.",
@@ -58,7 +61,7 @@ def _global_options(
         False, "--version", help="Print the version and exit.", is_eager=True, callback=_print_version
     ),
 ) -> None:
-    """The callback of the option does the work."""
+    """Declare the global options. The callback of ``--version`` prints the version."""
 
 
 def invoke(argv: list[str]) -> int:
@@ -79,7 +82,7 @@ def invoke(argv: list[str]) -> int:
         # typer exits with 1 when the reader of the output has closed it.
         raise leaving.__context__ if isinstance(leaving.__context__, BrokenPipeError) else leaving from None
     except Exception as problem:
-        # typer uses its own copy of click or the installed one, so attributes identify the error, not its class.
+        # typer uses its own copy of click or the installed click, so the attributes identify the error, not the class.
         if not (hasattr(problem, "format_message") and hasattr(problem, "exit_code")):
             raise
         return _explain_usage(problem)
@@ -104,7 +107,7 @@ def separate_program(command: Any, argv: list[str]) -> list[str]:
 
 
 def _takes_program(command: Any) -> bool:
-    """Whether the user's program, which has options of its own, follows the options of ``command``."""
+    """Return whether ``command`` takes a program of the user, with the program's own options, after its options."""
     return any(parameter.name == "program" for parameter in getattr(command, "params", ()))
 
 

@@ -1,4 +1,4 @@
-"""Messages of commprof on standard error; standard output is for results and the user's program."""
+"""Prints messages of commprof on standard error. Standard output is for results and the user's program."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from commprof.printable import escaped
 
 
 def say(text: str, below: Iterable[str] = ()) -> None:
-    """Print ``text`` on standard error, marked as commprof's, and the lines ``below`` it as they are."""
+    """Print ``text`` with the prefix ``commprof:`` on standard error, and then the lines ``below`` without a prefix."""
     _write(f"commprof: {text}")
     for line in below:
         _write(line)
 
 
 def error(text: str) -> None:
-    """Print ``text`` on standard error, marked as an error of commprof."""
+    """Print ``text`` as an error of commprof on standard error."""
     _write(f"commprof: error: {text}")
 
 

@@ -13,7 +13,7 @@ from commprof.recorder import autoload
 GROUP: Final = "torch.backends"
 NAME: Final = "commprof"
 VALUE: Final = "commprof.recorder.autoload:start"
-SWITCH: Final = "TORCH_DEVICE_BACKEND_AUTOLOAD"  # torch's own: 0 keeps it from calling any entry point
+SWITCH: Final = "TORCH_DEVICE_BACKEND_AUTOLOAD"  # a variable of torch; with 0, torch calls no entry point
 
 _LOST: Final = "COMMPROF=1 records nothing, and commprof run does not reach programs run with python -I or -E"
 _AGAIN: Final = "install commprof again (pip install --force-reinstall --no-deps commprof; pip install -e . in a checkout)"
@@ -29,15 +29,16 @@ class Answer(NamedTuple):
 def examine(
     entries: Iterable[metadata.EntryPoint] | None = None, environment: Mapping[str, str] = os.environ
 ) -> Answer:
-    """Check the entry points of the group ``torch.backends``; load only commprof's own.
+    """Check the entry points of the group ``torch.backends``. Load only the entry point of commprof.
 
     Args:
-        entries: the entry points of that group. Default: the installed ones.
+        entries: The entry points of the group. Default: the installed entry points.
+        environment: The environment variables.
     """
     if entries is None:
         try:
             entries = metadata.entry_points(group=GROUP)
-        except Exception as error:  # some package has damaged metadata: torch fails, too
+        except Exception as error:  # if a package has damaged metadata, torch also fails
             return _broken(f"the entry points {GROUP} cannot be read ({_said(error)})")
     ours = [entry for entry in entries if entry.name == NAME or entry.value.startswith("commprof.")]
     if not ours:

@@ -1,4 +1,4 @@
-"""Optional packages: reports a missing one in one line that names the extra to install."""
+"""Optional packages. A missing package becomes an error of one line that names the extra to install."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Final
 
 from commprof.errors import MissingExtraError
 
-# By extra: the names under which packages are imported, and the distributions that contain them.
+# For each extra: the names under which packages are imported, and the distributions that contain the packages.
 PACKAGES: Final[dict[str, dict[str, str]]] = {
     "analysis": {"pandas": "pandas", "pyarrow": "pyarrow", "duckdb": "duckdb", "numpy": "numpy"},
     "dash": {
@@ -19,7 +19,7 @@ PACKAGES: Final[dict[str, dict[str, str]]] = {
         "flask_compress": "flask-compress",
         "waitress": "waitress",
     },
-    "export": {},  # those of analysis
+    "export": {},  # needs only the packages of analysis
     "spark": {"pyspark": "pyspark"},
     "sampling": {"pynvml": "nvidia-ml-py", "py_spy": "py-spy"},
     "train": {"torch": "torch", "numpy": "numpy"},
@@ -28,10 +28,11 @@ PACKAGES: Final[dict[str, dict[str, str]]] = {
 
 @contextlib.contextmanager
 def needed(extra: str, purpose: str) -> Iterator[None]:
-    """Convert a failed import of one of ``extra``'s packages within this block into MissingExtraError.
+    """Convert a failed import of a package of ``extra`` within this context into MissingExtraError.
 
     Args:
-        purpose: what the package is needed for, as in "pandas is needed to read a run".
+        extra: The name of the extra.
+        purpose: The reason why the package is needed, such as "to read a run".
     """
     wanted = {**PACKAGES["analysis"], **PACKAGES[extra]}
     try:

@@ -1,7 +1,8 @@
-"""Ctrl-C at any moment: one line, exit code 130, no traceback.
+"""Handles Ctrl-C at any moment: prints one line and exits with code 130, without a traceback.
 
-Python raises KeyboardInterrupt at whatever line runs. Within the import of a compiled package it may be swallowed, become an
-ImportError, or be printed as a traceback that no code can catch. So an interrupt waits until the current import is done.
+Python raises KeyboardInterrupt at any line. During the import of a compiled package, the exception may be swallowed or
+become an ImportError. It may also be printed as a traceback that no code can catch. So the handler delays an interrupt
+until the current import is complete.
 """
 
 from __future__ import annotations
@@ -27,13 +28,16 @@ class Interrupts:
         self._waits = False
 
     def install(self) -> None:
-        """From now on, raise KeyboardInterrupt only outside of imports. A SIGINT that is ignored stays ignored."""
+        """Install the handler, which raises KeyboardInterrupt only outside of imports.
+
+        If SIGINT is ignored, it stays ignored.
+        """
         if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
             builtins.__import__ = self._imported
             signal.signal(signal.SIGINT, self._on_interrupt)
 
     def finish(self) -> None:
-        """Let an interrupt exit at once from now on: the command is done and Python is shutting down."""
+        """Let an interrupt end the process at once, because the command is done and Python shuts down."""
         if signal.getsignal(signal.SIGINT) == self._on_interrupt:
             signal.signal(signal.SIGINT, lambda *_: os._exit(ExitCode.INTERRUPTED))
         builtins.__import__ = self._import
@@ -41,7 +45,7 @@ class Interrupts:
     def _on_interrupt(self, *_: object) -> None:
         if not self._depth:
             raise KeyboardInterrupt
-        if self._waits:  # the import hangs
+        if self._waits:  # a second interrupt during the same import: the import may hang
             os.write(2, _LINE)
             os._exit(ExitCode.INTERRUPTED)
         self._waits = True

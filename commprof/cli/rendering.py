@@ -1,9 +1,9 @@
 """Formats tables and facts for a terminal, a pipe or a program (JSON).
 
-Text output escapes control characters in foreign text (:mod:`commprof.printable`); JSON does not need it.
+Text output escapes control characters in text from other programs (:mod:`commprof.printable`). JSON needs no escapes.
 
-Numbers are never truncated and words never broken. A table that is wider than the terminal keeps its width, and the
-terminal wraps its lines.
+Numbers are never truncated, and words are never broken. A table that is wider than the terminal keeps its width, and
+the terminal wraps the lines of the table.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ if TYPE_CHECKING:
 MISSING = "-"
 _LAYOUT = "\n\t"
 _READING_WIDTH = 100
-_PIPE_WIDTH = 10_000  # nothing wraps, so that each row is one line
+_PIPE_WIDTH = 10_000  # so wide that no row wraps, so each row is one line
 
 
 class Heading(NamedTuple):
-    """Title of a column; ``number`` columns are right-aligned and never truncated."""
+    """The title of a column. A column with ``number`` is right-aligned and never truncated."""
 
     title: str
     number: bool = False
 
 
 class Rows(NamedTuple):
-    """A table whose cells are formatted text. An empty tuple among the rows is a dividing line."""
+    """A table whose cells are formatted text. An empty tuple among the rows becomes a dividing line."""
 
     headings: Sequence[Heading]
     rows: Sequence[Sequence[str]]
@@ -61,25 +61,25 @@ def paragraph(text: str) -> str:
 
 
 def shortened(line: str) -> str:
-    """Truncate ``line`` at the width of the terminal."""
+    """Return ``line``, truncated to the width of the terminal."""
     width, line = _console().width, escaped(line)
     return line if len(line) <= width else f"{line[: width - 3]}..."
 
 
 def fits(rows: Rows) -> bool:
-    """Whether ``rows`` can be printed without wrapping a row."""
+    """Return whether ``rows`` can be printed without wrapping a row."""
     console = _console()
     return _least_width(console, _drawn(_escaped(rows))) <= console.width
 
 
 def show_json(value: Any) -> None:
-    """Print ``value`` as JSON on standard output; missing values are null."""
+    """Print ``value`` as JSON on standard output. Missing values become null."""
     json.dump(plain(value), sys.stdout, indent=1, default=str, allow_nan=False)
     sys.stdout.write("\n")
 
 
 def plain(value: Any) -> Any:
-    """Convert values of pandas and numpy within ``value`` to JSON values; not-a-number becomes null."""
+    """Return ``value`` as JSON values. Values of pandas and numpy are converted, and not-a-number becomes null."""
     if hasattr(value, "to_dict") and hasattr(value, "columns"):
         return [plain(row) for row in value.to_dict("records")]
     if isinstance(value, Mapping):
@@ -96,17 +96,17 @@ def plain(value: Any) -> Any:
 
 
 def is_missing(value: Any) -> bool:
-    """None, not-a-number, or pandas' NA."""
+    """Return whether ``value`` is None, not-a-number, or the NA of pandas."""
     return value is None or type(value).__name__ in ("NAType", "NaTType") or value != value
 
 
 def text(value: Any) -> str:
-    """Format ``value`` for a cell; a missing value is a dash."""
+    """Format ``value`` for a cell. A missing value becomes a dash."""
     return MISSING if is_missing(value) else str(value)
 
 
 def count(value: Any) -> str:
-    """Format a count: ``1,234``. A mean that is no integer gets one decimal."""
+    """Format a count: ``1,234``. A mean that is not an integer gets two decimals."""
     if is_missing(value):
         return MISSING
     number = float(value)
@@ -114,21 +114,21 @@ def count(value: Any) -> str:
 
 
 def number_of_bytes(value: Any) -> str:
-    """Format bytes with their unit."""
+    """Format a number of bytes with a suitable unit."""
     from commprof.analysis.columns.units import format_bytes
 
     return MISSING if is_missing(value) else format_bytes(float(value))
 
 
 def duration(value: Any) -> str:
-    """Format nanoseconds with a suitable unit."""
+    """Format a duration in ns with a suitable unit."""
     from commprof.analysis.columns.units import format_ns
 
     return MISSING if is_missing(value) else format_ns(float(value))
 
 
 def spread(center: Any, low: Any, high: Any) -> str:
-    """Format nanoseconds with half the width of their interval: ``67.9 +-1.2 ms``."""
+    """Format a duration in ns with half the width of its interval: ``67.9 +-1.2 ms``."""
     text = duration(center)
     if is_missing(center) or is_missing(low) or is_missing(high):
         return text
@@ -141,12 +141,15 @@ def spread(center: Any, low: Any, high: Any) -> str:
 
 
 def loss(value: Any) -> str:
-    """Format a loss with six digits."""
+    """Format a loss with six significant digits."""
     return MISSING if is_missing(value) else f"{float(value):.6g}"
 
 
 def facts(pairs: Iterable[tuple[str, str]]) -> str:
-    """Format one name and value per line, values aligned in a column; a terminal wraps them within that column."""
+    """Format each pair of name and value as one line, with the values aligned in a column.
+
+    On a terminal, long values wrap within this column.
+    """
     listed = [(escaped(name), escaped(value)) for name, value in pairs if value]
     width = max((len(name) for name, _ in listed), default=0)
     lines = [f"{name:<{width}}  {value}" for name, value in listed]
@@ -159,7 +162,7 @@ def facts(pairs: Iterable[tuple[str, str]]) -> str:
 
 
 def records(frame: pd.DataFrame) -> list[dict[str, Any]]:
-    """Return the rows of ``frame`` as mappings by column name."""
+    """Return each row of ``frame`` as a mapping from column name to value."""
     return [{str(key): value for key, value in row.items()} for row in frame.to_dict("records")]
 
 
@@ -170,7 +173,7 @@ def _console() -> Console:
 
 
 def _escaped(rows: Rows) -> Rows:
-    """Escape control characters in all cells of ``rows``, except the line ends within a cell."""
+    """Return ``rows`` with escaped control characters in all cells, except the line ends within a cell."""
     headings = [heading._replace(title=escaped(heading.title, "\n")) for heading in rows.headings]
     cells = [tuple(escaped(text, "\n") for text in row) for row in rows.rows]
     return Rows(headings, cells, escaped(rows.title))
@@ -204,7 +207,7 @@ def _drawn(rows: Rows) -> Table:
 
 
 def _least_cell(cells: Sequence[str], unbroken: bool) -> int:
-    """Return the least width for ``cells``: the longest cell if ``unbroken``, else the longest word."""
+    """Return the minimum width for ``cells``: the longest cell if ``unbroken``, else the longest word."""
     texts = cells if unbroken else [word for cell in cells for word in cell.split()]
     return max(map(len, texts), default=0)
 
@@ -229,7 +232,10 @@ def _as_text(console: Console, rows: Rows) -> str:
 
 @contextlib.contextmanager
 def byte_progress(total: int | None) -> Iterator[Callable[[int], None]]:
-    """Show how much of ``total`` bytes was read, if standard error is a terminal; yield the function that advances it."""
+    """Show how much of ``total`` bytes was read, if standard error is a terminal.
+
+    Yield a function that adds a number of bytes to the progress.
+    """
     if not sys.stderr.isatty():
         yield lambda count: None
         return

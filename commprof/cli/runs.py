@@ -26,13 +26,16 @@ RunArgument = Annotated[
 
 
 def opened(text: str, frames: bool = True) -> Run:
-    """Open the run that ``text`` names. Finalise it first if it has ended without that, and say so in one line.
+    """Open the run that ``text`` names.
+
+    If the run has ended and is not finalized, finalize the run first and report this in one line.
 
     Args:
-        frames: whether the command makes data frames; if not, pandas is not loaded.
+        text: The path of a run directory, or ``latest``.
+        frames: Whether the command needs data frames. If not, pandas is not loaded.
 
     Raises:
-        TraceError: there is no such run, or it cannot be read.
+        TraceError: there is no such run, or the run cannot be read.
         MissingExtraError: the packages that read tables are not installed.
     """
     from commprof.trace.directory import resolve
@@ -48,7 +51,7 @@ def opened(text: str, frames: bool = True) -> Run:
 
 
 def _leave_out_pandas() -> None:
-    """Hide pandas from Arrow, which would import it when it converts the first list to an array (0.2 s)."""
+    """Hide pandas from Arrow. Otherwise Arrow imports pandas when it converts the first list to an array (0.2 s)."""
     import pyarrow as pa
 
     if "pandas" not in sys.modules:
@@ -64,19 +67,24 @@ class _NoPandas:
 
     @staticmethod
     def find_spec(name: str, path: object = None, target: object = None) -> None:
-        """Raise ModuleNotFoundError for pandas, so that no other finder is asked."""
+        """Raise ModuleNotFoundError for pandas, so that Python does not try the other finders."""
         if name == "pandas":
             raise ModuleNotFoundError(name=name)
 
 
 def remembered(question: str, text: str, answer: Callable[[Run], Any], frames: bool = True) -> Any:
-    """Return ``answer`` of the run that ``text`` names, as JSON values; from the cache if it was computed before.
+    """Return the result of ``answer`` for the run that ``text`` names, as JSON values.
+
+    If the result was computed before, the result is read from the cache.
 
     Args:
-        frames: as for :func:`opened`.
+        question: The key of the result in the cache.
+        text: The path of a run directory, or ``latest``.
+        answer: The function that computes the result from the run.
+        frames: Whether the command needs data frames, as in :func:`opened`.
 
     Raises:
-        TraceError: there is no such run, or it cannot be read.
+        TraceError: there is no such run, or the run cannot be read.
         MissingExtraError: the packages that read tables are not installed.
     """
     from commprof.analysis.storage import answer_files
@@ -93,14 +101,14 @@ def remembered(question: str, text: str, answer: Callable[[Run], Any], frames: b
 
 
 def has_ended(run: Run) -> bool:
-    """Whether answers about ``run`` stay valid as long as its files do not change."""
+    """Return whether answers about ``run`` stay valid as long as the files of ``run`` do not change."""
     from commprof.trace.manifest import RUNNING
 
     return run.health.state != RUNNING and not run.pending
 
 
 def finalise_first(run: Path) -> None:
-    """Finalise ``run`` if it has ended and is not finalised, and say so in one line.
+    """Finalize ``run`` if it has ended and is not finalized, and report this in one line.
 
     Raises:
         TraceError: the run cannot be read.
@@ -116,12 +124,12 @@ def finalise_first(run: Path) -> None:
 
 
 def asked(texts: list[str], question: Callable[[list[Run]], Answer]) -> tuple[list[Run], Answer]:
-    """Open the runs that ``texts`` name, and apply ``question`` to them.
+    """Open the runs that ``texts`` name, and return the runs and the result of ``question`` for them.
 
-    Finalising replaces the files of a run. If that happens meanwhile, all runs are opened and evaluated again.
+    Finalizing a run replaces its files. If this happens meanwhile, all runs are opened and evaluated again.
 
     Raises:
-        TraceError: there is no run of a name, or it cannot be read; or its files change faster than they can be read.
+        TraceError: a run does not exist, cannot be read, or its files are replaced faster than they can be read.
     """
     for _ in range(_ATTEMPTS):
         paths = each_path(texts)
@@ -146,24 +154,24 @@ def asked(texts: list[str], question: Callable[[list[Run]], Answer]) -> tuple[li
 
 
 def _files(run: Path) -> set[tuple[str, int]]:
-    """Return names and inodes of the files of a run; they change when files are replaced, not when files grow."""
+    """Return the names and inodes of the files of a run. They change when files are replaced, not when files grow."""
     from commprof.trace.fingerprint import fingerprint
 
     return {(name, inode) for name, _, inode, *_ in fingerprint(run).files}
 
 
 def _were_replaced(run: Path, before: set[tuple[str, int]]) -> bool:
-    """Whether one of the files ``before`` has been removed or replaced."""
+    """Return whether any of the files ``before`` has been removed or replaced."""
     return not before <= _files(run)
 
 
 def each_opened(texts: list[str]) -> list[Run]:
-    """Open the runs that ``texts`` name, each once; a directory of runs means all of them."""
+    """Open the runs that ``texts`` name, each run once. A directory of runs means all runs in it."""
     return [opened(str(path)) for path in each_path(texts)]
 
 
 def each_path(texts: list[str]) -> list[Path]:
-    """Return the directories of the runs that ``texts`` name, each once."""
+    """Return the directories of the runs that ``texts`` name, each directory once."""
     from commprof.trace.directory import find_runs, is_run, resolve
 
     by_target: dict[Path, Path] = {}

@@ -1,9 +1,9 @@
-"""A run as MLCommons Chakra execution traces, one per rank, which ASTRA-sim and other simulators replay.
+"""Exports a run as MLCommons Chakra execution traces, one per rank, which ASTRA-sim and other simulators replay.
 
-The trace of a rank is a chain of operations and, between them, compute: time in which the program neither issued a
-collective nor waited for one. Compute after a wait depends on the operation that was waited for; an operation depends
-on the compute before its issue. Source of the format: schema/protobuf/et_def.proto of mlcommons/chakra (version 0.0.4),
-and the attributes that its feeder reads.
+The trace of a rank is a chain of operations with compute nodes between them. A compute node is time in which the
+program neither issues a collective nor waits for one. Compute after a wait depends on the operation that the program
+waited for. An operation depends on the compute before its issue. Source of the format:
+schema/protobuf/et_def.proto of mlcommons/chakra (version 0.0.4), and the attributes that the feeder of Chakra reads.
 """
 
 from __future__ import annotations
@@ -83,20 +83,20 @@ def export_chakra(
 ) -> list[ExportedFile]:
     """Write ``trace.<rank>.et`` for each rank, ``comm_groups.json`` and ``provenance.json`` into ``out``.
 
-    ``comm_groups.json`` names the global ranks of each group by the number that the traces use, as ASTRA-sim's
-    ``--comm-group-configuration`` takes it. The size of an operation is that of the input of a rank: the buffer, and for an
-    all_gather its shard.
+    ``comm_groups.json`` maps the number that the traces use for a group to the global ranks of the group. ASTRA-sim
+    accepts this file with ``--comm-group-configuration``. The size of an operation is the input size of one rank in
+    bytes: the whole buffer, or the shard for an all_gather or a gather.
 
     Raises:
-        UsageError: the job was restarted, or no rank recorded anything; ``out`` is in use.
-        TraceError: the run cannot be read, or ``out`` cannot be written to.
+        UsageError: The job was restarted, no rank recorded anything, or ``out`` is in use.
+        TraceError: The run cannot be read, or ``out`` cannot be written to.
     """
     (opened,) = opened_runs(run)
     timed = OneClock(opened, _NEEDED)
     ranks = _one_process_each(opened, timed)
     groups = _Groups(timed.groups)
     names = [f"trace.{rank}.et" for rank in ranks]
-    # A simulator would read those of more ranks, of an earlier export, as ranks of this run.
+    # An earlier export may have written traces of more ranks. A simulator would read them as ranks of this run.
     stale = [file.name for file in Path(out).glob("trace.*.et") if file.stem.partition(".")[2].isdecimal()]
     with staged(Path(out), [*names, *stale, GROUPS, PROVENANCE], force, progress) as staging:
         for rank in timed.ranks():
@@ -112,7 +112,11 @@ def _tell(staging: Staging, name: str, records: int) -> None:
 
 
 def _one_process_each(run: Run, timed: OneClock) -> list[int]:
-    """The ranks of the run."""
+    """Return the ranks of the run, and check that each rank has only one process.
+
+    Raises:
+        UsageError: The job was restarted, or the run has no collectives.
+    """
     ranks = sorted(rank for rank, _, _ in timed.processes)
     twice = [rank for rank, after in pairwise(ranks) if rank == after]
     if twice:
@@ -130,7 +134,7 @@ def _one_process_each(run: Run, timed: OneClock) -> list[int]:
 
 
 class _Groups:
-    """A number for each process group of the job, equal on all its ranks."""
+    """Numbers the process groups of the job. All ranks of a group use the same number."""
 
     def __init__(self, groups: Collection[Group]) -> None:
         self._numbers: dict[Group, int] = {group: number for number, group in enumerate(sorted(groups))}
@@ -146,7 +150,7 @@ def _write(rank: RankRows, groups: _Groups, tell: Callable[[int], None], sink: S
     metadata = GlobalMetadata(version=VERSION)
     _attribute(metadata, "rank", int64_val=rank.rank)
     sink.write(delimited(metadata))
-    # In a replay, nobody would answer the others.
+    # Calls that raised an exception are left out, because no other rank would answer them in a replay.
     issued = rank.table.filter(pc.invert(has_raised(rank.table)))
     nodes = nodes_of(issued, groups.number, tell)
     while bundle := list(islice(nodes, _NODES_AT_A_TIME)):
@@ -156,10 +160,16 @@ def _write(rank: RankRows, groups: _Groups, tell: Callable[[int], None], sink: S
 def nodes_of(
     records: pa.Table, group_number: Callable[[Mapping[str, Any]], str], tell: Callable[[int], None]
 ) -> Iterator[Any]:
-    """The nodes of one rank: its records in order of issue, and the compute between the events of its host.
+    """Yield the nodes of one rank: its records in order of issue, and the compute between the events of the host.
 
-    An issue or the begin of a wait ends an interval of compute; the next one begins when the wait ends. Durations are
-    integral microseconds, and rounding errors are carried over, so that the chain is as long as the run.
+    An issue or the begin of a wait ends an interval of compute. The next interval begins at the issue or at the end
+    of the wait. Durations are integral microseconds. Rounding errors are carried over, so that the chain is as long
+    as the run.
+
+    Args:
+        records: The records of the rank.
+        group_number: A function that returns the number of the group of a record.
+        tell: A function that is called with the number of issued operations so far.
     """
     rows = _Rows(records)
     base = host_ns = None
@@ -186,7 +196,10 @@ _ISSUED, _AWAITED = 0, 1
 
 
 class _Rows:
-    """The records of a rank as Python values, some thousand at a time: access is nearly in order."""
+    """The records of a rank as Python values.
+
+    Only a few batches are converted and cached at a time, because the records are accessed almost in order.
+    """
 
     def __init__(self, records: pa.Table) -> None:
         self._records = records
@@ -202,7 +215,11 @@ class _Rows:
 
 
 def _moments(records: pa.Table) -> Iterator[tuple[int, int, int, int]]:
-    """Begin and end of each issue and wait of the host, with the row of its operation, in order of time."""
+    """Yield the issues and waits of the host in order of time.
+
+    Yields:
+        The begin in ns, the kind (issue or wait), the row of the operation, and the end in ns.
+    """
     count = len(records)
     issue = records["issue_ns"].to_numpy()
     wait_end = records["wait_end_ns"]
@@ -287,7 +304,7 @@ def _operation(
 
 
 def comm_size(row: Mapping[str, Any]) -> int:
-    """Input bytes of a rank: its shard for an all_gather or gather, else the whole buffer."""
+    """Return the input bytes of one rank: its shard for an all_gather or gather, the whole buffer otherwise."""
     if row["op"] in (Op.ALL_GATHER, Op.GATHER) and row["group_size"]:
         return int(row["payload_bytes"]) // int(row["group_size"])
     return int(row["payload_bytes"])

@@ -1,7 +1,7 @@
 """The protobuf messages of a Chakra trace, built from a table of their fields.
 
-Numbers and types of the fields are those of schema/protobuf/et_def.proto of mlcommons/chakra; of the value types of an
-attribute only those that are written here.
+The numbers and types of the fields are from schema/protobuf/et_def.proto of mlcommons/chakra. ``AttributeProto``
+contains only the value types that commprof writes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _TEXT, _U64, _I32, _I64, _BOOL = (
     _Field.TYPE_BOOL,
 )
 
-# message: (field, number, type or the message that it is, repeated, member of the oneof "value")
+# message: (field, number, scalar type or name of the message type, repeated, member of the oneof "value")
 _MESSAGES: Final[dict[str, tuple[tuple[str, int, Any, bool, bool], ...]]] = {
     "AttributeProto": (
         ("name", 1, _TEXT, False, False),
@@ -39,7 +39,7 @@ _MESSAGES: Final[dict[str, tuple[tuple[str, int, Any, bool, bool], ...]]] = {
     "Node": (
         ("id", 1, _U64, False, False),
         ("name", 2, _TEXT, False, False),
-        ("type", 3, _I32, False, False),  # an enum in the schema: the same on the wire
+        ("type", 3, _I32, False, False),  # an enum in the schema, with the same wire format
         ("ctrl_deps", 4, _U64, True, False),
         ("data_deps", 5, _U64, True, False),
         ("start_time_micros", 6, _U64, False, False),
@@ -79,7 +79,7 @@ Node: Final[Any] = _MADE["Node"]
 
 
 def delimited(message: Any) -> bytes:
-    """``message`` with its length as prefix, the format of messages in a trace."""
+    """Return the serialized ``message`` with its length as prefix, which is the format of messages in a trace."""
     out = io.BytesIO()
     proto.serialize_length_prefixed(message, out)
     return out.getvalue()

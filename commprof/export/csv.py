@@ -1,4 +1,4 @@
-"""Runs as CSV files: one per table, the comparison, a data dictionary, and the provenance."""
+"""Exports runs as CSV files: one per table, the comparison, a data dictionary, and the provenance."""
 
 from __future__ import annotations
 
@@ -42,22 +42,25 @@ def export_csv(
     progress: Progress | None = None,
     empty: bool = False,
 ) -> list[ExportedFile]:
-    """Write ``<table>.csv`` for each of ``tables``, the comparison, a data dictionary and ``provenance.json`` into ``out``.
+    """Write CSV files of the tables and the comparison, a data dictionary and ``provenance.json`` into ``out``.
 
-    For several runs each table begins with the column ``run``. All files are
-    written under temporary names and renamed together at the end, so a failure keeps the former files.
+    The file of a table is ``<table>.csv``.
+
+    For several runs each table begins with the column ``run``. All files are written under temporary names and renamed
+    together at the end. If the export fails, the files of an earlier export remain.
 
     Args:
-        run: the run or runs, or their paths.
-        out: directory to write to; created if missing.
-        tables: names of tables of the schema, without the comparison; default all that have rows, and the comparison.
-        force: write into a directory that holds something; only files of the names above are replaced.
-        progress: called with the name of each file when it is begun.
-        empty: also write tables without rows, as a header alone.
+        run: The run or runs, or their paths.
+        out: The directory to write to. It is created if it does not exist.
+        tables: The names of tables of the schema, without the comparison. By default all tables with rows and the
+            comparison are exported.
+        force: Whether to write into a directory that is not empty. Only files with the names above are replaced.
+        progress: A function that is called with the name of each file before the file is written.
+        empty: Whether to write tables without rows too, as a header alone.
 
     Raises:
-        UsageError: an unknown table; ``out`` is no directory, or holds something and ``force`` is off.
-        TraceError: a run cannot be read, or ``out`` cannot be written to.
+        UsageError: A table is unknown, or ``out`` is not a directory, or is not empty and ``force`` is off.
+        TraceError: A run cannot be read, or ``out`` cannot be written to.
     """
     names = table_names(tables)
     runs = opened_runs(run)
@@ -79,14 +82,13 @@ def _write(table: ExportedTable, batches: Iterator[pa.Table], out: IO[bytes]) ->
 
 
 def check_csv(out: Path | str, run: AnyRun | Sequence[AnyRun]) -> list[str]:
-    """Compare the CSV files in ``out`` with the runs that they were exported from: a sentence for each difference, none if
-    equal.
+    """Return a sentence for each difference between the CSV files in ``out`` and the runs that they were exported from.
 
-    Each file must have the length and checksum that ``provenance.json`` says, and each table must be, byte for byte, what an
-    export of the runs writes now.
+    The size and checksum of each file must be those in ``provenance.json``. Each table must be equal, byte for byte, to
+    the table that an export of the runs writes now.
 
     Raises:
-        TraceError: ``out`` holds no export.
+        TraceError: ``out`` contains no export.
     """
     out = Path(out)
     try:
@@ -136,7 +138,7 @@ def _digest(file: Path) -> str | None:
 
 
 def _first_difference(file: Path, expected: IO[bytes]) -> str:
-    """The first difference of the rows, in words."""
+    """Return a description of the first difference between the rows of the two files."""
     expected.seek(0)
     wanted = io.TextIOWrapper(expected, "utf-8", newline="")
     try:

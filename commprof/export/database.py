@@ -1,4 +1,4 @@
-"""Runs as one DuckDB database: a table for each table of the schema, with comments, and the comparison."""
+"""Exports runs as one DuckDB database: the tables of the schema, with comments, and the comparison."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def export_database(
 
     Arguments and errors are those of :func:`commprof.export.csv.export_csv`.
     """
-    table_names(tables)  # refuses an unknown one before anything is written
+    table_names(tables)  # refuses an unknown table before anything is written
     runs = opened_runs(run)
     with staged(Path(out), [DATABASE, PROVENANCE], force, progress) as staging:
         exported = tuple(exported_tables(runs, tables, empty))
@@ -45,7 +45,7 @@ def export_database(
 
 
 def _write(path: Path, tables: Sequence[ExportedTable], tell: Progress) -> Iterator[int]:
-    """Write the tables in turn; yields the number of rows of each."""
+    """Write the tables one after the other, and yield the number of rows of each table."""
     try:
         with duckdb.connect(str(path), config=api.engine_settings(_MOST_MEMORY)) as database:
             for table in tables:
@@ -64,7 +64,7 @@ def _write(path: Path, tables: Sequence[ExportedTable], tell: Progress) -> Itera
 
 
 def _filled(database: duckdb.DuckDBPyConnection, table: ExportedTable, tell: Progress) -> int:
-    """Create ``table`` and insert its batches; returns the number of rows."""
+    """Create ``table``, insert its batches, and return the number of rows."""
     rows = 0
     failures: list[TraceError] = []
 
@@ -75,7 +75,7 @@ def _filled(database: duckdb.DuckDBPyConnection, table: ExportedTable, tell: Pro
                 yield from part.to_batches()
                 rows += len(part)
                 tell(f"{DATABASE}: {table.name}, {rows:,} rows")
-        except TraceError as error:  # the engine would report it as its own failure
+        except TraceError as error:  # stored, because DuckDB reports the error as its own
             failures.append(error)
             raise
 

@@ -1,4 +1,4 @@
-"""The tables of an export: of one run as they are, of several runs with a column for the run."""
+"""The tables of an export. For several runs each table of the schema has an additional column ``run``."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ EXPOSURE: Final = "exposure_per_step"
 ONE_OFFS: Final = "one_offs"
 _OF_SETTINGS: Final = (COMPARISON, "traffic_by_setting", "traffic_by_group")
 EXPERTS: Final = "expert_imbalance"
-COMPARISONS: Final = (*_OF_SETTINGS, RUNS, EXPOSURE, ONE_OFFS, EXPERTS)  # tables of all runs together
+COMPARISONS: Final = (*_OF_SETTINGS, RUNS, EXPOSURE, ONE_OFFS, EXPERTS)  # each covers all runs
 _MOVED: Final = "moved_bytes_per_step"
 _EXPOSED: Final = ("exposed_ns", "exposed_low_ns", "exposed_high_ns", "exposed_share")
 _MEMORY: Final = ("rss_bytes", "rss_peak_bytes", "device_bytes", "device_peak_bytes")
 _RESOURCES: Final = (*_EXPOSED, *_MEMORY, "samples_per_second")
-# Where a run is, and in which files, changes without a change of what it recorded.
+# These columns are left out, because they can change while the recorded data stays the same.
 _NOT_OF_RUN: Final = ("name", "path", "finalised")
 _MEASURED: Final = (
     "requested_op",
@@ -63,7 +63,11 @@ _ARROW: Final = {
 class ExportedTable(NamedTuple):
     """One table of an export with its columns.
 
-    ``batches`` iterates over its rows from the start each time it is called; each batch has ``schema``.
+    Attributes:
+        name: The name of the table.
+        columns: The declarations of the columns.
+        schema: The Arrow schema of every batch.
+        batches: A function that returns a new iterator over all rows of the table, in batches.
     """
 
     name: str
@@ -73,19 +77,19 @@ class ExportedTable(NamedTuple):
 
     @classmethod
     def of_rows(cls, name: str, columns: Sequence[Column], rows: pa.Table) -> ExportedTable:
-        """A table in memory."""
+        """Return a table whose rows are in memory."""
         return cls(name, columns, rows.schema, lambda: iter([rows]))
 
     def has_rows(self) -> bool:
-        """Whether it has a row; reads no further than the first."""
+        """Return whether the table has a row. Reads no further than the first batch with rows."""
         return any(len(rows) for rows in self.batches())
 
 
 def table_names(tables: Sequence[str] | None) -> list[str]:
-    """The names of the tables to export: those given, or all.
+    """Return the names of the tables to export: ``tables``, or all tables of the schema if ``tables`` is None.
 
     Raises:
-        UsageError: the schema has no table of such a name.
+        UsageError: The schema has no table with one of the names.
     """
     names = list(dict.fromkeys(TABLES if tables is None else tables))
     unknown = [name for name in names if name not in TABLES]
@@ -97,13 +101,13 @@ def table_names(tables: Sequence[str] | None) -> list[str]:
 
 
 def opened_runs(run: AnyRun | Sequence[AnyRun]) -> list[Run]:
-    """The opened runs; a single run is accepted as well."""
+    """Open the runs and return them as a list. A single run is accepted as well."""
     runs = [run] if isinstance(run, str | Path) or not isinstance(run, Sequence) else list(run)
     return [open_run(each) if isinstance(each, str | Path) else each for each in runs]
 
 
 def tables_of(runs: Sequence[Run], names: Sequence[str]) -> Iterator[ExportedTable]:
-    """Tables ``names`` of the runs. For several runs each table begins with the column ``run``."""
+    """Yield the tables ``names`` of the runs. For several runs each table begins with the column ``run``."""
     if len(runs) == 1:
         for name in names:
             yield ExportedTable(name, TABLES[name].columns, arrow_schema(name), partial(runs[0].parts, name))
@@ -126,12 +130,12 @@ def _named_parts(runs: Sequence[tuple[Run, str]], name: str, schema: pa.Schema) 
 def exported_tables(
     runs: Sequence[Run], tables: Sequence[str] | None, empty: bool
 ) -> Iterator[ExportedTable]:
-    """The tables of an export of ``runs``: ``tables`` if given, else those of the schema and the comparison that have rows.
+    """Yield the tables of an export of ``runs``.
 
     Args:
-        runs: the runs.
-        tables: names of tables of the schema; None for all.
-        empty: whether all includes tables without rows.
+        runs: The runs.
+        tables: The names of tables of the schema to export. None for all tables of the schema and of the comparison.
+        empty: Whether to include tables without rows if ``tables`` is None.
     """
     every = tables_of(runs, table_names(tables))
     if tables is not None:
@@ -141,7 +145,11 @@ def exported_tables(
 
 
 def comparison_of(runs: Sequence[Run]) -> Iterator[ExportedTable]:
-    """``commprof compare`` of the runs: settings, traffic by operation and group; runs, exposed time, one-offs, experts."""
+    """Yield the tables of the comparison of ``runs``, as in ``commprof compare``.
+
+    The tables are the settings, the traffic by setting, the traffic by group, the runs, the exposed time per step, the
+    one-offs and the imbalance of experts.
+    """
     both = api.compare_both(runs, ranks=False)
     answers = ("compare", "traffic_by_setting", "traffic_by_group")
     for name, frame, answer in zip(
@@ -157,7 +165,10 @@ def comparison_of(runs: Sequence[Run]) -> Iterator[ExportedTable]:
 
 
 def with_resources(compared: api.Comparison) -> pd.DataFrame:
-    """The settings of a comparison with moved bytes, exposed time and memory; a key that a setting lacks is null."""
+    """Return the settings of a comparison with moved bytes, exposed time and memory.
+
+    If a setting lacks a configuration key, the value of the key is null.
+    """
     of_settings = compared.settings
     keys = [name for name in of_settings.columns if name not in api.describe_columns("compare")]
     settings = of_settings.assign(
@@ -169,7 +180,10 @@ def with_resources(compared: api.Comparison) -> pd.DataFrame:
 
 
 def _runs(runs: Sequence[Run]) -> ExportedTable:
-    """One row per run: the list of runs, and what the comparison of this run alone measures."""
+    """Return the table with one row per run.
+
+    Its columns are the columns of the list of runs, and the measured values of a comparison of this run alone.
+    """
     labels = api.settings(runs)["label"]
     rows: list[dict[str, Any]] = []
     listed = [name for name in api.describe_columns("find_runs") if name not in _NOT_OF_RUN]
@@ -185,12 +199,15 @@ def _runs(runs: Sequence[Run]) -> ExportedTable:
 
 
 def _values(frame: pd.DataFrame) -> dict[str, Any]:
-    """The only row of ``frame``; column by column, because a row converts integers to floats."""
+    """Return the only row of ``frame`` as a dict.
+
+    The row is read column by column, because pandas converts integers of a whole row to floats.
+    """
     return {name: frame[name].iloc[0] for name in frame.columns}
 
 
 def _described(*answers: str) -> dict[str, Column]:
-    """The declared columns of ``answers``, and those that :func:`with_resources` adds."""
+    """Return the declared columns of ``answers``, and the columns that :func:`with_resources` adds."""
     extra = api.describe_columns("advice"), api.describe_columns("resources")
     return {
         name: column
@@ -207,7 +224,10 @@ def _of_frame(name: str, frame: pd.DataFrame, columns: Sequence[Column]) -> Expo
 
 
 def _of_each(runs: Sequence[Run], name: str, answer: Callable[[Run], pd.DataFrame]) -> ExportedTable:
-    """The concatenated ``answer`` of :mod:`commprof.analysis.api` about each run: the numbers of its report."""
+    """Return a table with the concatenated results of ``answer`` for each run.
+
+    ``answer`` is a function of :mod:`commprof.analysis.api`, so the numbers equal those in the report of the run.
+    """
     columns = (RUN_COLUMN, *api.describe_columns(name).values())
     frames = [answer(run).assign(run=called) for run, called in zip(runs, api.run_names(runs), strict=True)]
     rows = [

@@ -1,4 +1,4 @@
-"""Files of an export: written under temporary names, counted and hashed, and renamed together."""
+"""Writes the files of an export under temporary names, counts and hashes them, and renames them together."""
 
 from __future__ import annotations
 
@@ -20,7 +20,14 @@ Progress = Callable[[str], None]
 
 
 class ExportedFile(NamedTuple):
-    """One file of an export. ``rows`` excludes the header; None for a file that is no table."""
+    """One file of an export.
+
+    Attributes:
+        path: The path of the file.
+        rows: The number of rows without the header; None if the file is not a table.
+        bytes: The size of the file in bytes.
+        sha256: The SHA-256 checksum as hexadecimal digits.
+    """
 
     path: Path
     rows: int | None
@@ -29,7 +36,7 @@ class ExportedFile(NamedTuple):
 
 
 class Sink:
-    """A file that is written sequentially, and counted and hashed while writing."""
+    """A file that is written sequentially. Its bytes are counted and hashed while they are written."""
 
     def __init__(self, stream: IO[bytes]) -> None:
         self.stream = stream
@@ -67,8 +74,8 @@ class Staging:
     """The temporary directory in which the files of one export are written.
 
     Args:
-        directory: inside the target, so that its files can be renamed.
-        progress: called with the name of each file when it is begun.
+        directory: The path of the directory. It is inside the target directory, so that its files can be renamed.
+        progress: A function that is called with the name of each file before the file is written.
     """
 
     def __init__(self, directory: Path, progress: Progress) -> None:
@@ -77,7 +84,7 @@ class Staging:
         self._progress = progress
 
     def write(self, name: str, fill: Callable[[Any], Any], rows: int | None = None) -> ExportedFile:
-        """Write file ``name``: ``fill`` writes to the :class:`Sink` that it gets."""
+        """Write file ``name`` by calling ``fill`` with a :class:`Sink`."""
         self._progress(name)
         path = self.directory / name
         with path.open("wb") as stream:
@@ -92,7 +99,7 @@ class Staging:
     def write_rows(
         self, name: str, batches: Iterable[pa.Table], fill: Callable[[Iterator[pa.Table], Any], Any]
     ) -> ExportedFile:
-        """Write file ``name`` by calling ``fill`` with ``batches``, the rows of a table, and counts them."""
+        """Write file ``name`` by calling ``fill`` with ``batches`` and a :class:`Sink`, and count the rows."""
         counted = _Counted(batches, lambda rows: self._progress(f"{name}: {rows:,} rows"))
         self.write(name, lambda sink: fill(iter(counted), sink))
         return self.with_rows(counted.rows)
@@ -100,7 +107,7 @@ class Staging:
     def adopt_rows(
         self, name: str, batches: Iterable[pa.Table], make: Callable[[Iterator[pa.Table], Path], Any]
     ) -> ExportedFile:
-        """The same for a file that ``make`` writes to the path that it gets."""
+        """Write file ``name`` by calling ``make`` with ``batches`` and the path of the file, and count the rows."""
         counted = _Counted(batches, lambda rows: self._progress(f"{name}: {rows:,} rows"))
         self.adopt(name, lambda path: make(iter(counted), path))
         return self.with_rows(counted.rows)
@@ -119,7 +126,7 @@ class Staging:
         return self.write(name, lambda sink: sink.write(text.encode("utf-8")))
 
     def adopt(self, name: str, make: Callable[[Path], Any], rows: int | None = None) -> ExportedFile:
-        """Add file ``name``, which ``make`` writes to the path that it gets; it is counted and hashed afterwards."""
+        """Write file ``name`` by calling ``make`` with the path of the file, then count and hash its bytes."""
         self._progress(name)
         path = self.directory / name
         make(path)
@@ -137,17 +144,20 @@ class Staging:
 def staged(
     out: Path, names: Sequence[str], force: bool, progress: Progress | None = None
 ) -> Iterator[Staging]:
-    """A :class:`Staging` for the files ``names`` of directory ``out``; they appear together if the block ends without an
-    error.
+    """Yield a :class:`Staging` for the files ``names`` of directory ``out``.
+
+    The files appear in ``out`` together when the block ends without an error.
 
     Args:
-        force: write into a directory that holds something; only files of these names are replaced, and those that the block
-            does not write are removed.
-        progress: called with the name of each file when it is begun.
+        out: The target directory. It is created if it does not exist.
+        names: The names of all files that the block may write.
+        force: Whether to write into a directory that is not empty. Only files in ``names`` are replaced. Existing files
+            in ``names`` that the block does not write are removed.
+        progress: A function that is called with the name of each file before the file is written.
 
     Raises:
-        UsageError: ``out`` is no directory, or holds something and ``force`` is off.
-        TraceError: ``out`` cannot be written to; nothing was replaced.
+        UsageError: ``out`` is not a directory, or is not empty and ``force`` is off.
+        TraceError: ``out`` cannot be written to. Nothing was replaced.
     """
     _check_target(out, names, force)
     try:
@@ -158,7 +168,8 @@ def staged(
             for file in staging.files:
                 file.path.replace(out / file.path.name)
             for name in {*names} - {file.path.name for file in staging.files}:
-                (out / name).unlink(missing_ok=True)  # of an earlier export, about other runs
+                # An earlier export, possibly of other runs, may have written this file.
+                (out / name).unlink(missing_ok=True)
             staging.files = [file._replace(path=out / file.path.name) for file in staging.files]
     except OSError as error:
         raise TraceError(

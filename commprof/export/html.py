@@ -1,6 +1,7 @@
-"""Runs as one offline HTML file: facts, verdict, figures of the dashboard, and their numbers.
+"""Exports runs as one offline HTML file: facts, the ledger, the figures of the dashboard, and their numbers.
 
-The figures are those of ``commprof_dash.charts``, which is imported lazily and only here; the file includes plotly.js.
+The figures are drawn by ``commprof_dash.charts``. The package ``commprof_dash`` is imported lazily. The file includes
+plotly.js.
 """
 
 from __future__ import annotations
@@ -46,14 +47,21 @@ def export_html(
     progress: Progress | None = None,
     to_set: Sequence[str] = (),
 ) -> list[ExportedFile]:
-    """Write ``report.html`` into ``out``, with contents and what to set; for several runs with their comparison.
+    """Write ``report.html`` into ``out``, with a table of contents and advice on settings.
+
+    The report of several runs begins with their comparison.
 
     Args:
-        to_set: sentences about other settings of a single run; those of several runs follow from their comparison.
+        run: The run or runs, or their paths.
+        out: The directory to write to.
+        force: Whether to write into a directory that is not empty.
+        progress: A function that is called with the name of the file before the file is written.
+        to_set: Sentences with advice on the settings of a single run. For several runs the advice follows from the
+            comparison.
 
     Raises:
-        UsageError: ``out`` is no directory, or holds something and ``force`` is off.
-        TraceError: a run cannot be read, or ``out`` cannot be written to.
+        UsageError: ``out`` is not a directory, or is not empty and ``force`` is off.
+        TraceError: A run cannot be read, or ``out`` cannot be written to.
     """
     runs = opened_runs(run)
     with staged(Path(out), [REPORT], force, progress) as staging:
@@ -83,7 +91,12 @@ def _document(runs: Sequence[Run], to_set: Sequence[str]) -> Iterator[str]:
 
 
 def _contents(body: str, headings: str) -> str:
-    """Links to the ``headings`` of ``body``, a regular expression of their tags."""
+    """Return the table of contents: links to the headings of ``body``.
+
+    Args:
+        body: The body of the document as HTML.
+        headings: A regular expression for the tags of the headings, for example ``h[23]``.
+    """
     sections = re.findall(rf'<{headings} id="([^"]*)">(.*?)</', body)
     links = "".join(f'<li><a href="#{anchor}">{title}</a></li>' for anchor, title in sections)
     return f'<nav aria-label="Contents"><h2>Contents</h2><ul>{links}</ul></nav>\n'
@@ -157,7 +170,8 @@ def _run(run: Run, name: str, anchor: str) -> Iterator[str]:
         yield from _figure(
             anchor, "Traffic by purpose", traffic.by_purpose(by_purpose, WIRE, "light"), by_purpose
         )
-    steps = api.step_times(run).drop_duplicates("step", keep="last")  # of a restarted run: the last time
+    # A restarted run may have a step several times. Only the last time counts.
+    steps = api.step_times(run).drop_duplicates("step", keep="last")
     if steps["duration_ns"].notna().any():
         yield from _figure(
             anchor, "Step time and exposed communication", time_charts.over_steps(steps, "light"), steps
@@ -244,5 +258,5 @@ def _cell(value: Any) -> str:
 
 
 def _text(value: Any) -> str:
-    """``value`` as escaped text."""
+    """Return ``value`` as text that is escaped for HTML."""
     return html.escape(str(value), quote=True)

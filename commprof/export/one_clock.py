@@ -1,6 +1,6 @@
-"""The records of a run rank by rank, on one clock, with keys that identify the same collective on other ranks.
+"""Reads the records of a run rank by rank, on one clock, with keys that identify a collective on all its ranks.
 
-Only one rank is in memory at a time, and only some of its records as Python values.
+Only one rank is in memory at a time, and only some of its records are Python values at a time.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from commprof.trace.tables import damaged, open_columns, with_newer
 
 _ENDS: Final = ("return_ns", "wait_end_ns", "device_end_ns")
 _KEYS: Final = tuple(dict.fromkeys((*COLUMNS, "pid", "captured")))
-_FEWEST_SCANNED: Final = 100_000  # rows of a table that is read file by file
+_FEWEST_SCANNED: Final = 100_000  # the minimum number of rows of a table that is read file by file
 _ROWS_AT_A_TIME: Final = 20_000
 NO_PARTNER: Final = -1
 
@@ -33,8 +33,17 @@ Numbers = npt.NDArray[np.int64]
 class RankRows(NamedTuple):
     """All records of one rank in one attempt, in order of process and issue.
 
-    ``shift_ns`` is the offset to add to a row's times. ``stream``, ``number`` and ``repetition`` together are equal in all
-    records of one collective or message, on all ranks; the stream is :data:`NO_PARTNER` if a row can have no partner.
+    ``stream``, ``number`` and ``repetition`` together identify a collective or message. All records of the collective
+    or message have equal values of the three, on all ranks.
+
+    Attributes:
+        rank: The rank.
+        attempt: The attempt.
+        table: The records, one row each.
+        shift_ns: The offset in ns to add to the times of each row.
+        stream: The number of the stream of each row; :data:`NO_PARTNER` if the row cannot have a partner.
+        number: The number of the collective or message in its stream, for each row.
+        repetition: The number of earlier rows of the rank with the same stream and number, for each row.
     """
 
     rank: int
@@ -46,19 +55,22 @@ class RankRows(NamedTuple):
     repetition: Numbers
 
     def rows(self) -> Iterator[dict[str, Any]]:
-        """The records as Python values."""
+        """Yield the records as Python values."""
         for first in range(0, len(self.table), _ROWS_AT_A_TIME):
             yield from self.table.slice(first, _ROWS_AT_A_TIME).to_pylist()
 
 
 class OneClock:
-    """The records of ``run`` by rank. Times of hosts whose clocks were never compared are not shifted.
+    """Reads the records of ``run`` by rank, on one clock.
+
+    Times of hosts whose clocks were never compared with the reference are not shifted.
 
     Args:
-        columns: the columns of ``collectives`` to read.
+        run: The run.
+        columns: The columns of ``collectives`` to read.
 
     Raises:
-        TraceError: a file of the run is damaged.
+        TraceError: A file of the run is damaged.
     """
 
     def __init__(self, run: Run, columns: Sequence[str]) -> None:
@@ -71,13 +83,13 @@ class OneClock:
         )
         self._streams: dict[tuple[Any, ...], int] = {}
         self.processes: set[tuple[int, int, int]] = set()  # rank, attempt, pid
-        self.groups: set[tuple[str, str]] = set()  # name and ranks
+        self.groups: set[tuple[str, str]] = set()  # name and ranks of each group
         self.unknown_clocks = 0  # rows whose clock was never compared with the reference
-        self.begin_ns: int | None = None  # the first issue
+        self.begin_ns: int | None = None  # the time of the first issue
         self._look()
 
     def _look(self) -> None:
-        """Collect the facts that are needed before the first row, from a few columns of every rank."""
+        """Collect the facts that callers need before the first row, from a few columns of every rank."""
         clocks: set[str] = set()
         for _, _, rows in self._ranks(("rank", "attempt", "pid", "issue_ns", "pg", "group_ranks")):
             identities = rows.group_by(["rank", "attempt", "pid"]).aggregate([]).to_pylist()
@@ -103,12 +115,12 @@ class OneClock:
         return np.where(readings.known, readings.offset_ns, 0), int((~readings.known).sum())
 
     def shift_at(self, process: tuple[int, int, int], time_ns: int) -> int:
-        """The offset to add to a time of ``process``."""
+        """Return the offset in ns to add to the time ``time_ns`` of ``process``."""
         measured = None if self._is_one else self._clock.offset(process, np.array([time_ns], np.int64))
         return 0 if measured is None else int(measured.offset_ns[0])
 
     def ranks(self) -> Iterator[RankRows]:
-        """The ranks in order, each with its attempts in order."""
+        """Yield the records of each rank and attempt, in order of rank and attempt."""
         for rank, attempt, rows in self._ranks(self._columns):
             order = np.lexsort((rows["seq"].to_numpy(), rows["pid"].to_numpy()))
             if np.any(np.diff(order) != 1):
@@ -117,7 +129,7 @@ class OneClock:
             yield RankRows(rank, attempt, rows.select(self._columns), shift, *self._identity(rows))
 
     def _identity(self, rows: pa.Table) -> tuple[Numbers, Numbers, Numbers]:
-        """The collective or message of each row, by counting the records of its own rank."""
+        """Return stream, number and repetition of each row, found by counting the records of the rank itself."""
         numbered = rows.select(_KEYS).append_column("place", pa.array(np.arange(len(rows))))
         partners = matchable(numbered)
         place = partners["place"].to_numpy()
@@ -130,7 +142,7 @@ class OneClock:
         return identity[0], identity[1], identity[2]
 
     def _ranks(self, columns: Sequence[str]) -> Iterator[tuple[int, int, pa.Table]]:
-        """The rows of each rank and attempt, in their order."""
+        """Yield the rows of each rank and attempt, in order of rank and attempt."""
         collectives = self.run.scan("collectives", _FEWEST_SCANNED)
         files: dict[tuple[int, int], list[Path]] = defaultdict(list)
         if isinstance(collectives, Scan):
@@ -147,7 +159,7 @@ class OneClock:
 
 
 def _by_rank(rows: pa.Table) -> dict[tuple[int, int], pa.Table]:
-    """The rows of each rank and attempt."""
+    """Return the rows of each rank and attempt."""
     if not len(rows):
         return {}
     rank, attempt = (rows[name].to_numpy().astype(np.int64) for name in ("rank", "attempt"))
@@ -160,7 +172,7 @@ def _by_rank(rows: pa.Table) -> dict[tuple[int, int], pa.Table]:
 
 
 def _read(file: Path, columns: Sequence[str]) -> pa.Table:
-    """The columns of a file, with texts dictionary-encoded."""
+    """Read the columns of a file. Strings are dictionary-encoded."""
     try:
         with open_columns(file, "collectives") as opened:
             rows = opened.read(columns=list(columns))
@@ -174,5 +186,5 @@ def _like(rows: pa.Table, schema: pa.Schema) -> pa.Table:
 
 
 def end_of(row: Mapping[str, Any]) -> int:
-    """The last known time of an operation: its return, the end of its wait, or the end on the device."""
+    """Return the last known time of an operation: its issue, return, end of its wait, or end on the device, in ns."""
     return max(int(row[name]) for name in ("issue_ns", *_ENDS) if row[name] is not None)

@@ -1,4 +1,4 @@
-"""Figures and tables for a paper, from the CSV files of an export alone, with provenance."""
+"""Writes the figures and tables for a paper, with provenance, from nothing but the CSV files of an export."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Width(StrEnum):
 
 
 class Export(NamedTuple):
-    """The content of the CSV files. An empty field is an empty text."""
+    """The rows of the CSV files of an export, and its provenance. An empty field is an empty string."""
 
     comparison: Sequence[Row]
     traffic: Sequence[Row]
@@ -48,7 +48,10 @@ class Export(NamedTuple):
 
     @property
     def level(self) -> tuple[str, str]:
-        """The level of the wire bytes in figures, and its column: executed if that is known of all traffic, else issued."""
+        """The level of the wire bytes in figures, and the name of the column with these bytes.
+
+        The level is ``executed`` if the executed bytes of all traffic are known, and ``issued`` otherwise.
+        """
         is_known = self.traffic and all(row.get(_EXECUTED) or not row.get(_ISSUED) for row in self.traffic)
         return ("executed", _EXECUTED) if is_known else ("issued", _ISSUED)
 
@@ -60,13 +63,16 @@ def write_paper(
     progress: Progress | None = None,
     font: str = paper_figures.SANS,
 ) -> list[ExportedFile]:
-    """Make the figures (PDF and SVG, one and two columns wide) and tables (LaTeX, booktabs) of the export in ``directory``.
+    """Write the figures and tables for the export in ``directory`` into ``out``.
 
-    It reads only the files of the export, never a run, so anyone with these files can reproduce the figures.
+    Figures are PDF and SVG, one and two columns wide. Tables are LaTeX for the package booktabs. The function reads
+    only the files of the export, never a run, so anyone with these files can reproduce the figures.
 
     Raises:
-        TraceError: ``directory`` holds no export with a comparison, or cannot be read; ``out`` cannot be written to.
-        UsageError: ``out`` is in use; there is no such ``font`` (see :class:`paper_figures.Style`).
+        TraceError: ``directory`` contains no export with a comparison, or cannot be read, or ``out`` cannot be
+            written to.
+        UsageError: ``directory`` is not a directory, ``out`` is in use, or ``font`` is not installed (see
+            :class:`paper_figures.Style`).
         MissingExtraError: matplotlib is not installed.
     """
     directory, out = Path(directory), Path(out)
@@ -105,10 +111,11 @@ def write_paper(
 
 
 def read_export(directory: Path) -> Export:
-    """The files of an export that figures need.
+    """Read the files of an export that the figures and tables need.
 
     Raises:
-        TraceError: a file is missing or damaged.
+        UsageError: ``directory`` is not a directory.
+        TraceError: A file is missing or damaged, or the comparison has no rows.
     """
     if not directory.is_dir():
         raise UsageError(

@@ -1,4 +1,7 @@
-"""The figures of a paper, by matplotlib: embedded fonts, widths in columns of a page, hatches for printing in grey."""
+"""Draws the figures for a paper with matplotlib.
+
+Fonts are embedded, widths are one or two columns of a page, and hatches distinguish the operations in gray print.
+"""
 
 from __future__ import annotations
 
@@ -13,14 +16,14 @@ from commprof.errors import MissingExtraError, UsageError
 
 Row = Mapping[str, str]
 
-# Inches: one and two columns of most conferences' pages.
+# The widths of one and two columns in inches, on the pages of most conferences.
 WIDTHS: Final = {"one": 3.33, "two": 7.0}
 SANS: Final = "sans"
-# Fonts that matplotlib brings, so that the same files come out on every machine.
+# matplotlib includes these fonts, so every machine produces the same files.
 _FAMILIES: Final = {SANS: "DejaVu Sans", "serif": "STIXGeneral"}
 _HEIGHT: Final = 1.9
-# A style for each operation, distinguishable without color by hatch and grey value (Okabe and Ito's colors). The order is
-# that of stacks, legends and tables: what reduces gradients first.
+# A style for each operation. Without color, the hatch and the gray value still distinguish the operations (Okabe and
+# Ito's colors). Stacks, legends and tables use this order. Operations that reduce gradients are first.
 _LOOKS: Final = {
     "all_reduce": ("#d55e00", ""),
     "reduce": ("#0072b2", "///"),
@@ -42,7 +45,7 @@ _STYLE: Final[Any] = {
     "legend.fontsize": 7,
     "axes.linewidth": 0.6,
     "hatch.linewidth": 0.5,
-    "pdf.fonttype": 42,  # TrueType, which publishers require; some refuse the default
+    "pdf.fonttype": 42,  # TrueType, which publishers require; some refuse matplotlib's default
     "svg.fonttype": "none",
     "svg.hashsalt": "commprof",  # equal numbers give equal files
     "axes.spines.top": False,
@@ -54,28 +57,33 @@ _STYLE: Final[Any] = {
     "axes.axisbelow": True,
     "legend.frameon": False,
 }
-_MOST_LETTERS: Final = {"one": 22, "two": 44}  # of a line of a label
+_MOST_LETTERS: Final = {"one": 22, "two": 44}  # in a line of a label
 _MOST_LINES: Final = 2
-_KEY_LETTERS: Final = {"one": 54, "two": 118}  # of a line of the key below a figure
-_DIRECT_LETTERS: Final = 16  # of a label at the end of a line
+_KEY_LETTERS: Final = {"one": 54, "two": 118}  # in a line of the key below a figure
+_DIRECT_LETTERS: Final = 16  # in a line of a label at the end of a curve
 _LINE_INCHES: Final = 0.13
-_AIR: Final = 1.06  # an axis is this much longer than what it shows
-_SAME: Final = 0.002  # of the range of all curves: less than the width of a line
-_LABEL_DISTANCE: Final = 0.09  # of the height of the axes, between labels of lines
+_AIR: Final = 1.06  # the length of an axis, relative to the largest value
+_SAME: Final = 0.002  # fraction of the range of all curves; less than the width of a line
+_LABEL_DISTANCE: Final = 0.09  # between the labels of curves, as a fraction of the height of the axes
 
 
 class Style(NamedTuple):
-    """Width in columns of a page (``one`` or ``two``), and font: ``sans``, ``serif``, or an installed family."""
+    """The width of a figure and its font.
+
+    Attributes:
+        width: The width in columns of a page, ``one`` or ``two``.
+        font: ``sans``, ``serif``, or the name of an installed font family.
+    """
 
     width: str
     font: str = SANS
 
     def settings(self) -> Any:
-        """The parameters of matplotlib.
+        """Return the rc parameters of matplotlib for this style.
 
         Raises:
             MissingExtraError: matplotlib is not installed.
-            UsageError: there is no such font.
+            UsageError: The font is not installed.
         """
         try:
             from matplotlib import font_manager
@@ -92,7 +100,7 @@ class Style(NamedTuple):
 
 
 def letters(comparison: Sequence[Row]) -> dict[str, str]:
-    """The short name of each setting, in figures and tables: A, B, ... in the order of the comparison.
+    """Return the short name of each setting for figures and tables: A, B, ... in the order of the comparison.
 
     >>> letters([{"label": "stage=1"}, {"label": "stage=2"}])
     {'stage=1': 'A', 'stage=2': 'B'}
@@ -102,12 +110,12 @@ def letters(comparison: Sequence[Row]) -> dict[str, str]:
 
 
 def spelled(label: str) -> str:
-    """The setting as text."""
+    """Return the text for a setting; an empty label means all runs."""
     return label or "all runs"
 
 
 def wrapped(label: str, most: int) -> str:
-    """``label`` in lines of at most ``most`` letters, broken after commas; a longer part stays whole."""
+    """Return ``label`` in lines of at most ``most`` letters, broken after commas. A longer part is not broken."""
     lines: list[str] = []
     for part in spelled(label).split(", "):
         if lines and len(lines[-1]) + len(part) + 2 <= most:
@@ -118,9 +126,9 @@ def wrapped(label: str, most: int) -> str:
 
 
 def named(comparison: Sequence[Row], most: int, lines: int = _MOST_LINES) -> tuple[dict[str, str], list[str]]:
-    """The text of each setting beside an axis, and the key that spells out short names.
+    """Return the text of each setting beside an axis, and the key that spells out short names.
 
-    The key is empty if all labels fit into ``lines`` lines of ``most`` letters.
+    If all labels fit into ``lines`` lines of ``most`` letters, the texts are the labels and the key is empty.
     """
     texts = {row["label"]: wrapped(row["label"], most) for row in comparison}
     split = [text.split("\n") for text in texts.values()]
@@ -134,7 +142,14 @@ def named(comparison: Sequence[Row], most: int, lines: int = _MOST_LINES) -> tup
 def _drawn(
     style: Style, rows: int = 0, legend: int = 0, key: Sequence[str] = ()
 ) -> Iterator[tuple[Any, Any]]:
-    """A figure and its axes: taller for more than four rows, for lines of a legend above, and for a key below."""
+    """Yield a figure and its axes, and add the key below the figure.
+
+    Args:
+        style: The width and the font of the figure.
+        rows: The number of settings. More than three rows make the figure taller.
+        legend: The number of lines of the legend above the axes, which make the figure taller.
+        key: The lines of the key below the axes, which make the figure taller.
+    """
     settings = style.settings()
     import matplotlib as mpl
     from matplotlib.figure import Figure
@@ -160,7 +175,7 @@ def _drawn(
 
 
 def save(figure: Any, style: Style, path: Path) -> None:
-    """Write ``figure`` in the format of the suffix of ``path``, without a date."""
+    """Write ``figure`` without a date. The suffix of ``path`` determines the format."""
     import matplotlib as mpl
 
     with mpl.rc_context(style.settings()):
@@ -174,7 +189,7 @@ def close(figure: Any) -> None:
 
 
 def number(text: str) -> float | None:
-    """A field of a CSV file as a number; None if it is empty."""
+    """Return a field of a CSV file as a number; None if the field is not a number."""
     try:
         return float(text)
     except ValueError:
@@ -182,26 +197,26 @@ def number(text: str) -> float | None:
 
 
 def stack_order(row: Row) -> tuple[int, str]:
-    """The order of operations in stacks, legends and tables."""
+    """Return the key that sorts operations in stacks, legends and tables."""
     ops = [*_LOOKS]
     return ops.index(row["op"]) if row["op"] in ops else len(ops), row["intended_op"]
 
 
 def operation(row: Row, separator: str = " ") -> str:
-    """``all_to_all for reduce_scatter``: the issued operation, and the intended one if that is another."""
+    """Return the issued operation, and the intended one if it differs: ``all_to_all for reduce_scatter``."""
     intended = row["intended_op"]
     return f"{row['op']}{separator}for {intended}" if intended and intended != row["op"] else row["op"]
 
 
 def traffic(comparison: Sequence[Row], rows: Sequence[Row], level: str, column: str, style: Style) -> Any:
-    """Wire bytes of a training step by setting, stacked by operation; None if no setting sent anything.
+    """Draw the wire bytes of a training step by setting, stacked by operation; None if no setting sent anything.
 
     Args:
-        comparison: rows of the comparison, for the settings.
-        rows: rows of the traffic by setting.
-        level: what ``column`` is of, in words: ``executed`` or ``issued``.
-        column: the bytes of a row.
-        style: width and font.
+        comparison: The rows of the comparison, which list the settings.
+        rows: The rows of the traffic by setting.
+        level: The level of the bytes, ``executed`` or ``issued``, for the label of the axis.
+        column: The name of the column of ``rows`` with the bytes.
+        style: The width and the font.
     """
     labels = [row["label"] for row in comparison]
     totals: dict[str, dict[str, float]] = {}
@@ -237,7 +252,7 @@ def traffic(comparison: Sequence[Row], rows: Sequence[Row], level: str, column: 
 
 
 def step_time(comparison: Sequence[Row], style: Style) -> Any:
-    """Median time of a step by setting, with its 95 % interval; None if no run has two steps."""
+    """Draw the median step time by setting, with its 95 % interval; None if no setting has a step time."""
     timed = [row for row in comparison if number(row["step_time_ns"]) is not None]
     if not timed:
         return None
@@ -255,7 +270,7 @@ def step_time(comparison: Sequence[Row], style: Style) -> Any:
             axes.errorbar([middle], [place], xerr=spread, fmt="o", **look)
         _settings_axis(axes, [names[row["label"]] for row in timed])
         _from_zero(axes, max(ends) / scale)
-        axes.set_xlim(left=(1 - _AIR) * max(ends) / scale / 2)  # an interval may begin at 0
+        axes.set_xlim(left=(1 - _AIR) * max(ends) / scale / 2)  # keeps an interval visible that begins at 0
         over = sorted({row.get("interval_over", "") for row in timed} - {""})
         interval = f",{_break(style)}median and 95 % over {' or '.join(over)}" if over else ""
         axes.set_xlabel(f"time per step ({unit}){interval}")
@@ -263,9 +278,9 @@ def step_time(comparison: Sequence[Row], style: Style) -> Any:
 
 
 def loss(comparison: Sequence[Row], steps: Sequence[Row], style: Style) -> Any:
-    """The loss of each step by setting, labelled at the end of the line; None if the export has no losses.
+    """Draw the loss of each step by setting, labelled at the end of each curve; None if the export has no losses.
 
-    Settings whose losses coincide are one line with one label.
+    Settings whose losses coincide share one curve and one label.
     """
     curves = loss_curves(comparison, steps)
     if not curves:
@@ -291,7 +306,7 @@ def loss(comparison: Sequence[Row], steps: Sequence[Row], style: Style) -> Any:
 
 
 def loss_curves(comparison: Sequence[Row], steps: Sequence[Row]) -> dict[str, dict[int, float]]:
-    """The loss by step of each setting that has losses, in the order of the comparison."""
+    """Return the loss by step for each setting that has losses, in the order of the comparison."""
     setting_of = {name.strip(): row["label"] for row in comparison for name in row.get("runs", "").split(",")}
     only = comparison[0]["label"] if len(comparison) == 1 else ""
     known: dict[str, dict[int, float]] = {row["label"]: {} for row in comparison}
@@ -304,7 +319,7 @@ def loss_curves(comparison: Sequence[Row], steps: Sequence[Row]) -> dict[str, di
 
 
 def coinciding(curves: Mapping[str, Mapping[int, float]]) -> list[list[str]]:
-    """The settings of ``curves``, those whose lines coincide in one list."""
+    """Return groups of the settings of ``curves``. The curves of the settings in one group coincide."""
     values = [value for curve in curves.values() for value in curve.values()]
     near = _SAME * (max(values) - min(values))
     groups: list[list[str]] = []
@@ -320,7 +335,14 @@ def coinciding(curves: Mapping[str, Mapping[int, float]]) -> list[list[str]]:
 
 
 def _label_ends(axes: Any, ends: Sequence[tuple[float, float, str]]) -> None:
-    """Write the names of lines to the right of their ends, lowest first, moved up where two would overlap."""
+    """Write the names of curves to the right of their ends, from bottom to top.
+
+    A label that would overlap the label below is moved up.
+
+    Args:
+        axes: The axes of the figure.
+        ends: The last step, the last loss and the label of each curve.
+    """
     low, high = axes.get_ylim()
     place = low - high
     right = max(step for step, _, _ in ends)
@@ -338,7 +360,7 @@ def _label_ends(axes: Any, ends: Sequence[tuple[float, float, str]]) -> None:
 
 
 def _settings_axis(axes: Any, names: Sequence[str]) -> None:
-    """Settings from top to bottom."""
+    """Label the vertical axis with the settings, from top to bottom."""
     axes.set_yticks(range(len(names)), names)
     axes.set_ylim(len(names) - 0.4, -0.6)
     axes.grid(visible=True, axis="x")
@@ -346,7 +368,7 @@ def _settings_axis(axes: Any, names: Sequence[str]) -> None:
 
 
 def _from_zero(axes: Any, largest: float) -> None:
-    """An axis from 0, which has a tick, to a little more than the largest value."""
+    """Set the horizontal axis from 0, with a tick at 0, to slightly more than the largest value."""
     from matplotlib.ticker import MaxNLocator
 
     axes.set_xlim(0, _AIR * largest)
@@ -356,18 +378,21 @@ def _from_zero(axes: Any, largest: float) -> None:
 
 
 def _legend_columns(names: Sequence[str], width: str) -> int:
-    """As many columns as fit beside each other."""
+    """Return the number of columns of the legend that fit beside each other."""
     letters_of_all = {"one": 50, "two": 115}[width]
     return max(1, min(len(names), letters_of_all // (max(map(len, names)) + 8)))
 
 
 def _in_rows(entries: Sequence[Any], columns: int) -> list[Any]:
-    """``entries`` so that a legend, which fills column by column, reads in their order row by row."""
+    """Return ``entries`` reordered for a legend, which matplotlib fills column by column.
+
+    In the legend, the rows then list the entries in their original order.
+    """
     return [entry for column in range(columns) for entry in entries[column::columns]]
 
 
 def _break(style: Style) -> str:
-    """The separator between two parts of a label: a line break in one column."""
+    """Return the separator between two parts of a label: a line break if the figure is one column wide."""
     return "\n" if style.width == "one" else " "
 
 

@@ -1,7 +1,7 @@
-"""The tables of a paper: LaTeX with the rules of the booktabs package, as wide as one column of a page.
+"""The tables for a paper: LaTeX with the rules of the booktabs package, as wide as one column of a page.
 
-Columns that do not fit beside each other are set below each other, each block with the settings at its left. Settings have
-the short names of the figures; the caption spells them out.
+Columns that do not fit beside each other are divided into blocks below each other. Each block begins with the names of
+the settings. The settings have the same short names as in the figures, and the caption spells them out.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ _ESCAPES: Final = {
     ">": r"\textgreater{}",
 }
 _UNITS: Final = (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10))
-_BYTES: Final = {  # head and meaning of the columns of bytes; those after the first are shown if a row has such bytes
+# The head and the meaning of each column of bytes. A column after the first is shown only if a row has such bytes.
+_BYTES: Final = {
     "wire_bytes_per_step": ("Issued", ""),
     "executed_wire_bytes_per_step": ("Executed", ""),
     "moved_bytes_per_step": (
@@ -62,27 +63,38 @@ _INTERVALS: Final = {
     "steps": "median of the steps of one run, with its 95 % interval by order statistics over these steps",
 }
 _NOTE: Final = "% Made by commprof paper from the CSV files of an export; needs \\usepackage{booktabs}.\n"
-# Points, of a column of 3.2 in. The widths of text are those of Computer Modern at 8 points, rounded up.
+# The width of a column of 3.2 in, in points. The widths of text are the widths of Computer Modern at 8 points, rounded
+# up.
 _COLUMN: Final = 225.0
 _LETTER: Final = 4.3
 _GAP: Final = 6.0
 
 
 class Job(NamedTuple):
-    """What the caption says of the job: ranks and backends, the trained model, and the version of torch."""
+    """The facts about the job in a caption: ranks and backends, the trained model, and the version of torch."""
 
     ranks: str
     model: str
     torch: str
 
     def sentence(self) -> str:
-        """``2 ranks, gloo, torch 2.13; model: train_gpt.py with 867072 parameters.`` without what is not known."""
+        """Return the facts as a sentence, without the unknown ones.
+
+        For example: ``2 ranks, gloo, torch 2.13; model: train_gpt.py with 867072 parameters.``
+        """
         ranks = ", ".join(part for part in (self.ranks, self.torch and f"torch {self.torch}") if part)
         return "; ".join(part for part in (ranks, self.model and f"model: {self.model}") if part) + "."
 
 
 class _Column(NamedTuple):
-    """A column of a table: ``cells`` and ``head`` as LaTeX, ``letters``: the most of a line."""
+    """A column of a table.
+
+    Attributes:
+        head: The text of the head, which is escaped when the table is written.
+        align: The alignment in LaTeX, ``l`` or ``r``.
+        cells: The cells as LaTeX.
+        letters: The number of letters in the longest line of a cell.
+    """
 
     head: str
     align: str
@@ -91,12 +103,12 @@ class _Column(NamedTuple):
 
     @property
     def width(self) -> float:
-        """Its width with the gap before it, in points."""
+        """The width of the column in points, including the gap before the column."""
         return _GAP + _LETTER * max(len(self.head), self.letters)
 
 
 def escaped(text: str) -> str:
-    r"""``text`` as LaTeX sets it: special characters are escaped, and unprintable ones are left out.
+    r"""Return ``text`` for LaTeX: special characters are escaped, and unprintable ones are left out.
 
     >>> escaped("a & 50%")
     'a \\& 50\\%'
@@ -105,7 +117,10 @@ def escaped(text: str) -> str:
 
 
 def job_of(runs: Sequence[Row], parameters: Sequence[Row], provenance: Mapping[str, Any]) -> Job:
-    """The job of an export, from its ``runs.csv``, ``parameters.csv`` and provenance; a value that differs is a list."""
+    """Return the job of an export, from its ``runs.csv``, ``parameters.csv`` and provenance.
+
+    If the runs have different values of a fact, the text lists all of them, separated by "or".
+    """
 
     def every(name: str) -> str:
         return " or ".join(dict.fromkeys(row[name] for row in runs if row.get(name)))
@@ -126,7 +141,11 @@ def job_of(runs: Sequence[Row], parameters: Sequence[Row], provenance: Mapping[s
 
 
 def comparison(rows: Sequence[Row], job: Job) -> str:
-    """The settings: requested and issued operation, bytes at each level, exposed time, time, memory and loss."""
+    """Return the table of the settings.
+
+    Its columns are the requested and the issued operation, bytes at each level, step time, exposed time, memory and
+    loss.
+    """
     names = letters(rows)
     rows = [_with_moved_of_rank(row) for row in rows]
     beside = [name for name in _BYTES if name in _ALWAYS or any(number(row.get(name, "")) for row in rows)]
@@ -161,13 +180,16 @@ def comparison(rows: Sequence[Row], job: Job) -> str:
 
 
 def _with_moved_of_rank(row: Row) -> Row:
-    """``row`` with the moved bytes of a rank, like the columns beside them; the CSV file has those of all hosts."""
+    """Return ``row`` with the moved bytes divided by the number of ranks.
+
+    The other columns are bytes of one rank, but the CSV file contains the moved bytes of all hosts.
+    """
     moved, ranks = (number(row.get(name, "")) for name in ("moved_bytes_per_step", "world_size"))
     return {**row, "moved_bytes_per_step": "" if moved is None or not ranks else str(moved / ranks)}
 
 
 def traffic(settings: Sequence[Row], rows: Sequence[Row], level: str, column: str, job: Job) -> str:
-    """Bytes of a step by setting, purpose and operation, in the order of the figures' stacks."""
+    """Return the table of bytes of a step by setting, purpose and operation, in the order of the stacks in figures."""
     names = letters(settings)
     order = {label: place for place, label in enumerate(names)}
     shown = [row for row in rows if number(row[column]) and row["label"] in order]
@@ -219,7 +241,7 @@ def _purpose(row: Row) -> str:
 
 
 def _texts(head: str, cells: Sequence[Sequence[str]]) -> _Column:
-    """Operations in typewriter type; several lines of a cell below each other."""
+    """Return a column of operations in typewriter type. The lines of a cell are set below each other."""
     set_ = [_lines([_op(line) for line in cell]) for cell in cells]
     return _Column(head, "l", set_, max((len(line) for cell in cells for line in cell), default=0))
 
@@ -235,14 +257,20 @@ def _numbers(head: str, cells: Sequence[str]) -> _Column:
 
 
 def _known(head: str, cells: Sequence[str]) -> list[_Column]:
-    """The column, if any of its cells is known."""
+    """Return the column in a list, or an empty list if no cell is known."""
     return [_numbers(head, cells)] if any(cell != "--" for cell in cells) else []
 
 
 def _blocks(
     names: Sequence[str], columns: Sequence[_Column], anchors: Sequence[_Column]
 ) -> list[list[_Column]]:
-    """``columns`` in blocks that each fit into a column of a page, beside the names of the settings and ``anchors``."""
+    """Divide ``columns`` into blocks that fit into a column of a page.
+
+    Args:
+        names: The names of the settings, which begin each row of a block.
+        columns: The columns to divide.
+        anchors: The columns that are repeated in each block, after the names.
+    """
     first = max(map(len, names), default=1) * 2 * _LETTER + sum(column.width for column in anchors)
     blocks = [[*anchors]]
     used = first
@@ -258,7 +286,7 @@ def _blocks(
 def _table(
     names: Sequence[str], columns: Sequence[_Column], meanings: Sequence[str], label: str, anchors: int = 0
 ) -> str:
-    """A table whose first ``anchors`` columns stand in each of its blocks."""
+    """Return a table as LaTeX. Each of its blocks repeats the first ``anchors`` columns."""
     divided = _blocks(names, columns[anchors:], columns[:anchors])
     blocks = [_block(names, block) for block in divided]
     caption = escaped(" ".join(filter(None, meanings)))
@@ -290,7 +318,7 @@ def _op(text: str) -> str:
 
 
 def _digits(text: str, scale: float = 1.0) -> str:
-    """Three significant digits, without an exponent."""
+    """Return a number with three significant digits, without an exponent; ``--`` if ``text`` is not a number."""
     value = number(text)
     if value is None:
         return "--"
@@ -304,7 +332,7 @@ def _fixed(text: str) -> str:
 
 
 def _amount(text: str) -> str:
-    """Bytes in their own unit with three significant digits: ``3.31 MiB``, ``4 B``, ``0``."""
+    """Return bytes in a suitable unit with three significant digits: ``3.31 MiB``, ``4 B``, ``0``."""
     value = number(text)
     if value is None or value == 0:
         return "--" if value is None else "0"
@@ -315,7 +343,7 @@ def _amount(text: str) -> str:
 
 
 def _exposed(row: Row) -> str:
-    """Exposed time, or its bounds where no single value is known: ``29.5``, ``3.10--4.00``."""
+    """Return the exposed time in ms, or its bounds if no exact value is known: ``29.5``, ``3.10--4.00``."""
     exact, low, high = (
         _digits(row.get(name, ""), 1e6) for name in ("exposed_ns", "exposed_low_ns", "exposed_high_ns")
     )
@@ -330,7 +358,7 @@ def _is_bounded(row: Row) -> bool:
 
 
 def _interval(row: Row) -> str:
-    """The median with its 95 % interval: ``53.2 (48.0--58.1)``."""
+    """Return the step time in ms with its 95 % interval: ``53.2 (48.0--58.1)``."""
     middle, low, high = (
         _digits(row[name], 1e6) for name in ("step_time_ns", "step_time_low_ns", "step_time_high_ns")
     )

@@ -1,4 +1,4 @@
-"""Runs as Parquet files: one per table, with the meaning and unit of every column in the schema."""
+"""Exports runs as Parquet files: one per table, with the meaning and unit of every column in the schema."""
 
 from __future__ import annotations
 
@@ -32,10 +32,11 @@ def export_parquet(
     progress: Progress | None = None,
     empty: bool = False,
 ) -> list[ExportedFile]:
-    """Write ``<table>.parquet`` for each of ``tables``, the comparison, the data dictionary and the provenance into ``out``.
+    """Write Parquet files of the tables and the comparison, a data dictionary and ``provenance.json`` into ``out``.
 
-    Arguments and errors are those of :func:`commprof.export.csv.export_csv`. A column carries its description and unit as
-    metadata of its field.
+    The file of a table is ``<table>.parquet``.
+    Arguments and errors are those of :func:`commprof.export.csv.export_csv`. The field of each column has metadata with
+    the description and the unit.
     """
     names = table_names(tables)
     runs = opened_runs(run)
@@ -56,7 +57,7 @@ def export_parquet(
 
 
 def described_schema(table: ExportedTable) -> pa.Schema:
-    """The schema of ``table``, with each column's meaning and unit in its field."""
+    """Return the schema of ``table``, with the meaning and unit of each column as metadata of its field."""
     fields = []
     for item, column in zip(table.schema, table.columns, strict=True):
         about: dict[Any, Any] = {b"description": column.doc.encode()}
@@ -73,7 +74,10 @@ def _write(schema: pa.Schema, batches: Iterator[pa.Table], path: Path) -> None:
 
 
 def _groups(batches: Iterator[pa.Table]) -> Iterator[pa.Table]:
-    """``batches``, concatenated up to the size of a row group."""
+    """Yield the rows of ``batches``, concatenated into row groups of at least ``_GROUP_ROWS`` rows.
+
+    The last group may be smaller.
+    """
     pending: list[pa.Table] = []
     for batch in batches:
         pending.append(batch)

@@ -1,7 +1,8 @@
-"""A run as Chrome trace JSON, which Perfetto and chrome://tracing open: ranks as processes, groups as threads.
+"""Exports a run as Chrome trace JSON, which Perfetto and chrome://tracing open.
 
-An arrow connects the slices of one collective across its ranks, and a send with its recv. Slices that overlap in one group
-are on separate threads, since a thread of a trace can show only nested slices.
+Ranks are processes of the trace, and process groups are threads. An arrow connects the slices of one collective across
+its ranks, and a send with its recv. Slices of one group that overlap are on separate threads, because a thread of a
+trace can show only nested slices.
 """
 
 from __future__ import annotations
@@ -86,11 +87,11 @@ def export_perfetto(
 ) -> list[ExportedFile]:
     """Write ``trace.json`` and ``provenance.json`` into ``out``.
 
-    Times are microseconds since the first record, on the clock of rank 0's host.
+    Times are microseconds since the first step or record, on the clock of rank 0's host.
 
     Raises:
-        UsageError: ``out`` is no directory, or holds something and ``force`` is off.
-        TraceError: the run cannot be read, or ``out`` cannot be written to.
+        UsageError: ``out`` is not a directory, or is not empty and ``force`` is off.
+        TraceError: The run cannot be read, or ``out`` cannot be written to.
     """
     (opened,) = opened_runs(run)
     with staged(Path(out), [TRACE, PROVENANCE], force, progress) as staging:
@@ -101,7 +102,7 @@ def export_perfetto(
 
 
 def _write(sink: Sink, timed: OneClock, tell: Progress) -> None:
-    """Write one event per line, so that only a few are in memory as text."""
+    """Write the trace in batches with one event per line, so that only a few events are in memory as text."""
     sink.write(b'{"displayTimeUnit": "ns",\n"otherData": ')
     about = {
         "run": timed.run.path.name,
@@ -120,13 +121,21 @@ def _write(sink: Sink, timed: OneClock, tell: Progress) -> None:
 
 
 def _bundles(events: Iterator[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
-    """Batches of events: hashing and writing single events takes longer."""
+    """Yield the events in batches, because hashing and writing single events takes longer."""
     while bundle := list(islice(events, _EVENTS_AT_A_TIME)):
         yield bundle
 
 
 def trace_events(timed: OneClock, tell: Progress) -> Iterator[dict[str, Any]]:
-    """The events: names of processes and threads, steps, a slice per operation (and per device time), and the arrows."""
+    """Yield the events of the trace.
+
+    The events are the names of processes and threads, the steps, a slice for each operation and for each time on the
+    device, and the arrows.
+
+    Args:
+        timed: The records of the run on one clock.
+        tell: A function that is called with the progress as text.
+    """
     steps = timed.run.table("steps").to_pylist()
     shift_of = {
         key: timed.shift_at(key, step["begin_ns"])
@@ -166,7 +175,7 @@ def trace_events(timed: OneClock, tell: Progress) -> Iterator[dict[str, Any]]:
 
 
 def _processes(identities: Collection[tuple[int, int, int]]) -> dict[tuple[int, int, int], int]:
-    """A number for each process of the job: its rank if that is unique, as without restarts."""
+    """Return a number for each process of the job: its rank, or a running number if two processes have one rank."""
     every = sorted(identities)
     ranks = [rank for rank, _, _ in every]
     if len(set(ranks)) == len(ranks):
@@ -222,7 +231,11 @@ def _steps(
 
 
 def _wire_bytes(row: Mapping[str, Any]) -> float | None:
-    """The bytes that the rank sends in an all_to_all, by its splits; else the mean of the model. None: not known."""
+    """Return the wire bytes of a record; None if they are unknown.
+
+    For an all_to_all with splits, they are the bytes that the rank sends to other ranks. Otherwise, they are the
+    modelled average over the ranks.
+    """
     if row["op"] != Op.ALL_TO_ALL or row["input_splits"] is None:
         return wire_bytes(row["op"], row["payload_bytes"], row["group_size"])
     splits = parse_splits(row["input_splits"], row["group_size"])
@@ -247,16 +260,23 @@ def _slice(
 
 
 class _Lanes:
-    """Threads of the trace: for each process and group (host and device separately) as many as slices overlap."""
+    """Assigns slices to threads of the trace.
+
+    Each process and group has as many threads as slices overlap. Slices of the host and of the device are on separate
+    threads.
+    """
 
     def __init__(self, processes: Mapping[Any, int]) -> None:
         self._next = dict.fromkeys(processes.values(), _STEPS_THREAD + 1)
-        self._free: dict[Lane, list[tuple[int, int]]] = {}  # heap of: busy until, thread
+        self._free: dict[Lane, list[tuple[int, int]]] = {}  # heap of (end of the last slice in ns, thread)
 
     def take(
         self, process: int, row: Mapping[str, Any], begin: int, end: int, on_device: bool
     ) -> tuple[int, list[dict[str, Any]]]:
-        """The thread for a slice, and the events that name a new thread. Slices come in order of begin."""
+        """Return the thread for a slice, and the events that name the thread if it is new.
+
+        Call this method for the slices in order of their begin.
+        """
         key = process, row["pg"], row["group_ranks"], on_device
         lanes = self._free.setdefault(key, [])
         if lanes and lanes[0][0] <= begin:
@@ -276,7 +296,7 @@ class _Lanes:
 
 
 class _Placed:
-    """Process, thread and collective of each slice of one rank: arrays with an element for each record."""
+    """The process, thread and collective of the slices of one rank, as arrays with one element per record."""
 
     def __init__(self, rank: RankRows, begin: Numbers, process: Any, thread: Any) -> None:
         self.begin, self.process, self.thread = begin, process, thread
@@ -284,14 +304,17 @@ class _Placed:
         self.number, self.repetition = rank.number, rank.repetition.astype(np.int32)
 
     def forget_rows(self) -> None:
-        """Drop all rows but those that can have partners."""
+        """Drop all elements except for records that can have partners on other ranks."""
         some = self.stream != NO_PARTNER
         for name in ("begin", "process", "thread", "stream", "number", "repetition"):
             setattr(self, name, getattr(self, name)[some])
 
 
 def _arrows(placed: Sequence[_Placed]) -> Iterator[dict[str, Any]]:
-    """Arrows from the first rank of each collective through the others, bound to the slices that begin there."""
+    """Yield the events of the arrows.
+
+    The arrow of a collective begins at the slice that begins first and passes through the slices of the other ranks.
+    """
     names = ("begin", "process", "thread", "stream", "number", "repetition")
     every = {
         name: np.concatenate([getattr(each, name) for each in placed] or [np.zeros(0, np.int64)])

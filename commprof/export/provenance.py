@@ -21,12 +21,15 @@ PROVENANCE: Final = "provenance.json"
 
 
 def provenance_text(runs: Sequence[Run], files: Sequence[ExportedFile]) -> str:
-    """The text of ``provenance.json``."""
+    """Return the text of ``provenance.json``."""
     return json.dumps(strict_json(provenance(runs, files)), indent=2) + "\n"
 
 
 def strict_json(value: Any) -> Any:
-    """``value`` with texts (nan, inf) instead of floats that JSON does not have: many readers refuse the whole file."""
+    """Return ``value`` with strings in place of the floats nan and inf.
+
+    JSON has no such floats, and many readers refuse a whole file that contains them.
+    """
     if isinstance(value, dict):
         return {key: strict_json(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -35,7 +38,10 @@ def strict_json(value: Any) -> Any:
 
 
 def provenance(runs: Sequence[Run], files: Sequence[ExportedFile]) -> dict[str, Any]:
-    """The content of ``provenance.json`` for an export of ``runs``; ``run`` and ``health`` are those of the first."""
+    """Return the content of ``provenance.json`` for an export of ``runs``.
+
+    The keys ``run`` and ``health`` describe the first run. The key ``runs`` describes all runs.
+    """
     described = [_describe(run) for run in runs]
     return {
         "schema_version": SCHEMA_VERSION,
@@ -93,7 +99,10 @@ def _describe(run: Run) -> dict[str, Any]:
 
 
 def data_dictionary(tables: Sequence[tuple[str, Sequence[Column]]]) -> pa.Table:
-    """One row per column of each table: table, column, type, unit, nullable, values, description."""
+    """Return the data dictionary: one row per column of each table.
+
+    Its columns are table, column, type, unit, nullable, values and description.
+    """
     return pa.Table.from_pylist(
         [
             {

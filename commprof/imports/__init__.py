@@ -1,1 +1,1 @@
-"""Importers of other tools' recordings: Flight Recorder, Kineto, NCCL Inspector, DeepSpeed's comms logger."""
+"""Importers for recordings of other tools: Flight Recorder, Kineto, NCCL Inspector, DeepSpeed's comms logger."""

@@ -1,9 +1,10 @@
-"""Logs of DeepSpeed's comms logger: its printed lines, its printed summary, or its data as JSON.
+"""Imports logs of DeepSpeed's comms logger: its printed lines, its printed summary, or its data as JSON.
 
-As the latency of a call it logs the running sum of all calls of that name, because it never resets its timer (DeepSpeed
-0.7 to 0.19). Counts and sizes are right. Where the order of the calls is known, the differences of these sums are the
-latencies: in printed lines by their order, in raw data because one timer serves all sizes of a name, so that its sums
-only grow. The summary has sums of sums, from which latencies cannot be computed.
+The comms logger never resets its timer (DeepSpeed 0.7 to 0.19). The latency that it logs for a call is therefore the
+running sum of all calls of that name. Counts and sizes are right. If the order of the calls is known, the differences
+of these sums are the latencies. Printed lines are in the order of the calls. In raw data, one timer serves all sizes of
+a name, so ascending sums are in the order of the calls. The summary has sums of sums, from which latencies cannot be
+computed.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ _SUMMARY_ROW: Final = re.compile(
 _UNITS: Final = {
     unit: 1024**power for power, unit in enumerate(("B", "KB", "MB", "GB", "TB", "PB", "EB", "ZB", "YB"))
 }
-# By the names that it logs under; what else a program calls log_name is kept only where it begins with one of these.
+# The keys are the names that the logger uses. A program can set another log_name. Such a call is imported only if the
+# text before " | " is one of these names.
 _OPERATIONS: Final[dict[str, Op]] = {
     "all_reduce": Op.ALL_REDUCE,
     "all_reduce_coalesced": Op.ALL_REDUCE,
@@ -59,14 +61,14 @@ _OPERATIONS: Final[dict[str, Op]] = {
     "log_summary_barrier": Op.BARRIER,
     "monitored_barrier": Op.BARRIER,
 }
-# It logs the bytes of one rank's part of these.
+# For these operations the logger logs the bytes of one rank's part.
 _PARTS: Final = frozenset((Op.ALL_GATHER, Op.GATHER, Op.SCATTER))
-_SUM_TOLERANCE_MS: Final = 0.011  # printed with two decimals
+_SUM_TOLERANCE_MS: Final = 0.011  # the logger prints two decimals
 _MOST_CALLS: Final = 10_000_000
 
 
 class LoggedCall(NamedTuple):
-    """One call in a log; ``sum_ms`` is the running sum that the logger prints as the latency."""
+    """One call in a log. ``sum_ms`` is the running sum that the logger prints as the latency; None if unknown."""
 
     name: str
     size: int  # bytes
@@ -77,19 +79,19 @@ class LoggedCall(NamedTuple):
 class _Log(NamedTuple):
     """The content of one file."""
 
-    calls: Sequence[LoggedCall]  # in order, where that is known
+    calls: Sequence[LoggedCall]  # in order of issue, if the order is known
     ordered: bool
     world_size: int | None
     approximate: bool  # sizes were printed with three digits
 
     @property
     def has_sums(self) -> bool:
-        """Whether it lists single calls."""
+        """Whether a call of the log has a running sum, which a summary lacks."""
         return any(call.sum_ms is not None for call in self.calls)
 
 
 def parse_text(text: str) -> _Log | None:
-    """The calls in a program's output; None where it holds neither lines nor a summary of the logger."""
+    """Return the calls in the output of a program; None if it contains neither lines nor a summary of the logger."""
     matches = [(match, _moment(line)) for line in text.splitlines() if (match := _LINE.search(line))]
     if matches:
         calls = [
@@ -104,7 +106,10 @@ def parse_text(text: str) -> _Log | None:
 
 
 def parse_json(value: Any) -> _Log | None:
-    """The calls in the logger's data (``get_raw_data()``) or its summary (``log_summary(return_dict=True)``) as JSON."""
+    """Return the calls in data of the logger that was stored as JSON; None if ``value`` is something else.
+
+    The data is the result of ``get_raw_data()``, or of ``log_summary(return_dict=True)`` for the summary.
+    """
     if not isinstance(value, dict) or not value:
         return None
     if isinstance(value.get("summary"), dict) and isinstance(value.get("metadata"), dict):
@@ -122,7 +127,7 @@ def parse_json(value: Any) -> _Log | None:
         return None
     calls, ratios = [], []
     for name, sizes in value.items():
-        # One timer serves all sizes of a name, so its sums in rising order are its calls in order.
+        # One timer serves all sizes of a name, so its sums in ascending order are the calls in order of issue.
         merged = sorted((float(total), int(size)) for size, row in sizes.items() for total in row[1])
         is_sum = all(sorted(row[1]) == row[1] for row in sizes.values())
         calls += [LoggedCall(name, size, total if is_sum else None) for total, size in merged]
@@ -141,7 +146,9 @@ def _is_raw(row: Any) -> bool:
 
 
 def latencies(sums: Sequence[float | None]) -> list[float] | None:
-    """The latency of each call of one name, in ms, from the running sums in order; None where they are no such sums.
+    """Return the latency in ms of each call of one name, computed from the running sums in order of issue.
+
+    The result is None if a value is unknown or if the values are not running sums.
 
     >>> latencies([2.0, 5.0, 6.5])
     [2.0, 3.0, 1.5]
@@ -158,7 +165,7 @@ def latencies(sums: Sequence[float | None]) -> list[float] | None:
 
 
 def read_logs(logs: Sequence[tuple[Path, _Log]]) -> Imported:
-    """The logs of a job as one recording: one file per rank, or rank 0's output alone."""
+    """Return the logs of a job as one recording. There is one log per rank, or only the output of rank 0."""
     imported = Imported(TOOL, [], realtime=False)
     ranks = [0] if len(logs) == 1 else [rank_of(path, {}) for path, _ in logs]
     imported.world_size = next((log.world_size for _, log in logs if log.world_size), None)
@@ -220,7 +227,7 @@ def _collective(op: Op, call: LoggedCall, rank: int, world: int, begin: int, end
 
 
 def _summary_calls(text: str) -> Iterator[LoggedCall]:
-    """The rows of the last summary in ``text``: as many calls of a size as it counts."""
+    """Yield the calls of the last summary in ``text``: for each row as many calls as its count."""
     begin = [match.end() for match in _SUMMARY_HEAD.finditer(text)][-1]
     name = ""
     for line in text[begin:].splitlines()[1:]:
@@ -231,14 +238,15 @@ def _summary_calls(text: str) -> Iterator[LoggedCall]:
                 yield LoggedCall(name, size, None)
         elif line.strip() and not line[0].isspace():
             if line.startswith("___"):
-                return  # the part about stragglers repeats the same calls
+                return  # the section on stragglers that follows repeats the same calls
             name = line.strip()
 
 
 def _world_size(bandwidths: Iterable[tuple[float, float]]) -> int | None:
-    """Ranks, from bus over algorithm bandwidth: (n - 1) / n wherever the logger tells the two apart.
+    """Return the world size, derived from pairs of algorithm and bus bandwidth; None if it cannot be derived.
 
-    Source: DeepSpeed's calc_bw_log. It uses the size of the world, whatever the group.
+    If the two bandwidths differ, bus bandwidth / algorithm bandwidth is (n - 1) / n for n ranks. Source: DeepSpeed's
+    calc_bw_log, which uses the world size for every group.
     """
     best = max(((alg, bus) for alg, bus in bandwidths if alg > 0 and 0 <= bus < alg * 0.9999), default=None)
     if best is None:

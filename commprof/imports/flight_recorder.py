@@ -1,7 +1,8 @@
-"""Dumps of torch's Flight Recorder: pickles (without running anything in them) or JSON, one file per rank.
+"""Imports dumps of torch's Flight Recorder: JSON or pickles, whose code is never run, one file per rank.
 
-The recorder lists what the backend ran: with gloo a reduce_scatter is an all_reduce, and sends and receives are
-missing. It has only the newest operations and no roots, and the members of a group only if the backend recorded them.
+The recorder lists the operations that the backend ran. With gloo a reduce_scatter is an all_reduce, and sends and
+receives are missing. A dump has only the newest operations and no roots. It has the members of a group only if the
+backend recorded them.
 """
 
 from __future__ import annotations
@@ -34,17 +35,17 @@ _DTYPES: Final[dict[str, str]] = {
     "Bool": "bool",
 }
 _LAST_NUMBER: Final = re.compile(r"(\d+)(?!.*\d)")
-# torch writes ``send RANK->PEER`` and ``recv RANK<-PEER``, in ranks of the group; ``RANK<-?`` for any source.
+# torch writes ``send RANK->PEER`` and ``recv RANK<-PEER`` with ranks of the group, and ``RANK<-?`` for any source.
 _PEER: Final = re.compile(r"(?:->|<-)\s*(\d+)")
 _DONE: Final = ("completed",)
 _VERSION: Final = "2"
 
 
 def parse_dump(data: bytes) -> dict[str, Any] | None:
-    """The dump in ``data``; None if ``data`` is something else.
+    """Return the dump in ``data``; None if ``data`` is not a dump.
 
     Raises:
-        LogError: it is a pickle that cannot be read as plain data.
+        LogError: ``data`` is a pickle that cannot be read as plain data.
     """
     if data[:1] == b"\x80":
         dump = read_plain_pickle(data)
@@ -57,10 +58,11 @@ def parse_dump(data: bytes) -> dict[str, Any] | None:
 
 
 def read_dumps(dumps: Sequence[tuple[Path, Mapping[str, Any]]]) -> Imported:
-    """The dumps of a job's ranks as one recording.
+    """Return the dumps of the ranks of a job as one recording.
 
     Raises:
-        LogError: a file is of another version, does not say which rank it is of, or two say the same.
+        LogError: The version of a dump is not supported, the rank of a file is unknown, or two files have the same
+            rank.
     """
     by_rank: dict[int, tuple[Path, Mapping[str, Any]]] = {}
     for path, dump in dumps:
@@ -92,10 +94,13 @@ def read_dumps(dumps: Sequence[tuple[Path, Mapping[str, Any]]]) -> Imported:
 
 
 def rank_of(path: Path, dump: Mapping[str, Any]) -> int:
-    """The rank of a dump: the one it states, else the last number of the file's name, as torch names files.
+    """Return the rank of a file of another tool.
+
+    The rank is the value of the key ``rank`` in ``dump``, or the last number in the name of the file, as in the names
+    that torch uses.
 
     Raises:
-        LogError: neither says it.
+        LogError: Neither ``dump`` nor the name contains a rank.
     """
     stated_rank = dump.get("rank")
     if isinstance(stated_rank, int) and not isinstance(stated_rank, bool) and stated_rank >= 0:
@@ -111,7 +116,10 @@ def rank_of(path: Path, dump: Mapping[str, Any]) -> int:
 
 
 def _members(dumps: Mapping[int, tuple[Path, Mapping[str, Any]]]) -> dict[str, tuple[int, ...]]:
-    """The global ranks of each group: as a dump says, else the ranks whose dumps have entries of it."""
+    """Return the global ranks of each group.
+
+    If no dump lists the ranks of a group, they are the ranks whose dumps have entries of the group.
+    """
     stated_ranks: dict[str, tuple[int, ...]] = {}
     seen: dict[str, set[int]] = {}
     for rank, (_, dump) in dumps.items():
@@ -129,7 +137,7 @@ def _members(dumps: Mapping[int, tuple[Path, Mapping[str, Any]]]) -> dict[str, t
 
 
 def _add(rank: ImportedRank, entry: Any, members: Mapping[str, tuple[int, ...]]) -> bool:
-    """Add one entry to ``rank``; False if it does not have the form that torch writes."""
+    """Add one entry to ``rank``. Return False if the entry does not have the form that torch writes."""
     try:
         row = flight_row(entry)
         collective = _collective(rank.rank, entry, row, members)
@@ -144,7 +152,7 @@ def _add(rank: ImportedRank, entry: Any, members: Mapping[str, tuple[int, ...]])
 def _collective(
     rank: int, entry: Mapping[str, Any], row: Mapping[str, Any], members: Mapping[str, tuple[int, ...]]
 ) -> Collective | None:
-    if row["op"] is None:  # the bracket around a coalesced block, for example
+    if row["op"] is None:  # for example, the begin or the end of a coalesced block
         return None
     op = Op(row["op"])
     ranks = members.get(row["pg"], ())
@@ -179,19 +187,31 @@ def _collective(
 
 
 def _is_retired_at_issue(entry: Any) -> bool:
-    """Whether an entry is retired without having been seen to complete; gloo's own entries are retired at their end."""
+    """Return whether an entry is retired although its completion was not observed.
+
+    The entries that gloo writes itself are excluded, because they are retired when the operation ends.
+    """
     if not isinstance(entry, dict) or str(entry.get("profiling_name", "")).startswith("gloo:"):
         return False
     return bool(entry.get("retired")) and entry.get("state") == "scheduled"
 
 
 def _is_unsized(row: Mapping[str, Any]) -> bool:
-    """Whether a row of ``flight`` is an operation with data whose bytes are not known."""
+    """Return whether a row of ``flight`` is an operation with data whose size is unknown."""
     return row["op"] not in (None, Op.BARRIER) and row["input_bytes"] is None and row["output_bytes"] is None
 
 
 def _whole(op: Op, sent: int, received: int, ranks: int) -> int:
-    """The size of the whole operation. For a gather or scatter, only the root's entry has all parts."""
+    """Return the size of the whole operation.
+
+    For a gather or scatter, only the entry of the root has the sizes of all parts.
+
+    Args:
+        op: The operation.
+        sent: The size of the inputs in the entry, in bytes or elements.
+        received: The size of the outputs in the entry, in the same unit.
+        ranks: The number of ranks of the group.
+    """
     if op is Op.ALL_GATHER:
         return received
     if op is Op.GATHER:
@@ -206,7 +226,10 @@ def _elements(entry: Mapping[str, Any], name: str) -> int:
 
 
 def _peer(name: str, op: Op, ranks: Sequence[int]) -> int:
-    """The other side of a message, from ``nccl:send 0->1`` or ``nccl:recv 1<-0``; -1 if the name does not state it."""
+    """Return the peer of a message, from a name such as ``nccl:send 0->1`` or ``nccl:recv 1<-0``.
+
+    The peer is a global rank if the ranks of the group are known. The result is -1 if the name does not contain a peer.
+    """
     match = _PEER.search(name) if op in (Op.SEND, Op.RECV) else None
     if match is None:
         return -1
@@ -215,7 +238,7 @@ def _peer(name: str, op: Op, ranks: Sequence[int]) -> int:
 
 
 def _call_site(frames: Any) -> str | None:
-    """The first frame outside of torch, written as commprof writes call sites."""
+    """Return the first frame outside of torch, in the form of commprof's call sites."""
     for frame in frames if isinstance(frames, list) else ():
         file = str(frame.get("filename", ""))
         if "/torch/" not in file and file:

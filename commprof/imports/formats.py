@@ -16,7 +16,7 @@ from commprof.imports.inspector_log import InspectorLog, parse_log
 from commprof.imports.recording import Imported
 from commprof.imports.run_writer import write_run
 
-MOST_BYTES: Final = 8 << 30  # of a file, unpacked
+MOST_BYTES: Final = 8 << 30  # the maximum size of a file after decompression
 _GZIP: Final = b"\x1f\x8b"
 
 
@@ -30,7 +30,7 @@ class Format(StrEnum):
 
 
 class _Recognised(NamedTuple):
-    """A file whose format was recognized, with its content."""
+    """A file whose format was recognized, with its parsed content."""
 
     format: Format
     path: Path
@@ -48,15 +48,18 @@ _READERS: Final[dict[Format, Callable[[Sequence[tuple[Path, Any]]], Imported]]] 
 def import_files(
     paths: Sequence[Path], out: Path, wanted: Format | None = None, force: bool = False
 ) -> Imported:
-    """Make run directory ``out`` of the files (and of those in the directories) ``paths``, all of one tool and one job.
+    """Import files as the run directory ``out``. All files must be of one tool and one job.
 
     Args:
-        wanted: take the files for this; by default each is recognised by its content.
+        paths: Files, and directories whose files are imported.
+        out: The path of the run directory.
+        wanted: The format of the files. By default commprof recognizes the format of each file by its content.
+        force: Whether to replace a run that is already in ``out``.
 
     Raises:
-        LogError: a file cannot be read, or is of no tool that commprof knows, or of another than the rest; or none holds
-            an operation.
-        UsageError: there is no file, or ``out`` is in use.
+        LogError: A file cannot be read, the files are of an unknown tool or of several tools, or no file contains an
+            operation.
+        UsageError: There is no file, or ``out`` is in use.
     """
     files = _files(paths)
     recognised = [recognise(file, wanted) for file in files]
@@ -78,10 +81,12 @@ def import_files(
 
 
 def inspector_logs(names: Sequence[str]) -> list[tuple[Path, InspectorLog]] | None:
-    """The logs of the NCCL Inspector in files (and directories) of these names; None where the first is no such log.
+    """Return the logs of the NCCL Inspector in the files and directories ``names``.
+
+    The result is None if a path does not exist or if the first file is not a log of the Inspector.
 
     Raises:
-        LogError: some are and others are not.
+        LogError: Some of the files are logs of the Inspector and others are not.
     """
     paths = [Path(name) for name in names]
     if not all(path.exists() for path in paths):
@@ -100,7 +105,10 @@ def inspector_logs(names: Sequence[str]) -> list[tuple[Path, InspectorLog]] | No
 
 
 def _may_be_inspector(path: Path) -> bool:
-    """Whether a file begins like a log of the Inspector. Reads the start only, since NCCL logs may be very large."""
+    """Return whether a file begins like a log of the Inspector.
+
+    Only the beginning of the file is read, because NCCL logs may be very large.
+    """
     try:
         with path.open("rb") as stream:
             begin = stream.read(1 << 16)
@@ -113,10 +121,10 @@ def _may_be_inspector(path: Path) -> bool:
 
 
 def _check_content(imported: Imported, files: Sequence[Path]) -> None:
-    """Raise if no rank has an operation, and note the ranks that have none.
+    """Check that a rank has an operation, and add a note about the ranks that have none.
 
     Raises:
-        LogError: no file holds an operation.
+        LogError: No file contains an operation.
     """
     empty = [rank.rank for rank in imported.ranks if not rank.collectives]
     if len(empty) == len(imported.ranks):
@@ -153,10 +161,14 @@ def _files(paths: Sequence[Path]) -> list[Path]:
 
 
 def recognise(path: Path, wanted: Format | None = None) -> _Recognised:
-    """The format and the content of ``path``.
+    """Return the format and the content of ``path``.
+
+    Args:
+        path: The file.
+        wanted: The only format to try. By default all formats are tried.
 
     Raises:
-        LogError: it cannot be read, or holds nothing that is known.
+        LogError: The file cannot be read, or its format is unknown.
     """
     data = _content(path)
     try:
@@ -205,7 +217,7 @@ def _content(path: Path) -> bytes:
 
 
 def _break_in(text: str) -> str | None:
-    """The place of the first syntax error in a text that begins as JSON; None for other texts."""
+    """Return the position of the first syntax error in a text that begins like JSON; None for other texts."""
     if not text.lstrip().startswith(("{", "[")):
         return None
     try:

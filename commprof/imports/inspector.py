@@ -1,9 +1,9 @@
-"""Logs of NCCL's Inspector plugin: JSON objects, one for each finished operation, in files of one process each.
+"""Imports logs of NCCL's Inspector plugin: one JSON object per finished operation, and one file per process.
 
-The plugin knows communicators, not process groups, and logs neither root nor element type. By default it omits
-operations below 8,192 bytes and those without a kernel time. Between two dumps its ring buffer of 1,024 operations
-drops the oldest; from format version 4.1 on the plugin reports how many. NCCL numbers the collectives of a communicator
-by operation: the first AllReduce and the first AllGather are both number 0.
+The plugin logs communicators instead of process groups, and neither root nor element type. By default it omits
+operations below 8,192 bytes and operations without a kernel time. If more than 1,024 operations end between two dumps,
+its ring buffer drops the oldest. From format version 4.1 on the plugin reports the number of dropped operations. NCCL
+numbers the collectives of a communicator by operation: the first AllReduce and the first AllGather are both number 0.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ _OPERATIONS: Final[dict[str, Op]] = {
     "send": Op.SEND,
     "recv": Op.RECV,
 }
-# NCCL is called with the count of one rank's part for these, so the whole operation is that times the ranks.
+# NCCL receives the count of one rank's part for these operations. The size of the whole operation is the size of the
+# part times the number of ranks.
 _PARTS: Final = frozenset((Op.ALL_GATHER, Op.REDUCE_SCATTER, Op.ALL_TO_ALL, Op.GATHER, Op.SCATTER))
 _MAJOR: Final = "v4."
 _NEWEST: Final = "v4.4"
@@ -48,18 +49,26 @@ class _Process(NamedTuple):
 
 
 class _Ranks(NamedTuple):
-    """The global rank of each process, and of the members of each communicator; empty if a file is missing."""
+    """The ranks of a job.
+
+    Attributes:
+        of_process: The global rank of each process.
+        of_comm: The global ranks of the members of each communicator; empty if the file of a member is missing.
+        are_of_job: Whether one communicator contains all processes, so that its ranks are the ranks of the job.
+    """
 
     of_process: Mapping[_Process, int]
     of_comm: Mapping[str, tuple[int, ...]]
-    are_of_job: bool  # one communicator holds all processes
+    are_of_job: bool
 
 
 def read_logs(logs: Sequence[tuple[Path, InspectorLog]]) -> Imported:
-    """The logs of a job's processes as one recording; times are CLOCK_REALTIME (of the dump if the log has no other).
+    """Return the logs of the processes of a job as one recording.
+
+    Times are CLOCK_REALTIME. They are derived from the time of the dump if the log has no other times.
 
     Raises:
-        LogError: a log is of a version that commprof does not know.
+        LogError: The version of a log is not supported.
     """
     for path, log in logs:
         _check_version(path, log)
@@ -97,10 +106,10 @@ def read_logs(logs: Sequence[tuple[Path, InspectorLog]]) -> Imported:
 
 
 def collectives_of(logs: Sequence[tuple[Path, InspectorLog]]) -> list[InspectedCollective]:
-    """The collectives of the logs, numbered as by NCCL. Entries without the necessary keys are left out.
+    """Return the collectives of the logs with NCCL's numbers. Entries that lack a required key are left out.
 
     Raises:
-        LogError: a log is of a version that commprof does not know.
+        LogError: The version of a log is not supported.
     """
     for path, log in logs:
         _check_version(path, log)
@@ -127,7 +136,7 @@ def collectives_of(logs: Sequence[tuple[Path, InspectorLog]]) -> list[InspectedC
 
 
 def dropped_collectives(logs: Sequence[tuple[Path, InspectorLog]]) -> dict[Member, int]:
-    """The collectives that the plugin reports as dropped, counted by rank of a communicator."""
+    """Return the number of collectives that the plugin reports as dropped, for each rank of a communicator."""
     return {
         Member(
             origin.host or path.stem, whole_number(origin.pid), origin.comm, whole_number(origin.comm_rank)
@@ -138,7 +147,7 @@ def dropped_collectives(logs: Sequence[tuple[Path, InspectorLog]]) -> dict[Membe
 
 
 def remarks(logs: Sequence[tuple[Path, InspectorLog]]) -> list[str]:
-    """Sentences on what the plugin dropped, and on what of the files could not be read."""
+    """Return sentences on the operations that the plugin dropped, and on the parts of the files that are unreadable."""
     return [*_losses(logs), *_left_out(logs, {}, {})]
 
 
@@ -152,7 +161,7 @@ def _check_version(path: Path, log: InspectorLog) -> None:
 
 
 def _missing_key(entry: Mapping[str, Any]) -> str | None:
-    """The first necessary key that ``entry`` lacks; None if it has all."""
+    """Return the first required key that is missing or invalid in ``entry``; None if there is no such key."""
     header, kind = entry["header"], _kind(entry)
     performance = entry[f"{kind}_perf"]
     if not isinstance(performance, dict):
@@ -186,10 +195,13 @@ def _process_of(metadata: Mapping[str, Any], path: Path) -> _Process:
 
 
 def _ranks_of(entries: Mapping[_Process, Sequence[Mapping[str, Any]]]) -> _Ranks:
-    """A process has its rank in the largest communicator that it is in; numbers in order where two would share one.
+    """Determine the ranks of the processes and of the members of each communicator.
+
+    The rank of a process is its rank in the largest communicator that it belongs to. If two processes would have the
+    same rank, all processes are numbered in the order of host and pid instead.
 
     Raises:
-        LogError: a process is several ranks of one communicator.
+        LogError: A process has several ranks in one communicator.
     """
     largest: dict[_Process, Mapping[str, Any]] = {
         process: max((entry["header"] for entry in its), key=lambda header: int(header["n_ranks"]))
@@ -262,7 +274,7 @@ def _collective(entry: Mapping[str, Any], ranks: _Ranks) -> Collective | None:
 
 
 def _text(value: Any) -> str | None:
-    """A name, where the plugin knew it."""
+    """Return a name as text; None if the plugin did not know the name."""
     return None if value is None or str(value) in _UNKNOWN else str(value)
 
 
@@ -272,7 +284,10 @@ def _event(performance: Mapping[str, Any], name: str) -> int:
 
 
 def _kernels(performance: Mapping[str, Any]) -> tuple[int, int]:
-    """When the first kernel of a verbose entry began, in microseconds, and on how many channels; 0 where it is not said."""
+    """Return the begin of the first kernel of a verbose entry in microseconds, and the number of channels.
+
+    A value is 0 if the entry does not contain it.
+    """
     trace = performance.get("event_trace_ts")
     channels = trace.get("kernel_events") if isinstance(trace, dict) else None
     if not isinstance(channels, list):
@@ -282,7 +297,11 @@ def _kernels(performance: Mapping[str, Any]) -> tuple[int, int]:
 
 
 def _date(collectives: Sequence[Collective], entries: Sequence[Mapping[str, Any]]) -> int:
-    """Give every operation its times; the number of those that only the dump dates, which keep the order of the log."""
+    """Set the times of every operation, and return the number of operations whose begin is not in the log.
+
+    The begin of such an operation is the time of the dump minus the duration of the operation. It is never later than
+    the begin of the next operation in the log of the same kind (collective or message) and communicator.
+    """
     known = [entry for entry in entries if _name_of(entry).lower() in _OPERATIONS]
     undated = 0
     next_begin: dict[tuple[str, bool], int] = {}
@@ -305,7 +324,7 @@ def _date(collectives: Sequence[Collective], entries: Sequence[Mapping[str, Any]
 
 
 def _dropped(logs: Sequence[tuple[Path, InspectorLog]], process: _Process | None) -> dict[Any, Any]:
-    """What was dropped, by communicator; of all processes with None."""
+    """Return the numbers of dropped operations by origin, for one process, or for all processes if it is None."""
     return {
         origin: count
         for path, log in logs
@@ -359,7 +378,7 @@ def _notes(logs: Sequence[tuple[Path, InspectorLog]], ranks: _Ranks, undated: in
 def _left_out(
     logs: Sequence[tuple[Path, InspectorLog]], incomplete: Mapping[str, int], unknown: Mapping[str, int]
 ) -> Iterator[str]:
-    """Sentences on what of the files made no record."""
+    """Yield sentences on the parts of the files that were left out."""
     for name, count in sorted(incomplete.items()):
         yield f"{count} operations lack {name}, or have no number there, and were left out"
     if unknown:
@@ -382,7 +401,10 @@ def _left_out(
 
 
 def _gaps(logs: Sequence[tuple[Path, InspectorLog]]) -> int:
-    """Sequence numbers that are missing between the first and the last of each operation, communicator and process."""
+    """Return the number of missing sequence numbers.
+
+    A number is missing if it is between the first and the last number of its operation, communicator and process.
+    """
     numbers: dict[tuple[Any, ...], set[int]] = defaultdict(set)
     for _, log in logs:
         for entry in log.entries:

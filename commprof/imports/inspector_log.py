@@ -1,9 +1,9 @@
-"""Parser for one log of NCCL's Inspector plugin: operations with their context, and the counts of dropped ones.
+"""Parses one log of NCCL's Inspector plugin: the operations with their context, and the counts of dropped operations.
 
-The parser covers format versions 4.0 to 4.4 and follows the source of the plugin. 4.0: every operation has its own
-header and metadata. 4.1 puts a record ``dump_stats`` before the operations of each dump, with the numbers of operations
-that follow and that were dropped. 4.2 adds algorithm and protocol. From 4.3 on, in the logs with ``proxy_records``, and
-4.4, only ``dump_stats`` has header and metadata, which apply to the operations that follow.
+The parser covers format versions 4.0 to 4.4 and follows the source of the plugin. In 4.0 every operation has its own
+header and metadata. 4.1 adds a record ``dump_stats`` before the operations of each dump. This record has the numbers
+of operations that follow and of operations that were dropped. 4.2 adds algorithm and protocol. In logs of 4.3 with
+``proxy_records``, and in 4.4, only ``dump_stats`` has header and metadata. They apply to the operations that follow.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ OPERATIONS: Final = ("coll_perf", "p2p_perf")
 _STATS: Final = "dump_stats"
 _PROXY: Final = "proxy_trace"
 _BODIES: Final = (*OPERATIONS, _STATS, _PROXY)
-# What a dump says of itself: the records that follow it, by the name of their body.
+# For each body of a record, the key of ``dump_stats`` with the number of such records in the dump.
 _PROMISES: Final = {"coll_perf": "coll_records", "p2p_perf": "p2p_records"}
 
 
 class Origin(NamedTuple):
-    """One rank of one communicator in one process."""
+    """The origin of a record: one rank of one communicator in one process."""
 
     host: str
     pid: Any
@@ -32,7 +32,7 @@ class Origin(NamedTuple):
 
 
 class Dropped(NamedTuple):
-    """Operations that were overwritten before the plugin wrote them."""
+    """The numbers of operations that were overwritten before the plugin wrote them."""
 
     collectives: int
     messages: int
@@ -43,12 +43,12 @@ class InspectorLog:
     """The content of one log file.
 
     Attributes:
-        entries: the operations, each with ``header`` and ``metadata``.
-        dropped: by communicator and process; empty for version 4.0, which does not count.
-        versions: of the format, as written.
-        absent: operations that a dump announces and the file does not have.
-        orphans: operations whose header and metadata the file does not have.
-        damaged: places that are no whole record.
+        entries: The operations, each with ``header`` and ``metadata``.
+        dropped: The numbers of dropped operations by origin. Empty for version 4.0, which does not count them.
+        versions: The versions of the format, as written in the log.
+        absent: The number of operations that a dump announces and that the file does not contain.
+        orphans: The number of operations whose header and metadata are not in the file.
+        damaged: The number of incomplete or damaged records.
     """
 
     entries: list[Mapping[str, Any]] = field(default_factory=list)
@@ -60,7 +60,7 @@ class InspectorLog:
 
 
 def parse_log(text: str) -> InspectorLog | None:
-    """The content of ``text``; None if it has no record of the Inspector."""
+    """Return the content of ``text``; None if ``text`` has no record of the Inspector."""
     if not any(f'"{body}"' in text for body in _BODIES):
         return None
     log, context = InspectorLog(), _Context()
@@ -80,18 +80,18 @@ def parse_log(text: str) -> InspectorLog | None:
 
 @dataclass(slots=True)
 class _Context:
-    """The dump to which records without a header belong, and how many of its records are still expected."""
+    """The current dump, which records without a header belong to, and the numbers of records that it still expects."""
 
     header: Mapping[str, Any] | None = None
     metadata: Mapping[str, Any] | None = None
     due: Counter[str] = field(default_factory=Counter)
 
     def forget(self) -> None:
-        """Forget the owner of the records that follow: an unreadable record may have begun the next dump."""
+        """Forget the header and metadata, because an unreadable record may have been the start of the next dump."""
         self.header = self.metadata = None
 
     def end(self) -> int:
-        """End the dump; the number of its records that are missing."""
+        """End the dump, and return the number of its missing records."""
         absent = sum(self.due.values())
         self.forget()
         self.due = Counter()
@@ -99,7 +99,7 @@ class _Context:
 
 
 def _begin(log: InspectorLog, context: _Context, record: Mapping[str, Any]) -> None:
-    """Add the first record of a dump."""
+    """Add the first record of a dump, ``dump_stats``."""
     header, metadata, stats = record.get("header"), record.get("metadata"), record[_STATS]
     if not (isinstance(header, dict) and isinstance(metadata, dict) and isinstance(stats, dict)):
         log.damaged += 1
@@ -115,7 +115,7 @@ def _begin(log: InspectorLog, context: _Context, record: Mapping[str, Any]) -> N
 
 
 def _add(log: InspectorLog, context: _Context, record: Mapping[str, Any], body: str) -> None:
-    """Add an operation; proxy traces are not read."""
+    """Add an operation. Of a proxy trace, only the version is read."""
     header, metadata = record.get("header"), record.get("metadata")
     if body == _PROXY:
         if isinstance(metadata, dict):
@@ -133,14 +133,14 @@ def _add(log: InspectorLog, context: _Context, record: Mapping[str, Any], body: 
 
 
 def origin_of(header: Mapping[str, Any], metadata: Mapping[str, Any]) -> Origin:
-    """The process and communicator of a record."""
+    """Return the process and communicator of a record."""
     return Origin(
         str(metadata.get("hostname") or ""), metadata.get("pid"), str(header.get("id")), header.get("rank")
     )
 
 
 def whole_number(value: Any) -> int:
-    """``value`` as a count; 0 if it is not a positive integer."""
+    """Return ``value`` if it is a positive integer, 0 otherwise."""
     return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else 0
 
 
@@ -149,7 +149,7 @@ def _version(metadata: Mapping[str, Any]) -> str:
 
 
 def _records(text: str) -> Iterator[Any]:
-    """The JSON objects in ``text``, in order; None for a damaged one."""
+    """Yield the JSON objects in ``text`` in order, and None for a damaged object."""
     decoder = json.JSONDecoder()
     place = 0
     while (place := text.find("{", place)) >= 0:

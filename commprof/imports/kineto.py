@@ -1,10 +1,11 @@
-"""Traces of torch.profiler (Kineto): JSON, plain or gzipped, one file per rank.
+"""Imports traces of torch.profiler (Kineto): JSON, plain or gzipped, one file per rank.
 
-With NCCL each collective is a ``record_param_comms`` event with sizes and group, and the times of its kernels are the
-times on the device. torch 2.13 and newer give both a ``Comms Id``, equal on all ranks of a collective: a hash of the
-group (name, size, first rank and stride), of the sequence number in it, and of whether it is a message. On other
-backends there are only the ``c10d::*`` operators, without group. They have shapes only if those were recorded. The
-element type of a list of tensors is only in the backend's event that follows.
+With NCCL each collective is a ``record_param_comms`` event with sizes and group. The times of its kernels are the times
+on the device. torch 2.13 and newer give the event and its kernels a ``Comms Id``, which is equal on all ranks of a
+collective. The id is a hash of the group (name, size, first rank and stride), of the sequence number in the group, and
+of whether the operation is a message. With other backends there are only the ``c10d::*`` operators, without group. They
+have shapes only if the profiler recorded shapes. The element type of a list of tensors is only in the event of the
+backend that follows the operator.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from commprof.schema import Op
 TOOL: Final = "torch.profiler (Kineto)"
 PARAM_COMMS: Final = "record_param_comms"
 
-# By the names of c10::toString and of C++ types, in lower case and without c10::.
+# The keys are the names of c10::toString and of C++ types, in lower case and without c10::.
 _ITEM_BYTES: Final[dict[str, int]] = {
     **dict.fromkeys(("unsigned char", "signed char", "char", "byte", "bool", "qint8", "quint8"), 1),
     **dict.fromkeys(
@@ -58,7 +59,7 @@ _DTYPES: Final[dict[str, str]] = {
     "unsigned int": "uint32",
     "unsigned long": "uint64",
 }
-# Names of record_param_comms and of the c10d operators, without leading and trailing underscores.
+# The keys are names in record_param_comms and of the c10d operators, without leading and trailing underscores.
 _OPERATIONS: Final[dict[str, Op]] = {
     **dict.fromkeys(("allreduce", "all_reduce", "allreduce_coalesced", "allreduce_sparse"), Op.ALL_REDUCE),
     **dict.fromkeys(("broadcast", "broadcast_oop"), Op.BROADCAST),
@@ -90,21 +91,22 @@ _OPERATIONS: Final[dict[str, Op]] = {
 _COMMS_ID: Final = "Comms Id"
 _EXTERNAL_ID: Final = "External id"
 _STEP: Final = re.compile(r"ProfilerStep#(\d+)")
-# Where the operator's arguments hold the outputs, the inputs and the root or peer.
+# The position of the root or peer in the arguments of an operator, and the operators whose first argument is the
+# output.
 _ROOT_ARGUMENT: Final = {Op.BROADCAST: 2, Op.REDUCE: 3, Op.GATHER: 3, Op.SCATTER: 3, Op.SEND: 2, Op.RECV: 2}
 _OUTPUT_FIRST: Final = frozenset((Op.ALL_GATHER, Op.REDUCE_SCATTER, Op.ALL_TO_ALL, Op.GATHER, Op.SCATTER))
 
 
 def is_trace(value: Any) -> bool:
-    """Whether ``value`` is a trace of torch.profiler."""
+    """Return whether ``value`` is a trace of torch.profiler."""
     return isinstance(value, dict) and isinstance(value.get("traceEvents"), list)
 
 
 def read_traces(traces: Sequence[tuple[Path, Mapping[str, Any]]]) -> Imported:
-    """The traces of a job's ranks as one recording; times are CLOCK_REALTIME.
+    """Return the traces of the ranks of a job as one recording. Times are CLOCK_REALTIME.
 
     Raises:
-        LogError: a file does not say which rank it is of, or two say the same.
+        LogError: The rank of a file is unknown, or two files have the same rank.
     """
     imported = Imported(TOOL, [])
     files: dict[int, Path] = {}
@@ -211,10 +213,10 @@ def _groups(info: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
 
 
 class _Kernels:
-    """The device time of each call: from its first NCCL kernel to its last.
+    """The device time of each call, from the begin of its first NCCL kernel to the end of its last one.
 
-    A kernel and its call share the Comms Id and the external id. The calls of a coalesced block have one Comms Id, so there
-    the external id decides, as it does in traces without a Comms Id.
+    A kernel and its call share the Comms Id and the external id. All calls of a coalesced block have the same Comms Id.
+    The external id is therefore used for these calls, and for traces without a Comms Id.
     """
 
     def __init__(
@@ -231,11 +233,14 @@ class _Kernels:
                     self._spans[key] = min(span[0], earlier[0]), max(span[1], earlier[1])
 
     def of(self, event: Mapping[str, Any]) -> tuple[int, int] | tuple[None, None]:
-        """Begin and end on the device of a call; None where no kernel names it."""
+        """Return the begin and end of a call on the device, in ns; None for both if no kernel refers to the call."""
         return next((self._spans[key] for key in self._keys(event) if key in self._spans), (None, None))
 
     def _keys(self, event: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-        """The keys that join a kernel to its call, the most reliable first; only the first is used for a kernel."""
+        """Yield the keys that match a kernel to its call, the most reliable first.
+
+        A kernel is stored under its first key only.
+        """
         number = _comms_id(event)
         if number is not None and self._issued[number] == 1:
             yield _COMMS_ID, number
@@ -250,14 +255,18 @@ def _comms_id(event: Mapping[str, Any]) -> str | None:
 
 
 def _operation(event: Mapping[str, Any]) -> Op | None:
-    """The operation of a ``record_param_comms``; None for a wait, the start of a group, the ends of a coalesced block."""
+    """Return the operation of a ``record_param_comms`` event.
+
+    The operation is None for a wait, the start of a group, and the begin and end of a coalesced block.
+    """
     return _OPERATIONS.get(str((event.get("args") or {}).get("Collective name", "")).strip("_"))
 
 
 def _identify(collectives: Iterable[Collective | None], issued: Iterable[Mapping[str, Any]]) -> None:
-    """Give each collective with a Comms Id an identity: the id, and how often its rank used that id before.
+    """Set the identity of each collective with a Comms Id: the id, and how often the rank used that id before.
 
-    A message has none: each rank numbers its own messages of a group, so the two ends of one seldom share a number.
+    A message gets no identity. Each rank numbers its own messages of a group, so the two ends of a message seldom have
+    the same number.
     """
     used: Counter[str] = Counter()
     for collective, event in zip(collectives, issued, strict=True):
@@ -268,10 +277,10 @@ def _identify(collectives: Iterable[Collective | None], issued: Iterable[Mapping
 
 
 def _check_identities(ranks: Iterable[ImportedRank]) -> Iterator[str]:
-    """Remove the identities of a group whose ranks number differently, and yield a note about it.
+    """Remove the identities of groups whose ranks number their collectives differently, and yield a note for each.
 
     A backend that counts messages and collectives together (nccl2) numbers a collective differently on ranks that sent
-    different numbers of messages before it. Such a group shows in numbers that no message shares with a collective.
+    different numbers of messages before. In such a group, no message has the same number as a collective of the rank.
     """
     groups: dict[tuple[str, tuple[int, ...]], dict[int, list[Collective]]] = defaultdict(
         lambda: defaultdict(list)
@@ -365,7 +374,7 @@ def _from_operator(
         [_kind(kind) for kind in arguments.get("Input type") or []],
     )
     elements = [_elements(shape) for shape in shapes[:2]] + [0, 0]
-    # Lists of tensors have no type in the operator's event; the backend's annotation that follows has it.
+    # Lists of tensors have no type in the event of the operator. The annotation of the backend that follows has it.
     kind = next((each for each in types[:2] if each in _ITEM_BYTES), None)
     if kind is None and any(elements):
         kind = kinds.of(float(event["ts"]), elements)
@@ -377,7 +386,8 @@ def _from_operator(
     )
     if not (outputs[1] or inputs[1]) and op is not Op.BARRIER:
         counts["size"] += 1
-    # The event does not name the group: it is certain if the job has one only, and its members if all groups are alike.
+    # The event does not name the group. The group is certain if the job has only one. If all groups have the same
+    # members, at least the members are certain.
     pg, group = next(iter(groups.items()), ("0", {}))
     if len(groups) > 1:
         pg = "?"
@@ -385,7 +395,7 @@ def _from_operator(
         counts["group"] += not group
     ranks = _ranks(group.get("ranks"))
     size = _whole(group.get("pg_size")) or len(ranks)
-    # The whole operation (S of nccl-tests), of which the event has this rank's part.
+    # The size of the whole operation (S of nccl-tests). The event has only the part of this rank.
     count, total = inputs
     if op is Op.ALL_GATHER:
         count, total = outputs if outputs[1] else (inputs[0] * size, inputs[1] * size)
@@ -395,7 +405,7 @@ def _from_operator(
         count, total = outputs[0] * size, outputs[1] * size
     if op is Op.BARRIER:
         count = total = 0
-    # A root or peer is a rank of the group.
+    # The event has the root or peer as a rank of the group, not as a global rank.
     root = (arguments.get("Concrete Inputs") or [])[_ROOT_ARGUMENT.get(op, 99) :][:1]
     number = int(root[0]) if root and str(root[0]).isdigit() else -1
     return Collective(
@@ -420,7 +430,7 @@ def _from_operator(
 
 
 class _Kinds:
-    """Element types from the backend's annotations (``gloo:all_reduce``); each annotation belongs to one operator."""
+    """Finds element types in the annotations of the backend (``gloo:all_reduce``). Each annotation is used once."""
 
     def __init__(self, events: Iterable[Mapping[str, Any]]) -> None:
         self._annotations: list[tuple[float, int, str]] = []
@@ -436,7 +446,12 @@ class _Kinds:
         self._annotations.sort()
 
     def of(self, issued: float, elements: Sequence[int]) -> str | None:
-        """The type of the first unused annotation after ``issued`` with one of these numbers of elements."""
+        """Return the type of the first unused annotation from ``issued`` on with one of these numbers of elements.
+
+        Args:
+            issued: The time stamp of the operator, in the unit of the trace (microseconds).
+            elements: The numbers of elements of the first arguments of the operator.
+        """
         for place, (begin, count, kind) in enumerate(self._annotations):
             if begin >= issued and count in elements:
                 del self._annotations[place]
@@ -445,12 +460,15 @@ class _Kinds:
 
 
 def _kind(name: Any) -> str:
-    """An element type as the tables above have it."""
+    """Return the name of an element type in the form of the keys of ``_ITEM_BYTES``."""
     return str(name).lower().removeprefix("c10::").replace("<c10::", "<")
 
 
 def _elements(shape: Any) -> int:
-    """Elements of one argument: a tensor's shape, or a list of them; 0 for an argument without one."""
+    """Return the number of elements of one argument.
+
+    ``shape`` is the shape of a tensor or a list of shapes. An argument without a shape has 0 elements.
+    """
     if not isinstance(shape, list) or not shape:
         return 0
     if any(isinstance(each, list) for each in shape):
@@ -459,7 +477,7 @@ def _elements(shape: Any) -> int:
 
 
 def _ranks(value: Any) -> tuple[int, ...]:
-    """Ranks from a list, or from text such as ``[0, 1, 2]``; none where the text is cut short."""
+    """Return the ranks in a list, or in text such as ``[0, 1, 2]``; empty if the text is truncated."""
     if isinstance(value, str):
         if "..." in value:
             return ()

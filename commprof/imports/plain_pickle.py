@@ -1,7 +1,8 @@
-"""Pickles of plain data, read without running anything: torch writes its Flight Recorder dumps as such.
+"""Reads pickles of plain data without running any code. torch writes its Flight Recorder dumps as such pickles.
 
-Python's own reader imports and calls whatever a pickle names. Here the instructions that build numbers, texts, lists,
-tuples and dictionaries are interpreted one by one, and any other instruction stops the reader before it has an effect.
+Python's own reader imports and calls whatever a pickle names. This reader interprets only the instructions that build
+numbers, strings, lists, tuples and dictionaries. At any other instruction it raises an error before the instruction
+has an effect.
 """
 
 from __future__ import annotations
@@ -41,10 +42,12 @@ _IGNORED: Final = frozenset(("PROTO", "FRAME"))
 
 
 def read_plain_pickle(data: bytes) -> Any:
-    """The value that ``data`` holds: numbers, texts, bytes, None, lists, tuples and dictionaries of such.
+    """Return the value in the pickle ``data``.
+
+    The value consists of numbers, strings, bytes, None, lists, tuples and dictionaries.
 
     Raises:
-        LogError: it is no pickle, is cut short, or asks for anything but plain data; nothing of it was run.
+        LogError: ``data`` is not a pickle, is truncated, or requires anything except plain data. No code was run.
     """
     machine = _Machine()
     try:
@@ -60,7 +63,7 @@ def read_plain_pickle(data: bytes) -> Any:
 
 
 class _Machine:
-    """The stack and the memo of a pickle."""
+    """A machine that executes the instructions of a pickle, with its stack and its memo."""
 
     def __init__(self) -> None:
         self._stack: list[Any] = []
@@ -85,7 +88,16 @@ class _Machine:
         }
 
     def follow(self, name: str, argument: Any, position: int) -> None:
-        """Carry out one instruction."""
+        """Execute one instruction.
+
+        Args:
+            name: The name of the instruction in ``pickletools``.
+            argument: The argument of the instruction; None if it has none.
+            position: The position of the instruction in the pickle in bytes.
+
+        Raises:
+            LogError: The instruction does not build plain data.
+        """
         if name in self._builders:
             self._builders[name]()
         elif name in _VALUES:
@@ -104,7 +116,7 @@ class _Machine:
             )
 
     def result(self) -> Any:
-        """The value that the pickle describes."""
+        """Return the value that the pickle describes."""
         (value,) = self._stack
         if value is _MARK:
             raise ValueError("a mark is left")

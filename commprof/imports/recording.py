@@ -1,4 +1,4 @@
-"""The result of an importer: the collectives of each rank as far as the other tool knew them, and what it did not know."""
+"""The data classes for the result of an importer: the collectives of each rank, and notes on missing data."""
 
 from __future__ import annotations
 
@@ -8,25 +8,28 @@ from typing import Any, Final
 
 from commprof.schema import COLLECTIVES, Op
 
-# The step of what was issued before the first one, or of a tool that knows no steps.
+# The step of collectives that were issued before the first step, or that a tool without steps recorded.
 NO_STEP: Final = -1
 
 
 @dataclass(slots=True)
 class Collective:
-    """One operation. Attributes with the name of a column of ``collectives`` are that column.
+    """One operation. An attribute with the name of a column of ``collectives`` becomes the value of that column.
 
-    What the tool does not say is None; ``group_ranks`` is empty where the group's members are not known. Times are
-    nanoseconds of one clock for the whole recording. Bytes are those of the rank's own buffers. ``identity`` is what all
-    ranks of one collective share and no other collective of the group has, where the tool says such a thing; its number in
-    the group is then the same on all ranks, whatever else of the group a rank's file lacks.
+    A value that the tool does not record is None. ``group_ranks`` is empty if the members of the group are unknown.
+    Times are nanoseconds of one clock for the whole recording. ``payload_bytes`` is the size of the whole operation.
+    ``input_bytes`` and ``output_bytes`` are the sizes of the buffers of the rank itself.
+
+    ``identity`` is a value that all ranks of a collective share and that no other collective of the group has, if the
+    tool records such a value. With an identity, the number of the collective in the group is equal on all ranks, even
+    if the file of a rank lacks other collectives of the group.
     """
 
     op: Op
-    backend_method: str  # as the tool calls it
+    backend_method: str  # the name that the tool uses
     pg: str
-    pg_seq: int | None  # with an identity: only the order of the collectives of the group
-    group_size: int  # 0 where it is not known
+    pg_seq: int | None  # if there is an identity, only used to order the collectives of the group
+    group_size: int  # 0 if unknown
     group_ranks: Sequence[int] = ()
     group_desc: str | None = None
     group_rank: int = -1
@@ -56,13 +59,13 @@ class Collective:
     channels: int | None = None
 
 
-# The columns of ``collectives`` that importers state; the others are null or follow from these (:mod:`.run_writer`).
+# The columns of ``collectives`` that importers set. :mod:`.run_writer` derives the other columns or leaves them null.
 STATED_COLUMNS: Final = tuple(item.name for item in fields(Collective) if item.name in COLLECTIVES.names)
 
 
 @dataclass(slots=True)
 class ImportedRank:
-    """The operations of one rank."""
+    """The operations and steps of one rank."""
 
     rank: int
     host: str = ""
@@ -71,14 +74,19 @@ class ImportedRank:
     steps: list[tuple[int, int, int | None]] = field(default_factory=list)  # step, begin, end
     # Rows of the table ``flight``, without the columns that name the process.
     flight: list[dict[str, Any]] = field(default_factory=list)
-    dropped: int = 0  # operations that the tool itself counted and could not keep
+    dropped: int = 0  # the number of operations that the tool reports as dropped
 
 
 @dataclass(slots=True)
 class Imported:
     """The content of the files of one tool.
 
-    ``notes`` are sentences on what the tool does not record, or was refused; ``realtime`` whether times are CLOCK_REALTIME.
+    Attributes:
+        tool: The name of the tool.
+        ranks: The operations of each rank.
+        world_size: The world size; None if unknown.
+        realtime: Whether times are CLOCK_REALTIME.
+        notes: Sentences on data that the tool does not record, or that the importer left out.
     """
 
     tool: str

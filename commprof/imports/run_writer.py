@@ -22,11 +22,17 @@ _Shared: TypeAlias = tuple[str, tuple[int, ...], Hashable]
 
 
 def write_run(out: Path, imported: Imported, files: Sequence[Path], force: bool = False) -> Path:
-    """Write ``imported``, which was read from ``files``, as run directory ``out``.
+    """Write ``imported`` as run directory ``out``, and return ``out``.
+
+    Args:
+        out: The path of the run directory.
+        imported: The result of an importer.
+        files: The files that the importer read. Their names become a note of the run.
+        force: Whether to replace a run that is already in ``out``.
 
     Raises:
-        UsageError: ``out`` holds something already (``force`` replaces a run).
-        TraceError: it cannot be written to.
+        UsageError: ``out`` is not empty and cannot be replaced.
+        TraceError: ``out`` cannot be written to.
     """
     description = {**describe_process(), "environment": {}, "python": "", "platform": ""}
     known = [each.issue_ns for rank in imported.ranks for each in rank.collectives]
@@ -83,13 +89,19 @@ def write_run(out: Path, imported: Imported, files: Sequence[Path], force: bool 
 
 
 def _numbered(ranks: Sequence[ImportedRank]) -> list[int]:
-    """The process ids, or numbers from 1 if a tool does not state them or two hosts have the same."""
+    """Return a process id for each rank.
+
+    If the tool does not record all process ids, or two ranks have the same one, the ids are numbers from 1.
+    """
     pids = [rank.pid for rank in ranks]
     return pids if all(pids) and len(set(pids)) == len(pids) else list(range(1, len(ranks) + 1))
 
 
 def _shared_numbers(ranks: Iterable[ImportedRank]) -> dict[_Shared, int]:
-    """The number in its group of each collective that has an identity: in the order that the ranks' files agree on."""
+    """Return the number in its group for each collective that has an identity.
+
+    The collectives of a group are ordered by their lowest sequence number, then by their earliest issue, on any rank.
+    """
     first: dict[_Shared, tuple[int, int]] = {}
     for each in (each for rank in ranks for each in rank.collectives):
         if each.identity is not None:
@@ -129,7 +141,7 @@ def _rows(collectives: Iterable[Collective], numbers: Mapping[_Shared, int]) -> 
 
 
 def _stated(each: Collective, columns: Iterable[str]) -> dict[str, Any]:
-    """The values of ``columns`` of a collective, as the tables hold them."""
+    """Return the values of ``columns`` of a collective in the form of the tables."""
     values = {name: getattr(each, name) for name in columns}
     return {**values, "group_ranks": format_ranks(tuple(each.group_ranks))}
 

@@ -1,1 +1,1 @@
-"""Starting programs under the recorder: which program, its ranks, the injection, the job, sweeps."""
+"""Starts programs with the recorder: the command line, the injection, the ranks, the job, and sweeps."""

@@ -1,4 +1,4 @@
-"""Runs a calibration under any launcher: this process is one of its ranks, or starts them."""
+"""Runs a calibration. This process is one of the ranks of a launcher, or starts the ranks itself."""
 
 from __future__ import annotations
 
@@ -18,14 +18,18 @@ _LEAST_RANKS = 2
 
 
 def calibrate(plan: Plan, ranks: int | None, out: Path, force: bool, say: Callable[[str], None]) -> int:
-    """Measure as ``plan`` says and write ``out``; returns the exit code of the command.
+    """Run the calibration ``plan``, write the results to ``out``, and return the exit code of the command.
 
     Args:
-        ranks: number to start on this host; None for one per GPU, or 2 without GPUs. It must be None if a launcher has
-            made this process a rank.
+        plan: The measurements to take.
+        ranks: The number of ranks to start on this host. None means one per GPU, or 2 without GPUs. The number must be
+            None if a launcher has started this process as a rank.
+        out: The calibration file to write.
+        force: Whether an existing file may be replaced.
+        say: The function that is called with each line of text for the user.
 
     Raises:
-        UsageError: ``out`` cannot be written, or there are not two ranks.
+        UsageError: ``out`` cannot be written, or there are fewer than two ranks.
         LaunchError: a rank could not be started.
     """
     check_target(out, force)
@@ -48,7 +52,7 @@ def calibrate(plan: Plan, ranks: int | None, out: Path, force: bool, say: Callab
 
 
 def is_first(environ: Mapping[str, str]) -> bool:
-    """Whether this process prints the messages of the calibration."""
+    """Return whether this process is the one that prints the messages of the calibration."""
     here = place(environ)
     return here is None or here.rank == 0
 

@@ -12,14 +12,15 @@ INTERVAL_SECONDS: Final = 0.5
 
 
 class WireSampler:
-    """Appends the counters of all interfaces to ``file`` at the start, at intervals and at the end. A context manager.
+    """Appends the counters of all interfaces to ``file`` at the start, at intervals and at the end.
 
-    The last reading includes the bytes that TCP still queues: on a slow link bytes leave after their ranks have exited.
-    If the counters cannot be read or the file cannot be written, only the sampling stops.
+    The last reading includes the bytes in the queues of TCP, because a slow link may send bytes after the ranks have
+    exited. If the counters cannot be read or the file cannot be written, only the sampling stops. This class is a
+    context manager.
     """
 
     def __init__(self, file: Path, counters: Any, interval_seconds: float = INTERVAL_SECONDS) -> None:
-        # counters: anything whose read(queued=...) returns rows of schema.WIRE
+        # ``counters`` is any object whose read(queued=...) returns rows of schema.WIRE.
         self._path = file
         self._counters = counters
         self._interval_seconds = interval_seconds
@@ -47,7 +48,7 @@ class WireSampler:
     def _sample(self, is_last: bool = False) -> bool:
         try:
             lines = "".join(json.dumps(row) + "\n" for row in self._counters.read(queued=is_last))
-            # Finalising the run removes the file, and its directory.
+            # Finalizing the run removes the file and its directory, so the directory may be missing.
             self._path.parent.mkdir(parents=True, exist_ok=True)
             with self._path.open("a") as file:
                 file.write(lines)

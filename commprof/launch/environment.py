@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Final
 
 DEFAULT_RANKS: Final = 2
-# Interpreter flags of commprof itself that are not passed on: with them, the recorder could not reach the script.
+# Interpreter flags of commprof that are not passed on, because the recorder cannot reach a script with these flags.
 _DROPPED_FLAGS: Final = ("-I", "-E", "-P", "-s")
 
 
 def visible_gpus(environment: Mapping[str, str]) -> int:
-    """Count the GPUs that a program started now would see. Never imports torch."""
+    """Return the number of GPUs that a program started with ``environment`` sees. Never imports torch."""
     listed = environment.get("CUDA_VISIBLE_DEVICES")
     if listed is not None:
         names = [name.strip() for name in listed.split(",")]
@@ -33,7 +33,7 @@ def _nvml_gpus() -> int:
             return int(pynvml.nvmlDeviceGetCount())
         finally:
             pynvml.nvmlShutdown()
-    except Exception:  # not installed, no driver, no device: all the same to the caller
+    except Exception:  # a missing package, driver or device all mean that there is no GPU
         return 0
 
 
@@ -63,7 +63,11 @@ def rank_environment(
     """Return the environment of ``rank`` of ``ranks`` on this host, as torchrun would set it.
 
     Args:
-        defaults: variables to set unless ``environment`` has them.
+        environment: The environment of this process.
+        rank: The number of the rank.
+        ranks: The number of ranks.
+        port: The TCP port of the rendezvous.
+        defaults: The variables to set if ``environment`` does not have them.
     """
     return {
         **defaults,
@@ -78,13 +82,16 @@ def rank_environment(
 
 
 def thread_defaults(environment: Mapping[str, str], ranks: int) -> dict[str, str]:
-    """Return ``OMP_NUM_THREADS=1`` for several ranks, unless the user set it: otherwise each rank would use all cores."""
+    """Return ``OMP_NUM_THREADS=1`` for several ranks, unless the user has set this variable.
+
+    Without the variable, each rank would use all cores.
+    """
     return {"OMP_NUM_THREADS": "1"} if ranks > 1 and "OMP_NUM_THREADS" not in environment else {}
 
 
 def python_command() -> list[str]:
-    """Return this interpreter and those of its flags that affect the program (``-O``, ``-W``, ``-X``, ``-u``, ...)."""
+    """Return this interpreter and its flags that affect the program (``-O``, ``-W``, ``-X``, ``-u``, ...)."""
     flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
-    # torchrun starts its ranks with -u, which sys.flags does not have.
+    # torchrun starts its ranks with -u, and sys.flags does not contain this flag.
     unbuffered = ["-u"] if getattr(sys.__stdout__, "write_through", False) else []
     return [sys.executable, *unbuffered, *(flag for flag in flags if flag not in _DROPPED_FLAGS)]

@@ -1,8 +1,10 @@
-"""One process of a job that another launcher started: ``torchrun ... -m commprof run train.py``, ``mpirun -n 4 commprof run
-train.py``, or on each host of a Slurm job ``srun commprof run -- torchrun ... train.py``.
+"""Runs and records one process of a job that another launcher started.
 
-Each process runs its own commprof, with one child. They share a run directory, whose name is derived from values that are
-equal in all of them. Rank 0 creates the directory and prints the messages.
+Examples are ``torchrun ... -m commprof run train.py`` and ``mpirun -n 4 commprof run train.py``. Another example is
+``srun commprof run -- torchrun ... train.py`` on each host of a Slurm job.
+
+Each process runs its own commprof, which has one child process. All processes share a run directory. They derive its
+name from values that are equal in all processes. Rank 0 creates the directory and prints the messages.
 """
 
 from __future__ import annotations
@@ -34,10 +36,10 @@ WAIT_SECONDS: Final = 10.0
 
 
 def belongs_to_a_job(job: Job, environ: Mapping[str, str]) -> Place | None:
-    """Return this process's rank in the launcher's job; None if ``job`` is a job of its own.
+    """Return the rank of this process in the launcher's job, or None if ``job`` does not belong to another job.
 
-    A command after ``--`` starts its own ranks. Several such commands are one job only if they agree on a directory: one
-    that is given, or that the job's id names.
+    A command after ``--`` starts its own ranks. Several such commands are one job only if they share a directory. This
+    requires that the directory is given, or that the launcher gives the job an id.
     """
     here = place(environ)
     if here is None or job.program.kind is not Kind.COMMAND:
@@ -46,10 +48,12 @@ def belongs_to_a_job(job: Job, environ: Mapping[str, str]) -> Place | None:
 
 
 def shared_directory(program: Program, environ: Mapping[str, str], parent_start_ns: int) -> Path:
-    """Return the run directory that all ranks of one job derive: below ``traces``, named by the job's id or start time.
+    """Return the run directory below ``traces`` that all ranks of one job derive from the job's id or start time.
 
     Args:
-        parent_start_ns: when the launcher started, on the real-time clock.
+        program: The program of the job.
+        environ: The environment of this process.
+        parent_start_ns: The time in ns on the real-time clock at which the launcher started.
     """
     name = job_id(environ)
     if name is None:
@@ -61,9 +65,10 @@ def shared_directory(program: Program, environ: Mapping[str, str], parent_start_
 
 
 def not_before(run: Path, since_ns: int) -> Path:
-    """Return ``run``, or the first of ``run-2``, ``run-3``, ... that no job from before ``since_ns`` has created.
+    """Return the first path of ``run``, ``run-2``, ``run-3``, ... that no job before ``since_ns`` has created.
 
-    A job's id may be reused. Every rank gets the same answer, before and after rank 0 has created the directory.
+    Several directories may be necessary because a job's id may be reused. Every rank gets the same answer, before and
+    after rank 0 has created the directory.
     """
     candidate, number = run, 1
     while _is_older(candidate, since_ns):
@@ -83,7 +88,7 @@ def run_foreign_rank(job: Job, place: Place, say: Callable[[str], None]) -> Fini
     """Run and record this process of a job that another launcher started.
 
     Raises:
-        UsageError: ``--nproc`` was given, or the directory holds another run.
+        UsageError: ``--nproc`` was given, or the directory contains another run.
     """
     if job.ranks is not None:
         raise UsageError(
@@ -105,7 +110,7 @@ def run_foreign_rank(job: Job, place: Place, say: Callable[[str], None]) -> Fini
         injection.announce(os.environ, run, say)
     else:
         _await_directory(run, since_ns)
-    # A host that does not share the run directory needs a directory for NCCL's log, too.
+    # On a host that does not share the run directory, NCCL also needs a directory for its log.
     job_log.begin(log, run, say if place.rank == 0 else _say_nothing)
     outcome = _run_child(job, run, place, log, say)
     is_command = job.program.kind is Kind.COMMAND
@@ -115,7 +120,7 @@ def run_foreign_rank(job: Job, place: Place, say: Callable[[str], None]) -> Fini
         _keep_host(run)
     if place.rank == 0:
         _await_siblings(parent)
-        if last_line.has_several_hosts(run):  # each process does so now
+        if last_line.has_several_hosts(run):  # every host then writes its own file
             last_line.keep_host(run)
         failed = None if is_command else outcome.first_failed_rank
         close_manifest(run, exit_code=outcome.exit_code, first_failed_rank=failed)
@@ -167,7 +172,10 @@ def _make_directory(job: Job, run: Path, parent: int, place: Place, log: nccl_lo
 
 
 def _is_restart(run: Path, launcher: Mapping[str, int]) -> bool:
-    """Whether this launcher created ``run``: after an elastic restart, recording continues in the same directory."""
+    """Return whether this launcher has created ``run`` before.
+
+    After an elastic restart, commprof continues to record into the same directory.
+    """
     try:
         known = manifest.read_manifest(run).launcher or {}
     except (CommprofError, OSError):
@@ -176,7 +184,11 @@ def _is_restart(run: Path, launcher: Mapping[str, int]) -> bool:
 
 
 def _await_directory(run: Path, since_ns: int) -> None:
-    """Wait until rank 0 has created ``run``, which must be empty then. On another host it may never appear."""
+    """Wait until rank 0 has created ``run``, and create ``run`` after :data:`WAIT_SECONDS`.
+
+    The other ranks wait because the directory must be empty when rank 0 creates the run. On a host that does not share
+    the file system, the directory of rank 0 never appears.
+    """
     deadline = time.monotonic() + WAIT_SECONDS
     while time.monotonic() < deadline:
         try:
@@ -189,7 +201,7 @@ def _await_directory(run: Path, since_ns: int) -> None:
 
 
 def _keep_host(run: Path, seconds: float = 5.0) -> None:
-    """Write the file of this host when its other ranks have ended, too."""
+    """Write the file of this host when the other ranks of this host have ended, or after ``seconds``."""
     deadline = time.monotonic() + seconds
     with contextlib.suppress(CommprofError, OSError):
         while local_ranks(run) and time.monotonic() < deadline:
@@ -198,7 +210,10 @@ def _keep_host(run: Path, seconds: float = 5.0) -> None:
 
 
 def _await_siblings(parent: int, seconds: float = 5.0) -> None:
-    """Wait briefly until the other ranks of this host have ended, so that the last line covers all of them."""
+    """Wait until the other ranks of this host have ended, but at most ``seconds``.
+
+    So the last line covers all ranks of this host.
+    """
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline and _children(parent) - {os.getpid()}:
         time.sleep(0.05)

@@ -1,8 +1,9 @@
-"""Injects the recorder into all Python processes of a program through the environment, and reads what they reported.
+"""Injects the recorder into all Python processes of a program through the environment, and reads their notes.
 
-A private directory is first on PYTHONPATH; its sitecustomize arms the recorder. So ranks are reached through any launcher
-that passes its environment on. ``python -I``, ``-E`` and ``-S`` ignore the directory. With ``-I`` and ``-E``, torch still
-starts the recorder if commprof is installed beside it (:mod:`commprof.recorder.autoload`).
+A private directory is the first entry of PYTHONPATH, and its sitecustomize arms the recorder. So the recorder reaches
+ranks through any launcher that passes its environment on. ``python -I``, ``-E`` and ``-S`` ignore the directory. With
+``-I`` and ``-E``, torch still starts the recorder if commprof is installed beside torch
+(:mod:`commprof.recorder.autoload`).
 """
 
 from __future__ import annotations
@@ -37,10 +38,12 @@ def injected(
     """Return ``environment`` with the variables that make processes record into ``run``.
 
     Args:
-        watched_file: have each process note whether it opened this file.
-        wire: have one rank of each host read the interface counters at each step.
-        recording: how to record; options that it does not set keep their value from ``environment``.
-        engine: what ``import deepspeed`` means in the processes; None leaves it unchanged.
+        environment: The environment of this process.
+        run: The run directory.
+        watched_file: A file. Each process writes a note if it opens this file.
+        wire: Whether one rank of each host reads the interface counters at each step.
+        recording: How to record. Options that are not set here keep their value from ``environment``.
+        engine: The package that ``import deepspeed`` imports in the processes. None leaves the import unchanged.
     """
     paths = [path for path in environment.get("PYTHONPATH", "").split(os.pathsep) if path != str(DIRECTORY)]
     # An empty entry of PYTHONPATH means the working directory, so an empty variable must not add one.
@@ -50,7 +53,7 @@ def injected(
         RUN_VARIABLE: str(run.absolute()),
         "PYTHONPATH": f"{DIRECTORY}{os.pathsep}{inherited}" if inherited else str(DIRECTORY),
     }
-    changed.pop(autoload.SWITCH, None)  # set by this command: an earlier value must not undo it
+    changed.pop(autoload.SWITCH, None)  # an inherited value must not disable the recording
     changed.pop(WATCHED_FILE_VARIABLE, None)
     changed.pop(WIRE_VARIABLE, None)
     changed.update(variables(engine, environment.get("PATH", "")))
@@ -66,7 +69,7 @@ def injected(
 
 
 def announce(environment: Mapping[str, str], run: Path, say: Callable[[str], None]) -> None:
-    """Report which variables of ``environment`` are ignored, and whether ``run`` is within another recording.
+    """Report which recording options of ``environment`` are ignored, and whether ``run`` is within another recording.
 
     The processes of the job get the options without the ignored ones, so that none of them reports them again.
     """
@@ -76,7 +79,10 @@ def announce(environment: Mapping[str, str], run: Path, say: Callable[[str], Non
 
 
 def _announce_nesting(environment: Mapping[str, str], run: Path, say: Callable[[str], None]) -> None:
-    """Report whether ``run`` is started within another recording: its ranks belong to the inner one, not to the outer."""
+    """Report if ``run`` is started within another recording.
+
+    The ranks are then recorded into the inner recording, not into the outer recording.
+    """
     outer = environment.get(RUN_VARIABLE)
     if not outer or Path(outer) == run.absolute():
         return
@@ -111,13 +117,13 @@ def notes(run: Path) -> list[dict[str, Any]]:
 
 
 def forget_notes(run: Path) -> None:
-    """Remove the notes, because the records now show which processes were reached."""
+    """Remove the notes of ``run``, because the records now show which processes were reached."""
     with contextlib.suppress(OSError):
         (run / NOTES).unlink()
 
 
 def explain_silence(reported: list[dict[str, Any]], exit_code: int = 0) -> str:
-    """Return why nothing was recorded, from the processes' notes and the program's exit code."""
+    """Return why nothing was recorded, based on the notes of the processes and the program's exit code."""
     states = {note.get("state") for note in reported}
     if "fault" in states:
         text = next(note.get("text", "") for note in reported if note.get("state") == "fault")

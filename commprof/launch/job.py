@@ -1,6 +1,6 @@
-"""Runs and records one job from start to end: directory, manifest, ranks, counters, finalising, last line.
+"""Runs and records one job from start to end: directory, manifest, ranks, counters, finalization, last line.
 
-The only module here that uses all the others; each stage is a function.
+Each stage of the job is a function. Only this module uses all other modules of the package.
 """
 
 from __future__ import annotations
@@ -36,12 +36,22 @@ OUTPUT_NAME: Final = "output.txt"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """The program to run, and where its records go.
+    """The program to run, and how to run and record it.
 
-    A sweep sets ``derived`` (the config for this run, instead of the one in the script's arguments), ``sweep`` (the point
-    and the name of the sweep) and ``keep_output`` (write the program's output into the run).
-    ``wire``: read the interface counters at each step. ``recording``: how the ranks are recorded.
-    ``engine``: what ``import deepspeed`` means in them.
+    Only a sweep sets ``derived``, ``sweep`` and ``keep_output``.
+
+    Attributes:
+        program: The program of the user.
+        ranks: The number of ranks to start. None means the default number, or that a command starts its own ranks.
+        out: The run directory, or None for a new directory below ``traces``.
+        force: Whether an existing run in ``out`` may be replaced.
+        derived: The config of this run, which replaces the config in the arguments of the script.
+        sweep: The name of the sweep, the point and the number of the repetition.
+        keep_output: Whether to write the output of the program into the run.
+        nccl_log: Whether to request a log from NCCL.
+        wire: Whether to read the interface counters at each step.
+        recording: How the ranks are recorded.
+        engine: The package that ``import deepspeed`` imports in the ranks. None leaves the import unchanged.
     """
 
     program: Program
@@ -58,7 +68,7 @@ class Job:
 
 
 class Finished(NamedTuple):
-    """A job that has ended."""
+    """The result of a job that has ended."""
 
     run: Path
     exit_code: int
@@ -70,7 +80,8 @@ def run_job(job: Job, say: Callable[[str], None]) -> Finished:
     """Run ``job`` and record it.
 
     Args:
-        say: called with each line of text for the person at the terminal.
+        job: The job to run.
+        say: The function that is called with each line of text for the user.
 
     Raises:
         UsageError: ``job.out`` is not empty, or the options contradict the environment.
@@ -97,18 +108,22 @@ def create(
     log: nccl_log.Request,
     say: Callable[[str], None],
 ) -> None:
-    """Create directory ``run`` with its manifest and a copy of the program's config file.
+    """Create the directory ``run`` with its manifest and a copy of the program's config file.
 
     Args:
-        launcher: pid and start_ticks of the process that the job depends on.
-        log: what NCCL is asked to print.
+        job: The job to record.
+        run: The run directory.
+        ranks: The number of ranks, or None if it is not known yet.
+        launcher: The ``pid`` and ``start_ticks`` of the process that the job depends on.
+        log: The variables for the log of NCCL.
+        say: The function that is called with each line of text for the user.
 
     Raises:
         UsageError: the directory is not empty, and ``job.force`` is not set or cannot replace it.
         TraceError: the directory cannot be created.
     """
     config_file = job.derived or find_config(job.program)
-    # Read before an earlier run is removed: the config may be a file of that run.
+    # Read the config before an earlier run is removed, because the config may be a file in the earlier run.
     config_text = _config_text(job, config_file)
     manifest.create_run(run, _first_manifest(job, config_file, ranks, launcher, log), force=job.force)
     _keep_config(run, config_text)
@@ -119,7 +134,7 @@ def create(
 
 
 def check_ranks(program: Program, ranks: int | None) -> None:
-    """Raise UsageError if a number of ranks is given for a command that starts its own."""
+    """Raise UsageError if a number of ranks is given for a command that starts its own ranks."""
     if ranks is not None and program.kind is Kind.COMMAND:
         raise UsageError(
             f"--nproc cannot be used with '-- {program.target}', which starts its own ranks; "
@@ -177,7 +192,7 @@ def _torch_version() -> str | None:
 
 
 def _config_text(job: Job, config_file: ConfigFile | None) -> bytes | None:
-    """The text of the copy of the config in the run; None without a config."""
+    """Return the content of the copy of the config in the run, or None if there is no config."""
     if config_file is None or config_file.content is None:
         return None
     if job.derived is not None:
@@ -229,7 +244,7 @@ def _plan_ranks(
 def _run_ranks(
     job: Job, run: Path, ranks: list[Rank], log: nccl_log.Request, say: Callable[[str], None]
 ) -> Finished:
-    # The user's launcher stops its ranks when it gets SIGTERM; it could not if it were killed.
+    # The user's launcher stops its ranks when it gets SIGTERM. A launcher that is killed cannot stop them.
     is_command = job.program.kind is Kind.COMMAND
     started_ns = time.time_ns()
     with _output(run, job) as output:
@@ -258,7 +273,7 @@ def _run_ranks(
 
 @contextlib.contextmanager
 def _output(run: Path, job: Job) -> Iterator[int | None]:
-    """Yield the descriptor that the program writes to; None for that of this process."""
+    """Yield the descriptor that the program writes to, or None if the program uses the output of this process."""
     if not job.keep_output:
         yield None
         return
@@ -271,13 +286,13 @@ def _output(run: Path, job: Job) -> Iterator[int | None]:
 
 
 def sample_and_wait(run: Path, group: RankGroup, recording: Options, say: Callable[[str], None]) -> Outcome:
-    """Wait for ``group`` while the interface counters and the requested samples are written into ``run``."""
+    """Wait for ``group``. Meanwhile, write the interface counters and the requested samples into ``run``."""
     with observed(run, recording, say), last_line.prepared():
         return group.wait()
 
 
 def describe_failure(outcome: Outcome) -> str:
-    """Return one line that names the rank that failed first and how the others ended."""
+    """Return one line about the rank that failed first and the ranks that were stopped."""
     how = f"was killed by {outcome.signal_name}" if outcome.signal_name else "failed"
     text = f"rank {outcome.first_failed_rank} {how} first; exit code {outcome.exit_code}"
     if outcome.stopped_ranks:
@@ -287,7 +302,10 @@ def describe_failure(outcome: Outcome) -> str:
 
 
 def close_manifest(run: Path, *, exit_code: int, first_failed_rank: int | None) -> None:
-    """Write into the manifest how the job ended. What the ranks recorded is safe without it, so nothing is raised."""
+    """Write into the manifest how the job ended.
+
+    Never raises, because the records of the ranks are complete without this information.
+    """
     try:
         ended = replace(
             manifest.read_manifest(run),

@@ -1,4 +1,4 @@
-"""Finalises a run when its program has ended, and prints its last line: path, counts, gaps, next command."""
+"""Finalizes a run when its program has ended, and returns the last line: path, counts, gaps, next command."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from commprof.trace.liveness import host_of
 from commprof.trace.manifest import read_manifest
 from commprof.trace.rank_files.layout import rank_files
 
-_IMPORT_AFTER_S: Final = 2.0  # a shorter job waits for these imports at its end
+_IMPORT_AFTER_S: Final = 2.0  # a job shorter than this waits for the imports at its end
 
 
 def shown(path: Path) -> str:
-    """Return ``path`` as a person would type it: relative if it is below the current directory."""
+    """Return ``path`` as a relative path if it is below the current directory, otherwise unchanged."""
     try:
         return str(path.absolute().relative_to(Path.cwd()))
     except (ValueError, OSError):
@@ -31,9 +31,9 @@ def shown(path: Path) -> str:
 
 
 def last_line(run: Path) -> str:
-    """Finalise ``run`` if that is possible here, and report what it contains.
+    """Finalize ``run`` if this is possible here, and return a line about the content of the run.
 
-    Never raises: the program has ended, and its exit code matters more than this line.
+    Never raises, because the exit code of the program is more important than this line.
     """
     where = shown(run)
     try:
@@ -42,7 +42,7 @@ def last_line(run: Path) -> str:
         health = finalise(run)
     except MissingExtraError as error:
         return f"{where}  recorded; the records stay in binary form for now: {error}"
-    except Exception as error:  # any error: the program's exit code must still be returned
+    except Exception as error:  # after any error, the exit code of the program must still be returned
         return f"{where}  the records are kept, but could not be converted to tables yet: {error}"
     if not (health.ranks_recorded or health.records or health.lost):
         code = _exit_code(run)
@@ -52,7 +52,10 @@ def last_line(run: Path) -> str:
 
 
 def keep_summaries(run: Path) -> None:
-    """Write the summaries that most answers use into ``run``, which has ended. Never raises: they are optional."""
+    """Write the summaries that most answers use into ``run``, which has ended.
+
+    Never raises, because the summaries are optional.
+    """
     with contextlib.suppress(Exception):
         from commprof.analysis.storage.run_totals import summarise
 
@@ -60,9 +63,9 @@ def keep_summaries(run: Path) -> None:
 
 
 def keep_host(run: Path) -> None:
-    """Write this host's file into ``run``, a run on several hosts, when the ranks of this host have ended.
+    """Write the file of this host into ``run``, a run on several hosts. The ranks of this host must have ended.
 
-    Never raises: the file is optional.
+    Never raises, because the file is optional.
     """
     with contextlib.suppress(Exception):
         from commprof.analysis.storage import host_files
@@ -71,9 +74,9 @@ def keep_host(run: Path) -> None:
 
 
 def keep_missing_hosts(run: Path) -> int:
-    """Write the missing files of hosts into ``run``, which has ended, and return how many there were.
+    """Write the missing files of hosts into ``run``, which has ended, and return the number of these files.
 
-    Never raises: the files are optional.
+    Never raises, because the files are optional.
     """
     with contextlib.suppress(Exception):
         from commprof.analysis.storage import host_files
@@ -83,7 +86,7 @@ def keep_missing_hosts(run: Path) -> int:
 
 
 def has_several_hosts(run: Path) -> bool:
-    """Whether ranks of several hosts have recorded into ``run``, which is not finalised."""
+    """Return whether ranks of several hosts have recorded into ``run``, which is not finalized yet."""
     try:
         return len({host_of(stem) for _, stem in rank_files(run)}) > 1
     except OSError:
@@ -92,7 +95,10 @@ def has_several_hosts(run: Path) -> bool:
 
 @contextlib.contextmanager
 def prepared() -> Iterator[None]:
-    """Import what :func:`keep_summaries` needs in a thread, so that the end of a job does not wait for it (1 s)."""
+    """Import the modules that :func:`keep_summaries` needs, in a thread.
+
+    Otherwise the end of a job waits for these imports (1 s).
+    """
     ended = threading.Event()
     thread = threading.Thread(target=_import, args=(ended,), name="commprof-imports")
     thread.start()
@@ -106,7 +112,7 @@ def prepared() -> Iterator[None]:
 def _import(ended: threading.Event) -> None:
     if ended.wait(_IMPORT_AFTER_S):
         return
-    with contextlib.suppress(OSError):  # of this thread only: the ranks take precedence
+    with contextlib.suppress(OSError):  # lower the priority of this thread, because the ranks take precedence
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
     with contextlib.suppress(Exception):
         import_module("commprof.trace.finaliser")
@@ -121,7 +127,7 @@ def _exit_code(run: Path) -> int:
 
 
 def own_cost(health: Any) -> str:
-    """Return the measured cost of recording as text; empty if no rank reported it."""
+    """Return the measured cost of recording as text; empty if no rank reported its cost."""
     if health.recorder_ns is None:
         return ""
     share = f" ({100 * health.recorder_ns / health.wall_ns:.2f} %)" if health.wall_ns else ""

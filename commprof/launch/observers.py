@@ -1,4 +1,4 @@
-"""Background observers in the launcher of a job: readings of counters, samplers, the watchdog."""
+"""Observers that run in the launcher of a job: readings of the interface counters, samplers, the watchdog."""
 
 from __future__ import annotations
 
@@ -21,12 +21,14 @@ from commprof.trace.directory import EVERY_SAMPLES
 
 @contextlib.contextmanager
 def observed(run: Path, recording: Options, say: Callable[[str], None]) -> Iterator[None]:
-    """Within this context, write the interface counters and the requested samples into ``run``, and run the watchdog.
+    """Write the interface counters and the requested samples into ``run``, and run the watchdog, within this context.
 
-    For the launcher of a job that prints its messages.
+    Only the launcher that prints the messages of the job uses this function.
 
     Args:
-        say: called with one line of text for the person at the terminal.
+        run: The run directory.
+        recording: The options that request samplers and the watchdog.
+        say: The function that is called with one line of text for the user.
     """
     with contextlib.ExitStack() as stack:
         stack.enter_context(_interfaces(run / "wire.jsonl", recording))
@@ -40,7 +42,10 @@ def observed(run: Path, recording: Options, say: Callable[[str], None]) -> Itera
 
 @contextlib.contextmanager
 def sampled(run: Path, recording: Options, say: Callable[[str], None]) -> Iterator[None]:
-    """Do the same on another host, without the watchdog, which runs in the first launcher."""
+    """Write the interface counters and the requested samples of another host into ``run`` within this context.
+
+    The watchdog is not started, because it runs in the first launcher (see :func:`observed`).
+    """
     samplers = make_samplers(run, recording, say)
     host = socket.gethostname().replace("/", "_")
     file = EVERY_SAMPLES.replace("*", f"-{host}")
@@ -58,7 +63,10 @@ def _interfaces(file: Path, recording: Options) -> WireSampler:
 
 
 def make_samplers(run: Path, recording: Options, say: Callable[[str], None]) -> list[Sampler]:
-    """Yield the samplers that ``recording`` requests for this host. One that cannot work here is reported and left out."""
+    """Return the samplers that ``recording`` requests for this host.
+
+    A sampler that cannot work here is reported and left out.
+    """
     samplers: list[Sampler] = []
     if NVML in recording.samplers:
         try:

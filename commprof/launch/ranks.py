@@ -1,8 +1,9 @@
-"""Starts the processes of a job, waits for all of them, and stops the others when one fails.
+"""Starts the processes of a job, waits for all of them, and stops the remaining processes when one fails.
 
-Ranks are ordinary ``python SCRIPT ARGS`` processes, so argv, ``__main__``, ``sys.path``, tracebacks, signals and exit codes
-are Python's own. The rank that failed first matters most, and a launcher that polls cannot tell which it was. So each
-process has a pidfd in one epoll set, whose events arrive in the order in which the processes exited.
+Ranks are ordinary ``python SCRIPT ARGS`` processes. So argv, ``__main__``, ``sys.path``, tracebacks, signals and exit
+codes are those of Python. The rank that failed first is the most important one, and a launcher that polls cannot
+identify this rank. So each process has a pidfd in one epoll set. The events of the set arrive in the order in which the
+processes exited.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from commprof.errors import LaunchError
 from commprof.launch.signal_queue import Signal, SignalQueue
 
 GRACE_SECONDS: Final = 5.0
-STOP_GRACE_SECONDS: Final = 30.0  # as torchrun: a rank that was asked to stop may write a checkpoint first
+# The same time as in torchrun, because a rank that gets a signal to stop may write a checkpoint first.
+STOP_GRACE_SECONDS: Final = 30.0
 FORWARDED: Final = tuple(
     getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2")
 )
@@ -33,7 +35,10 @@ _SI_KERNEL: Final = 0x80  # linux/siginfo.h: sent by the kernel, in this case fo
 
 
 class Rank(NamedTuple):
-    """One process to start. Only one may read standard input. ``output``: a descriptor to use as standard output."""
+    """One process to start. Only one process of a group may read standard input.
+
+    ``output`` is the descriptor to use as standard output and standard error. None means the streams of this process.
+    """
 
     number: int
     command_line: Sequence[str]
@@ -45,52 +50,56 @@ class Rank(NamedTuple):
 class Outcome(NamedTuple):
     """How a job ended.
 
-    ``exit_code`` is that of the rank that failed first (128 + number for a signal), 0 if none failed.
+    ``exit_code`` is the exit code of the rank that failed first (128 + number for a signal), or 0 if no rank failed.
     """
 
     exit_code: int
     first_failed_rank: int | None
-    signal_name: str | None  # the signal that killed it
+    signal_name: str | None  # the signal that killed the rank that failed first
     stopped_ranks: tuple[int, ...]  # stopped by commprof after another rank had failed
-    asked_to_stop: signal.Signals | None = None  # the signal that told commprof, and so the ranks, to stop
-    grace_seconds: float = GRACE_SECONDS  # how long the others had after the first failure
+    asked_to_stop: signal.Signals | None = None  # the signal on which commprof and the ranks had to stop
+    grace_seconds: float = GRACE_SECONDS  # the time that the other ranks had after the first failure
 
 
 @contextlib.contextmanager
 def signals_held() -> Iterator[Callable[[], bool]]:
     """Block signals, so that the rank groups started within this context receive them.
 
-    A signal to a process goes to any of its threads that does not block it. Threads that start within (of a progress
-    bar, of a table reader) inherit the mask, so every signal waits until a rank group reads it. Yields a function that
-    tells, between two groups, whether a signal to stop has arrived.
+    The kernel delivers a signal to any thread of the process that does not block the signal. Threads that start within
+    this context (of a progress bar, of a table reader) inherit the mask. So every signal stays pending until a rank
+    group reads it. Yields a function that returns, between two groups, whether a signal to stop has arrived.
     """
     old_mask = signal.pthread_sigmask(signal.SIG_BLOCK, _watched())
     try:
-        yield lambda: signal.sigtimedwait(_STOPPING, 0) is not None  # with timeout 0 it cannot be interrupted
+        # A call with timeout 0 cannot be interrupted.
+        yield lambda: signal.sigtimedwait(_STOPPING, 0) is not None
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, old_mask)
 
 
 def _watched() -> tuple[signal.Signals, ...]:
-    """The signals that a rank group reads: those to forward that are not ignored, and SIGCHLD.
+    """Return the signals that a rank group reads: SIGCHLD, and the signals to forward that are not ignored.
 
-    The kernel keeps a signal that is blocked even if it is ignored. So nohup's SIGHUP, and the SIGINT that a shell ignores
-    in a background job, would be read although this process was started to ignore them.
+    The kernel keeps a blocked signal pending even if the signal is ignored. Without this exception, a rank group would
+    read the SIGHUP that nohup ignores. It would also read the SIGINT that a shell ignores in a background job.
     """
     ignored = {number for number in FORWARDED if signal.getsignal(number) == signal.SIG_IGN}
     return (*(number for number in FORWARDED if number not in ignored), signal.SIGCHLD)
 
 
 class RankGroup:
-    """The processes of one job: if one fails, the others are stopped.
+    """The processes of one job. If one process fails, the other processes are stopped.
 
     Args:
-        ranks: the processes to start.
-        say: called with one line of text for the person at the terminal.
-        grace_seconds: time that the others get to notice a failure, and again after SIGTERM.
-        stop_grace_seconds: the first of these times if SIGTERM or SIGHUP has told commprof to stop before that failure.
-        death_signal: sent to each process by the kernel if this process dies, whatever the reason.
-        is_command: the one process is a command of the user's, whose own processes are stopped with it.
+        ranks: The processes to start.
+        say: The function that is called with one line of text for the user.
+        grace_seconds: The time in seconds between a failure and the SIGTERM to the other processes. It is also the time
+            between this SIGTERM and SIGKILL.
+        stop_grace_seconds: The time in seconds between a failure and SIGTERM if commprof got SIGTERM or SIGHUP before
+            the failure.
+        death_signal: The signal that the kernel sends to each process if this process dies for any reason.
+        is_command: Whether the only process is a command of the user. The processes that this command started are then
+            stopped with it.
     """
 
     def __init__(
@@ -109,7 +118,7 @@ class RankGroup:
         self._stop_grace_seconds = stop_grace_seconds
         self._death_signal = death_signal
         self._is_command = is_command
-        self._leader = 0  # the process group of the ranks; 0 if it is that of this process
+        self._leader = 0  # the process group of the ranks; 0 if the ranks are in the group of this process
         self._shares_terminal = _in_foreground()
         self._running: dict[int, subprocess.Popen[bytes]] = {}
         self._pidfds: dict[int, int] | None = {} if hasattr(os, "pidfd_open") else None  # pidfd -> rank
@@ -125,19 +134,18 @@ class RankGroup:
         self._old_mask: set[signal.Signals] = set()
 
     def start(self) -> None:
-        """Start every rank. From here until :meth:`wait` returns, only :meth:`wait` receives this thread's signals.
+        """Start every rank. Until :meth:`wait` returns, only :meth:`wait` receives the signals of this thread.
 
         Raises:
-            LaunchError: a process could not be started; those already started are stopped.
+            LaunchError: a process could not be started. The processes that were already started are killed.
         """
         watched = _watched()
         self._signals = SignalQueue(watched)
         self._epoll = select.epoll()
         self._epoll.register(self._signals.descriptor, select.EPOLLIN)
         self._old_mask = {signal.Signals(s) for s in signal.pthread_sigmask(signal.SIG_BLOCK, watched)}
-        if (
-            signal.getsignal(signal.SIGCHLD) == signal.SIG_IGN
-        ):  # if SIGCHLD were ignored, the kernel would keep no exit codes
+        # If SIGCHLD is ignored, the kernel keeps no exit codes.
+        if signal.getsignal(signal.SIGCHLD) == signal.SIG_IGN:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         leader = 0
         for rank in self._ranks:
@@ -154,7 +162,7 @@ class RankGroup:
 
     @property
     def pids(self) -> frozenset[int]:
-        """The processes that are running."""
+        """The ids of the running processes."""
         return frozenset(process.pid for process in self._running.values())
 
     def _spawn(self, rank: Rank, leader: int) -> subprocess.Popen[bytes]:
@@ -174,11 +182,13 @@ class RankGroup:
             stdin=None if rank.reads_stdin else subprocess.DEVNULL,
             stdout=rank.output,
             stderr=rank.output,
-            # In the foreground of a terminal, the ranks stay in its process group, to read it and to get its Ctrl-C.
-            # Otherwise they get a group of their own, so that a signal to commprof's group does not reach them twice.
+            # In the foreground of a terminal, the ranks stay in the foreground group, to read the terminal and to get
+            # its Ctrl-C. Otherwise they get their own group, so that a signal to commprof's group does not reach them
+            # twice.
             process_group=None if self._shares_terminal else leader,
             preexec_fn=prepare,
-            close_fds=False,  # what was opened for the program: /dev/fd/63 of a shell, the sockets of an MPI (PMI_FD)
+            # Descriptors may be open for the program: /dev/fd/63 of a shell, the sockets of an MPI (PMI_FD).
+            close_fds=False,
         )
 
     def _watch(self, rank: int, pid: int) -> None:
@@ -187,7 +197,7 @@ class RankGroup:
             return
         try:
             pidfd = os.pidfd_open(pid)
-        except OSError:  # a kernel before 5.3: then failures are ordered by rank
+        except OSError:  # kernels before 5.3 have no pidfd, so failures are ordered by rank
             self._forget_pidfds()
             return
         self._pidfds[pidfd] = rank
@@ -195,7 +205,7 @@ class RankGroup:
 
     def _unwatch(self, pidfd: int) -> None:
         assert self._epoll is not None
-        # Closing it is not enough: a child that is about to start may hold it, too.
+        # Closing the pidfd is not enough, because a child that is about to start may have a copy of the descriptor.
         self._epoll.unregister(pidfd)
         os.close(pidfd)
 
@@ -205,11 +215,11 @@ class RankGroup:
         self._pidfds = None
 
     def wait(self) -> Outcome:
-        """Wait until the last rank has exited; forward signals meanwhile."""
+        """Wait until the last rank has exited, and forward signals meanwhile. Return how the job ended."""
         assert self._epoll is not None and self._signals is not None
         try:
             while self._running:
-                # Events come in the order of the exits. A signal ends the wait, too: SIGCHLD, if there are no pidfds.
+                # Events arrive in the order of the exits. A signal also ends the wait, such as SIGCHLD without pidfds.
                 ready = [descriptor for descriptor, _ in self._epoll.poll(self._seconds_to_wait())]
                 for received in self._signals.take():
                     if received.number != signal.SIGCHLD:
@@ -223,7 +233,8 @@ class RankGroup:
             self._epoll.close()
             self._signals.close()
             if self._asked_to_stop in _SCHEDULERS:
-                # timeout sends its signal twice, to the process and to its group. The run has yet to be closed.
+                # The command ``timeout`` sends its signal twice, to the process and to its group. The second signal
+                # must not end this process, because the run is not closed yet.
                 signal.signal(self._asked_to_stop, signal.SIG_IGN)
             signal.pthread_sigmask(signal.SIG_SETMASK, self._old_mask)
         return self._outcome()
@@ -257,14 +268,13 @@ class RankGroup:
             self._asked_to_stop = received.number
         if received.number == signal.SIGINT:
             self._interrupts += 1
-            # A command gets it, too: torchrun then stops its ranks, which would be left alone without it.
+            # A command also gets the second interrupt, because torchrun must stop its ranks itself.
             if self._interrupts > 1 and not self._is_command:
                 self._say("interrupted again: the ranks are killed")
                 self._signal_all(signal.SIGKILL)
                 return
-        if not (
-            self._shares_terminal and received.code == _SI_KERNEL
-        ):  # otherwise the terminal has sent it to them itself
+        # If the ranks share the terminal, a signal of the terminal has already reached them.
+        if not (self._shares_terminal and received.code == _SI_KERNEL):
             self._signal_all(received.number)
 
     def _stop_when_due(self) -> None:
@@ -278,7 +288,8 @@ class RankGroup:
 
     def _signal_all(self, number: signal.Signals) -> None:
         if self._is_command and self._leader and number in (signal.SIGINT, signal.SIGKILL):
-            self._signal_group(number)  # a shell waits for its program, which would not get an interrupt
+            # A shell waits for its program, which would not get an interrupt that is sent to the shell only.
+            self._signal_group(number)
             return
         for process in self._running.values():
             process.send_signal(number)
@@ -288,9 +299,9 @@ class RankGroup:
             os.killpg(self._leader, number)
 
     def _stop_left_over(self, number: signal.Signals) -> None:
-        """Stop what the command has left in its process group when it ended, such as the program of a shell script.
+        """Stop the processes that the command left in its process group, such as the program of a shell script.
 
-        A signal to the group of this process (timeout, a batch system) does not reach that group.
+        A signal to the group of this process (from timeout or a batch system) does not reach the command's group.
         """
         assert self._epoll is not None and self._signals is not None
         grace = self._stop_grace_seconds if number in _SCHEDULERS else self._grace_seconds
@@ -313,9 +324,8 @@ class RankGroup:
         rank, code = self._first_failed
         killed_by = _signal_name(-code) if code < 0 else None
         exit_code = 128 - code if code < 0 else code
-        if (
-            self._interrupts > 1 and not self._is_command
-        ):  # the ranks were killed because of it, and the shell expects the code of an interrupt
+        # The second interrupt killed the ranks, and the shell expects the exit code of an interrupt.
+        if self._interrupts > 1 and not self._is_command:
             exit_code = 128 + signal.SIGINT
         return Outcome(
             exit_code, rank, killed_by, tuple(self._stopped), self._asked_to_stop, self._first_grace
@@ -330,7 +340,10 @@ def _signal_name(number: int) -> str:
 
 
 def _members(group: int) -> list[int]:
-    """The processes of process group ``group`` that have not ended (fields 3 and 5 of their stat files, see proc(5))."""
+    """Return the processes of process group ``group`` that have not ended.
+
+    Fields 3 and 5 of the stat file of a process are its state and its group (see proc(5)).
+    """
     members = []
     for file in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError, IndexError):
@@ -341,7 +354,7 @@ def _members(group: int) -> list[int]:
 
 
 def _in_foreground() -> bool:
-    """Whether this process is in the foreground group of a terminal."""
+    """Return whether this process is in the foreground group of a terminal."""
     try:
         terminal = os.open("/dev/tty", os.O_RDWR | os.O_NOCTTY | os.O_CLOEXEC)
     except OSError:

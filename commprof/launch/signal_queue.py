@@ -1,8 +1,8 @@
-"""Reads blocked signals from a signalfd, which can be waited for together with other descriptors.
+"""Reads blocked signals from a signalfd, which a process can wait for together with other descriptors.
 
-Python's ``signal.sigtimedwait`` returns uninitialized memory, for example SIGHUP, if it is interrupted and its timeout has
-passed by then (CPython 3.11 and 3.12, measured): after Ctrl-Z and ``fg``, a container's pause, a debugger.
-Reading the kernel's descriptor does not wait, so it cannot be interrupted.
+Python's ``signal.sigtimedwait`` may return uninitialized memory, for example SIGHUP (CPython 3.11 and 3.12, measured).
+This happens if the call is interrupted and its timeout has expired by then: after Ctrl-Z and ``fg``, after a
+container's pause, or in a debugger. A read of the kernel's descriptor does not wait, so it cannot be interrupted.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from commprof.errors import LaunchError
 
 # linux/signalfd.h: number, errno, code, and fields that are not used.
 _SIGINFO: Final = struct.Struct("=Iii116x")
-_LARGEST_SET: Final = 128  # bytes of sigset_t, glibc and musl
+_LARGEST_SET: Final = 128  # the size of sigset_t in bytes, in glibc and musl
 _AT_ONCE: Final = 64
 
 
 class Signal(NamedTuple):
-    """A received signal; ``code`` says what sent it (``si_code`` of sigaction(2))."""
+    """A received signal. ``code`` identifies the kind of sender (``si_code`` of sigaction(2))."""
 
     number: signal.Signals
     code: int
 
 
 class SignalQueue:
-    """The pending signals among ``watched``. They must be blocked in every thread.
+    """The pending signals among ``watched``. Every thread must block these signals.
 
     Raises:
         LaunchError: the system cannot create the descriptor.
@@ -52,7 +52,7 @@ class SignalQueue:
             raise LaunchError(f"no descriptor to wait for signals: {os.strerror(ctypes.get_errno())}")
 
     def take(self) -> Iterator[Signal]:
-        """Yield the pending signals until none is left. Never waits."""
+        """Yield all pending signals. Never waits."""
         while True:
             try:
                 answer = os.read(self.descriptor, _AT_ONCE * _SIGINFO.size)

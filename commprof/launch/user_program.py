@@ -1,7 +1,7 @@
-"""Separates commprof's own options from the program and its arguments.
+"""Separates the options of commprof from the program and its arguments.
 
-The rule: commprof's options come first. From the first word that is not one of them (a script, ``-m`` or ``--``),
-everything belongs to the program and is passed on unchanged.
+The options of commprof come first. The first word that is not such an option (a script, ``-m`` or ``--``) begins the
+program. All words from there on belong to the program and are passed on unchanged.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from commprof.errors import UsageError
 
 CONFIG_ARGUMENTS = ("--config", "--deepspeed_config", "--deepspeed-config", "--ds_config", "--ds-config")
 
-# They are started once, and start the ranks: as scripts or modules they would be started on every rank.
+# Launchers start the ranks themselves, so they must be started only once. A script or module starts on every rank.
 _LAUNCHER_COMMANDS: Final = ("torchrun", "accelerate", DEEPSPEED)
 _LAUNCHER_MODULES: Final = (
     "torch.distributed.run",
@@ -39,7 +39,7 @@ class Kind(StrEnum):
 
     SCRIPT = "script"  # python SCRIPT ARGS, once per rank
     MODULE = "module"  # python -m MODULE ARGS, once per rank
-    COMMAND = "command"  # CMD ARGS, once; its ranks are reached by injection
+    COMMAND = "command"  # CMD ARGS, once; the injection reaches the ranks that CMD starts
 
 
 class Program(NamedTuple):
@@ -51,7 +51,7 @@ class Program(NamedTuple):
 
     @property
     def stem(self) -> str:
-        """The name for its runs: the script without directory and suffix."""
+        """The name for the runs of the program: the script without directory and suffix."""
         if self.kind is Kind.MODULE:
             return self.target.removesuffix(".__main__").rpartition(".")[2] or "module"
         if self.kind is Kind.COMMAND:
@@ -67,7 +67,7 @@ class Program(NamedTuple):
         return next((word for word in self.arguments if word.endswith(".py")), None)
 
     def command_line(self, python: Sequence[str]) -> list[str]:
-        """Return the command line to execute, with ``python`` (interpreter and flags) in front of a script or module."""
+        """Return the command line to execute. ``python`` (interpreter and flags) precedes a script or module."""
         if self.kind is Kind.COMMAND:
             return [self.target, *self.arguments]
         module = ["-m"] if self.kind is Kind.MODULE else []
@@ -75,13 +75,15 @@ class Program(NamedTuple):
 
 
 def split_arguments(argv: Sequence[str], value_options: Collection[str]) -> tuple[list[str], list[str]]:
-    """Split ``argv`` into commprof's own options and the words of the program.
+    """Split ``argv`` into the options of commprof and the words of the program.
 
-    The program begins at the first word that is not an option, at ``-m`` or ``-mMODULE``, or at ``--``, which it includes.
+    The program begins at the first word that is not an option, or at ``-m``, ``-mMODULE`` or ``--``. The second part
+    includes this word.
 
     Args:
-        value_options: the own options that take a value (``--nproc``, ``-o``). Any other option counts as a flag, so
-            that the parser of the first part still reports a misspelt one.
+        argv: The words of the command line after the verb.
+        value_options: The options of commprof that take a value (``--nproc``, ``-o``). Any other option counts as a
+            flag, so that the parser of the first part still reports misspelled options.
 
     >>> split_arguments(["--nproc", "2", "train.py", "--nproc", "9"], {"--nproc"})
     (['--nproc', '2'], ['train.py', '--nproc', '9'])
@@ -102,7 +104,7 @@ def parse_program(words: Sequence[str]) -> Program:
     After ``--``, a word that ends in ``.py`` is still a script and ``-m`` a module; anything else is a command.
 
     Raises:
-        UsageError: there is no program, or it cannot be started.
+        UsageError: there is no program, or the program cannot be started.
     """
     after_dashes = bool(words) and words[0] == "--"
     words = words[1:] if after_dashes else words
@@ -123,10 +125,13 @@ def parse_program(words: Sequence[str]) -> Program:
 
 
 def with_engine(program: Program, engine: Engine | None) -> Program:
-    """Return ``program`` as started with ``engine``: zero_runtime's command ``deepspeed`` if no other is installed.
+    """Return ``program`` with the command that ``engine`` requires.
+
+    If the command is ``deepspeed`` and no such command is installed, the launcher of zero_runtime replaces the command.
+    This requires the engine ``auto`` or ``zero_runtime``.
 
     Raises:
-        UsageError: the installed DeepSpeed is requested, and there is none.
+        UsageError: ``engine`` is the installed DeepSpeed, and DeepSpeed is not installed.
     """
     if program.kind is Kind.COMMAND:
         ours = engine in (Engine.AUTO, Engine.ZERO_RUNTIME) and program.target == DEEPSPEED
@@ -140,9 +145,9 @@ def with_engine(program: Program, engine: Engine | None) -> Program:
 
 
 def check_program(program: Program) -> None:
-    """Raise UsageError if ``program`` cannot be started, before anything is written.
+    """Raise UsageError if ``program`` cannot be started, before any file is written.
 
-    Python itself reports a module that does not exist or a script that is not well-formed.
+    This function does not check modules or the syntax of scripts, because Python reports these errors itself.
     """
     if program.kind is Kind.COMMAND:
         if shutil.which(program.target) is None:
@@ -192,7 +197,7 @@ def _suggestion(path: Path) -> str:
 
 
 class Found(NamedTuple):
-    """An argument of a program: its name, the position of the word that holds its value, and the value."""
+    """An argument of a program: its name, the position of the word that contains its value, and the value."""
 
     name: str
     position: int
@@ -200,7 +205,7 @@ class Found(NamedTuple):
 
 
 def find_argument(arguments: Sequence[str], names: Collection[str]) -> Found | None:
-    """Find the value of one of ``names`` in ``arguments``: ``--name value`` or ``--name=value``; the last one counts.
+    """Return the last argument with one of ``names``, as ``--name value`` or ``--name=value``; None if there is none.
 
     >>> find_argument(["--config", "ds.json"], ["--config"])
     Found(name='--config', position=1, value='ds.json')
@@ -218,7 +223,7 @@ def find_argument(arguments: Sequence[str], names: Collection[str]) -> Found | N
 
 
 def replace_argument(arguments: Sequence[str], position: int, value: str) -> tuple[str, ...]:
-    """Return ``arguments`` with the value at ``position`` replaced, in the same form."""
+    """Return ``arguments`` with the value at ``position`` replaced. The form ``--name=value`` is kept."""
     word = arguments[position]
     name, equals, _ = word.partition("=")
     joined = bool(equals) and name.startswith("--")

@@ -1,1 +1,1 @@
-"""Parses NCCL_DEBUG logs into tables of operations, communicators, topology and tuning."""
+"""Parses the logs that NCCL writes with NCCL_DEBUG into tables of operations, communicators, topology and tuning."""

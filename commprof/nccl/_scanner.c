@@ -1,8 +1,8 @@
 /* Scanner of NCCL logs: finds the lines of a block, reads the numbers of operation lines, and numbers all other texts.
 
-   commprof/nccl/grammar/lines.py defines what a line means. This file decides only what is certain: it passes each distinct head,
-   message and tail of operation lines to Python once, and marks every irregular line for the line reader. A block may
-   have any bytes. No byte outside of it is read. */
+   commprof/nccl/grammar/lines.py is the reference for the meaning of lines. This file decides only certain cases. It
+   passes each distinct head, message and tail of operation lines to Python once, and marks every irregular line for the
+   line reader. A block may contain any bytes. No byte outside of the block is read. */
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -13,16 +13,16 @@
 #define VECTORS 1
 #endif
 
-#define VERSION 1 /* that commprof/nccl/scan.py expects; incremented with every change of the interface */
-#define SHAPE_BYTES 300    /* as line_kinds reads */
-#define EXAMPLE_BYTES 240  /* as census shows */
+#define VERSION 1 /* the version that commprof/nccl/scan.py expects; incremented with every change of the interface */
+#define SHAPE_BYTES 300    /* equal to _LOOKED_AT in line_kinds.py */
+#define EXAMPLE_BYTES 240  /* equal to _SHOWN_BYTES in census.py */
 #define EXAMPLES 3
 #define KINDS 64
-#define NO_OPCOUNT (-2147483648LL) /* rows.NONE */
+#define NO_OPCOUNT (-2147483648LL) /* equal to NONE in op_buffer.py */
 
 typedef const uint8_t *Place;
 
-/* The first numbers of texts are for lines without a text. */
+/* The first numbers of texts are reserved for lines without a text. */
 enum { BLANK, FOREIGN, NOT_TEXT, UNREAD, RESERVED };
 
 typedef struct {
@@ -31,7 +31,7 @@ typedef struct {
 } Buffer;
 
 typedef struct {
-    int32_t begin, end, message; /* positions; the end is that of the newline */
+    int32_t begin, end, message; /* positions; end is the position of the newline */
     int32_t head, text;          /* numbers of texts */
 } Line;
 
@@ -48,17 +48,17 @@ typedef struct {
 
 typedef struct {
     PyObject_HEAD
-    Buffer lines, operations; /* of the last block */
-    Buffer bytes, texts;      /* the distinct texts, each after a byte with its type */
-    uint32_t *slots;          /* a hash table: numbers of texts, 0 for none */
+    Buffer lines, operations; /* the results for the last block */
+    Buffer bytes, texts;      /* the distinct texts; a byte with its type precedes each text */
+    uint32_t *slots;          /* a hash table with the numbers of texts; 0 for an empty slot */
     size_t num_slots;
-    size_t known; /* texts that Python has */
+    size_t known; /* the number of texts that were returned to Python */
     int busy;
 } Scanner;
 
 /* The marks found in the bytes of a line. */
 typedef struct {
-    size_t begin, head; /* positions: of the line, and of the space before NCCL */
+    size_t begin, head; /* the position of the line, and of the space before NCCL */
     int heads, controls, high, carriage;
 } Look;
 
@@ -104,11 +104,11 @@ hash_of(char tag, Place text, size_t length)
 {
     uint64_t first = (uint64_t)length * 0x9E3779B97F4A7C15u + (uint8_t)tag, second = 0x9E3779B97F4A7C15u;
     size_t at = 0;
-    for (; at + 16 <= length; at += 16) { /* two chains, which a processor computes in parallel */
+    for (; at + 16 <= length; at += 16) { /* two chains, which the processor computes in parallel */
         first = mix(first, word_at(text + at));
         second = mix(second, word_at(text + at + 8));
     }
-    if (length >= 16) { /* some bytes count twice */
+    if (length >= 16) { /* some bytes are hashed twice */
         first = mix(first, word_at(text + length - 16));
         second = mix(second, word_at(text + length - 8));
     }
@@ -146,7 +146,7 @@ grow_slots(Scanner *self, size_t num_slots)
     return 0;
 }
 
-/* The number of a text, new or known; -1 without memory. */
+/* Return the number of a text, which is added if it is new; -1 if there is no memory. */
 static int32_t
 number_of(Scanner *self, char tag, Place text, size_t length)
 {
@@ -198,7 +198,8 @@ is_word(uint8_t byte)
     return is_digit(byte) || byte == '_' || ((byte | 32) >= 'a' && (byte | 32) <= 'z');
 }
 
-/* Each of these returns the position after what it read, NULL where it is something else or `at` is NULL. */
+/* Each of the following functions returns the position after the text that it read. It returns NULL if the text has
+   another form or if `at` is NULL. */
 
 static Place
 literal(Place at, Place end, const char *text, size_t length)
@@ -235,7 +236,7 @@ decimal(Place at, Place end, int most, int64_t *value)
     return digits ? at : NULL;
 }
 
-/* As %p prints it: (nil) is 0, and no other pointer is. */
+/* Read a pointer in the form of %p. (nil) is 0. Any other text for 0 is refused. */
 static Place
 pointer(Place at, Place end, uint64_t *value)
 {
@@ -248,7 +249,7 @@ pointer(Place at, Place end, uint64_t *value)
     return at != NULL && *value ? at : NULL;
 }
 
-/* `AllReduce: `, `[3] AllReduce: ` */
+/* Read the name of a COLL line: `AllReduce: `, `[3] AllReduce: ` */
 static Place
 coll_name(Place at, Place end)
 {
@@ -266,7 +267,7 @@ coll_name(Place at, Place end)
     return at != name ? LITERAL(at, end, ": ") : NULL;
 }
 
-/* From opCount up to the count, the end of which is followed by a space. */
+/* Read the fields of a COLL line from opCount up to the count. A space must follow the count. */
 static Place
 coll_fields(Place at, Place end, Operation *found)
 {
@@ -276,7 +277,7 @@ coll_fields(Place at, Place end, Operation *found)
     at = pointer(LITERAL(at, end, " sendbuff "), end, &found->sendbuff);
     at = pointer(LITERAL(at, end, " recvbuff "), end, &found->recvbuff);
     Place accumulator = LITERAL(at, end, " acc ");
-    if (accumulator != NULL) { /* RCCL's */
+    if (accumulator != NULL) { /* printed by RCCL only */
         for (at = accumulator; at < end && *at != ' ' && *at != '\t'; at++) {
         }
         at = at - accumulator >= 1 && at - accumulator <= 20 ? at : NULL;
@@ -285,7 +286,7 @@ coll_fields(Place at, Place end, Operation *found)
     return at != NULL && at < end && *at == ' ' ? at : NULL;
 }
 
-/* `ncclAllReduce(` */
+/* Read the name of a CALL line: `ncclAllReduce(` */
 static Place
 call_name(Place at, Place end)
 {
@@ -296,7 +297,7 @@ call_name(Place at, Place end)
     return at != name ? LITERAL(at, end, "(") : NULL;
 }
 
-/* The first three arguments; a comma follows them. */
+/* Read the first three arguments of a CALL line. A comma must follow them. */
 static Place
 call_fields(Place at, Place end, Operation *found)
 {
@@ -307,7 +308,7 @@ call_fields(Place at, Place end, Operation *found)
     return at != NULL && at < end && *at == ',' ? at : NULL;
 }
 
-/* Whether a mark begins at `at`. Every line without a head that has a message has one. */
+/* Return whether a mark begins at `at`. Every line that has a message but no head contains a mark. */
 static int
 is_headless_mark(Place at, Place end)
 {
@@ -325,7 +326,7 @@ is_headless_mark(Place at, Place end)
     }
 }
 
-/* Whether a text without a head may have a message. */
+/* Return whether a text without a head may contain a message. */
 static int
 may_speak_headless(Place text, Place end)
 {
@@ -356,7 +357,8 @@ may_speak_headless(Place text, Place end)
     return 0;
 }
 
-/* Whether `at`, in a message from `text` to `end`, is the last byte of one of the marks that messages with a meaning have. */
+/* Return whether `at` is the last byte of a mark in the message from `text` to `end`. Every message with values
+   contains a mark, except for messages that may_have_values() recognizes by their beginning. */
 static int
 is_mark(Place at, Place text, Place end)
 {
@@ -389,8 +391,8 @@ is_mark(Place at, Place text, Place end)
     }
 }
 
-/* Whether a message of level INFO may have values. If not, `shape` gets its beginning with all digits as 0, and
-   those of hexadecimal numbers after 0x: the topic of a message does not depend on them. */
+/* Return whether a message of level INFO may have values. If it has none, store the beginning of the message in
+   `shape`, with 0 for each digit and for each hexadecimal digit after 0x. The topic does not depend on the digits. */
 static int
 may_have_values(Place text, Place end, uint8_t *shape)
 {
@@ -448,7 +450,7 @@ may_have_values(Place text, Place end, uint8_t *shape)
     return 0;
 }
 
-/* Whether a text is UTF-8; a truncated character at its end is allowed. */
+/* Return whether a text is UTF-8. A truncated character at the end of the text is allowed. */
 static int
 is_text(Place at, Place end)
 {
@@ -469,7 +471,7 @@ is_text(Place at, Place end)
     return 1;
 }
 
-/* The last space before `at`, or NULL. */
+/* Return the last space before `at`, or NULL. */
 static Place
 space_before(Place begin, Place at)
 {
@@ -481,14 +483,15 @@ space_before(Place begin, Place at)
     return NULL;
 }
 
-/* Read a line with one head, of level INFO or CALL, and no control bytes; -1 without memory. */
+/* Read a line with one head, of level INFO or CALL, and without control bytes. Return -1 if there is no memory. */
 static int
 read_regular(Scanner *self, Place data, const Look *look, Place end, Line *line)
 {
     Place begin = data + look->begin, nccl = data + look->head;
     int is_call = nccl[6] == 'C';
     Place message = nccl + sizeof(" NCCL INFO ") - 1;
-    /* host:pid:tid [device], or one word before CALL; text before them, such as a time, is not NCCL's */
+    /* The head is host:pid:tid [device], or one word before CALL. Text before the head, such as a time, is not from
+       NCCL. */
     Place head = is_call ? nccl : space_before(begin, nccl);
     head = head == NULL ? NULL : space_before(begin, head);
     head = head == NULL ? begin : head + 1;
@@ -554,7 +557,7 @@ add_line(Scanner *self, Place data, const Look *look, size_t newline)
     return 0;
 }
 
-/* Note a byte that is not plain text, or the N of NCCL; add the line that ends at a newline. */
+/* Record a byte that is not plain text, or the N of NCCL. At a newline, add the line that ends there. */
 static int
 look_at(Scanner *self, Place data, size_t length, size_t at, Look *look)
 {
@@ -597,7 +600,7 @@ scan_block(Scanner *self, Place data, size_t length)
     unsigned carry = 0;
     for (; at + 16 <= length; at += 16) {
         __m128i bytes = _mm_loadu_si128((const __m128i *)(data + at));
-        /* as signed numbers, control bytes and those from 0x80 on are smaller than a space */
+        /* as signed numbers, control bytes and bytes from 0x80 on are smaller than a space */
         __m128i odd = _mm_or_si128(_mm_cmplt_epi8(bytes, space), _mm_cmpeq_epi8(bytes, rubout));
         unsigned spaces = (unsigned)_mm_movemask_epi8(_mm_cmpeq_epi8(bytes, space));
         unsigned bits = (unsigned)_mm_movemask_epi8(_mm_cmpeq_epi8(bytes, big_n)) & (spaces << 1 | carry);
@@ -620,7 +623,7 @@ scan_block(Scanner *self, Place data, size_t length)
     return look.begin < length ? add_line(self, data, &look, length) : 0;
 }
 
-/* Lock the scanner for one call, which may let other threads run. */
+/* Lock the scanner for one call, because the call may release the GIL and let other threads run. */
 static int
 enter(Scanner *self)
 {
@@ -689,7 +692,7 @@ done:
     return result;
 }
 
-/* Add a line to the examples of its kind, if its message is new; a line without a head always is. */
+/* Add a line to the examples of its kind if no example has the same message. A line without a head is always added. */
 static void
 add_example(const Line **examples, int *count, Place data, const Line *line)
 {
@@ -707,7 +710,7 @@ add_example(const Line **examples, int *count, Place data, const Line *line)
     examples[(*count)++] = line;
 }
 
-/* What tally() returns of one kind. */
+/* Return the entry of one kind in the result of tally(). */
 static PyObject *
 kind_entry(int kind, int64_t times, const Line *lines, const Line **examples, int count)
 {

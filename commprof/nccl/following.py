@@ -1,8 +1,8 @@
-"""Follows logs while they are written: files grow, appear, are rotated or truncated.
+"""Follows logs while they are written, although files grow, appear, are rotated or are truncated.
 
-Lines are only counted while following. The tables come from the final files, so they equal those of a plain parse. Each
-file is also copied, compressed, to the temporary directory, and the copy is read where the file was truncated, replaced or
-removed. Memory holds one block of one file.
+While it follows the logs, this module only counts lines. The tables are built from the final files, so they equal the
+tables of a plain parse. Each file is also copied, compressed, to the temporary directory. The copy is used if the file
+was truncated, replaced or removed. Only one block of one file is in memory at a time.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _OPERATION: Final = re.compile(rb": opCount |NCCL CALL nccl(?!Group|Comm|Get|Red
 
 
 class Followed(NamedTuple):
-    """What was read so far: complete lines, and operation lines among them."""
+    """The numbers of files, bytes, complete lines, and operation lines that were read so far."""
 
     files: int
     bytes: int
@@ -43,7 +43,19 @@ _NOTHING: Final = Followed(0, 0, 0, 0)
 
 @dataclass(slots=True)
 class _File:
-    """One file with one identity. ``position``: where its last complete line ends, before ``unfinished``."""
+    """One file that is followed, as long as its identity stays the same.
+
+    Attributes:
+        path: The current path of the file.
+        identity: The device and inode of the file.
+        copy: The path of the compressed copy; None if the file could not be copied.
+        position: The position in the file after its last complete line.
+        seen: The size and the modification time (ns) at the last poll.
+        before: The last bytes before ``position``, by which a rewritten file is detected.
+        unfinished: The text after the last complete line, truncated to ``_MOST_UNFINISHED_BYTES``.
+        packed: Whether the file is compressed.
+        gone: How the file ended: ``cut``, ``replaced`` or ``removed``; None if it still exists.
+    """
 
     path: Path
     identity: tuple[int, int]
@@ -61,8 +73,9 @@ class Follower:
     """Follows logs until :meth:`sources` is called.
 
     Attributes:
-        paths: files, globs and directories; they need not exist yet.
-        scratch: an existing directory for copies.
+        paths: The files, globs and directories to follow, which need not exist yet.
+        scratch: An existing directory for the copies.
+        count: The numbers of files, bytes and lines that were read so far.
     """
 
     paths: Sequence[str]
@@ -72,14 +85,14 @@ class Follower:
     _troubles: list[str] = field(default_factory=list)
 
     def follow(self, idle: float | None, report: Callable[[Followed], None]) -> None:
-        """Read new lines until there were none for ``idle`` seconds; forever for None.
+        """Read new lines until there are none for ``idle`` seconds.
 
         Args:
-            idle: seconds.
-            report: called after each poll that found new lines.
+            idle: The time without new lines in seconds after which this method returns; None to never return.
+            report: A function that is called after each poll that found new lines.
 
         Raises:
-            LogError: a file cannot be read.
+            LogError: A file cannot be read.
         """
         quiet_since = time.monotonic()
         while True:
@@ -92,7 +105,7 @@ class Follower:
             time.sleep(max(_LEAST_WAIT_SECONDS, _WAITS_PER_LOOK * (time.monotonic() - begun)))
 
     def look(self) -> bool:
-        """Read what was written since the last poll; return whether there was any."""
+        """Read the text that was written since the last poll, and return whether any file changed."""
         try:
             paths = find_logs(self.paths)
         except LogError:
@@ -114,10 +127,10 @@ class Follower:
         return changed
 
     def sources(self) -> list[LogSource]:
-        """The logs to parse: in the order of a plain parse, removed files before their replacements.
+        """Return the logs to parse, in the order of a plain parse. A removed file precedes its replacement.
 
         Raises:
-            LogError: no file was found.
+            LogError: No file was found.
         """
         try:
             paths = find_logs(self.paths)
@@ -136,7 +149,7 @@ class Follower:
         return [source for source in [*others, *current] if source.path.exists()]
 
     def _settle(self, file: _File) -> bool:
-        """Continue in a known file, which may have moved."""
+        """Read the new lines of a known file, which may have moved, and return whether the file changed."""
         status = _status(file.path)
         if status is None or _identity(status) != file.identity:
             moved = _find(file)
@@ -151,7 +164,10 @@ class Follower:
         return self._read(file)
 
     def _read(self, file: _File) -> bool:
-        """Read the complete lines after those already read; whether there were any, or the file was truncated."""
+        """Read the complete lines after the lines that were already read.
+
+        Return whether there are new lines or the file was truncated.
+        """
         try:
             with file.path.open("rb") as stream:
                 status = os.fstat(stream.fileno())
@@ -185,7 +201,7 @@ class Follower:
         return file.position > begin
 
     def _keep(self, file: _File, text: bytes) -> None:
-        """Count ``text`` and copy it."""
+        """Count the lines of ``text`` and append ``text`` to the copy of the file."""
         file.position += len(text)
         file.before = (file.before + text[-_FINGERPRINT_BYTES:])[-_FINGERPRINT_BYTES:]
         lines = 0 if file.packed else text.count(b"\n")
@@ -197,7 +213,7 @@ class Follower:
         if file.copy is None:
             return
         try:
-            # A compressed file is compressed once more, so that the copy decompresses to the file.
+            # The bytes of a compressed file are copied unchanged, so that the copy has the same format as the file.
             with file.copy.open("ab") as copy:
                 copy.write(text if file.packed else pa.compress(text, "zstd", asbytes=True))
         except OSError as error:
@@ -208,7 +224,7 @@ class Follower:
             file.copy = None
 
     def _begin_again(self, file: _File) -> None:
-        """``file`` was truncated: its old and new contents are two logs."""
+        """Handle a truncated file: its old content and its new content become two logs."""
         self._end(file, "cut")
         copy = self.scratch / f"{len(self._files)}.zst"
         again = _File(file.path, file.identity, copy)
@@ -216,14 +232,19 @@ class Follower:
         self._read(again)
 
     def _end(self, file: _File, how: str) -> None:
-        """``file`` will not be read again: the text after its last complete line remains unread."""
+        """Mark ``file`` as ended. The text after its last complete line is counted and copied first.
+
+        Args:
+            file: The file, which will not be read again.
+            how: ``cut``, ``replaced`` or ``removed``.
+        """
         if file.unfinished:
             self._keep(file, file.unfinished)
         file.gone = how
 
     @property
     def troubles(self) -> tuple[str, ...]:
-        """Sentences about texts that could not be copied."""
+        """Sentences about content that could not be copied."""
         lost = [f for f in self._files if f.gone is not None and f.copy is None and f.position]
         return (
             *self._troubles,
@@ -232,7 +253,7 @@ class Follower:
 
 
 def _source(file: _File) -> LogSource:
-    """The log of ``file``: its copy, if the file is gone."""
+    """Return the log of ``file``, or its copy if the file was truncated, replaced or removed."""
     if file.gone is None:
         return LogSource(file.path)
     name = f"{file.path} (until it was {file.gone})"
@@ -244,13 +265,13 @@ def _source(file: _File) -> LogSource:
 
 
 def _goes_on(stream: BinaryIO, file: _File) -> bool:
-    """Whether the last text read is still at its position: a file may be truncated and grow again."""
+    """Return whether the text before ``file.position`` is unchanged. A file may be truncated and then grow again."""
     stream.seek(file.position - len(file.before))
     return stream.read(len(file.before)) == file.before
 
 
 def _find(file: _File) -> Path | None:
-    """The new path of a moved file, if it is still in the same directory."""
+    """Return the new path of a moved file; None if the file is no longer in the same directory."""
     try:
         with os.scandir(file.path.parent) as entries:
             for entry in entries:

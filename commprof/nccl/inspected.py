@@ -1,4 +1,4 @@
-"""Operations as NCCL's Inspector plugin numbers them. Standard library only."""
+"""The data classes for collectives in logs of NCCL's Inspector plugin. Imports only the standard library."""
 
 from __future__ import annotations
 
@@ -15,9 +15,20 @@ class Member(NamedTuple):
 
 
 class InspectedCollective(NamedTuple):
-    """One collective of one rank. ``number`` counts those of the operation in the communicator from 0 on every rank.
+    """One collective of one rank.
 
-    ``part_bytes``: the message of the plugin, one rank's chunk of an all_gather or reduce_scatter.
+    Attributes:
+        member: The rank, communicator and process that logged the collective.
+        comm_size: The number of ranks of the communicator.
+        op: The operation.
+        number: The number of the collective among those of the same operation and communicator, from 0. It is equal on
+            all ranks.
+        part_bytes: The size that the plugin logs, in bytes. For an all_gather or a reduce_scatter, for example, it is
+            the size of one rank's part.
+        payload_bytes: The size of the whole collective in bytes.
+        algorithm: The algorithm; None if the plugin did not log it.
+        protocol: The protocol; None if the plugin did not log it.
+        channels: The number of channels; None if the plugin did not log it.
     """
 
     member: Member

@@ -2,7 +2,7 @@
 
 parsed = parse_logs(["logs/"])
 parsed.ops            table nccl_ops            parsed.communicators   ranks and sizes
-parsed.counts         what was read, by kind    parsed.notes           what is missing, and what to set next time
+parsed.counts         numbers of lines by kind  parsed.notes           missing data, and settings for the next log
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _COUNTED_ELSEWHERE = ("files", "bytes", "unknown_op", "overlong")
 
 
 class Counts(NamedTuple):
-    """What was read. ``ignored`` counts the lines that are not about operations or communicators."""
+    """The numbers of files, bytes, and lines or messages of each kind. ``ignored`` counts lines that go to no table."""
 
     files: int
     bytes: int
@@ -73,21 +73,21 @@ class Counts(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ParsedLogs:
-    """What :func:`parse_logs` returns.
+    """The result of :func:`parse_logs`.
 
     Attributes:
-        operations: the rows of ``nccl_ops``, in memory or on disk.
-        communicators: one entry per use of a communicator address in a process.
-        processes: the processes of the logs; ``Communicator.process`` counts them.
-        counts: lines by kind.
-        unknown_ops: lines by operation name, for names that are in no table.
-        notes: sentences: what is missing or doubtful, and what to set next time.
-        generated: a log is marked as generated, so it is not the output of NCCL.
-        files: the log files in order; ``Communicator.file`` counts them.
-        tables: ``nccl_communicators``, ``nccl_rings``, ``nccl_trees``, ``nccl_links``, ``nccl_tuning`` and
+        operations: The rows of ``nccl_ops``, in memory or on disk.
+        communicators: The communicators, one entry per use of a communicator address in a process.
+        processes: The processes of the logs. ``Communicator.process`` is an index into this tuple.
+        counts: The numbers of lines by kind.
+        unknown_ops: The number of lines for each operation name that is unknown.
+        notes: Sentences on missing or doubtful data, and on settings for the next log.
+        generated: Whether a log is marked as generated, so that it is not the output of NCCL.
+        files: The log files in order. ``Communicator.file`` is an index into this tuple.
+        tables: The tables ``nccl_communicators``, ``nccl_rings``, ``nccl_trees``, ``nccl_links``, ``nccl_tuning`` and
             ``nccl_messages``, by name.
-        is_nccl: whether any line is one that NCCL, or torch about it, prints.
-        kinds: every line of the logs is of one of these kinds; with examples of those that no table has.
+        is_nccl: Whether NCCL, or torch about NCCL, printed any line of the logs.
+        kinds: The kinds of lines. Each line has exactly one kind. Kinds without a table have examples.
     """
 
     operations: Operations
@@ -104,7 +104,7 @@ class ParsedLogs:
 
     @property
     def ops(self) -> pa.Table:
-        """Table ``nccl_ops``, in the order of files and lines: all of it in memory."""
+        """The whole table ``nccl_ops`` in memory, in the order of files and lines."""
         return self.operations.table()
 
 
@@ -118,15 +118,16 @@ def parse_logs(
     """Read NCCL logs of any version, layout and compression.
 
     Args:
-        paths: files, globs, directories (all files below them), or ``-`` for standard input.
-        progress: called with the number of bytes of each block that was read.
-        scratch: an existing directory for rows that are too many for memory, by default that for temporary files.
-        careful: use the line reader for every line, which is many times slower with the same result. Without the
-            compiled scanner, all logs are read this way.
+        paths: Files, globs, directories (all files below them), or ``-`` for standard input.
+        progress: A function that is called with the number of bytes of each block that was read.
+        scratch: An existing directory for rows that do not fit into memory. The default is the directory for temporary
+            files.
+        careful: Whether to use the line reader for every line, which is many times slower and has the same result.
+            Without the compiled scanner, all logs are read this way.
 
     Raises:
-        LogError: a path that does not exist or cannot be opened. Content never raises: unrecognized lines are
-            counted.
+        LogError: A path does not exist or cannot be opened. The content of a log never raises an error, because
+            unrecognized lines are counted.
     """
     logs = find_logs([paths] if isinstance(paths, str | Path) else paths)
     return parse_sources([LogSource(path) for path in logs], progress, scratch=scratch, careful=careful)
@@ -139,14 +140,14 @@ def parse_sources(
     scratch: str | Path | None = None,
     careful: bool = False,
 ) -> ParsedLogs:
-    """:func:`parse_logs` of logs that have been found already."""
+    """Read NCCL logs as :func:`parse_logs` does, from sources instead of paths."""
     reader = _Reader(careful, None if scratch is None else Path(scratch))
     reader.read(sources, progress)
     return reader.result()
 
 
 class _Tables(Mapping[str, pa.Table]):
-    """Tables by name, some of which a thread may still compute."""
+    """A mapping of tables by name. A thread may still compute some of the tables."""
 
     def __init__(self, tables: dict[str, pa.Table | Future[pa.Table]]) -> None:
         self._tables = tables
@@ -170,13 +171,14 @@ class _Reader:
         self.careful = careful
         self.assembly = Assembly(scratch)
         self.troubles: list[str] = []
-        self.repeated = (0, 0)  # lines that stand for several, and for how many
+        # The number of lines that replace several similar lines, and the number of the replaced lines.
+        self.repeated = (0, 0)
         self.generated = False
         self.bytes = 0
         self.overlong = 0
 
     def read(self, sources: Sequence[LogSource], progress: Callable[[int], None] | None) -> None:
-        """Read the logs from the first line of the first to the last line of the last."""
+        """Read all logs in order."""
         read_by: deque[tuple[int, int]] = deque()
         for scan in scan_blocks(self._blocks(sources, read_by), self.careful):
             file, num_bytes = read_by.popleft()
@@ -193,7 +195,7 @@ class _Reader:
         self.troubles = [source.trouble for source in sources if source.trouble]
 
     def _blocks(self, sources: Sequence[LogSource], read_by: deque[tuple[int, int]]) -> Iterator[Block]:
-        """The blocks of all logs; ``read_by`` gets the log's number and the bytes read for each."""
+        """Yield the blocks of all logs, and append the log's number and the bytes of each block to ``read_by``."""
         for number, source in enumerate(sources):
             read_so_far, first = 0, True
             for block in source.spans() if source.is_plain() else source.blocks():
@@ -205,7 +207,7 @@ class _Reader:
                 yield block
 
     def result(self) -> ParsedLogs:
-        """Add what only the complete log shows."""
+        """Return the result after all logs were read, with families, global ranks and versions."""
         assembly, registry = self.assembly, self.assembly.registry
         registry.apply_torch_lines()
         membership = find_families(registry.communicators)
@@ -241,7 +243,10 @@ class _Reader:
         )
 
     def _tables(self, operations: Operations, versions: Versions) -> _Tables:
-        """The tables beside ``nccl_ops``. Choices are attributed to operations in a thread, while others are written."""
+        """Return all tables except ``nccl_ops``.
+
+        A thread attributes the choices of algorithms to operations while the caller writes the other tables.
+        """
         assembly, registry = self.assembly, self.assembly.registry
         known = (registry.processes, registry.communicators, self.files)
         communicators = communicators_table(
@@ -292,7 +297,7 @@ def refuse_taken(out_dir: str | Path, csv: bool = False) -> None:
     """Check that :func:`write` would overwrite no file.
 
     Raises:
-        UsageError: a file of that name exists already.
+        UsageError: ``out_dir`` is a file, or a file with the name of a table exists already.
     """
     directory = Path(out_dir)
     if directory.exists() and not directory.is_dir():
@@ -310,17 +315,17 @@ def refuse_taken(out_dir: str | Path, csv: bool = False) -> None:
 def write(
     parsed: ParsedLogs, out_dir: str | Path, force: bool = False, csv: bool = False
 ) -> tuple[Path, ...]:
-    """Write ``nccl_ops.parquet`` and one Parquet file for each of ``parsed.tables``; returns their paths.
+    """Write ``nccl_ops.parquet`` and one Parquet file for each of ``parsed.tables``, and return the paths.
 
     Args:
-        parsed: what :func:`parse_logs` returned.
-        out_dir: the directory, which is created if necessary.
-        force: replace files of the same names.
-        csv: write the same as CSV, too.
+        parsed: The result of :func:`parse_logs`.
+        out_dir: The directory, which is created if necessary.
+        force: Whether to replace files with the same names.
+        csv: Whether to write the tables as CSV too.
 
     Raises:
-        UsageError: one of them exists already and ``force`` is not set.
-        LogError: the directory or a file cannot be written; nothing was replaced.
+        UsageError: One of the files exists already and ``force`` is not set.
+        LogError: The directory or a file cannot be written. Nothing was replaced.
     """
     directory = Path(out_dir)
     if not force:
@@ -357,9 +362,11 @@ def _targets(directory: Path, csv: bool) -> list[Path]:
 def _versions(
     processes: Sequence[Process], banners: dict[int, set[str]], forms_by_file: Mapping[int, set[str]]
 ) -> Versions:
-    """The version of each process: its own banner, the only one of its files, of all files, else inferred.
+    """Return the version of NCCL for each process.
 
-    Up to 2.21 only rank 0 prints a banner, and without a host, so it counts for the other processes of the logs.
+    The version is in the banner of the process. Without a banner, it is the only version in the banners of the files of
+    the process, or of all files. Otherwise, it is inferred from the forms of the lines. Up to 2.21 only rank 0 prints a
+    banner, without a host, so this banner is used for the other processes too.
     """
     everywhere = set().union(*banners.values())
     forms = {file: set(its_forms) for file, its_forms in forms_by_file.items()}

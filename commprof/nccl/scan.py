@@ -1,8 +1,9 @@
-"""Scans the lines of a log, block by block: by the compiled scanner (``_scanner.c``), or by the line reader without it.
+"""Scans the lines of a log, block by block, with the compiled scanner (``_scanner.c``) or with the line reader.
 
-``lines`` defines what a line means. The scanner finds the regular lines, and each distinct head, message and tail of an
-operation line is read once. The line reader reads all other lines. The caller resolves what depends on earlier blocks:
-which hosts are known, which communicator an address means.
+The line reader is the reference (module ``grammar.lines``). It reads all lines if the scanner is not compiled.
+Otherwise the scanner finds the regular lines, and each distinct head, message and tail of an operation line is read
+only once. The line reader then reads only the other lines. The caller resolves everything that depends on earlier
+blocks: which hosts are known, and which communicator an address refers to.
 """
 
 from __future__ import annotations
@@ -37,12 +38,12 @@ from commprof.nccl.tables.bincount import first_of_each, numbered
 from commprof.nccl.tables.census import Example, Tallies, Tally, example_of, headless_example
 from commprof.nccl.tables.op_buffer import Rows
 
-_VERSION: Final = 1  # of _scanner.c that this module needs
+_VERSION: Final = 1  # the version of _scanner.c that this module needs
 MODULE: Final[ModuleType | None] = compiled("commprof.nccl._scanner", _VERSION)
 
-# The compiled scanner forgets texts beyond so many bytes.
+# The compiled scanner discards its numbered texts when they exceed this number of bytes.
 _MOST_REMEMBERED: Final = 16 << 20
-# What Ray (unless RAY_DEDUP_LOGS=0) and syslog write in lines that stand for several.
+# Ray (unless RAY_DEDUP_LOGS=0) and syslog write these texts in a line that replaces several similar lines.
 _REPEATED: Final = re.compile(rb"\[repeated (\d{1,9})x across cluster\]|message repeated (\d{1,9}) times")
 _REPEATED_MARKS: Final = (b"x across cluster]", b"message repeated ")
 Flags = npt.NDArray[np.bool_]
@@ -52,9 +53,13 @@ _Tally = Callable[
 
 
 class SlowLine(NamedTuple):
-    """A line that the line reader read: its number in the block and its messages.
+    """A line that the line reader read.
 
-    ``raw`` is set instead where the messages depend on the hosts that earlier blocks know.
+    Attributes:
+        line: The number of the line in the block, from 0.
+        messages: The messages of the line.
+        raw: The text of the line if its messages depend on hosts in earlier blocks. In this case ``messages`` is empty,
+            and the caller must read the line again.
     """
 
     line: int
@@ -66,18 +71,21 @@ class Scan(NamedTuple):
     """The contents of one block.
 
     Attributes:
-        lines: how many it has.
-        heads: the distinct heads of regular lines, by number.
-        operations: columns line, head, tail, opcount, sendbuff, recvbuff and elements, in the order of lines.
-        tails: the distinct tails of operation lines, by number.
-        slow: lines that the line reader read and that have messages, in order.
-        hosts: hosts that were seen for certain, with a process: first line, host, pid; in order.
-        groups: columns line, head, and step: 1 for ncclGroupStart, -1 for ncclGroupEnd.
-        remarks: columns line, head, text and times of lines of topology, tuning and errors: the number of the message
-            in ``texts``, and how often the head prints it before a communicator begins or ends.
-        texts: the distinct messages among them.
-        tallies: lines without messages, by kind, except those that are ``raw``.
-        repeated: the repetitions in each line that stands for several equal ones.
+        lines: The number of lines in the block.
+        heads: The distinct heads of regular lines, by number.
+        operations: The operation lines among the regular lines, in the order of lines. The columns are line, head,
+            tail, opcount, sendbuff, recvbuff and elements.
+        tails: The distinct tails of operation lines, by number.
+        slow: The lines that the line reader read and that have messages or must be read again, in order.
+        hosts: The hosts that were identified with certainty, with a process: first line, host, pid; in order.
+        groups: The lines that begin or end groups. The columns are line, head and step, which is 1 for ncclGroupStart
+            and -1 for ncclGroupEnd.
+        remarks: The lines about topology, tuning and errors. The columns are line, head, text and times. ``text`` is
+            the number of the message in ``texts``. ``times`` is the number of lines with the same head and message
+            before a communicator begins or ends.
+        texts: The distinct messages of ``remarks``.
+        tallies: The counts of lines by kind. Lines of kind ``READ`` and lines with ``raw`` are not counted.
+        repeated: For each line that replaces several similar lines, the number of repetitions.
     """
 
     lines: int
@@ -94,22 +102,25 @@ class Scan(NamedTuple):
 
 
 class Scanner(Protocol):
-    """Reads the blocks of a parse in order."""
+    """The interface of the two scanners, which read the blocks of a parse in order."""
 
     def look(self, data: bytes) -> Any:
-        """The part of the work on a block that another thread can do; one block at a time."""
+        """Do the part of the work on a block that can run in another thread, one block at a time."""
 
     def read(self, data: bytes, seen: Any) -> Scan:
-        """The contents of the block; ``seen`` is what :meth:`look` returned for it."""
+        """Return the contents of the block. ``seen`` is the result of :meth:`look` for this block."""
 
 
 def new_scanner(careful: bool = False) -> Scanner:
-    """The compiled scanner, or the line reader if ``careful`` is set or the scanner was not compiled."""
+    """Return the compiled scanner, or the line scanner if ``careful`` is set or the compiled one is not available."""
     return LineScanner() if careful or MODULE is None else CompiledScanner(MODULE)
 
 
 def scan_blocks(blocks: Iterable[Block], careful: bool = False) -> Iterator[Scan]:
-    """The scans of ``blocks``, in their order: a thread looks at each while the one before it is used."""
+    """Yield the scans of ``blocks`` in order.
+
+    A thread calls :meth:`Scanner.look` for the next block while the caller uses the scan of the current block.
+    """
     scanner = new_scanner(careful)
 
     def look(block: Block) -> tuple[bytes, Any]:
@@ -136,7 +147,7 @@ def _repetitions(data: bytes) -> tuple[int, ...]:
 
 
 class _Witness(KnownHosts):
-    """Notes the hosts in lines, and whether the current line can be read without knowing others."""
+    """Collects the hosts in the lines of a block, and finds lines that depend on the hosts of earlier blocks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -155,7 +166,7 @@ class _Witness(KnownHosts):
         return None
 
     def read(self, number: int, line: bytes) -> SlowLine:
-        """Read line ``number`` of the block."""
+        """Read line ``number`` of the block, whose cleaned text is ``line``."""
         self.asked = False
         self._shown.clear()
         messages = nccl_lines.read_line(line, self)
@@ -175,7 +186,7 @@ _NO_ROWS: Final[dict[str, Rows]] = {
 
 
 class LineScanner:
-    """Reads every line with the line reader."""
+    """The scanner that reads every line with the line reader."""
 
     def look(self, data: bytes) -> None:
         """See :class:`Scanner`."""
@@ -200,7 +211,7 @@ class LineScanner:
 
 
 class _Seen(NamedTuple):
-    """What the compiled scanner found in a block; see its ``scan``."""
+    """The result of the compiled scanner for a block. See ``scan`` in ``_scanner.c``."""
 
     lines: bytes
     operations: bytes
@@ -209,12 +220,13 @@ class _Seen(NamedTuple):
 
 
 class CompiledScanner:
-    """Reads regular lines by the numbers that the compiled scanner gives to texts."""
+    """The scanner that reads regular lines by the numbers that the compiled scanner assigns to texts."""
 
     def __init__(self, module: ModuleType) -> None:
         self._compiled, self._tally = module.Scanner(), module.tally
         self._lexicon = Lexicon()
-        self._repeats = False  # a line stood for several: before, no block is searched for more
+        # Whether any line so far replaced several lines. Blocks are searched for repetitions only if it is set.
+        self._repeats = False
 
     def look(self, data: bytes) -> _Seen:
         """See :class:`Scanner`."""
@@ -236,7 +248,7 @@ class CompiledScanner:
 
 
 class _Block:
-    """The reading of one block; lines and rows count from 0."""
+    """Reads one block. Lines and rows are numbered from 0."""
 
     def __init__(self, data: bytes, seen: _Seen, lexicon: Lexicon) -> None:
         self.data, self.lexicon = data, lexicon
@@ -249,7 +261,7 @@ class _Block:
         self.repeats = False
 
     def read(self, tally: _Tally) -> Scan:
-        """Separate lines that are known by their texts from lines for the line reader."""
+        """Return the scan of the block. Lines whose texts are not all known go to the line reader."""
         lexicon = self.lexicon
         meanings = lexicon.meanings[self.text]
         closer = (meanings == MESSAGE) | (lexicon.meanings[self.head] == MESSAGE)
@@ -266,7 +278,7 @@ class _Block:
             closer |= doubtful
             slow = sorted(slow + self._read_lines(doubtful), key=lambda entry: entry.line)
         meanings[closer] = MESSAGE
-        # Several texts may be one head: RCCL prints ranks before an operation.
+        # Several texts may have equal heads, because RCCL prints ranks before an operation.
         heads: dict[Head, int] = {}
         self.heads = np.zeros(len(lexicon.meanings), np.int64)
         for number in first:
@@ -311,7 +323,7 @@ class _Block:
         return slow
 
     def _first_lines(self) -> dict[int, int]:
-        """The first line of each known head, by its number."""
+        """Return the first line of each known head, by the number of the head."""
         first = np.full(len(self.lexicon.meanings), self.size)
         first[self.head[::-1]] = np.arange(self.size)[::-1]
         known = np.array(list(self.lexicon.heads), np.int64)
@@ -342,9 +354,10 @@ class _Block:
         }
 
     def _remarks(self, meanings: npt.NDArray[np.int8], slow: list[SlowLine]) -> tuple[Rows, list[bytes]]:
-        """All remarks, and their texts.
+        """Return all remarks, and their texts.
 
-        Equal links of one head between two events that begin or end a communicator are one remark, with their number.
+        Equal links of one head are combined into one remark with a count, unless a communicator begins or ends between
+        them.
         """
         events = [
             entry.line
@@ -368,7 +381,7 @@ class _Block:
         return columns, [self.lexicon.remarks[number] for number in numbers]
 
     def _count_silent(self, tally: _Tally, meanings: npt.NDArray[np.int8]) -> None:
-        """Count the lines without messages by kind."""
+        """Count by kind the regular lines whose messages go to no table."""
         kinds = np.where(meanings == IGNORED, self.lexicon.kinds[self.text], np.int8(-1))
         for number, count, lines in tally(self.data, self.lines, kinds):
             self.tallies.add(self.lexicon.kind_names[number], count, [self._example(line) for line in lines])

@@ -1,6 +1,6 @@
-"""Where log lines come from: files, globs, directories, standard input; plain, gzip or zstd; block by block.
+"""Reads logs block by block from files, globs, directories and standard input, which may be plain, gzip or zstd.
 
-Memory stays bounded by one block, whatever the size of the log.
+Only one block of a log is in memory at a time.
 """
 
 from __future__ import annotations
@@ -27,15 +27,18 @@ _LOOK_BYTES: Final = 1 << 16
 LONGEST_LINE_BYTES: Final = 16 << 20
 
 _GZIP, _ZSTD = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
-# Files that commprof, or a generator, writes next to logs.
+# The suffixes of files that commprof, or a generator of logs, writes next to logs.
 _NOT_LOGS: Final = frozenset({".csv", ".json", ".jsonl", ".md", ".parquet", ".records", ".events"})
 
 
 def find_logs(paths: Sequence[str | Path]) -> list[Path]:
-    """The log files of ``paths``, in order, each once: files, globs, directories with all files below them.
+    """Return the log files of ``paths`` in order, without duplicates.
+
+    Args:
+        paths: Files, globs, directories, or ``-`` for standard input. All files below a directory are included.
 
     Raises:
-        LogError: a path that does not exist, a glob or a directory without a file.
+        LogError: A path does not exist, a glob or a directory has no file, or ``paths`` is empty.
     """
     logs: dict[Path, None] = {}
     for text in map(str, paths):
@@ -68,7 +71,7 @@ def _no_log_text(path: Path, text: str) -> str:
 
 
 class Span(NamedTuple):
-    """Complete lines of a plain file: where they begin, and how many bytes they are."""
+    """A range of complete lines in a plain file: the position of its first byte, and its length in bytes."""
 
     path: Path
     begin: int
@@ -79,7 +82,7 @@ Block = Span | bytes
 
 
 def read_block(block: Block) -> bytes:
-    """The bytes of a block; a file that was truncated meanwhile returns the rest."""
+    """Return the bytes of a block. If the file was truncated in the meantime, only the remaining bytes are returned."""
     if isinstance(block, bytes):
         return block
     with block.path.open("rb", buffering=0) as stream:
@@ -93,13 +96,14 @@ def read_block(block: Block) -> bytes:
 
 
 class LogSource:
-    """One log, read once, as blocks of lines.
+    """One log that is read once, as blocks of lines.
 
     Attributes:
-        name: the name of the log, by default its path.
-        num_bytes: bytes read so far, after decompression.
-        overlong: lines longer than ``LONGEST_LINE_BYTES``, which are skipped.
-        trouble: why reading ended early; None if it did not.
+        path: The path of the log.
+        name: The name of the log, by default its path.
+        num_bytes: The number of bytes read so far, after decompression.
+        overlong: The number of lines longer than ``LONGEST_LINE_BYTES``, which are skipped.
+        trouble: The reason why reading ended early; None if the whole log was read.
     """
 
     def __init__(self, path: Path, name: str | None = None) -> None:
@@ -110,10 +114,10 @@ class LogSource:
         self.trouble: str | None = None
 
     def blocks(self) -> Iterator[bytes]:
-        """The log as blocks of complete lines; the last line may lack its newline.
+        """Yield the log as blocks of complete lines. The last line may lack its newline.
 
         Raises:
-            LogError: the file cannot be opened.
+            LogError: The file cannot be opened.
         """
         with ExitStack() as opened:
             try:
@@ -125,7 +129,7 @@ class LogSource:
             yield from self._complete_lines(self._raw_blocks(stream))
 
     def is_plain(self) -> bool:
-        """Whether blocks of the log can be read independently: a regular file that is not compressed."""
+        """Return whether blocks of the log can be read independently, as in a regular file that is not compressed."""
         try:
             if not self.path.is_file():
                 return False
@@ -135,10 +139,12 @@ class LogSource:
             return False
 
     def spans(self) -> Iterator[Block]:
-        """The log as spans of complete lines, where :meth:`is_plain`; the same lines as in :meth:`blocks`.
+        """Yield the log as spans of complete lines, with the same lines as :meth:`blocks`.
+
+        The log must be plain (see :meth:`is_plain`).
 
         Raises:
-            LogError: the file cannot be opened.
+            LogError: The file cannot be opened.
         """
         try:
             with self.path.open("rb") as stream:
@@ -164,7 +170,10 @@ class LogSource:
             ) from error
 
     def _complete_lines(self, raw_blocks: Iterator[bytes]) -> Iterator[bytes]:
-        """Split at newlines. A line that is too long is replaced by an empty one, so that lines keep their numbers."""
+        """Yield blocks of complete lines.
+
+        A line that is too long is replaced by an empty line, so that the following lines keep their numbers.
+        """
         rest: list[bytes] = []
         length, skipping = 0, False
         for block in raw_blocks:
@@ -188,7 +197,7 @@ class LogSource:
     def _raw_blocks(self, stream: io.BufferedIOBase) -> Iterator[bytes]:
         while True:
             try:
-                block = stream.read1(BLOCK_BYTES)  # what a damaged archive still returns, too
+                block = stream.read1(BLOCK_BYTES)  # read1 also returns the readable part of a damaged archive
             except (OSError, EOFError, zlib.error, pa.ArrowException) as error:
                 self.trouble = (
                     f"{self.path} could not be read to its end: {error}; the part before it is used"
@@ -201,7 +210,7 @@ class LogSource:
 
 
 def _after_newline(stream: io.BufferedReader, position: int, size: int) -> int:
-    """Where the first line begins that begins at or after ``position``; at most ``size``."""
+    """Return the position of the first line that begins at or after ``position``; at most ``size``."""
     position -= 1
     while position < size:
         stream.seek(position)
@@ -213,19 +222,19 @@ def _after_newline(stream: io.BufferedReader, position: int, size: int) -> int:
 
 
 def _last_line(stream: io.BufferedReader, begin: int, end: int) -> int:
-    """Where the last line begins that begins in ``begin`` (which begins one) to ``end``."""
+    """Return the position of the last line that begins between ``begin`` and ``end``. A line begins at ``begin``."""
     stream.seek(begin)
     return begin + stream.read(end - begin).rfind(b"\n") + 1
 
 
 def is_packed(stream: BinaryIO) -> bool:
-    """Whether a file that was just opened is compressed."""
+    """Return whether a file that was just opened is compressed."""
     magic = stream.read(4)
     return magic.startswith(_GZIP) or magic == _ZSTD
 
 
 def _open(path: Path, opened: ExitStack) -> io.BufferedIOBase:
-    """``path`` as a stream of plain bytes; the first bytes, not the name, show compression."""
+    """Open ``path`` as a stream of decompressed bytes. The compression is detected by the first bytes of the file."""
     if str(path) == STANDARD_INPUT:
         return sys.stdin.buffer  # type: ignore[return-value]
     stream = opened.enter_context(path.open("rb"))

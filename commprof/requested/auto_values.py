@@ -1,7 +1,8 @@
-"""The values that a config leaves open (``auto``), and what the start of a run decides about them.
+"""Replaces the values that a config leaves open (``auto``).
 
-A recorded run has the decided values. Before a run, the rules decide what they can: ``gradient_accumulation_reduce`` by a
-stated limit, sizes by a calibration. What depends on the machine alone is a sentence.
+A recorded run contains the values that its start decided. Before a run, the rules decide the values that they can:
+``gradient_accumulation_reduce`` by the configured limit, and sizes by a calibration. A value that depends only on the
+machine keeps its default, and a sentence explains the assumption.
 """
 
 from __future__ import annotations
@@ -30,11 +31,11 @@ _EVEN: Final = 2  # shards are aligned to 2 elements
 
 
 class Decided(NamedTuple):
-    """A config without open values.
+    """A config whose open values are decided.
 
     Attributes:
-        config: with the decided values.
-        sentences: what was decided and why, or what is assumed instead.
+        config: The config with the decided values.
+        sentences: For each open value, a sentence about the decision and its reason, or about the assumption.
     """
 
     config: Mapping[str, Any]
@@ -51,11 +52,11 @@ def decide(
     """Replace the open values of ``config``.
 
     Args:
-        config: as zero_runtime reads it.
-        parameters: of one rank.
-        world_size: ranks among which gradients are reduced.
-        backend: of their group.
-        costs: of a calibration; None for the one that the config names, if any.
+        config: The config as zero_runtime reads it.
+        parameters: The parameters of one rank.
+        world_size: The number of ranks among which gradients are reduced.
+        backend: The backend of their process group.
+        costs: The costs of a calibration, or None for the calibration that the config names, if it names one.
 
     Raises:
         RequestedError: a key has a value of the wrong type or outside its range.
@@ -74,23 +75,23 @@ def decide(
             sentences.append(sentence)
             if numel is not None:
                 values[name] = numel
-    # A key that is still auto has its default, as in DeepSpeed.
+    # A key that is still auto has its default value, as in DeepSpeed.
     return Decided({**config, _ZERO: values}, tuple(sentences))
 
 
 def filled(config: Mapping[str, Any], effective: Mapping[str, Any] | None) -> Mapping[str, Any]:
-    """``config`` with the values that a run decided where it is ``auto``.
+    """Return ``config`` with each ``auto`` value replaced by the value that a run decided.
 
     Args:
-        config: as the user wrote it.
-        effective: as the engine of the run published it; None where it did not.
+        config: The config as the user wrote it.
+        effective: The config as the engine of the run published it, or None if the engine published none.
     """
     block, decided = config.get(_ZERO), (effective or {}).get(_ZERO)
     if not isinstance(block, Mapping) or not isinstance(decided, Mapping):
         return config
     values = dict(block)
     for name in (_REDUCE, *_SIZES):
-        # Stage 3 has two names of its keys.
+        # The keys of stage 3 exist with and without the prefix ``stage3_``.
         decision = decided.get(name, decided.get(f"stage3_{name}", decided.get(name.removeprefix("stage3_"))))
         if block.get(name) == "auto" and decision is not None:
             values[name] = decision
@@ -98,7 +99,7 @@ def filled(config: Mapping[str, Any], effective: Mapping[str, Any] | None) -> Ma
 
 
 def whole_gradient_bytes(config: Mapping[str, Any], parameters: Sequence[Parameter]) -> int:
-    """Bytes of the gradients of all trained parameters, in the type in which they are accumulated."""
+    """Return the bytes of all gradients together, in the element type in which they are accumulated."""
     configuration = read_configuration(config)
     return sum(
         each.numel * item_bytes(configuration.accumulation_dtype or configuration.model_dtype or each.dtype)
@@ -150,7 +151,7 @@ def _size(
     backend: str,
     costs: Mapping[Op, Cost] | None,
 ) -> tuple[int | None, str]:
-    """The elements of a size, None for its default, and a sentence."""
+    """Return the decided number of elements for the key ``name``, or None for its default, and a sentence."""
     configuration = read_configuration(config)
     key, default = f"{_ZERO}.{name} is auto", _SIZES[name]
     if world_size == 1:
@@ -185,12 +186,15 @@ def _size(
 
 
 def _elements(payload_bytes: float, item: int) -> int:
-    """An even number of elements. Rounded first, so that the order of the arithmetic does not matter."""
+    """Return an even number of elements for ``payload_bytes``.
+
+    The payload is rounded first, so that the order of the arithmetic does not matter.
+    """
     return max(1, -(-math.ceil(round(payload_bytes, 3) / item) // _EVEN)) * _EVEN
 
 
 def _reducing(configuration: Configuration, backend: str) -> Op:
-    """The operation whose bandwidth decides the size of gradient buckets."""
+    """Return the operation whose bandwidth determines the size of gradient buckets."""
     if configuration.reduction == "reduce_scatter":
         native = configuration.reduce_scatter_on(backend) == "native"
         return Op.REDUCE_SCATTER if native else Op.ALL_TO_ALL

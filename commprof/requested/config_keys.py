@@ -1,8 +1,9 @@
-"""Reads one key of a DeepSpeed config and checks its type; errors name the key.
+"""Reads one key of a DeepSpeed config and checks the type of its value. Errors name the key.
 
-Values of other types are read as DeepSpeed reads them, by pydantic: ``"2"`` and ``true`` are whole numbers, ``"on"``, 1 and
-1.0 are true, ``"2.5"`` is a number, and ``" on"`` or ``"5e8"`` for a whole number is an error. A key whose value is
-``"auto"`` is not set. zero_runtime states the same rules in ``configuration/reading``.
+Values of other types are converted as pydantic does for DeepSpeed. ``"2"`` and ``true`` are accepted as integers.
+``"on"``, 1 and 1.0 are accepted as true. ``"2.5"`` is accepted as a number. ``" on"`` is an error for a boolean, and
+``"5e8"`` is an error for an integer. A key with the value ``"auto"`` counts as not set. zero_runtime implements the
+same rules in ``configuration/reading``.
 """
 
 from __future__ import annotations
@@ -31,21 +32,21 @@ _DIGITS: Final = re.compile(r"[+-]?[0-9]+(_[0-9]+)*(\.0+)?")
 
 
 def truth(value: Any) -> Any:
-    """``value`` as the boolean that it stands for; unchanged if it stands for none."""
+    """Return the boolean that ``value`` represents, or ``value`` itself if it represents none."""
     if isinstance(value, str):
         return _WORDS.get(value.lower(), value)
     return bool(value) if isinstance(value, int | float) and value in (0, 1) else value
 
 
 def _whole(value: Any) -> Any:
-    """``value`` as the whole number that it stands for; unchanged if it stands for none."""
+    """Return the integer that ``value`` represents, or ``value`` itself if it represents none."""
     if isinstance(value, str) and _DIGITS.fullmatch(value.strip()):
         return int(value.strip().partition(".")[0].replace("_", ""))
     return int(value) if isinstance(value, bool) else value
 
 
 def _real(value: Any) -> Any:
-    """``value`` as the number that it stands for; unchanged if it stands for none."""
+    """Return the number that ``value`` represents, or ``value`` itself if it represents none."""
     if not isinstance(value, str | bool):
         return value
     try:
@@ -55,14 +56,14 @@ def _real(value: Any) -> Any:
 
 
 def set_keys(value: object) -> Mapping[str, Any]:
-    """The object ``value`` without ``auto`` keys; empty where it is no object."""
+    """Return the object ``value`` without its ``auto`` keys, or an empty mapping if it is not an object."""
     if not isinstance(value, Mapping):
         return {}
     return {name: each for name, each in value.items() if each != _AUTO or name in _AUTO_IS_A_VALUE}
 
 
 def nearest_key(key: str, known: Iterable[str]) -> str | None:
-    """The dotted key of ``known`` that ``key`` may stand for: its last part is spelled nearly the same."""
+    """Return the dotted key in ``known`` whose last part is spelled most like the last part of ``key``, or None."""
     ends: dict[str, list[str]] = {}
     for name in sorted(known):
         ends.setdefault(name.rpartition(".")[2], []).append(name)
@@ -71,7 +72,7 @@ def nearest_key(key: str, known: Iterable[str]) -> str | None:
 
 
 def section(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    """The object under ``key``; empty where it is not set."""
+    """Return the object under ``key``, or an empty mapping if the key is not set."""
     value = config.get(key)
     if value is None or value == _AUTO:
         return {}
@@ -81,13 +82,13 @@ def section(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
 
 
 def flag(values: Mapping[str, Any], key: str, default: bool | None, *, is_checked: bool = True) -> bool:
-    """True or false under the last part of the dotted ``key``.
+    """Return the boolean under the last part of the dotted ``key``.
 
     Args:
-        values: the keys of a block.
-        key: with the names of its blocks.
-        default: where it is not set; None if the key may be null, too, which is false.
-        is_checked: whether DeepSpeed refuses other values; otherwise they count by Python's rules, such as 2 as true.
+        values: The keys of a block.
+        key: The dotted name of the key, which includes the names of its blocks.
+        default: The result if the key is not set. None means false, and that the key may also be null.
+        is_checked: Whether DeepSpeed refuses other values. If not, Python's truth rules apply, so that 2 is true.
     """
     value = values.get(key.rpartition(".")[2], _AUTO)
     if value == _AUTO or (value is None and default is None):
@@ -99,7 +100,7 @@ def flag(values: Mapping[str, Any], key: str, default: bool | None, *, is_checke
 
 
 def number(values: Mapping[str, Any], key: str, default: float) -> float:
-    """A number that is not negative."""
+    """Return the number under ``key``, which must not be negative, or ``default`` if the key is not set."""
     value = _value(values, key)
     if value is None:
         return default
@@ -110,7 +111,10 @@ def number(values: Mapping[str, Any], key: str, default: float) -> float:
 
 
 def count(values: Mapping[str, Any], key: str, default: int | None, *, least: int) -> int | None:
-    """A whole number of at least ``least``, also written as ``5e8``."""
+    """Return the integer under ``key``, which must be at least ``least``, or ``default`` if the key is not set.
+
+    The number ``5e8`` is accepted as an integer.
+    """
     value = _value(values, key)
     if value is None:
         return default
@@ -122,7 +126,7 @@ def count(values: Mapping[str, Any], key: str, default: int | None, *, least: in
 
 
 def choice(values: Mapping[str, Any], key: str, choices: tuple[str, ...]) -> str:
-    """One of ``choices``, the first where the key is not set."""
+    """Return the value under ``key``, which must be in ``choices``, or the first choice if the key is not set."""
     value = _value(values, key)
     if value is None:
         return choices[0]
@@ -132,7 +136,7 @@ def choice(values: Mapping[str, Any], key: str, choices: tuple[str, ...]) -> str
 
 
 def dtype(values: Mapping[str, Any], key: str) -> str | None:
-    """An element type by any of its names, as torch spells it; None where the key is not set."""
+    """Return the element type under ``key`` in torch's spelling, or None if the key is not set."""
     value = _value(values, key)
     if value is None:
         return None
@@ -142,11 +146,11 @@ def dtype(values: Mapping[str, Any], key: str) -> str | None:
 
 
 def _value(values: Mapping[str, Any], key: str) -> Any:
-    # Any: a value of a JSON file, which the caller checks.
+    # The type is Any because this is a value of a JSON file, which the caller checks.
     value = values.get(key.rpartition(".")[2])
     return None if value == _AUTO else value
 
 
 def wrong(key: str, value: object, wanted: str) -> RequestedError:
-    """The error for a value that cannot be used."""
+    """Return the error for a value that cannot be used."""
     return RequestedError(f"{key} is {value!r} in the config; expected {wanted}")

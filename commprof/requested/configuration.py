@@ -1,7 +1,7 @@
-"""The keys of a DeepSpeed config that decide what is sent, with DeepSpeed 0.19's defaults.
+"""The keys of a DeepSpeed config that determine the messages, with DeepSpeed 0.19's defaults.
 
-Only these keys are read; the runtime validates the rest of a config. Some of them are zero_runtime's
-own: in ``zero_optimization`` those of :data:`OWN_KEYS`.
+Only these keys are read. The runtime validates the rest of a config. Some keys exist only in zero_runtime. In
+``zero_optimization`` these are the keys in :data:`OWN_KEYS`.
 """
 
 from __future__ import annotations
@@ -27,28 +27,30 @@ REDUCE_SCATTER_IMPLS: Final = ("auto", "native", "all_to_all")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Configuration:
-    """The settings of a config that decide what is sent.
+    """The settings of a config that determine the messages.
 
     Attributes:
-        model_dtype: element type that the config gives the model; None leaves the parameters as they are.
-        communication_dtype: element type of sent gradients.
-        accumulation_dtype: element type in which gradients are accumulated; None is the model's.
-        reduce_bucket_size: elements per gradient bucket.
+        model_dtype: The element type to which the config converts the model, or None if it converts nothing.
+        communication_dtype: The element type of the gradients that are sent.
+        accumulation_dtype: The element type in which gradients are accumulated, or None for the type of the model.
+        reduce_bucket_size: The maximum number of elements per gradient bucket.
         gradient_reduction: ``"auto"`` or a name in :data:`REDUCTIONS`.
-        gather_by_broadcast: ``allgather_partitions: false`` or ``disable_allgather: true``, which DeepSpeed ignores.
-        allgather_bucket_size: elements per gathering message; None where the key is not set. DeepSpeed ignores it.
-        gradient_clipping: largest norm; 0 turns clipping off.
-        check_overflow: 16-bit gradients are checked for overflow at stages 1 and 2.
-        offload_device: where the optimizer states are: ``"none"``, ``"cpu"`` or ``"nvme"``.
-        accumulation_steps: micro-batches per step as written; None when it follows from the batch sizes.
-        managed_accumulation: False makes each call of ``step()`` a step.
-        compression: how gradients are compressed (zero_runtime only); None where they are not.
-        quantises_gradients: gradients are sent in 4 bits at stages 1 and 2 (zero_runtime only).
-        quantises_weights: updated parameters are sent in 8 bits (zero_runtime only).
-        accumulation_reduce: ``each``, or ``boundary``: stages 2 and 3 reduce in the last micro-batch of a step alone
-            (zero_runtime only). :mod:`commprof.requested.auto_values` replaces ``auto``.
-        data_before_experts: ranks with the same experts are neighbors (``use_data_before_expert_parallelism``).
-        fuses_adam: the optimizer is Adam without ``torch_adam``, which has its own class for 16-bit parameters.
+        gather_by_broadcast: ``allgather_partitions: false`` or ``disable_allgather: true``. DeepSpeed ignores both.
+        allgather_bucket_size: The number of elements per gathering message, or None for no limit. DeepSpeed ignores the
+            key.
+        gradient_clipping: The largest gradient norm. 0 turns clipping off.
+        check_overflow: Whether 16-bit gradients are checked for overflow at stages 1 and 2.
+        offload_device: The place of the optimizer states: ``"none"`` (the device), ``"cpu"`` or ``"nvme"``.
+        accumulation_steps: The number of micro-batches per step, or None if it follows from the batch sizes.
+        managed_accumulation: If False, each call of ``step()`` is a training step.
+        compression: The gradient compression (zero_runtime only), or None if gradients are not compressed.
+        quantises_gradients: Whether gradients are sent in 4 bits at stages 1 and 2 (zero_runtime only).
+        quantises_weights: Whether updated parameters are sent in 8 bits at stages 1 and 2 (zero_runtime only).
+        accumulation_reduce: ``each`` or ``boundary`` (zero_runtime only). With ``boundary``, stages 2 and 3 reduce
+            gradients only in the last micro-batch of a step. :mod:`commprof.requested.auto_values` replaces ``auto``.
+        data_before_experts: Whether ranks with the same experts are neighbors (``use_data_before_expert_parallelism``).
+        fuses_adam: Whether the optimizer is Adam without ``torch_adam``. DeepSpeed has a separate optimizer class for
+            this Adam with 16-bit parameters.
     """
 
     stage: int
@@ -83,15 +85,15 @@ class Configuration:
 
     @property
     def partitions(self) -> bool:
-        """Whether the optimizer states are partitioned: stages 1 and 2."""
+        """Return whether the optimizer states are partitioned, which is the case at stages 1 to 3."""
         return self.stage > 0
 
     @property
     def reduces_flat_groups(self) -> bool:
-        """Whether the flat gradient of each parameter group is reduced as a whole.
+        """Return whether the flat gradient of each parameter group is reduced as a whole.
 
-        Only in this case DeepSpeed keeps fp32 gradients next to a bf16 model. The optimizer class for it has neither
-        buckets nor an overflow check nor a message for the norm.
+        Only in this case does DeepSpeed keep fp32 gradients for a bf16 model. DeepSpeed's optimizer class for this case
+        has neither buckets nor an overflow check nor a message for the norm.
         """
         return (
             self.stage == 1
@@ -102,17 +104,20 @@ class Configuration:
 
     @property
     def reduces_whole_in_buckets(self) -> bool:
-        """Whether stage 0 sends whole gradients in buckets during the backward pass (zero_runtime only)."""
+        """Return whether stage 0 sends full gradients in buckets during the backward pass (zero_runtime only)."""
         return not self.partitions and self.gradient_reduction != "auto" and self.overlap_comm
 
     @property
     def buffers_are_contiguous(self) -> bool:
-        """Whether gradients are gathered in contiguous buckets, without which both reduction keys are ignored."""
+        """Return whether gradients are copied into contiguous buckets.
+
+        Without contiguous buckets, ``reduce_scatter`` and ``use_multi_rank_bucket_allreduce`` are ignored.
+        """
         return self.contiguous_gradients or self.offload_device != "none"
 
     @property
     def reduction(self) -> str:
-        """The gradient reduction that takes place, a name in :data:`REDUCTIONS`."""
+        """The gradient reduction that is used, a name in :data:`REDUCTIONS`."""
         if not self.partitions or self.reduces_flat_groups:
             return "all_reduce"
         if self.quantises_gradients:
@@ -127,13 +132,13 @@ class Configuration:
 
     @property
     def reduces_chunks(self) -> bool:
-        """Whether the flat buffers are divided into chunks, each reduced to the owners of its rows."""
+        """Return whether the flat buffers are divided into chunks. Each row of a chunk is reduced to its owner."""
         return self.stage in (1, 2) and self.reduction == "reduce_scatter"
 
     def reduce_scatter_on(self, backend: str) -> str:
-        """How a reduce_scatter is issued on ``backend``: ``native`` or ``all_to_all``.
+        """Return how a reduce_scatter is issued on ``backend``: ``native`` or ``all_to_all``.
 
-        gloo runs a native one as an all_reduce, so there the config's auto means an all_to_all.
+        gloo runs a native reduce_scatter as an all_reduce. On gloo, ``auto`` in the config therefore means all_to_all.
         """
         if self.reduce_scatter_impl != "auto":
             return self.reduce_scatter_impl
@@ -141,11 +146,11 @@ class Configuration:
 
     @property
     def reduces_in_backward_order(self) -> bool:
-        """Whether gradients enter buckets as backward produces them, rather than in the order of the groups."""
+        """Return whether gradients enter buckets in the order of the backward pass, not in the order of the groups."""
         return self.stage >= 2 or (self.stage == 1 and self.overlap_comm)
 
     def as_deepspeed_reads(self) -> Configuration:
-        """The config as DeepSpeed reads it, without the keys of zero_runtime."""
+        """Return the configuration as DeepSpeed reads it, without the keys of zero_runtime."""
         return replace(
             self,
             gradient_reduction="auto",
@@ -157,12 +162,12 @@ class Configuration:
 
     @property
     def reduces_every_micro_step(self) -> bool:
-        """Whether gradients are reduced in each micro-batch, rather than once per step."""
+        """Return whether gradients are reduced in each micro-batch, not once per step."""
         return self.stage >= 2 and self.accumulation_reduce != "boundary"
 
 
 def read_configuration(config: Mapping[str, Any]) -> Configuration:
-    """Read the keys that decide what is sent.
+    """Return the settings of ``config`` that determine the messages.
 
     Raises:
         RequestedError: a key has a value of the wrong type or outside its range.
@@ -222,7 +227,7 @@ def read_configuration(config: Mapping[str, Any]) -> Configuration:
 
 
 def autocast_dtype(config: Mapping[str, Any]) -> str | None:
-    """The element type in which torch.autocast computes, as torch spells it; None where it is off."""
+    """Return the element type of torch.autocast in torch's spelling, or None if autocast is off."""
     block = section(config, "torch_autocast")
     if not flag(block, "torch_autocast.enabled", False, is_checked=False):
         return None
@@ -230,15 +235,16 @@ def autocast_dtype(config: Mapping[str, Any]) -> str | None:
 
 
 def zero_section(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The keys of ``zero_optimization``."""
+    """Return the keys of ``zero_optimization``."""
     value = config.get("zero_optimization")
-    if isinstance(value, bool):  # the oldest form of the key: stage 1, on or off
+    # The oldest form of the key is a boolean, which turns stage 1 on or off.
+    if isinstance(value, bool):
         return {"stage": int(value)}
     return section(config, "zero_optimization")
 
 
 def _clipping(config: Mapping[str, Any]) -> float:
-    """The largest norm; null does not clip."""
+    """Return the largest gradient norm, or 0 if the config turns clipping off by null."""
     if config.get("gradient_clipping", 0.0) is None:
         return 0.0
     return number(config, "gradient_clipping", 0.0 if "gradient_clipping" in config else 1.0)

@@ -6,16 +6,16 @@ from commprof.errors import UsageError
 
 
 class RequestedError(UsageError):
-    """A config or a parameter list cannot be used as it is."""
+    """An error in a config or a parameter list that prevents a prediction."""
 
 
 class UnsupportedError(RequestedError):
-    """The config asks for something whose rules are not stated here.
+    """The config requests a feature that the rules do not cover.
 
     Args:
-        key: dotted name of the key, for example ``"zero_optimization.stage"``.
-        value: its value in the config.
-        reason: why that changes what is sent, as the end of a sentence.
+        key: The dotted name of the key, for example ``"zero_optimization.stage"``.
+        value: The value of the key in the config.
+        reason: The reason why the value changes the messages, as the end of a sentence.
     """
 
     def __init__(self, key: str, value: object, reason: str) -> None:

@@ -1,4 +1,4 @@
-"""The expected messages of one purpose, and how rows of them are made and merged."""
+"""The expected messages of one purpose, with functions that create and merge such rows."""
 
 from __future__ import annotations
 
@@ -12,29 +12,30 @@ When = Literal["init", "micro_step", "step"]
 
 
 class Expectation(NamedTuple):
-    """The messages of one purpose.
+    """The expected messages of one purpose.
 
     Attributes:
-        when: what ``count`` and the bytes are for: the start of training, one micro-batch, or one optimizer step.
-        purpose: a value of schema.Purpose.
-        requested_op: the operation that the config requests.
-        issued_op: the operation that the runtime then issues.
-        intended_op: the operation that the issued one replaces, where they differ.
-        count: messages.
-        payload_bytes: sum of their payloads.
-        wire_bytes: sum of the mean bytes that each rank sends for them.
-        exact: False where ``count`` depends on an unknown order: of arriving gradients, or of modules.
-        note: a remark for the report; may be empty.
-        bytes_exact: False where the bytes depend on the order in which modules run too, or on what ``estimate`` says.
-        least_bytes: lower bound of ``payload_bytes`` over all orders of modules.
-        group_size: None for the group of all ranks; else the ranks are split, in order, into groups of this size, and each
-            of these sends that.
-        groups: instead of ``group_size``, the ranks of each group that sends that; else None.
-        most_bytes: upper bound of ``payload_bytes`` where it is an estimate; None without a bound.
-        estimate: what the bytes depend on where they are an estimate; empty for the order in which modules run.
-        padding_bytes: those of ``payload_bytes`` that carry no data; None where that is not known.
-        payloads: bytes of each message; of one with a row for each rank that may differ in length, those of every row.
-        arrived: of gradients: how many have arrived when each message is sent; empty where that is not stated.
+        when: The period that ``count`` and the bytes refer to: the start of training, one micro-batch, or one step.
+        purpose: A value of schema.Purpose.
+        requested_op: The operation that the config requests.
+        issued_op: The operation that the runtime issues.
+        intended_op: The operation that the issued operation replaces, or None if it replaces nothing.
+        count: The number of messages.
+        payload_bytes: The sum of the payloads of the messages.
+        wire_bytes: The modelled bytes that each rank sends on average for all messages together.
+        exact: False if ``count`` depends on an unknown order of gradients or modules.
+        note: A remark for the report, which may be empty.
+        bytes_exact: False if the bytes depend on an unknown order of the modules, or on the quantity in ``estimate``.
+        least_bytes: The lower bound of ``payload_bytes`` over all orders of modules.
+        group_size: The size of the groups that send these messages, or None for the group of all ranks. The ranks are
+            divided in order into groups of this size, and every group sends the messages.
+        groups: The ranks of each group that sends these messages, as an alternative to ``group_size``, or None.
+        most_bytes: The upper bound of ``payload_bytes`` if it is an estimate, or None without a bound.
+        estimate: The quantity that estimated bytes depend on. It is empty for the order in which modules run.
+        padding_bytes: The part of ``payload_bytes`` that contains no data, or None if it is not known.
+        payloads: The bytes of each message. A message whose rows may differ in length has the bytes of every rank's
+            row.
+        arrived: For gradients, how many gradients have arrived when each message is sent. It is empty if not stated.
     """
 
     when: When
@@ -61,15 +62,15 @@ class Expectation(NamedTuple):
 def row(
     when: When, purpose: Purpose, op: Op, payloads: Sequence[int], world_size: int, note: str = ""
 ) -> Expectation:
-    """Messages that the config and the parameter list determine and no key renames.
+    """Return an exact expectation whose requested and issued operation are both ``op``.
 
     Args:
-        when: what they belong to.
-        purpose: why they are sent.
-        op: what is sent.
-        payloads: bytes of each message.
-        world_size: ranks among which they are sent.
-        note: a remark for the report.
+        when: The period in which the messages are sent.
+        purpose: The purpose of the messages.
+        op: The operation.
+        payloads: The bytes of each message.
+        world_size: The number of ranks of the group.
+        note: A remark for the report.
     """
     total = sum(payloads)
     wire = wire_bytes(op, total, world_size)
@@ -90,7 +91,7 @@ def row(
 
 
 def summed(rows: Iterable[Expectation], when: When) -> list[Expectation]:
-    """``rows`` merged to one per purpose and operations, in the order of the first of each."""
+    """Return ``rows`` merged into one row per purpose, operations and groups, in the order of first occurrence."""
     alike: dict[tuple[object, ...], list[Expectation]] = {}
     for each in rows:
         key = (

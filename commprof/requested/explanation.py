@@ -1,4 +1,4 @@
-"""Explains in one sentence what a config requests and what a runtime issues for it."""
+"""Explains in one sentence which gradient reduction a config requests and which one a runtime issues."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from commprof.requested.parameters import item_bytes
 from commprof.requested.zero.reductions import REDUCTIONS
 from commprof.schema import Op, wire_bytes
 
-_MANY: Final = 2**20  # elements: many, so that the last block and rounding hardly matter
+_MANY: Final = 2**20  # elements, so many that the last block and rounding hardly matter
 
 
 class ReductionShare(NamedTuple):
     """Bytes that each rank sends to reduce gradients, per byte of gradients.
 
     Attributes:
-        requested: for the operation that the config requests.
-        issued: for the operation that the runtime then issues.
-        requested_op: the requested operation.
-        issued_op: the issued operation.
+        requested: The bytes of the operation that the config requests.
+        issued: The bytes of the operation that the runtime issues instead, or of the same operation.
+        requested_op: The requested operation.
+        issued_op: The issued operation.
     """
 
     requested: float
@@ -33,7 +33,7 @@ class ReductionShare(NamedTuple):
 
 
 def requested_op(configuration: Configuration) -> Op:
-    """The operation on gradients that the config requests."""
+    """Return the operation that the config requests for reducing gradients."""
     if not configuration.partitions:
         return Op.ALL_REDUCE
     if configuration.gradient_reduction != "auto":
@@ -42,10 +42,11 @@ def requested_op(configuration: Configuration) -> Op:
 
 
 def requested_gradient_op(config: Mapping[str, Any] | None) -> str | None:
-    """The operation on gradients that ``config`` requests, whatever is then issued.
+    """Return the operation that ``config`` requests for reducing gradients, even if another operation is issued.
 
-    ``reduce_scatter: true``, also by default, requests a reduce_scatter; false, and stage 0, an all_reduce; a value of
-    ``gradient_reduction`` the operation that it names. None when there is no config, or one that cannot be read.
+    ``reduce_scatter: true``, which is the default, requests a reduce_scatter. ``reduce_scatter: false`` and stage 0
+    request an all_reduce. A value of ``gradient_reduction`` requests the operation that it names. The result is None if
+    there is no config, or if it cannot be read.
     """
     if config is None:
         return None
@@ -56,7 +57,7 @@ def requested_gradient_op(config: Mapping[str, Any] | None) -> str | None:
 
 
 def describe(config: Mapping[str, Any] | None) -> str:
-    """One sentence: what ``config`` requests, and what a ZeRO runtime issues for it."""
+    """Return one sentence about the reduction that ``config`` requests and the one that a ZeRO runtime issues."""
     if config is None:
         return "no config was recorded, so what was requested is not known"
     try:
@@ -66,7 +67,7 @@ def describe(config: Mapping[str, Any] | None) -> str:
 
 
 def describe_configuration(configuration: Configuration) -> str:
-    """The sentence of :func:`describe` for a config that has been read."""
+    """Return the sentence of :func:`describe` for a config that has been read."""
     if configuration.compression is not None:
         return _describe_compression(configuration.compression)
     if configuration.reduces_whole_in_buckets:
@@ -137,16 +138,16 @@ def _describe_stage_3(configuration: Configuration) -> str:
 def reduction_share(
     config: Mapping[str, Any], world_size: int, backend: str = "gloo", runtime: str = "deepspeed"
 ) -> ReductionShare:
-    """What each rank sends to reduce gradients, per byte of gradients: as requested, and as issued.
+    """Return the bytes that each rank sends per byte of gradients, for the requested and for the issued operation.
 
-    On 4 ranks 0.75 for a reduce_scatter and 1.5 for an all_reduce, by :func:`commprof.schema.wire_bytes`. Padding is not
-    counted, nor a parameter that is larger than a bucket.
+    On 4 ranks, :func:`commprof.schema.wire_bytes` gives 0.75 for a reduce_scatter and 1.5 for an all_reduce. The shares
+    ignore padding and parameters that are larger than a bucket.
 
     Args:
-        config: the config file as DeepSpeed reads it.
-        world_size: ranks among which the gradients are reduced.
-        backend: backend of the group; gloo has no reduce_scatter of its own, which zero_runtime knows.
-        runtime: ``"deepspeed"`` or ``"zero_runtime"``, whose ``gradient_reduction`` DeepSpeed does not know.
+        config: The config file as DeepSpeed reads it.
+        world_size: The number of ranks among which the gradients are reduced.
+        backend: The backend of the group. gloo has no native reduce_scatter, and zero_runtime issues an all_to_all.
+        runtime: ``"deepspeed"`` or ``"zero_runtime"``. DeepSpeed ignores zero_runtime's key ``gradient_reduction``.
 
     Raises:
         RequestedError: the config cannot be read.

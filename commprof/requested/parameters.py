@@ -1,4 +1,4 @@
-"""The parameters of a model, and the lists of them that the rules need."""
+"""The parameters of a model, and functions that select and order them for the rules."""
 
 from __future__ import annotations
 
@@ -28,19 +28,21 @@ class Parameter(NamedTuple):
     """One parameter of the model, as in the ``parameters`` table.
 
     Attributes:
-        name: qualified name.
-        numel: elements.
-        dtype: element type in the model, ``"float32"`` or ``"torch.float32"``.
-        param_group: number of its optimizer parameter group; -1 or None when the optimizer does not have it.
-        requires_grad: whether it is trained.
-        forward_index: position in ``model.named_parameters()``; None when that is the position in the list.
-        shape: of what a rank holds, ``"64x32"``; empty where it is not known.
-        cut: how its tensor is partitioned along the model axis, a value of schema.CUTS; None where it is not.
-        whole_shape: its full shape, where a rank holds a shard of it.
-        stages: numbers of the pipeline stages that have it, ``"0,2"``, with a plus at the end where they keep copies equal.
-        owner_types: the class of the module that owns it, and those that this derives from, ``"MyNorm,LayerNorm"``; of
-            several owners with a semicolon between them. None where that is not known.
-        ep_size: ranks that share the experts of its layer, where it is an expert's; else None.
+        name: The qualified name.
+        numel: The number of elements that a rank has: of the full parameter, or of its shard on the model axis.
+        dtype: The element type in the model, such as ``"float32"`` or ``"torch.float32"``.
+        param_group: The number of the optimizer parameter group, or -1 or None if the optimizer lacks the parameter.
+        requires_grad: Whether the parameter is trained.
+        forward_index: The position in ``model.named_parameters()``, or None if it is the position in the list.
+        shape: The shape of the tensor on a rank, such as ``"64x32"``. It is empty if it is not known.
+        cut: How the tensor is partitioned along the model axis, a value of schema.CUTS, or None if it is not
+            partitioned.
+        whole_shape: The full shape, if a rank has only a shard of the tensor.
+        stages: The numbers of the pipeline stages that have the parameter, such as ``"0,2"``. A plus at the end means
+            that the stages keep their copies equal.
+        owner_types: The class of the module that owns the parameter, followed by its base classes, such as
+            ``"MyNorm,LayerNorm"``. Several owners are separated by semicolons. None if the classes are not known.
+        ep_size: For a parameter of an expert, the number of ranks that share the experts of its layer. Otherwise None.
     """
 
     name: str
@@ -58,12 +60,12 @@ class Parameter(NamedTuple):
 
     @property
     def module(self) -> str:
-        """Qualified name of the module that owns it."""
+        """The qualified name of the module that owns the parameter."""
         return self.name.rpartition(".")[0]
 
     @property
     def extents(self) -> tuple[int, ...]:
-        """``shape`` as numbers."""
+        """The extents in ``shape`` as numbers."""
         return _extents(self.shape)
 
     @property
@@ -73,15 +75,15 @@ class Parameter(NamedTuple):
 
     @property
     def whole_numel(self) -> int:
-        """Elements of the full parameter."""
+        """The number of elements of the full parameter."""
         return prod(self.whole_extents) if self.whole_shape else self.numel
 
     @property
     def stage_numbers(self) -> tuple[int, ...]:
-        """The stages that have it; the first alone where ``stages`` is empty.
+        """The numbers of the stages that have the parameter, or only stage 0 if ``stages`` is empty.
 
         Raises:
-            RequestedError: ``stages`` has another form.
+            RequestedError: ``stages`` is not a list of numbers.
         """
         numbers = (self.stages or "0").rstrip("+").split(",")
         if not all(each.isdecimal() for each in numbers):
@@ -90,7 +92,7 @@ class Parameter(NamedTuple):
 
     @property
     def is_tied(self) -> bool:
-        """Whether stages keep copies of it equal."""
+        """Return whether several stages have copies of the parameter and keep the copies equal."""
         return bool(self.stages) and str(self.stages).endswith("+")
 
 
@@ -102,7 +104,7 @@ def _extents(shape: str) -> tuple[int, ...]:
 
 
 def item_bytes(dtype: str) -> int:
-    """Bytes of one element of ``dtype``, which is spelled with or without ``torch.``."""
+    """Return the bytes of one element of ``dtype``, a name with or without ``torch.``."""
     size = ITEM_BYTES.get(dtype.removeprefix("torch."))
     if size is None:
         raise RequestedError(f"element type {dtype!r} is not known; known are: {', '.join(ITEM_BYTES)}")
@@ -110,7 +112,7 @@ def item_bytes(dtype: str) -> int:
 
 
 def check_parameters(parameters: Sequence[Parameter]) -> None:
-    """Raise RequestedError unless the names differ and no size is negative."""
+    """Raise RequestedError if a name occurs twice or a size is negative."""
     seen: set[str] = set()
     for parameter in parameters:
         if parameter.name in seen:
@@ -123,14 +125,18 @@ def check_parameters(parameters: Sequence[Parameter]) -> None:
 
 
 def in_model_order(parameters: Sequence[Parameter]) -> list[Parameter]:
-    """The parameters as ``model.named_parameters()`` lists them."""
+    """Return the parameters in the order of ``model.named_parameters()``."""
     if any(parameter.forward_index is None for parameter in parameters):
         return list(parameters)
     return sorted(parameters, key=lambda parameter: parameter.forward_index or 0)
 
 
 def of_one_rank(parameters: Iterable[Parameter]) -> list[Parameter]:
-    """What one rank holds of ``parameters``, those of the experts of all ranks: of each place in the model the first one."""
+    """Return the part of ``parameters`` that one rank has.
+
+    ``parameters`` contains the experts of all ranks. The result keeps the first expert parameter of each position in
+    the model.
+    """
     of_rank: list[Parameter] = []
     places = set()
     for each in parameters:
@@ -142,14 +148,15 @@ def of_one_rank(parameters: Iterable[Parameter]) -> list[Parameter]:
 
 
 def ep_sizes(parameters: Iterable[Parameter]) -> list[int | None]:
-    """The ``ep_size`` of each kind of parameters: None for dense ones, and those of experts."""
+    """Return the distinct ``ep_size`` values of ``parameters``, where None represents the dense parameters."""
     return list(dict.fromkeys(each.ep_size for each in parameters))
 
 
 def trained_groups(parameters: Iterable[Parameter]) -> list[list[Parameter]]:
-    """The trained parameters of each optimizer parameter group, by group number, in the order given.
+    """Return the trained parameters of each optimizer parameter group, in the order of the group numbers.
 
-    Groups that train nothing are left out: nothing is sent for them.
+    Each group keeps the order of ``parameters``. Groups without a trained parameter are left out, because they send
+    nothing.
     """
     groups: dict[int, list[Parameter]] = {}
     for parameter in parameters:
@@ -161,10 +168,10 @@ def trained_groups(parameters: Iterable[Parameter]) -> list[list[Parameter]]:
 def in_gradient_order(
     parameters: Sequence[Parameter], gradient_order: Sequence[str]
 ) -> tuple[list[Parameter], list[str]]:
-    """``parameters`` as their gradients arrived, and the names of those that got none.
+    """Return ``parameters`` in the order of their gradients, and the names of parameters without a gradient.
 
     Raises:
-        RequestedError: ``gradient_order`` repeats a name, or has one that is not the name of any parameter given.
+        RequestedError: ``gradient_order`` repeats a name, or contains a name that is not in ``parameters``.
     """
     by_name = {parameter.name: parameter for parameter in parameters}
     if len(set(gradient_order)) != len(gradient_order):

@@ -1,4 +1,4 @@
-"""Features of a config whose rules are not stated in this package."""
+"""Refuses the features of a config that the rules of this package do not cover."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from commprof.requested.errors import UnsupportedError
 def refuse_unsupported(
     config: Mapping[str, Any], stage: int, world_size: int, *, is_own: bool = False
 ) -> None:
-    """Raise UnsupportedError, naming the key, when ``config`` uses a feature beyond the four stages.
+    """Raise UnsupportedError, which names the key, if ``config`` uses a feature that the rules do not cover.
 
-    ``is_own``: the runtime is zero_runtime, whose rules of quantizing, compressing and composing are known.
+    ``is_own`` means that the runtime is zero_runtime. Its rules for quantization, compression and composed collectives
+    are known.
     """
     zero = set_keys(config.get("zero_optimization"))
     if stage and zero.get("zenflow"):
@@ -117,17 +118,17 @@ def _refuse_with_stage_3(
 
 
 def optimizer_type(config: Mapping[str, Any]) -> str:
-    """The config's ``optimizer.type`` in lower case; ``none`` without one."""
+    """Return ``optimizer.type`` of the config in lower case, or ``none`` without an optimizer."""
     return str(set_keys(config.get("optimizer")).get("type")).lower()
 
 
 def refuse_with_experts(config: Mapping[str, Any], configuration: Configuration, *, is_own: bool) -> None:
-    """Raise UnsupportedError, naming the key, when ``config`` cannot be used for a model with experts.
+    """Raise UnsupportedError, which names the key, if ``config`` cannot be used for a model with experts.
 
-    DeepSpeed refuses stage 3, gradients that are not reduced to their owners, and at stage 2 buckets without contiguity.
-    Source: DeepSpeed 0.19.8, ``_validate_zero3_moe_compatibility``, ``_configure_moe_settings``.
+    DeepSpeed refuses stage 3, gradients that are not reduced to their owners, and buckets at stage 2 that are not
+    contiguous. Source: DeepSpeed 0.19.8, ``_validate_zero3_moe_compatibility``, ``_configure_moe_settings``.
 
-    ``is_own``: the runtime is zero_runtime, whose own keys DeepSpeed ignores.
+    ``is_own`` means that the runtime is zero_runtime. DeepSpeed ignores the keys that only zero_runtime has.
     """
     if configuration.stage == 3:
         raise UnsupportedError(

@@ -1,1 +1,1 @@
-"""Samplers, and the diagnosis of hung jobs, outside of the training processes."""
+"""Samplers and the diagnosis of hung jobs. Both run outside of the training processes."""

@@ -1,4 +1,4 @@
-"""The last calls of each rank, from the tables of a finalised run."""
+"""Reads the last calls of each rank from the tables of a finalized run."""
 
 from __future__ import annotations
 
@@ -34,9 +34,10 @@ _TIMES: Final = ("return_ns", "wait_begin_ns", "wait_end_ns", "device_end_ns")
 
 
 def read_archive(run: Path) -> tuple[list[RankCalls], dict[int, str]]:
-    """The last calls of each rank of the last attempt; of several processes of a rank, those of the last one.
+    """Return the last calls of each rank in the last attempt, and the missing files by rank.
 
-    Also returns, for each rank whose records are missing, the missing file.
+    If a rank has several processes, the calls are those of the process that issued a call last. The second result
+    contains a sentence about the missing file for each rank whose records are missing.
 
     Raises:
         TraceError: the run cannot be read.

@@ -13,12 +13,12 @@ from commprof.schema import UNKNOWN_SPLITS, Layer
 MAIN_THREAD: Final = "MainThread"
 WINDOW: Final = 20_000  # how many of the last records of a rank are read
 
-# Layers whose waits the recorder times: a call without a wait there is still under way, or was abandoned.
+# Layers whose waits the recorder times. A call of such a layer that has no wait is in progress or was abandoned.
 _TIMED_LAYERS: Final = frozenset({Layer.PROCESS_GROUP.value, Layer.BACKEND.value})
 
 
 class What(NamedTuple):
-    """The values that are equal in all calls of one signature."""
+    """The values that are equal in all calls with the same signature."""
 
     op: str
     pg: str
@@ -26,7 +26,7 @@ class What(NamedTuple):
     payload_bytes: int
     dtype: str | None
     reduce_op: str | None
-    peer: int  # global rank of the root or of the other side; -1 for none or any
+    peer: int  # the global rank of the root, or of the peer of a message; -1 for no rank or any rank
     device: str | None
     is_async: bool
     backend: str | None = None
@@ -37,19 +37,20 @@ class What(NamedTuple):
 
     @property
     def on_host(self) -> bool:
-        """Whether the host runs it, so that a wait of the host is a wait for it."""
+        """Whether the call runs on the host, so that a wait of the program is a wait for the call."""
         return self.device is None or self.device.partition(":")[0] == "cpu"
 
     @property
     def agreed(self) -> Agreed:
-        """The values on which all ranks of the group must agree in one collective."""
+        """The values that must be equal on all ranks of the group in one collective."""
         return agreed(self.op, self.payload_bytes, self.dtype, self.reduce_op, self.peer, self.backend)
 
 
 class Call(NamedTuple):
-    """One collective or message that a rank has issued, or that raised. Times of 0 are not known.
+    """One collective or message that a rank issued, or a call that raised an exception.
 
-    ``pg_seq``: as in the table ``collectives``: negative for a call that raised.
+    All times are in ns, and 0 means that the time is not known. ``pg_seq`` is the column of the table ``collectives``.
+    It is negative for a call that raised an exception.
     """
 
     what: What
@@ -70,17 +71,17 @@ class Call(NamedTuple):
 
     @property
     def place(self) -> int:
-        """How many calls the rank had issued before it in the group."""
+        """The number of calls that the rank had issued in the group before this call."""
         return -1 - self.pg_seq if self.raised else self.pg_seq
 
     @property
     def other_thread(self) -> str | None:
-        """The thread that issued it; None for the main thread."""
+        """The name of the thread that issued the call; None if it is the main thread or is not known."""
         return None if self.thread == MAIN_THREAD else self.thread
 
     @property
     def end_ns(self) -> int:
-        """When it ended for the program, as far as the host knows."""
+        """The time in ns at which the call ended for the program, as far as the host recorded it."""
         return max(self.return_ns, self.wait_end_ns, self.device_end_ns)
 
 
@@ -103,14 +104,14 @@ class GroupFacts(NamedTuple):
 
 @dataclass(slots=True)
 class RankCalls:
-    """The calls of one rank.
+    """The last calls of one rank, with the identity of its process.
 
     Attributes:
-        calls: the last ones, oldest first.
-        total: number of calls, including those before the window.
-        ended: the recording was closed in order.
-        last_clock: (monotonic, realtime) of the last time when both were read together, in ns.
-        stacks: signal and file by which the process writes its stacks, if it supports that.
+        calls: The last calls of the rank, the oldest first. At most ``WINDOW`` records are read.
+        total: The number of all calls of the rank, including the calls before the window.
+        ended: Whether the rank closed its recording normally.
+        last_clock: The monotonic and the real-time clock in ns when both were last read together.
+        stacks: The signal on which the process writes its stacks, and the file, if the process supports this.
     """
 
     rank: int
@@ -128,26 +129,27 @@ class RankCalls:
 
     @property
     def whole(self) -> bool:
-        """Whether ``calls`` has all calls of the rank."""
+        """Whether ``calls`` contains all calls of the rank."""
         return self.total <= len(self.calls)
 
     def stages(self) -> list[Stage]:
-        """The stage of each of ``calls``."""
+        """Return the stage of each call in ``calls``."""
         return list(_stages(self.calls, self.ended))
 
     def inside(self) -> list[Call]:
-        """The calls in which the program is now: usually at most one in each thread."""
+        """Return the calls that the program is inside of. Each thread usually has at most one such call."""
         return [call for call, stage in zip(self.calls, self.stages(), strict=True) if stage is Stage.INSIDE]
 
     def last_done(self) -> Call | None:
-        """The call that ended last, if known."""
+        """Return the call that ended last, or None if no call is known to have ended."""
         stages = self.stages()
         done = [call for call, stage in zip(self.calls, stages, strict=True) if stage is Stage.DONE]
         return max(done, key=lambda call: call.end_ns, default=None)
 
     def last_unknown(self) -> Call | None:
-        """The last call whose completion is not known."""
-        later: set[str] = set()  # groups with a later call that has ended: calls of a group end in order
+        """Return the last call whose completion is not known, or None if there is none."""
+        # The groups with a later call that has ended. Calls of a group end in order, so earlier calls have ended too.
+        later: set[str] = set()
         for call, stage in reversed(list(zip(self.calls, self.stages(), strict=True))):
             if stage is Stage.UNKNOWN and call.what.pg not in later:
                 return call
@@ -166,14 +168,14 @@ def _stage(call: Call, is_last: bool, ended: bool) -> Stage:
     if call.raised or call.wait_end_ns or call.device_end_ns:
         return Stage.DONE
     if not call.return_ns:
-        # A thread that went on to issue another call has left this one, however that happened.
+        # A thread that has issued another call since then is no longer inside this call.
         return Stage.INSIDE if is_last else Stage.DONE
     if not call.what.on_host:
         return Stage.UNKNOWN
     if ended and not call.what.is_async:
-        return Stage.DONE  # on the host a call that is not asynchronous returns when it is complete
+        return Stage.DONE  # a synchronous call on the host returns when it is complete
     if call.wait_begin_ns:
-        # A wait that an exception ends is recorded to its end as well.
+        # The recorder also writes the end of a wait that an exception ends.
         return Stage.DONE if ended else Stage.INSIDE
     if call.layer not in _TIMED_LAYERS:
         return Stage.UNKNOWN

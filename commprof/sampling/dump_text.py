@@ -1,4 +1,4 @@
-"""A dump as text: the verdict, then ranks, groups and stacks. Pure."""
+"""Formats a dump as text: the verdict, then the ranks, the groups and the stacks. Pure."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _MOST_GROUPS: Final = 40
 
 
 def dump_text(dump: Dump) -> str:
-    """The whole dump, ending with a line feed."""
+    """Return the complete dump as text that ends with a line feed."""
     situation = dump.situation
     lines = [
         escaped(dump.verdict.sentence),
@@ -108,7 +108,7 @@ def _groups(situation: Situation) -> list[str]:
 
 
 def _uneven(situation: Situation, standing: Standing) -> list[str]:
-    """Groups of ranks with equal progress, the furthest first."""
+    """Return the lines of a group whose ranks differ in progress; the ranks with the most progress come first."""
     by_place: dict[tuple[int, str], list[int]] = {}
     for rank, call in standing.last.items():
         place = (
@@ -123,7 +123,7 @@ def _uneven(situation: Situation, standing: Standing) -> list[str]:
 
 
 def _stacks(situation: Situation) -> list[str]:
-    """Each distinct stack with its ranks and threads."""
+    """Return the lines of each distinct stack, with the ranks and threads that have this stack."""
     ranks_by_stack: dict[tuple[str, tuple[str, ...]], list[int]] = {}
     lines = []
     for report in situation.reports.values():
@@ -143,7 +143,7 @@ def _stacks(situation: Situation) -> list[str]:
 
 
 def _thread(situation: Situation, report: RankReport, stack: Stack) -> str:
-    """``main thread``, ``thread loader in all_reduce #7``: the thread, and its collective."""
+    """Return a thread and its collective, such as ``main thread`` or ``thread loader in all_reduce #7``."""
     if stack.is_main or report.stacks is None:
         return "main thread"
     last = {(call.thread, call.thread_ident): call for call in report.calls.calls}

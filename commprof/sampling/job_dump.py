@@ -1,7 +1,7 @@
-"""A dump of a job: what each rank waits for, with its Python stacks.
+"""Takes a dump of a job: what each rank waits for, with its Python stacks.
 
-For a running job it reads the files and processes of the ranks. For a job that has ended it reports the same at its end,
-without stacks.
+For a running job, the dump reads the files and the processes of the ranks. For a job that has ended, the dump shows the
+state at the end of the job, without stacks.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from commprof.trace.directory import COLLECTIVES_DIRECTORY
 from commprof.trace.manifest import read_manifest
 from commprof.trace.rank_files.layout import RankFile
 
-WATCH_SECONDS: Final = 0.5  # how long the job is watched for progress
+WATCH_SECONDS: Final = 0.5  # the time for which the job is observed for progress
 _MOST_AT_ONCE: Final = 8  # processes whose stacks are taken at the same time
 
 
 @dataclass(frozen=True, slots=True)
 class Dump:
-    """The ranks of a run at one moment, and the verdict on them."""
+    """The state of the ranks of a run at one point in time, and the verdict on them."""
 
     run: Path
     taken: datetime
@@ -45,7 +45,7 @@ class Dump:
     with_stacks: bool
 
     def as_dict(self) -> dict[str, Any]:
-        """The dump as JSON values: times in ns, bytes, and the names of the schema's columns."""
+        """Return the dump as JSON values, named like the columns of the schema. Times are in ns and sizes in bytes."""
         situation = self.situation
         return {
             "run": str(self.run),
@@ -80,11 +80,14 @@ def take_dump(
     """Take a dump of the job that records into ``run``, without changing or blocking it.
 
     Args:
-        stacks: take the stacks of the processes too.
+        stacks: Whether to take the stacks of the processes, too.
+        watch_seconds: The time in seconds for which the ranks are observed for progress.
+        sleep: The function that waits for a number of seconds.
 
     Raises:
         TraceError: the run cannot be read.
-        MissingExtraError: it has ended and was made into tables, and the packages that read those are not installed.
+        MissingExtraError: the run has ended and was converted to tables, and the packages that read tables are not
+            installed.
     """
     files = latest_files(run)
     if not files:
@@ -116,7 +119,7 @@ def _end(run: Path) -> End:
 
 
 class _Look(NamedTuple):
-    """A rank as read, and its fingerprint before reading."""
+    """The report of a rank, and the fingerprint of its files before they were read."""
 
     stem: Path
     before: tuple[int, int]
@@ -124,10 +127,10 @@ class _Look(NamedTuple):
 
 
 def _read(files: Sequence[tuple[RankFile, Path]]) -> tuple[list[_Look], dict[int, str]]:
-    """The ranks whose files can be read, and the reason for each of the others.
+    """Return the ranks whose files can be read, and for each other rank why its files cannot be read.
 
     Raises:
-        TraceError: none can be read.
+        TraceError: the files of no rank can be read.
     """
     looked, damaged = [], {}
     for identity, stem in files:
@@ -157,7 +160,7 @@ def _process(calls: RankCalls) -> RankProcess:
 
 
 def _report(calls: RankCalls) -> RankReport:
-    """The rank with the state of its process, and the current time on its clock."""
+    """Return the report of a rank, with the state of its process and the current time on its clock."""
     if calls.ended:
         return RankReport(calls, State.ENDED)
     if calls.host != socket.gethostname():
@@ -167,7 +170,10 @@ def _report(calls: RankCalls) -> RankReport:
 
 
 def _now_elsewhere(calls: RankCalls) -> int | None:
-    """The current time on another host's clock, as accurate as the real-time clocks of both hosts."""
+    """Return the current time in ns on the monotonic clock of a rank on another host; None if that is not known.
+
+    The result is only as accurate as the real-time clocks of the two hosts.
+    """
     if calls.last_clock is None:
         return None
     monotonic_ns, realtime_ns = calls.last_clock
@@ -220,13 +226,15 @@ def _call(call: Call) -> dict[str, Any]:
 
 
 def keep_dump(directory: Path, name: str, texts: Sequence[tuple[str, str]]) -> Path:
-    """Write a dump below ``directory`` under the first free name ``name``, ``name-2``, ...; returns the first file.
+    """Write the files of a dump below ``directory`` and return the path of the first file.
+
+    The files get the first free name among ``name``, ``name-2``, ``name-3`` and so on.
 
     Args:
-        texts: pairs of suffix and content.
+        texts: A pair of suffix and content for each file.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: a file cannot be written.
     """
     directory.mkdir(exist_ok=True)
     number = 1

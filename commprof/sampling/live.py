@@ -1,7 +1,8 @@
-"""The last calls of the ranks of a running job, read from the files that they write. Standard library only.
+"""Reads the last calls of the ranks of a running job from the files that the ranks write. Standard library only.
 
-It locks, maps and changes nothing, and reads the files from their end. Records in a rank's mapping are visible at once to
-readers on its host; on another host, when the file system transfers them.
+The module locks, maps and changes no file, and reads the files from their end. A rank writes its records into a memory
+mapping of the file. On the same host, readers see these records at once. On another host, readers see the records when
+the file system has transferred them.
 """
 
 from __future__ import annotations
@@ -45,19 +46,21 @@ _RAISED: Final = STATUSES.index(Status.RAISED)
 _HEAD_BYTES: Final = 1 << 16
 _CHUNK_BYTES: Final = 1 << 20
 _WATCHED_RECORDS: Final = 4096
-_MOST_RANKS: Final = 1_000_000  # a larger world is a damaged number
+_MOST_RANKS: Final = 1_000_000  # a larger world size can only come from a damaged file
 
 
 class Tail(NamedTuple):
     """The end of a records file."""
 
     total: int  # records in the file
-    data: bytes  # the last of them
-    totals: dict[str, Any] | None  # written when the recording was closed
+    data: bytes  # the last records
+    totals: dict[str, Any] | None  # None unless the recording was closed
 
 
 def latest_files(run: Path) -> list[tuple[RankFile, Path]]:
-    """The files of each rank's latest process in ``run``, as identity and path without suffix, by rank.
+    """Return the files of the latest process of each rank in ``run``, in order of rank.
+
+    Each result is the identity of the process and the path of its files without suffix.
 
     Raises:
         TraceError: the directory cannot be read.
@@ -70,7 +73,11 @@ def latest_files(run: Path) -> list[tuple[RankFile, Path]]:
 
 
 def latest(files: Iterable[tuple[RankFile, Path]]) -> list[tuple[RankFile, Path]]:
-    """For each rank the file of its last attempt; among several in that attempt the one written last."""
+    """Return the files of the last attempt among ``files``, in order of rank, with one process for each rank.
+
+    If a rank has several processes in this attempt, the result has the files that were written last. A rank without
+    files in the last attempt is left out.
+    """
     by_rank: dict[int, tuple[tuple[int, int, int], RankFile, Path]] = {}
     for identity, stem in files:
         age = (identity.attempt, _modified(stem), identity.part)
@@ -90,10 +97,10 @@ def _modified(stem: Path) -> int:
 
 
 def read_live(identity: RankFile, stem: Path) -> RankCalls:
-    """The last calls of the rank with the files ``stem``.
+    """Return the last calls of the rank whose files have the path ``stem`` without suffix.
 
     Raises:
-        TraceError: the files cannot be read. SchemaError: another version wrote them.
+        TraceError: the files cannot be read. SchemaError: another version of commprof wrote them.
     """
     events = read_events(stem.with_name(stem.name + EVENTS_SUFFIX))
     tail = read_tail(stem.with_name(stem.name + RECORDS_SUFFIX))
@@ -116,7 +123,7 @@ def read_live(identity: RankFile, stem: Path) -> RankCalls:
 
 
 def _of_type(value: Any, kind: type[T]) -> T | None:
-    """``value``; None if it has another type than the recorder writes, since the file is damaged."""
+    """Return ``value``, or None if its type is not ``kind``, which happens in a damaged file."""
     return value if type(value) is kind else None
 
 
@@ -127,10 +134,10 @@ def _clock(row: Mapping[str, Any] | None) -> tuple[int, int] | None:
 
 
 def read_tail(path: Path, most: int = WINDOW) -> Tail:
-    """The last ``most`` records of ``path``; none if there is no such file, or no record yet.
+    """Return the last ``most`` records of ``path``; no records if the file does not exist or is still empty.
 
     Raises:
-        TraceError: it cannot be read. SchemaError: another version wrote it.
+        TraceError: the file cannot be read. SchemaError: another version of commprof wrote the file.
     """
     try:
         stream = open_content(path)
@@ -157,7 +164,10 @@ def read_tail(path: Path, most: int = WINDOW) -> Tail:
 
 
 def _used(descriptor: int, begin: int) -> int:
-    """The number of records in the file, including a truncated last one; after them are reserved zeros."""
+    """Return the number of records in the file, including a truncated last record.
+
+    The reserved space after the records contains zeros, which are not counted.
+    """
     end = os.fstat(descriptor).st_size
     while end > begin:
         low = max(begin, end - _CHUNK_BYTES)
@@ -169,9 +179,9 @@ def _used(descriptor: int, begin: int) -> int:
 
 
 def fingerprint(stem: Path) -> tuple[int, int]:
-    """Count and checksum, which change when the rank with the files ``stem`` issues or completes a call.
+    """Return the number of records and a checksum, which show whether the rank with the files ``stem`` makes progress.
 
-    Only completions among the last records change it.
+    The fingerprint changes when the rank issues a call. It also changes when one of the last 4096 calls completes.
 
     Raises:
         TraceError: the file cannot be read.
@@ -229,7 +239,7 @@ def _texts(events: Events, kind: str, column: str) -> dict[int, str | None]:
 
 
 def _what(row: Mapping[str, Any]) -> What | None:
-    """The signature in ``row``; None if the row is damaged."""
+    """Return the signature in ``row``, or None if the row is damaged."""
     defaults = What._field_defaults  # for values that an older version did not write
     values: dict[str, Any] = {name: row.get(name, defaults.get(name)) for name in What._fields}
     if any(type(values[name]) not in kinds for name, kinds in _WHAT_TYPES.items()):

@@ -1,11 +1,12 @@
-"""Samples of the GPUs of this host by NVML: utilisation, and bytes moved over PCIe and NVLink.
+"""Samples the GPUs of this host with NVML: utilization, and bytes moved over PCIe and NVLink.
 
-Utilisation, memory, power and others become samples. Byte counters become readings of the ``wire`` table (kinds ``pcie`` and
-``nvlink``), like those of network interfaces: analysis takes differences of both. Each counter is accumulated from its
-differences since the first reading, so a counter that restarts does not decrease.
+Utilization, memory, power, temperature and clock become samples. Byte counters become rows of the ``wire`` table
+(kinds ``pcie`` and ``nvlink``), like the counters of network interfaces. The analysis takes differences of both. Each
+counter is accumulated from its differences since the first reading. So a reading does not decrease when a counter
+restarts.
 
-Counters are read as field values: one call returns many, each with its own code and type. If a GPU lacks one, its code says
-so, and it is left out.
+Counters are read as NVML field values. One call returns many field values, each with its own return code and type. If a
+GPU lacks a counter, the return code shows this, and the counter is left out.
 """
 
 from __future__ import annotations
@@ -22,22 +23,23 @@ from commprof.errors import CommprofError
 from commprof.sampling.samples import Sample
 
 NVML: Final = "nvml"
-_READINGS_DIRECTORY: Final = "wire"  # the finaliser puts files of this name into the table of that name
+_READINGS_DIRECTORY: Final = "wire"  # the finalizer reads the table ``wire`` from the files in this directory
 
 # Field ids (nvml.h, NVML_FI_DEV_*) and their units.
 PCIE_SENT, PCIE_RECEIVED = 197, 198  # PCIE_COUNT_TX_BYTES, PCIE_COUNT_RX_BYTES: bytes
 NVLINK_SENT, NVLINK_RECEIVED = 138, 139  # NVLINK_THROUGHPUT_DATA_TX, _RX: KiB of payload
 NVLINK_LINK_SENT, NVLINK_LINK_RECEIVED = 202, 204  # NVLINK_COUNT_XMIT_BYTES, _RCV_BYTES: bytes of one link
-ALL_LINKS: Final = 0xFFFFFFFF  # the scope that stands for the sum over all links
+ALL_LINKS: Final = 0xFFFFFFFF  # the scope that requests the sum over all links
 MOST_LINKS: Final = 18
 
 _SUCCESS: Final = 0
-# By valueType (nvmlValueType_t), the member of the union that holds the value. A counter is whole and not negative.
+# The union member that contains the value, by valueType (nvmlValueType_t). Counters are integers, so types of
+# floating-point numbers are absent.
 _MEMBERS: Final = {1: "uiVal", 2: "ulVal", 3: "ullVal", 4: "sllVal", 5: "siVal", 6: "usVal"}
 
 
 class Field(NamedTuple):
-    """One field to be read; ``scope`` picks the link."""
+    """One NVML field to read; ``scope`` selects the link."""
 
     number: int
     scope: int = 0
@@ -48,10 +50,13 @@ class NvmlError(CommprofError):
 
 
 class Nvml(Protocol):
-    """The part of NVML that is used. Methods except ``open`` may raise any exception; such a value is left out."""
+    """The functions of NVML that the sampler uses.
+
+    All methods except ``open`` may raise any exception. The sampler then leaves the value out.
+    """
 
     def open(self) -> int:
-        """Start NVML; returns the number of GPUs.
+        """Start NVML and return the number of GPUs.
 
         Raises:
             NvmlError: there is no library, no driver, or no GPU.
@@ -61,22 +66,25 @@ class Nvml(Protocol):
         """Shut NVML down."""
 
     def utilisation(self, gpu: int) -> tuple[float, float]:
-        """Percent of the time in which a kernel ran, and in which memory was read or written."""
+        """Return how much of the time a kernel ran, and how much of it memory was read or written, both in percent."""
 
     def memory(self, gpu: int) -> tuple[int, int]:
-        """Bytes used, and bytes in all."""
+        """Return the used memory and the total memory of a GPU, in bytes."""
 
     def power(self, gpu: int) -> float:
-        """Watts."""
+        """Return the power in watts."""
 
     def temperature(self, gpu: int) -> float:
-        """Degrees Celsius."""
+        """Return the temperature in degrees Celsius."""
 
     def sm_clock(self, gpu: int) -> float:
-        """MHz."""
+        """Return the clock frequency of the multiprocessors in MHz."""
 
     def fields(self, gpu: int, fields: Sequence[Field]) -> Sequence[Any]:
-        """For each field an object with ``nvmlReturn``, ``valueType`` and ``value``, a union by that type."""
+        """Return an object with ``nvmlReturn``, ``valueType`` and ``value`` for each field.
+
+        ``value`` is a union, and ``valueType`` selects its member.
+        """
 
 
 class DriverNvml:
@@ -103,43 +111,43 @@ class DriverNvml:
         try:
             self._nvml.nvmlShutdown()
         except Exception:
-            pass  # it goes with the process
+            pass  # the library is unloaded when the process exits
 
     def utilisation(self, gpu: int) -> tuple[float, float]:
-        """nvmlDeviceGetUtilizationRates."""
+        """Return the values of nvmlDeviceGetUtilizationRates."""
         rates = self._nvml.nvmlDeviceGetUtilizationRates(self._handles[gpu])
         return float(rates.gpu), float(rates.memory)
 
     def memory(self, gpu: int) -> tuple[int, int]:
-        """nvmlDeviceGetMemoryInfo."""
+        """Return the values of nvmlDeviceGetMemoryInfo."""
         memory = self._nvml.nvmlDeviceGetMemoryInfo(self._handles[gpu])
         return int(memory.used), int(memory.total)
 
     def power(self, gpu: int) -> float:
-        """nvmlDeviceGetPowerUsage, which counts milliwatts."""
+        """Return the value of nvmlDeviceGetPowerUsage, converted from milliwatts to watts."""
         return float(self._nvml.nvmlDeviceGetPowerUsage(self._handles[gpu])) / 1000
 
     def temperature(self, gpu: int) -> float:
-        """nvmlDeviceGetTemperature of the GPU itself."""
+        """Return the value of nvmlDeviceGetTemperature for the sensor of the GPU."""
         sensor = self._nvml.NVML_TEMPERATURE_GPU
         return float(self._nvml.nvmlDeviceGetTemperature(self._handles[gpu], sensor))
 
     def sm_clock(self, gpu: int) -> float:
-        """nvmlDeviceGetClockInfo of the multiprocessors."""
+        """Return the value of nvmlDeviceGetClockInfo for the multiprocessors."""
         return float(self._nvml.nvmlDeviceGetClockInfo(self._handles[gpu], self._nvml.NVML_CLOCK_SM))
 
     def fields(self, gpu: int, fields: Sequence[Field]) -> Sequence[Any]:
-        """nvmlDeviceGetFieldValues."""
+        """Return the values of nvmlDeviceGetFieldValues."""
         return list(
             self._nvml.nvmlDeviceGetFieldValues(self._handles[gpu], [tuple(field) for field in fields])
         )
 
 
 def counter_value(value: Any) -> int | None:
-    """The number in one field value; None if the GPU lacks it, or it is no integer of 0 or more.
+    """Return the number in one field value; None if the GPU lacks the field or the number is not an integer >= 0.
 
     Args:
-        value: with ``nvmlReturn``, ``valueType`` and ``value``.
+        value: An object with ``nvmlReturn``, ``valueType`` and ``value``.
     """
     member = _MEMBERS.get(value.valueType)
     if value.nvmlReturn != _SUCCESS or member is None:
@@ -149,20 +157,20 @@ def counter_value(value: Any) -> int | None:
 
 
 class _Counter:
-    """A pair of counters of one device, accumulated across restarts."""
+    """The sent and received bytes of one device, accumulated across restarts of its counters."""
 
     def __init__(
         self, kind: str, device: str, fields: Sequence[tuple[Field, Field]], unit_bytes: int
     ) -> None:
         self.kind = kind
         self.device = device
-        self.fields = fields  # pairs: sent, received
+        self.fields = fields  # pairs of a field for sent bytes and a field for received bytes
         self._unit_bytes = unit_bytes
         self._before: dict[Field, int] = {}
         self._moved = [0, 0]
 
     def take(self, values: dict[Field, int]) -> tuple[int, int] | None:
-        """Bytes sent and received since the first reading; None if a value is missing."""
+        """Return the bytes sent and received since the first reading, or None if ``values`` lacks a field."""
         wanted = [field for pair in self.fields for field in pair]
         if any(field not in values for field in wanted):
             return None
@@ -170,18 +178,19 @@ class _Counter:
             for direction, field in enumerate(pair):
                 now, before = values[field], self._before.get(field)
                 if before is not None:
-                    # A counter that decreased has restarted: its value was moved since.
+                    # A counter that decreased has restarted at 0, so its value is the bytes moved since the restart.
                     self._moved[direction] += now - before if now >= before else now
                 self._before[field] = now
         return self._moved[0] * self._unit_bytes, self._moved[1] * self._unit_bytes
 
 
 class NvmlSampler:
-    """Samples of all GPUs of this host; their counters of bytes go to the ``wire`` table's readings.
+    """Samples all GPUs of this host, and appends their byte counters to the readings for the ``wire`` table.
 
     Args:
-        run: the run directory.
-        nvml: the interface to NVML.
+        run: The run directory.
+        nvml: The interface to NVML. Default: the package nvidia-ml-py.
+        clock: The function that returns the time of a reading in ns.
 
     Raises:
         NvmlError: there is no GPU to sample.
@@ -198,13 +207,13 @@ class NvmlSampler:
         self._counters = {gpu: self._find_counters(gpu) for gpu in range(self._gpus)}
 
     def describe(self) -> str:
-        """The GPUs and counters in one line."""
+        """Return one line about the GPUs and their byte counters."""
         kinds = sorted({counter.kind for counters in self._counters.values() for counter in counters})
         gpus = f"{self._gpus} GPU{'s' if self._gpus > 1 else ''}"
         return f"NVML: {gpus}, byte counters: {', '.join(kinds) or 'none'}"
 
     def read(self) -> list[Sample]:
-        """The current samples of each GPU; also appends the counters to the readings."""
+        """Return the current samples of each GPU, and append the byte counters to the readings."""
         samples, rows = [], []
         for gpu, counters in self._counters.items():
             now = self._clock()
@@ -235,13 +244,16 @@ class NvmlSampler:
             try:
                 values = read(gpu)
             except Exception:
-                continue  # this GPU, or this driver, does not have it
+                continue  # this GPU or this driver does not support the value
             values = values if isinstance(values, tuple) else (values,)
             gauges += [(name, float(value)) for name, value in zip(names, values, strict=True)]
         return gauges
 
     def _find_counters(self, gpu: int) -> list[_Counter]:
-        """The counters that GPU ``gpu`` has: PCIe, and NVLink in total or, without a sum, by link."""
+        """Return the byte counters of GPU ``gpu``: PCIe, and NVLink in total.
+
+        If the GPU has no total for NVLink, the counter adds up the counters of the links.
+        """
         device = f"GPU {gpu}"
         pcie = (Field(PCIE_SENT), Field(PCIE_RECEIVED))
         totals = (Field(NVLINK_SENT, ALL_LINKS), Field(NVLINK_RECEIVED, ALL_LINKS))
@@ -258,7 +270,7 @@ class NvmlSampler:
         return counters
 
     def _values(self, gpu: int, fields: Sequence[Field]) -> dict[Field, int]:
-        """The values of ``fields`` that the GPU has."""
+        """Return the values of those ``fields`` that the GPU supports."""
         if not fields:
             return {}
         try:

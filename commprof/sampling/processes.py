@@ -18,7 +18,7 @@ from commprof.trace.rank_files.layout import EVENTS_SUFFIX
 
 _PROC: Final = Path("/proc")
 _TICKS_PER_SECOND: Final = os.sysconf("SC_CLK_TCK")
-_LONGEST_SAMPLE_S: Final = 1.0  # the longest time for taking a stack on a busy machine; most take some ms
+_LONGEST_SAMPLE_S: Final = 1.0  # the longest time for taking a stack on a busy machine; usually a few ms
 _PAGE_BYTES: Final = os.sysconf("SC_PAGE_SIZE")
 
 
@@ -28,7 +28,7 @@ class State(StrEnum):
     RUNS = "runs"
     STOPPED = "stopped"  # by a signal or a debugger
     GONE = "gone"
-    ENDED = "ended"  # it closed its recording in order
+    ENDED = "ended"  # the rank closed its recording normally
     ELSEWHERE = "elsewhere"  # on another host, where it cannot be checked
 
 
@@ -46,7 +46,7 @@ class RankProcess(NamedTuple):
 
 
 class Usage(NamedTuple):
-    """Resources that a process has used since its start and holds now."""
+    """The CPU time that a process has used since its start, and its current memory and threads."""
 
     cpu_ns: int
     rss_bytes: int
@@ -54,7 +54,7 @@ class Usage(NamedTuple):
 
 
 def local_ranks(run: Path) -> list[RankProcess]:
-    """The processes of ``run``'s ranks that are on this host and have not ended.
+    """Return the processes of the ranks of ``run`` that are on this host and have not ended.
 
     Raises:
         TraceError: the directory cannot be read.
@@ -81,9 +81,10 @@ def _first_line(events: Path) -> dict[str, Any]:
 
 
 def state_of(process: RankProcess, proc: Path = _PROC) -> State:
-    """Whether ``process`` runs, is stopped, or is gone; another process with its number does not count as it.
+    """Return whether ``process`` runs, is stopped, or is gone.
 
-    A process under a tracer counts as stopped only if that lasts: py-spy stops it for an instant to sample its stack.
+    The process is gone if another process has its pid now. A process that a tracer stopped counts as stopped only if
+    the stop lasts, because py-spy stops a process briefly to sample its stack.
     """
     letter, until = _letter(process.pid, proc), time.monotonic() + _LONGEST_SAMPLE_S
     while letter == "t" and time.monotonic() < until:
@@ -97,7 +98,7 @@ def state_of(process: RankProcess, proc: Path = _PROC) -> State:
 
 
 def _letter(pid: int, proc: Path) -> str:
-    """The third field of its stat file, see proc(5); X if there is none."""
+    """Return the state of a process (field 3 of its stat file, see proc(5)), or X if the process is gone."""
     try:
         text = (proc / str(pid) / "stat").read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -106,7 +107,10 @@ def _letter(pid: int, proc: Path) -> str:
 
 
 def usage_of(pid: int, proc: Path = _PROC) -> Usage | None:
-    """The usage of process ``pid`` (fields 14, 15, 20 and 24 of its stat file, see proc(5)); None if it is gone."""
+    """Return the usage of process ``pid`` from fields 14, 15, 20 and 24 of its stat file; None if the process is gone.
+
+    The fields are described in proc(5).
+    """
     try:
         text = (proc / str(pid) / "stat").read_text(encoding="utf-8", errors="replace")
         fields = text.rpartition(")")[2].split()
@@ -119,7 +123,7 @@ def usage_of(pid: int, proc: Path = _PROC) -> Usage | None:
 
 
 class ProcessSampler:
-    """CPU time, resident memory and threads of each rank on this host."""
+    """Samples the CPU time, resident memory and threads of each rank on this host."""
 
     def __init__(
         self,
@@ -130,10 +134,13 @@ class ProcessSampler:
         self._ranks = ranks
         self._clock = clock
         self._proc = proc
-        self._before: dict[int, tuple[int, int]] = {}  # by pid: time, CPU time
+        self._before: dict[int, tuple[int, int]] = {}  # pid -> time and CPU time of the last reading, in ns
 
     def read(self) -> list[Sample]:
-        """``cpu_percent`` of one core since the reading before (from the second on), ``rss_bytes``, ``threads``."""
+        """Return ``rss_bytes``, ``threads`` and ``cpu_percent`` of each rank.
+
+        ``cpu_percent`` is the share of one core since the previous reading. The first reading lacks it.
+        """
         samples = []
         for process in self._ranks():
             now, usage = self._clock(), usage_of(process.pid, self._proc)
@@ -148,4 +155,4 @@ class ProcessSampler:
         return samples
 
     def close(self) -> None:
-        """Nothing to close."""
+        """Do nothing, because the sampler has no open resources."""

@@ -1,4 +1,4 @@
-"""The protocol of samplers, and the thread of the launcher that writes their samples."""
+"""The protocol of samplers, and the thread in the launcher that writes their samples."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ INTERVAL_SECONDS: Final = 1.0
 
 
 class Sample(NamedTuple):
-    """One sampled value. Its name ends with its unit: bytes, percent, watts."""
+    """One sampled value. The name of the value ends with its unit, such as bytes, percent or watts."""
 
     source: str
     device: str | None
@@ -27,22 +27,25 @@ class Sample(NamedTuple):
 
 
 class Sampler(Protocol):
-    """A source of samples that is read at intervals. A reading that fails is empty."""
+    """A source of samples that is read at intervals. A failed reading returns no samples."""
 
     def read(self) -> Sequence[Sample]:
-        """The current samples."""
+        """Return the current samples."""
 
     def close(self) -> None:
-        """Close what it holds open."""
+        """Close the resources of the sampler."""
 
 
 class SampleWriter:
     """Reads samplers at intervals, in a thread of this process, and appends their samples to the run.
 
-    A context manager. A file that cannot be written ends the sampling only.
+    This class is a context manager. If the file cannot be written, only the sampling ends.
 
     Args:
-        file: where the lines go: ``samples.jsonl`` in the run, or a file of that family for another host.
+        run: The run directory.
+        samplers: The samplers to read.
+        seconds: The sampling interval in seconds.
+        file: The name of the file in the run: ``samples.jsonl``, or a similar name for another host.
     """
 
     def __init__(
@@ -84,7 +87,7 @@ class SampleWriter:
                 return os.write(descriptor, text) == len(text)
             finally:
                 os.close(descriptor)
-        except Exception:  # samples are an extra; nothing may end a training because of them
+        except Exception:  # samples are optional, so no error may end the training
             return False
 
     def _row(self, sample: Sample) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The ranks of a job at one moment, and the names of ranks, calls and groups in sentences. Pure."""
+"""The state of the ranks of a job at one point in time, and texts about ranks, calls and groups. Pure."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _LIVING: Final = frozenset({State.RUNS, State.STOPPED, State.ELSEWHERE})
 
 
 class End(NamedTuple):
-    """How a job ended, by its launcher. None if the launcher did not record it."""
+    """How a job ended according to its launcher. A value is None if the launcher did not record the value."""
 
     exit_code: int | None = None
     first_failed_rank: int | None = None
@@ -39,11 +39,11 @@ END_UNKNOWN: Final = End()
 
 @dataclass(slots=True)
 class RankReport:
-    """One rank at the time of the dump.
+    """The state of one rank at the time of the dump.
 
     Attributes:
-        now_ns: that time on the clock of the rank's times; None if not known.
-        moved: calls that it issued or completed while it was watched; None if not known.
+        now_ns: The time of the dump in ns on the rank's own clock, or None if not known.
+        moved: Whether the rank issued or completed a call while it was observed, or None if not known.
     """
 
     calls: RankCalls
@@ -54,23 +54,24 @@ class RankReport:
 
     @property
     def rank(self) -> int:
-        """Its number."""
+        """The number of the rank."""
         return self.calls.rank
 
     def ago(self, time_ns: int) -> str | None:
-        """How long ago ``time_ns`` on this rank's clock was; None if not known."""
+        """Return how long ago ``time_ns`` on this rank's clock was, such as ``12.3 s ago``; None if not known."""
         return (
             None if self.now_ns is None or not time_ns else f"{format_ns(max(0, self.now_ns - time_ns))} ago"
         )
 
 
 class Situation:
-    """The ranks of a job at one moment, and the waits among them.
+    """The state of the ranks of a job at one point in time, and the waits among the ranks.
 
     Args:
-        watched_ns: how long they were watched for progress.
-        damaged: by rank, why its files cannot be read.
-        end: how the job ended.
+        reports: The reports of the ranks whose files can be read.
+        watched_ns: The time in ns for which the ranks were observed for progress.
+        damaged: The reason why the files of a rank cannot be read, by rank.
+        end: How the job ended.
     """
 
     def __init__(
@@ -86,7 +87,7 @@ class Situation:
         self.watched_ns = watched_ns
         self.groups: list[GroupCalls] = group_calls([report.calls for report in reports])
         self.waits: list[Wait] = find_waits([report.calls for report in reports], self.groups)
-        # No process is left: the report is about the end of the job.
+        # If no process is left, the report describes the end of the job.
         self.is_past = not any(report.state in _LIVING for report in reports)
         self.differences = self._differences()
         self.order_differences: list[OrderDifference] = find_order_differences(
@@ -95,7 +96,11 @@ class Situation:
         self._labels = _labels([group.facts for group in self.groups])
 
     def _differences(self) -> list[Difference]:
-        """The first collective of each group that its ranks issued differently, and the first with unequal splits."""
+        """Return the differences between ranks.
+
+        They are the first collective of each group that its ranks issued differently, and the first all_to_all with
+        unequal splits.
+        """
         calls = {rank: report.calls for rank, report in self.reports.items()}
         all_ended = (
             all(report.state is State.ENDED for report in self.reports.values())
@@ -109,11 +114,11 @@ class Situation:
         return differences + unshifted((each for each in splits if each is not None), differences)
 
     def label(self, group: GroupFacts) -> str:
-        """``group default_pg``; with its ranks if several groups have that name."""
+        """Return the label of a group: ``group default_pg``, with the ranks if several groups have this name."""
         return f"group {self._labels.get(group.pg, group.pg)}"
 
     def name(self, call: Call) -> str:
-        """``all_reduce #41``, ``send #3 to rank 1``, ``all_reduce (raised)``."""
+        """Return the name of a call: ``all_reduce #41``, ``send #3 to rank 1`` or ``all_reduce (raised)``."""
         what = call.what
         number = "(raised)" if call.raised else f"#{call.pg_seq}"
         if what.op == Op.SEND:
@@ -123,7 +128,7 @@ class Situation:
         return f"{what.op} {number}"
 
     def describe(self, call: Call, report: RankReport | None = None, since: str = "issued") -> str:
-        """``(4.00 MiB float32, issued at train.py:88 step, 12.3 s ago)``."""
+        """Return details of a call: ``(4.00 MiB float32, issued at train.py:88 step, 12.3 s ago)``."""
         ago = None if report is None else report.ago(call.issue_ns)
         place = f"{since} at {short_site(call.site)}" if call.site else None
         if call.other_thread is not None:
@@ -132,10 +137,11 @@ class Situation:
         return f"({', '.join(part for part in details if part)})" if any(details) else ""
 
     def whereabouts(self, rank: int, pg: str | None = None) -> str:
-        """What a rank does instead of the call that others wait for, as a clause.
+        """Return a clause about what a rank does instead of issuing the call that other ranks wait for.
 
         Args:
-            pg: the group that waits for it: the thread that issues in this group counts.
+            rank: The rank.
+            pg: The group that waits for the rank. The clause is about the thread that issued the last call in it.
         """
         report = self.reports.get(rank)
         if report is None:
@@ -157,7 +163,7 @@ class Situation:
         return f"its last collective {'was' if self.is_past else 'is'} {self._last(report)}"
 
     def absent(self) -> list[int]:
-        """The ranks of the job without a file."""
+        """Return the ranks of the job that have no file."""
         worlds = [report.calls.world_size or 0 for report in self.reports.values()]
         return [
             rank
@@ -166,7 +172,7 @@ class Situation:
         ]
 
     def label_of(self, call: Call) -> str:
-        """The group of ``call``, named."""
+        """Return the label of the group of ``call``."""
         return f"group {self._labels.get(call.what.pg, call.what.pg)}"
 
     def _after_last(self, report: RankReport) -> str:
@@ -182,7 +188,10 @@ class Situation:
 
 
 def _place(report: RankReport, pg: str | None) -> tuple[str, str | None]:
-    """The thread of a rank to report, and its place: the thread that issued last in ``pg``, else the main one."""
+    """Return the subject of a clause about a rank, and the place of one of its threads; None if it is not known.
+
+    The thread is the thread that issued the last call in ``pg``, or else the main thread.
+    """
     if report.stacks is None:
         return "it", None
     calls = report.calls.calls
@@ -197,14 +206,14 @@ def _place(report: RankReport, pg: str | None) -> tuple[str, str | None]:
 
 
 def size_of(call: Call) -> str:
-    """``4.00 MiB float32``; empty for a barrier."""
+    """Return the size of a call, such as ``4.00 MiB float32``; empty for a barrier."""
     if call.what.op == Op.BARRIER:
         return ""
     return " ".join(part for part in (format_bytes(call.what.payload_bytes), call.what.dtype) if part)
 
 
 def short_site(site: str | None) -> str:
-    """``train.py:88 step`` for ``/home/user/train.py:88 step``."""
+    """Return a call site without its directory: ``train.py:88 step`` for ``/home/user/train.py:88 step``."""
     if site is None:
         return "an unknown place"
     file, colon, rest = site.rpartition(":")
@@ -216,7 +225,11 @@ def _peer(peer: int) -> str:
 
 
 def _labels(groups: Sequence[GroupFacts]) -> Mapping[str, str]:
-    """The label of each group: its description, with name and ranks if several groups share it."""
+    """Return the label of each group by name.
+
+    The label is the description of the group. If several groups have the same description, the label also contains
+    the name and the ranks.
+    """
     named = [group.desc or group.pg for group in groups]
     return {
         group.pg: name if named.count(name) == 1 else f"{name} {group.pg} ({ranks_text(group.ranks)})"

@@ -1,8 +1,8 @@
-"""Stacks of the threads of a Python process, by py-spy or by the process itself.
+"""Takes the stacks of the threads of a Python process, with py-spy or by the process itself.
 
-py-spy is a program without an API, so its output is parsed. It needs ptrace: the same user, and a system or container that
-allows it (SYS_PTRACE). If it is missing or refused, the recorded process gets the signal on which its faulthandler writes
-all stacks into a file of the run; that needs only the same user.
+py-spy is a program without an API, so its output is parsed. py-spy needs ptrace: the same user, and a system or
+container that allows ptrace (SYS_PTRACE). If py-spy is missing or refused, the recorded process gets a signal. On this
+signal, the faulthandler of the process writes all stacks into a file of the run. This requires only the same user.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from commprof.sampling.samples import Sample
 
 PY_SPY: Final = "py-spy"
 FAULTHANDLER: Final = "faulthandler"
-STACKS_VARIABLE: Final = "COMMPROF_STACKS"  # py-spy or faulthandler: only this one
+STACKS_VARIABLE: Final = "COMMPROF_STACKS"  # py-spy or faulthandler: use only this method
 
 _PY_SPY_SECONDS: Final = 10.0
-_ANSWER_SECONDS: Final = 3.0  # how long a process without a free core may take to run its signal handler
-_QUIET_SECONDS: Final = 0.05  # without more output for so long, the text is complete
-# The standard library of any Python, and installed packages below or beside it.
+_ANSWER_SECONDS: Final = 3.0  # the time that a process without a free core may need to run its signal handler
+_QUIET_SECONDS: Final = 0.05  # the text is complete if there is no more output for this time
+# Matches files of the standard library of any Python, and of installed packages.
 _LIBRARY: Final = re.compile(r"/lib(?:64)?/python\d[\d.]*/|/(?:site|dist)-packages/")
 _COMMPROF: Final = f"{Path(__file__).resolve().parent.parent}/"
 
 
 class Frame(NamedTuple):
-    """One call on a stack."""
+    """One frame of a stack."""
 
     file: str
     line: int
@@ -42,7 +42,7 @@ class Frame(NamedTuple):
 
     @property
     def is_program(self) -> bool:
-        """Whether it belongs to the program: not to the standard library, commprof or an installed package."""
+        """Whether the frame is code of the program, not of the standard library, commprof or an installed package."""
         return not self.file.startswith(("<", _COMMPROF)) and _LIBRARY.search(self.file) is None
 
     def __str__(self) -> str:
@@ -50,7 +50,7 @@ class Frame(NamedTuple):
 
 
 class Stack(NamedTuple):
-    """One thread: its frames, the innermost first, and its number in Python, if known."""
+    """The stack of one thread, the innermost frame first, with the thread's number in Python if known."""
 
     thread: str
     is_main: bool
@@ -59,12 +59,12 @@ class Stack(NamedTuple):
 
     @property
     def place(self) -> Frame | None:
-        """The innermost frame of the program itself, else the innermost frame."""
+        """The innermost frame of the program, or the innermost frame of all if no frame is code of the program."""
         return next((frame for frame in self.frames if frame.is_program), next(iter(self.frames), None))
 
 
 class Stacks(NamedTuple):
-    """The threads of one process and how they were read, or why they could not be read."""
+    """The stacks of one process and the method that read them, or the reason why they could not be read."""
 
     source: str | None
     threads: tuple[Stack, ...] = ()
@@ -72,11 +72,11 @@ class Stacks(NamedTuple):
 
     @property
     def main(self) -> Stack | None:
-        """The main thread."""
+        """The stack of the main thread, or None if it is not known."""
         return next((stack for stack in self.threads if stack.is_main), None)
 
     def of(self, thread: str | None, ident: int | None) -> Stack | None:
-        """The thread of this number, else the only one of this name; None if there is none."""
+        """Return the stack of the thread with this number, or else of the only thread with this name, or None."""
         by_ident = [stack for stack in self.threads if ident is not None and stack.ident == ident]
         by_name = [stack for stack in self.threads if stack.thread == thread]
         matching = by_ident or (by_name if len(by_name) == 1 else [])
@@ -86,11 +86,13 @@ class Stacks(NamedTuple):
 def take_stacks(
     process: RankProcess, run: Path, answer: Mapping[str, Any] | None, only: str | None = None
 ) -> Stacks:
-    """The stacks of ``process``, by py-spy if possible, else by its own faulthandler.
+    """Return the stacks of ``process``, taken by py-spy if possible, or else by the process's own faulthandler.
 
     Args:
-        answer: ``signal`` and ``file`` (below ``run``) that its recorder published.
-        only: use only this way of the two. Default: the value of COMMPROF_STACKS.
+        process: The process of a rank.
+        run: The run directory.
+        answer: The ``signal`` and the ``file`` (below ``run``) that the recorder of the process published.
+        only: The only method to use, ``py-spy`` or ``faulthandler``. Default: the value of COMMPROF_STACKS.
     """
     only = only or os.environ.get(STACKS_VARIABLE) or None
     state = state_of(process)
@@ -114,16 +116,18 @@ def take_stacks(
 
 
 def py_spy_program() -> str | None:
-    """The program py-spy: the one beside this Python, else the one on PATH."""
+    """Return the path of py-spy: in the directory of this Python, or else on PATH; None if it is not installed."""
     beside = Path(sys.executable).with_name(PY_SPY)
     return str(beside) if os.access(beside, os.X_OK) else shutil.which(PY_SPY)
 
 
 def spy(pid: int, blocking: bool = True) -> Stacks:
-    """The stacks of process ``pid`` by py-spy.
+    """Return the stacks of process ``pid``, taken by py-spy.
 
     Args:
-        blocking: stop the process for the few milliseconds that this takes; else read while it runs.
+        pid: The process.
+        blocking: Whether py-spy stops the process for the few milliseconds of the reading. Otherwise py-spy reads
+            while the process runs.
     """
     program = py_spy_program()
     if program is None:
@@ -151,7 +155,7 @@ def spy(pid: int, blocking: bool = True) -> Stacks:
 
 
 def explain_refusal(text: str) -> str:
-    """Why py-spy failed, from its standard error, and what would help."""
+    """Return why py-spy failed and what would help, from the text that it printed on standard error."""
     if "ermission denied" in text or "ermission Denied" in text or "Operation not permitted" in text:
         return "py-spy was refused (it needs the same user, kernel.yama.ptrace_scope 0 or root; in a container SYS_PTRACE)"
     lines = [line.strip() for line in text.splitlines() if line.strip()]
@@ -159,10 +163,10 @@ def explain_refusal(text: str) -> str:
 
 
 def parse_spy(text: str, pid: int) -> tuple[Stack, ...]:
-    """The threads in the output of ``py-spy dump --json``, the main one first.
+    """Return the stacks in the output of ``py-spy dump --json``, the main thread first.
 
     Raises:
-        ValueError, KeyError, TypeError: it is something else.
+        ValueError, KeyError, TypeError: the text is not such an output.
     """
     stacks = []
     for thread in json.loads(text):
@@ -180,7 +184,10 @@ _FRAME: Final = re.compile(r'  File "(.*)", line (\d+) in (.*)')
 
 
 def parse_faulthandler(text: str) -> tuple[Stack, ...]:
-    """The threads in the output of faulthandler; the main one, which is last there, comes first."""
+    """Return the stacks in the output of faulthandler, the main thread first.
+
+    In the output, the main thread is last.
+    """
     threads: list[tuple[str, int, list[Frame]]] = []
     for line in text.splitlines():
         thread = _THREAD.match(line)
@@ -203,9 +210,9 @@ def _main_first(stacks: Sequence[Stack]) -> tuple[Stack, ...]:
 
 
 def ask_process(process: RankProcess, run: Path, answer: Mapping[str, Any] | None) -> Stacks:
-    """The stacks that ``process`` writes when it gets the signal that its recorder has chosen.
+    """Return the stacks that ``process`` writes when it gets the signal that its recorder has chosen.
 
-    The signal would end a process that no longer catches it, so this is checked first.
+    The signal would end a process that no longer catches it. So this function checks first that the process does.
     """
     try:
         number, file = int((answer or {})["signal"]), run / str((answer or {})["file"])
@@ -234,7 +241,7 @@ def ask_process(process: RankProcess, run: Path, answer: Mapping[str, Any] | Non
 
 
 def catches(pid: int, number: int, proc: Path = Path("/proc")) -> bool:
-    """Whether process ``pid`` has a handler for signal ``number`` (SigCgt in its status file, see proc(5))."""
+    """Return whether process ``pid`` has a handler for signal ``number`` (SigCgt in its status file, see proc(5))."""
     try:
         for line in (proc / str(pid) / "status").read_text().splitlines():
             if line.startswith("SigCgt:"):
@@ -252,7 +259,7 @@ def _size(file: Path) -> int:
 
 
 def _await_text(file: Path, begin: int) -> str:
-    """The text in ``file`` after ``begin``, once it is complete."""
+    """Return the text in ``file`` after byte ``begin``. Wait until the text is complete or the time has expired."""
     deadline = time.monotonic() + _ANSWER_SECONDS
     size = _size(file)
     while time.monotonic() < deadline:
@@ -269,12 +276,15 @@ def _await_text(file: Path, begin: int) -> str:
 
 
 class StackSampler:
-    """The stacks of each rank on this host by py-spy, for flame graphs: one sample of value 1 for each thread.
+    """Samples the stacks of each rank on this host with py-spy, for flame graphs.
 
-    ``name`` is the stack in folded form, the outermost frame first, joined by ``;``.
+    Each thread gives one sample with value 1. The ``name`` of the sample is the stack in folded form: the frames joined
+    by ``;``, the outermost frame first.
 
     Args:
-        say: called once with a line of text if py-spy cannot read a rank that runs.
+        ranks: The function that returns the processes of the ranks on this host.
+        say: The function that is called once with a line of text if py-spy cannot read a running rank.
+        clock: The function that returns the time of a sample in ns.
     """
 
     def __init__(
@@ -289,7 +299,7 @@ class StackSampler:
         self._has_said = False
 
     def read(self) -> list[Sample]:
-        """One sample for each thread of each rank."""
+        """Return one sample for each thread of each rank."""
         samples = []
         for process in self._ranks():
             now = self._clock()
@@ -303,9 +313,9 @@ class StackSampler:
         return samples
 
     def close(self) -> None:
-        """Nothing to close."""
+        """Do nothing, because the sampler has no open resources."""
 
 
 def folded(stack: Stack) -> str:
-    """``train.py:main;model.py:forward``: the frames of a stack, the outermost first."""
+    """Return a stack in folded form, the outermost frame first, such as ``train.py:main;model.py:forward``."""
     return ";".join(f"{Path(frame.file).name}:{frame.function}" for frame in reversed(stack.frames))

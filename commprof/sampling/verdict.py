@@ -15,21 +15,21 @@ from commprof.sampling.situation import RankReport, Situation, short_site
 from commprof.sampling.waits import Parting, Wait, culprits, find_cycle, find_parting, find_sites
 from commprof.schema import Op
 
-_SIGNALS_FROM: Final = 128  # added to the number of a signal in an exit code, by shells and commprof
+_SIGNALS_FROM: Final = 128  # shells and commprof add this to the number of a signal to get an exit code
 _MOST_NAMED: Final = 4  # ranks that the sentence describes one by one
 
 
 class Kind(StrEnum):
     """The kinds of verdicts on a job."""
 
-    MISSING = "missing"  # some ranks have not issued what others wait for
-    DIFFERENT = "different"  # ranks issued different collectives in the same place
+    MISSING = "missing"  # some ranks have not issued a call that other ranks wait for
+    DIFFERENT = "different"  # ranks issued different collectives at the same position of a group
     RING = "ring"  # ranks wait for each other in a ring
-    STUCK = "stuck"  # all have issued it, and it does not end
-    IDLE = "idle"  # nobody waits
+    STUCK = "stuck"  # all ranks have issued a collective, and it does not end
+    IDLE = "idle"  # no rank waits
     MOVING = "moving"  # collectives are issued or completed
-    ENDED = "ended"  # every rank ended in order
-    KILLED = "killed"  # the job has ended, and a rank was killed or failed; none was waited for
+    ENDED = "ended"  # every rank ended normally
+    KILLED = "killed"  # the job has ended, a rank was killed or failed, and no rank waited for another
     EMPTY = "empty"  # nothing was recorded
 
 
@@ -42,12 +42,12 @@ class Verdict(NamedTuple):
 
     @property
     def hangs(self) -> bool:
-        """Whether some rank waits for a call that is not issued."""
+        """Whether a rank is blocked: the kind is missing, different, ring or stuck."""
         return self.kind in (Kind.MISSING, Kind.DIFFERENT, Kind.RING, Kind.STUCK)
 
 
 def judge(situation: Situation) -> Verdict:
-    """The verdict on the job now, or at its end."""
+    """Return the verdict on the job at the time of the dump, or at the end of the job."""
     verdict = _judged(situation)
     if verdict.kind is not Kind.DIFFERENT:
         differing = tuple(difference.sentence for difference in situation.differences)
@@ -61,11 +61,17 @@ def judge(situation: Situation) -> Verdict:
 
 
 def _judged(situation: Situation) -> Verdict:
-    """The verdict, without how the job ended.
+    """Return the verdict without the note about how the job ended.
 
-    The first of these that is true: the job makes progress; ranks issued different collectives at one position; others wait
-    for ranks that wait for nobody; ranks wait for each other in a ring; all have issued a collective that does not end;
-    nobody waits.
+    The verdict is the first true statement of this list:
+
+    - Nothing was recorded, or every rank ended normally.
+    - The job makes progress.
+    - Ranks issued different collectives at one position of a group.
+    - Some ranks wait for ranks that wait for no other rank.
+    - Ranks wait for each other in a ring.
+    - A collective does not end although all ranks have issued it.
+    - No rank waits.
     """
     reports = situation.reports.values()
     if not any(report.calls.calls for report in reports):
@@ -106,7 +112,7 @@ def _judged(situation: Situation) -> Verdict:
 
 
 def _unequal_splits(situation: Situation, wait: Wait) -> Difference | None:
-    """The unequal splits of the all_to_all in which ranks wait, if any."""
+    """Return the unequal splits of the all_to_all in which ranks wait, or None if there are none."""
     if wait.call.what.op != Op.ALL_TO_ALL:
         return None
     here = wait.group.pg, wait.call.pg_seq
@@ -114,7 +120,10 @@ def _unequal_splits(situation: Situation, wait: Wait) -> Difference | None:
 
 
 def _say_killed(situation: Situation) -> str:
-    """Which rank ended first or without closing its recording, and the last call of each."""
+    """Return a text about the rank that failed first and the ranks that did not close their recording.
+
+    The text contains the last call of these ranks.
+    """
     code, first = situation.end
     absent = situation.absent()
     unended = [report.rank for report in situation.reports.values() if report.state is not State.ENDED]
@@ -134,7 +143,7 @@ def _say_killed(situation: Situation) -> str:
 
 
 def _signal_clause(code: int | None) -> str:
-    """``, killed by SIGKILL``, if the exit code is 128 plus the number of a signal."""
+    """Return a text such as ``, killed by SIGKILL`` if the exit code is 128 plus the number of a signal."""
     if code is None or code <= _SIGNALS_FROM:
         return ""
     try:
@@ -242,7 +251,7 @@ def _say_moving(situation: Situation) -> str:
 
 
 def _waiting_clause(situation: Situation, wait: Wait) -> str:
-    """``ranks 0, 2, 3 wait in all_reduce #41 of group default_pg (...)``."""
+    """Return a clause such as ``ranks 0, 2, 3 wait in all_reduce #41 of group default_pg (...)``."""
     ranks = tuple(wait.waiting)
     verb = "waited" if situation.is_past else "waits" if len(ranks) == 1 else "wait"
     place = f"{situation.name(wait.call)} of {situation.label(wait.group)}"
@@ -257,7 +266,7 @@ def _waiting_clause(situation: Situation, wait: Wait) -> str:
 def _whereabouts(situation: Situation, ranks: Sequence[int], pg: str) -> str:
     if len(ranks) == 1:
         return situation.whereabouts(ranks[0], pg)
-    # Ranks that do the same are named together.
+    # Ranks with equal texts share one entry.
     by_text: dict[str, list[int]] = {}
     for rank in ranks:
         by_text.setdefault(situation.whereabouts(rank, pg), []).append(rank)
@@ -281,7 +290,10 @@ def _notes(situation: Situation) -> tuple[str, ...]:
 
 
 def _hints(situation: Situation, wait: Wait) -> tuple[str, ...]:
-    """Where the call sites of the ranks diverged, if that was before the call that they wait for now."""
+    """Return a hint about the position from which the call sites of the ranks differ, if they differ.
+
+    Only positions up to the call that the ranks wait for now are compared.
+    """
     group = next((g for g in situation.groups if g.facts.pg == wait.group.pg), None)
     parting = None if group is None or wait.call.what.is_p2p else find_sites(group, wait.call.pg_seq)
     if parting is None:

@@ -1,4 +1,4 @@
-"""The wait graph: collectives and messages in which ranks are blocked, and the ranks that have not issued them. Pure."""
+"""The wait graph: the calls in which ranks are blocked, and the ranks that have not issued these calls. Pure."""
 
 from __future__ import annotations
 
@@ -24,12 +24,14 @@ class Wait(NamedTuple):
     """One collective or message that cannot complete.
 
     Attributes:
-        call: as the first waiting rank issued it.
-        waiting: ranks that are blocked in it, with the time at which each issued it (on its own clock).
-        missing: ranks that must issue it and have not.
-        finished: ranks that have issued it and continued.
-        absent: ranks of the group without a file, of which nothing is known.
-        known: False if the ranks have issued it and it is not known whether they wait for it (a device, C++).
+        group: The process group.
+        call: The call as the lowest waiting rank issued it.
+        waiting: The ranks that are blocked in the call, each with the time in ns on its own clock at which it issued
+            the call.
+        missing: The ranks that must issue the call and have not issued it.
+        finished: The ranks that have issued the call and continued.
+        absent: The ranks of the group that have no file, so that their state is not known.
+        known: False if it is not known whether the ranks in ``waiting`` wait for the call (on a device or in C++).
     """
 
     group: GroupFacts
@@ -49,7 +51,7 @@ class Party(NamedTuple):
 
 
 class Parting(NamedTuple):
-    """The first position of a group at which ranks issued different collectives, the larger party first."""
+    """The first position of a group at which ranks issued different collectives. The largest party comes first."""
 
     group: GroupFacts
     pg_seq: int
@@ -57,7 +59,7 @@ class Parting(NamedTuple):
 
 
 class Standing(NamedTuple):
-    """The progress of the ranks of one group: number and operation of the last collective of each."""
+    """The progress of the ranks of one group: the last collective of each rank, or None before its first."""
 
     group: GroupFacts
     last: Mapping[int, Call | None]
@@ -70,9 +72,9 @@ class Standing(NamedTuple):
 
 @dataclass(slots=True)
 class GroupCalls:
-    """The collectives of one group by rank and number, and its ranks with records.
+    """The collectives of one group by rank and number, and the ranks of the group that have records.
 
-    A call that raised was issued to nobody and is not among them.
+    A call that raised an exception is left out, because no other rank takes part in the call.
     """
 
     facts: GroupFacts
@@ -80,17 +82,17 @@ class GroupCalls:
     by_seq: dict[int, dict[int, tuple[Call, Stage]]] = field(default_factory=dict)  # rank -> pg_seq -> call
 
     def last(self, rank: int) -> Call | None:
-        """The collective of the highest number that ``rank`` has issued."""
+        """Return the collective with the highest number that ``rank`` has issued, or None before the first."""
         calls = self.by_seq.get(rank)
         return calls[max(calls)][0] if calls else None
 
     def reached(self, rank: int) -> int:
-        """The number of that collective; -1 before the first."""
+        """Return the number of the last collective that ``rank`` has issued, or -1 before the first."""
         return max(self.by_seq.get(rank, {}), default=-1)
 
 
 def group_calls(ranks: Sequence[RankCalls]) -> list[GroupCalls]:
-    """The collectives of every group that a rank has used, in order of the group names."""
+    """Return the collectives of every group that a rank described, in order of the group names."""
     groups: dict[str, GroupCalls] = {}
     for rank in ranks:
         for facts in rank.groups.values():
@@ -107,7 +109,7 @@ def group_calls(ranks: Sequence[RankCalls]) -> list[GroupCalls]:
 
 
 def standings(groups: Sequence[GroupCalls]) -> list[Standing]:
-    """The progress of the ranks of each group, without unused groups and groups of one rank."""
+    """Return the progress of the ranks of each group. Unused groups and groups of one rank are left out."""
     return [
         Standing(group.facts, {rank: group.last(rank) for rank in group.members})
         for group in groups
@@ -116,7 +118,7 @@ def standings(groups: Sequence[GroupCalls]) -> list[Standing]:
 
 
 def find_waits(ranks: Sequence[RankCalls], groups: Sequence[GroupCalls]) -> list[Wait]:
-    """The blocked collectives, and the blocked messages of each waiting rank."""
+    """Return the blocked collectives, and the messages in which a rank is blocked."""
     present = {rank.rank for rank in ranks}
     waits = [wait for group in groups for wait in _collective_waits(group, present)]
     by_rank = {rank.rank: rank for rank in ranks}
@@ -152,7 +154,10 @@ def _collective_waits(group: GroupCalls, present: set[int]) -> list[Wait]:
 
 
 def _unfinished(group: GroupCalls) -> dict[int, dict[int, Call]]:
-    """The collective after the last one that all ranks have issued, if its completion is not known."""
+    """Return the calls of the first collective that some ranks have not issued, if its completion is not known.
+
+    The calls are by number and rank. The result is empty if no rank has issued this collective.
+    """
     if len(group.members) < 2:
         return {}
     seq = min(group.reached(rank) for rank in group.members) + 1
@@ -165,7 +170,7 @@ def _unfinished(group: GroupCalls) -> dict[int, dict[int, Call]]:
 
 
 def _message_wait(rank: RankCalls, call: Call, group: GroupFacts, by_rank: Mapping[int, RankCalls]) -> Wait:
-    """A send or receive in which ``rank`` is blocked. The other side is missing if it has not issued its part."""
+    """Return the wait of ``rank`` in a send or recv. The peer is missing if it has not issued the matching call."""
     other = by_rank.get(call.what.peer)
     since = {rank.rank: call.issue_ns}
     if call.what.peer < 0:
@@ -179,7 +184,7 @@ def _message_wait(rank: RankCalls, call: Call, group: GroupFacts, by_rank: Mappi
 
 
 def _has_issued(rank: RankCalls, other: RankCalls, call: Call) -> bool:
-    """Whether ``other`` has issued its side of ``call``: the n-th receive belongs to the n-th send, and so on."""
+    """Return whether ``other`` has issued the call that matches ``call``. The n-th recv matches the n-th send."""
     theirs = [
         c for c in other.calls if _is_other_side(c, call) and c.what.peer in (rank.rank, -1) and not c.raised
     ]
@@ -190,7 +195,7 @@ def _has_issued(rank: RankCalls, other: RankCalls, call: Call) -> bool:
 
 
 def _answers(other: RankCalls, rank: RankCalls, call: Call) -> bool:
-    """Whether ``other`` has issued a message to or from ``rank`` that is still under way."""
+    """Return whether ``other`` has issued a matching message with ``rank`` that is still in progress."""
     return any(
         _is_other_side(theirs, call) and theirs.what.peer in (rank.rank, -1) and stage is not Stage.DONE
         for theirs, stage in zip(other.calls, other.stages(), strict=True)
@@ -203,7 +208,7 @@ def _is_other_side(theirs: Call, call: Call) -> bool:
 
 
 def find_parting(group: GroupCalls, up_to: int) -> Parting | None:
-    """The first position up to ``up_to`` at which ranks of ``group`` issued different collectives."""
+    """Return the first position up to ``up_to`` at which ranks of ``group`` issued different collectives, or None."""
     return _first_parting(
         group,
         up_to,
@@ -213,7 +218,10 @@ def find_parting(group: GroupCalls, up_to: int) -> Parting | None:
 
 
 def find_sites(group: GroupCalls, up_to: int) -> Parting | None:
-    """The first position at which they issued the same collective from different call sites, as a hint."""
+    """Return the first position up to ``up_to`` at which ranks of ``group`` have different call sites, or None.
+
+    This is only a hint, because ranks may issue the same collective from different call sites.
+    """
     return _first_parting(group, up_to, lambda call: call.site, lambda one, other: one.site != other.site)
 
 
@@ -236,11 +244,14 @@ def _first_parting(
 def find_difference(
     group: GroupCalls, ranks: Mapping[int, RankCalls], *, all_ended: bool
 ) -> Difference | None:
-    """The first collective that ranks of ``group`` issued differently, within the records read of all of them.
+    """Return the first collective that ranks of ``group`` issued differently, or None.
+
+    Only positions for which the records of all these ranks were read are compared.
 
     Args:
-        ranks: by number.
-        all_ended: every rank has ended in order, so that none of them merely stopped earlier.
+        group: The collectives of the group.
+        ranks: The calls of each rank, by rank.
+        all_ended: Whether every rank has ended normally. If not, a rank may have stopped earlier than other ranks.
     """
     members = [rank for rank in group.members if ranks[rank].whole or group.by_seq.get(rank)]
     begin = max((min(group.by_seq[rank]) for rank in members if not ranks[rank].whole), default=0)
@@ -259,7 +270,7 @@ def find_difference(
 
 
 def find_unequal_split(group: GroupCalls) -> Difference | None:
-    """The first all_to_all of ``group`` in which a rank sends another size than its receiver expects."""
+    """Return the first all_to_all of ``group`` in which a rank does not send the size that the receiver expects."""
     calls: dict[int, dict[int, IssuedCall]] = {}
     for rank, of_rank in group.by_seq.items():
         for number, (call, _) in of_rank.items():
@@ -271,10 +282,14 @@ def find_unequal_split(group: GroupCalls) -> Difference | None:
 def find_order_differences(
     ranks: Sequence[RankCalls], groups: Sequence[GroupCalls], apart: Collection[Difference]
 ) -> list[OrderDifference]:
-    """For each set of groups that ranks share, the first two collectives that they issued in different orders.
+    """Return the first two collectives in different groups that ranks issued in different orders.
+
+    There is at most one result for each set of groups that ranks share.
 
     Args:
-        apart: differences within groups. These groups are left out, and those whose name was reused.
+        ranks: The calls of the ranks.
+        groups: The collectives of the groups.
+        apart: The differences within groups. Their groups are left out. Groups whose name was reused are left out, too.
     """
     left_out = {each.pg for each in apart}
     names = {group.facts.pg: (group.facts.pg, format_ranks(group.facts.ranks)) for group in groups}
@@ -296,7 +311,7 @@ def find_order_differences(
 
 
 def _issued_calls(group: GroupCalls, rank: int) -> list[IssuedCall]:
-    """The collectives that ``rank`` issued in ``group``."""
+    """Return the collectives that ``rank`` issued in ``group``, in order."""
     return [_issued_call(call) for _, (call, _) in sorted(group.by_seq.get(rank, {}).items())]
 
 
@@ -322,13 +337,13 @@ def _issued_call(call: Call) -> IssuedCall:
 
 
 def culprits(waits: Sequence[Wait]) -> tuple[int, ...]:
-    """The ranks that others wait for and that wait for nobody themselves."""
+    """Return the ranks that other ranks wait for and that wait for no rank themselves."""
     waiting = {rank for wait in waits for rank in wait.waiting}
     return tuple(sorted({rank for wait in waits for rank in wait.missing} - waiting))
 
 
 def find_cycle(waits: Sequence[Wait]) -> list[Wait]:
-    """Waits that form a ring; empty if there is none."""
+    """Return waits that form a ring, or an empty list if there is no ring."""
     by_rank = {rank: wait for wait in waits for rank in wait.waiting if wait.missing}
     for start in by_rank:
         seen: list[int] = []

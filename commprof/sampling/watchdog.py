@@ -1,4 +1,4 @@
-"""Detects a hung job from the files that its ranks write, and takes a dump. It never ends a process."""
+"""Detects a hung job from the files that its ranks write, and takes a dump. Never ends a process."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ Fingerprints = dict[RankFile, tuple[int, int]]
 
 
 class Stillness:
-    """Tracks how long nothing has changed, and whether that was reported. Pure.
+    """Tracks how long the files of the ranks have not changed, and whether this was reported. Pure.
 
     Args:
-        seconds: time without progress before a check, and between checks.
+        seconds: The time in seconds without progress before a check, and between checks.
     """
 
     def __init__(self, seconds: float) -> None:
@@ -38,11 +38,12 @@ class Stillness:
         self.reported = False
 
     def is_long(self, files: Fingerprints, now: float) -> bool:
-        """Whether a check is due: nothing has changed for long enough, and that was not reported yet.
+        """Return whether a check is due: no file has changed for long enough, and this was not reported yet.
 
         Args:
-            files: the fingerprints of the files of the ranks now; empty: nothing is recorded yet, which never counts.
-            now: in seconds.
+            files: The current fingerprints of the files of the ranks. If empty, nothing is recorded yet, and no check
+                is due.
+            now: The current running time in seconds.
         """
         if files != self._seen:
             self._seen, self._next_look, self.reported = dict(files), now + self._seconds, False
@@ -53,13 +54,13 @@ class Stillness:
 
 
 class RunningTime:
-    """Seconds that have passed while this process ran. Pure.
+    """Counts the seconds in which this process ran. Pure.
 
-    A job that was suspended (Ctrl-Z, a batch system, a paused container) made no progress meanwhile, and neither did its
-    watchdog. That time must not count.
+    A job that is suspended (Ctrl-Z, a batch system, a paused container) makes no progress, and the watchdog is
+    suspended with it. This time must not count as time without progress.
 
     Args:
-        longest: the longest time between two calls that counts.
+        longest: The most seconds that count between two calls.
     """
 
     def __init__(self, longest: float) -> None:
@@ -68,7 +69,7 @@ class RunningTime:
         self._passed = 0.0
 
     def at(self, now: float) -> float:
-        """The running time in seconds from the first call until ``now``."""
+        """Return the running time in seconds from the first call until ``now``."""
         if self._asked is not None:
             self._passed += min(now - self._asked, self._longest)
         self._asked = now
@@ -76,16 +77,18 @@ class RunningTime:
 
 
 class Watchdog:
-    """Checks the ranks' files at intervals, in a thread of this process.
+    """Checks the files of the ranks at intervals, in a thread of this process.
 
-    If no rank has issued or completed a call for ``seconds`` while a rank waits for another, it takes a dump into the run
-    and reports its first sentence, once until the next progress.
+    The watchdog acts if a rank is blocked and no rank has issued or completed a call for ``seconds``. It then writes a
+    dump into the run and reports the verdict, once until the next progress.
 
-    A context manager. Its errors never reach the job.
+    This class is a context manager. Its errors never reach the job.
 
     Args:
-        say: called with one line for the person at the terminal.
-        take: takes a dump: :func:`take_dump`.
+        run: The run directory.
+        seconds: The time in seconds without progress before a dump.
+        say: The function that is called with one line of text for the user.
+        take: The function that takes a dump. Default: :func:`take_dump`.
     """
 
     def __init__(
@@ -123,13 +126,16 @@ class Watchdog:
                 if self._stillness.is_long(files, now):
                     self._look()
             except (CommprofError, OSError):
-                continue  # a directory that is being made, moved or finalised
+                continue  # the directory is being created, moved or finalized
             except Exception as error:  # after any error the job continues without a watchdog
                 self._say(f"watchdog: it has stopped: {type(error).__name__}: {error}")
                 return
 
     def _look(self) -> None:
-        """Take the dump if some rank waits. Otherwise no process is disturbed: a long computation is no hang."""
+        """Take the dump if a rank is blocked.
+
+        The first check takes no stacks. So no process is disturbed during a long computation, which is not a hang.
+        """
         if not self._take(self._run_path, stacks=False, watch_seconds=0.0).verdict.hangs:
             return
         dump = self._take(self._run_path)

@@ -1,1 +1,1 @@
-"""The same collective across ranks: numbering, agreement, arrivals on one clock."""
+"""Align the same collective across ranks: numbering, agreement, arrivals on one clock."""

@@ -1,4 +1,7 @@
-"""Compares what the ranks of a group issued: the first collective on which they differ. Pure, standard library only."""
+"""Compare what the ranks of a group issued, and find the first collective in which they differ.
+
+The functions are pure and use only the standard library.
+"""
 
 from __future__ import annotations
 
@@ -10,22 +13,23 @@ from typing import Any, Final, NamedTuple, TypeAlias
 
 from commprof.schema import Op
 
-# Operation, payload bytes, root, element type, reduction. None: not known, or free to differ.
+# Operation, payload bytes, root, element type, reduction. None means that the property is not known or may differ.
 Agreed: TypeAlias = tuple[str, int | None, int | None, str | None, str | None]
 
 _ROOTED: Final = frozenset({Op.BROADCAST, Op.REDUCE, Op.GATHER, Op.SCATTER})
 _REDUCING: Final = frozenset({Op.ALL_REDUCE, Op.REDUCE, Op.REDUCE_SCATTER})
-# A rank's own chunk decides their payload. gloo needs chunks of equal size, other backends do not.
+# The payload of these operations depends on the chunk of each rank. gloo needs chunks of equal size, and other backends
+# do not.
 _BY_PARTS: Final = frozenset({Op.GATHER, Op.SCATTER})
 _GLOO: Final = "gloo"
-# Bytes of any content: another rank may use any element type for them.
+# These types may contain arbitrary bytes, so another rank may use any element type for the same data.
 _BYTE_TYPES: Final = frozenset({"uint8", "int8", "bool"})
 
 
 class IssuedCall(NamedTuple):
     """One collective as a rank issued it.
 
-    ``number``: its position among those of the group that did not raise, from 0.
+    ``number`` is its position among the collectives of the group that did not raise, from 0.
     """
 
     number: int
@@ -47,17 +51,21 @@ class IssuedCall(NamedTuple):
 
     @property
     def agreed(self) -> Agreed:
-        """What the other ranks of the group must have issued with it."""
+        """The properties that the calls of the other ranks of the group must also have."""
         return agreed(self.op, self.payload_bytes, self.dtype, self.reduce_op, self.root, self.backend)
 
     def as_dict(self) -> dict[str, Any]:
-        """The call under the names of the schema's columns."""
+        """Return the call under the names of the schema's columns."""
         named = self._asdict()
         return {"pg_seq": named.pop("number"), "peer": named.pop("root"), **named}
 
 
 def call_of(row: Mapping[str, Any], number: int) -> IssuedCall:
-    """The call of a row of some columns of ``collectives``, with the ``number`` that it has among the calls of its group."""
+    """Return the call of a row with some columns of ``collectives``.
+
+    Args:
+        number: The number of the call among the calls of its group.
+    """
     names = (name for name in IssuedCall._fields if name in row)
     return IssuedCall(number=number, root=row["peer"], **{name: row[name] for name in names})
 
@@ -65,7 +73,8 @@ def call_of(row: Mapping[str, Any], number: int) -> IssuedCall:
 class Conduct(NamedTuple):
     """What some ranks did at the first difference.
 
-    ``call``: what they issued. Where they ``skipped`` what the others issued, it is their next call, None for none.
+    ``call`` is the call that they issued. If they ``skipped`` the call that the others issued, ``call`` is
+    their next call, or None if there is none.
     """
 
     ranks: tuple[int, ...]
@@ -74,7 +83,7 @@ class Conduct(NamedTuple):
 
     @property
     def text(self) -> str:
-        """``rank 1 issued all_reduce #5 (400 bytes, float32, SUM) at train.py:8 step``."""
+        """A clause such as ``rank 1 issued all_reduce #5 (400 bytes, float32, SUM) at train.py:8 step``."""
         who = ranks_text(self.ranks)
         if not self.skipped and self.call is not None:
             return f"{who} issued {call_text(self.call)}"
@@ -86,7 +95,8 @@ class Conduct(NamedTuple):
 class Difference(NamedTuple):
     """The first place at which the ranks of a group issued different collectives, or two ranks unequal messages.
 
-    ``head``: the kind of difference as a clause; None: the ranks did not issue the same.
+    ``head`` is the kind of difference as a clause. If ``head`` is None, the ranks issued different
+    collectives.
     """
 
     pg: str
@@ -96,7 +106,7 @@ class Difference(NamedTuple):
 
     @property
     def call(self) -> IssuedCall:
-        """What the first ranks issued."""
+        """The call that the first ranks issued."""
         return next(each.call for each in self.conducts if each.call is not None)
 
     @property
@@ -108,7 +118,7 @@ class Difference(NamedTuple):
         return f"{head}: {'; '.join(each.text for each in self.conducts)}"
 
     def as_dict(self) -> dict[str, Any]:
-        """The difference as JSON values."""
+        """Return the difference as JSON values."""
         return {
             "pg": self.pg,
             "group_ranks": self.group_ranks,
@@ -130,10 +140,10 @@ class Difference(NamedTuple):
 def agreed(
     op: str, payload_bytes: int, dtype: str | None, reduce_op: str | None, root: int, backend: str | None
 ) -> Agreed:
-    """The properties of one collective on which all ranks of a group must agree.
+    """Return the properties of one collective on which all ranks of a group must agree.
 
-    Chunks of an all_to_all may have any size, and so may those of a gather or scatter where the backend is not gloo. An
-    element type of bytes matches any other, except in a reduction.
+    The chunks of an all_to_all may have any size, and so may the chunks of a gather or scatter if the backend
+    is not gloo. An element type of bytes matches any other type, except in a reduction.
     """
     reduces = op in _REDUCING
     free = op == Op.ALL_TO_ALL or (op in _BY_PARTS and backend != _GLOO)
@@ -147,7 +157,7 @@ def agreed(
 
 
 def conflict(first: Agreed, second: Agreed) -> bool:
-    """Whether two ranks cannot have issued the same collective. An unknown property is no conflict."""
+    """Return whether two ranks cannot have issued the same collective. An unknown property is not a conflict."""
     return any(
         mine is not None and theirs is not None and mine != theirs
         for mine, theirs in zip(first, second, strict=True)
@@ -162,21 +172,24 @@ def first_difference(
     ended: Collection[int] = (),
     gaps: bool = False,
 ) -> Difference | None:
-    """The first place at which the ranks differ; None where they do not.
+    """Return the first place at which the ranks differ, or None if they do not differ.
 
-    A rank that merely stopped earlier is no difference.
+    A rank that only stopped earlier does not count as a difference.
 
     Args:
-        sequences: the calls of each rank in the group, in order of number.
-        ended: ranks whose last call here was certainly their last in the group.
-        gaps: records of a rank may be missing.
+        sequences: The calls of each rank in the group, in order of number.
+        ended: The ranks whose last call here was certainly their last call in the group.
+        gaps: Whether records of a rank may be missing.
     """
     number = _first_number(sequences, ended, gaps)
     return None if number is None else difference_from(pg, group_ranks, sequences, number)
 
 
 def unshifted(differences: Iterable[Difference], sequences: Iterable[Difference]) -> list[Difference]:
-    """``differences`` before that of their group in ``sequences``. After it, equal numbers no longer mean the same call."""
+    """Return the ``differences`` that precede the difference of their group in ``sequences``.
+
+    After this difference, equal numbers no longer refer to the same call.
+    """
     ends = {(each.pg, each.group_ranks): each.call.number for each in sequences}
     return [each for each in differences if each.call.number < ends.get((each.pg, each.group_ranks), inf)]
 
@@ -184,9 +197,10 @@ def unshifted(differences: Iterable[Difference], sequences: Iterable[Difference]
 def difference_from(
     pg: str, group_ranks: str, sequences: Mapping[int, Sequence[IssuedCall]], number: int
 ) -> Difference:
-    """The place at which ranks that certainly differ at ``number`` did so first.
+    """Return the place at which ranks that certainly differ at ``number`` first differed.
 
-    Where a rank skips one of many equal collectives, numbers show it later: steps and call sites show where it began.
+    If a rank skips one of many equal collectives, the numbers show the difference only later. Steps and call
+    sites show where the difference began.
     """
     reference = reference_of({rank: [call.agreed for call in calls] for rank, calls in sequences.items()})
     mine = sequences[reference]
@@ -226,7 +240,10 @@ def _first_number(
 
 
 def reference_of(sequences: Mapping[int, Sequence[Hashable]]) -> int:
-    """One of the largest set of ranks with equal sequences; among equally large ones that with the lowest rank."""
+    """Return a rank of the largest set of ranks with equal sequences.
+
+    Among equally large sets, the set with the lowest rank is chosen.
+    """
     same: dict[tuple[Hashable, ...], list[int]] = {}
     for rank in sorted(sequences):
         same.setdefault(tuple(sequences[rank]), []).append(rank)
@@ -234,7 +251,10 @@ def reference_of(sequences: Mapping[int, Sequence[Hashable]]) -> int:
 
 
 class _Turn(NamedTuple):
-    """Where a rank departs from the reference: both positions, and whether each issued there what the other did not."""
+    """The place where a rank departs from the reference.
+
+    It contains both positions, and whether each of the two issued a call there that the other did not issue.
+    """
 
     mine: int
     theirs: int
@@ -246,7 +266,8 @@ def _first_turn(mine: Sequence[IssuedCall], theirs: Sequence[IssuedCall]) -> _Tu
     keys = [[(c.agreed, c.step, c.module, c.call_site) for c in calls] for calls in (mine, theirs)]
     end = min(len(mine), len(theirs))
     for tag, i1, i2, j1, j2 in SequenceMatcher(None, keys[0], keys[1], autojunk=False).get_opcodes():
-        if tag == "equal" or (tag != "replace" and max(i1, j1) >= end):  # one stopped earlier
+        # One of the two ranks stopped earlier.
+        if tag == "equal" or (tag != "replace" and max(i1, j1) >= end):
             continue
         ours, others = mine[i1:i2], theirs[j1:j2]
         for place, (a, b) in enumerate(zip(ours, others, strict=False)):
@@ -255,7 +276,7 @@ def _first_turn(mine: Sequence[IssuedCall], theirs: Sequence[IssuedCall]) -> _Tu
         if len(ours) != len(others) and (i2 < len(mine) or j2 < len(theirs)):
             both = min(len(ours), len(others))
             return _Turn(i1 + both, j1 + both, len(ours) > both, len(others) > both)
-        # The same collective from another call site: branches that send the same.
+        # The same collective from different call sites is not a difference: these branches send the same data.
     return None
 
 
@@ -266,7 +287,7 @@ def _place_of(mine: Sequence[IssuedCall], turn: _Turn) -> int:
 def _at_turns(
     sequences: Mapping[int, Sequence[IssuedCall]], mine: Sequence[IssuedCall], turns: Mapping[int, _Turn]
 ) -> tuple[Conduct, ...]:
-    """What each rank did where those of ``turns`` depart from the reference."""
+    """Return what each rank did at the place where the ranks in ``turns`` depart from the reference."""
     one = next(iter(turns.values()))
     issued = any(turn.mine_issued for turn in turns.values())
     here = _nth(mine, one.mine), not issued
@@ -290,7 +311,10 @@ def _after(calls: Sequence[IssuedCall], number: int) -> IssuedCall | None:
 
 
 def _together(conducts: Mapping[int, tuple[IssuedCall | None, bool]]) -> tuple[Conduct, ...]:
-    """Ranks that did the same, those that issued something first, the larger set first."""
+    """Return the conducts, with ranks that did the same in one conduct.
+
+    Ranks that issued a call come first, and larger sets come before smaller sets.
+    """
     same: dict[tuple[Agreed | None, bool], list[int]] = {}
     for rank in sorted(conducts):
         call, skipped = conducts[rank]
@@ -300,7 +324,7 @@ def _together(conducts: Mapping[int, tuple[IssuedCall | None, bool]]) -> tuple[C
 
 
 def call_text(call: IssuedCall) -> str:
-    """``all_reduce #5 (400 bytes, float32, SUM) for module blocks.1 at train.py:8 step``."""
+    """Return ``all_reduce #5 (400 bytes, float32, SUM) for module blocks.1 at train.py:8 step``, for example."""
     side = {Op.SEND.value: " to", Op.RECV.value: " from"}.get(call.op)
     other = "" if side is None else f"{side} rank {call.root}"
     return f"{call.op} #{call.number}{other}{_details(call)}{_place_text(call.module, call.call_site)}"
@@ -315,20 +339,20 @@ def _details(call: IssuedCall) -> str:
 
 
 def _place_text(module: str | None, call_site: str | None) -> str:
-    """Where in the model and in the program, as far as it is known."""
+    """Return the place in the model and in the program, if it is known."""
     of_module = f" for module {module}" if module else ""
     return of_module + (f" at {call_site}" if call_site else "")
 
 
 def when_text(call: IssuedCall) -> str:
-    """``in step 3``, ``before the first step`` or ``after step 3``."""
+    """Return ``in step 3``, ``before the first step`` or ``after step 3``."""
     if call.step >= 0:
         return f"in step {call.step}"
     return "before the first step" if call.after_step is None else f"after step {call.after_step}"
 
 
 def ranks_text(ranks: Sequence[int]) -> str:
-    """``rank 1``, ``ranks 0, 2, 3``, ``ranks 0-6, 9``: four or more consecutive ranks as a range.
+    """Return ``rank 1``, ``ranks 0, 2, 3`` or ``ranks 0-6, 9``: four or more consecutive ranks are a range.
 
     >>> ranks_text([1]), ranks_text([0, 2, 3]), ranks_text([0, 1, 2, 3, 5])
     ('rank 1', 'ranks 0, 2, 3', 'ranks 0-3, 5')

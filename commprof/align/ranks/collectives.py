@@ -1,4 +1,4 @@
-"""Numbers each collective and message, equally in the records of all its ranks. Pure."""
+"""Number each collective and message, so that the records of all its ranks have the same number. Pure."""
 
 from __future__ import annotations
 
@@ -26,18 +26,19 @@ COLUMNS: Final = (
 )
 Numbers = npt.NDArray[np.int64]
 _FITS: Final = 1 << 62
-_DENSE: Final = 8  # positions per row; above, sorting is faster than placing each row
+_DENSE: Final = 8  # positions per row; above this, sorting is faster than placing each row
 
 
 def has_raised(collectives: pa.Table) -> pa.ChunkedArray:
-    """Which of the rows are calls that raised: they have no number in their group."""
+    """Return which rows are calls that raised. These calls have no number in their group."""
     return pc.less(pc.fill_null(collectives["pg_seq"], 0), 0)
 
 
 def matchable(collectives: pa.Table) -> pa.Table:
-    """The rows that can have partners.
+    """Return the rows that can be matched with records of other ranks.
 
-    A recv from any source names no peer, a captured call did not run, and a call that raised reached no other rank.
+    Three kinds of rows cannot be matched. A recv from any source names no peer, a captured call did not run,
+    and a call that raised did not reach another rank.
     """
     nameless = pc.and_(collectives["is_p2p"], pc.less(collectives["peer"], 0))
     left_out = pc.or_(pc.or_(nameless, collectives["captured"]), has_raised(collectives))
@@ -45,10 +46,15 @@ def matchable(collectives: pa.Table) -> pa.Table:
 
 
 class Streams(NamedTuple):
-    """The streams that rows belong to: the collectives of one operation in a group, or the messages of one rank to another.
+    """The streams to which rows belong.
 
-    ``codes``: of each row. ``names``: of each code, whatever the rows. ``number``: of each row in its stream, by
-    the row alone.
+    A stream is the collectives of one operation in a group, or the messages of one rank to another rank.
+
+    Attributes:
+        codes: The number of the stream of each row.
+        names: The name of the stream of each code, which does not depend on the other rows.
+        number: The number of each row in its stream, which depends only on the row.
+        is_send: Whether each row is a send.
     """
 
     codes: Numbers
@@ -58,7 +64,10 @@ class Streams(NamedTuple):
 
 
 def streams_of(rows: pa.Table) -> Streams:
-    """The streams of ``rows`` (columns :data:`COLUMNS`), none of them captured or without a named peer."""
+    """Return the streams of ``rows`` (columns :data:`COLUMNS`).
+
+    No row may be captured or lack a named peer.
+    """
     is_p2p = rows["is_p2p"].to_numpy(zero_copy_only=False)
     rank, peer = (rows[name].to_numpy().astype(np.int64) for name in ("rank", "peer"))
     is_send = is_p2p & pc.equal(rows["op"], "send").to_numpy(zero_copy_only=False)
@@ -75,7 +84,7 @@ def streams_of(rows: pa.Table) -> Streams:
 
 
 def occurrences(rows: pa.Table, streams: Streams) -> Numbers:
-    """How often each of ``rows`` was issued before by its rank, under the same number in the same stream."""
+    """Return how often the rank of each row had already issued the same number in the same stream."""
     keys = (
         streams.codes,
         streams.is_send.astype(np.int64),
@@ -86,19 +95,26 @@ def occurrences(rows: pa.Table, streams: Streams) -> Numbers:
 
 
 class Together(NamedTuple):
-    """Rows in the order of their collective and rank: ``order`` of the rows, and in that order the number of each."""
+    """Rows in the order of their collective and rank.
+
+    ``order`` contains the rows in this order, and ``collective`` contains the number of the collective of
+    each row in this order.
+    """
 
     order: Numbers
     collective: Numbers
 
 
 def together(rows: pa.Table) -> Together:
-    """``rows`` in order of collective or message, each of which has a number from 0, and of rank.
+    """Return ``rows`` in order of collective or message, which are numbered from 0, and of rank.
 
-    The members of a collective share attempt, group (name and ranks), operation and number in the group. A name may
-    be reused when its group is destroyed, and the numbers then restart: the nth record of a rank with one number
-    goes with the nth of the others. A send and a recv are one message when each is the nth of that sender to that receiver
-    in the group. ``rows`` has the columns :data:`COLUMNS`, none of them captured or without a named peer.
+    The records of a collective have the same attempt, group (name and ranks), operation and number in the
+    group. A group name may be reused after its group is destroyed, and the numbers then restart. The nth
+    record of a rank with a number therefore matches the nth record of the other ranks with this number. A
+    send and a recv are one message if both are the nth of this sender to this receiver in the group.
+
+    Args:
+        rows: The records, with the columns :data:`COLUMNS`. No row may be captured or lack a named peer.
     """
     if not len(rows):
         return Together(np.zeros(0, np.int64), np.zeros(0, np.int64))
@@ -114,7 +130,7 @@ def together(rows: pa.Table) -> Together:
 
 
 def same_collective(rows: pa.Table) -> Numbers:
-    """The number of each row's collective or message: see :func:`together`."""
+    """Return the number of the collective or message of each row: see :func:`together`."""
     order, collective = together(rows)
     numbers = np.empty(len(rows), np.int64)
     numbers[order] = collective
@@ -122,27 +138,31 @@ def same_collective(rows: pa.Table) -> Numbers:
 
 
 def _changes(values: Numbers) -> npt.NDArray[np.bool_]:
-    """Where a value differs from the one before it."""
+    """Return where a value differs from the previous value."""
     differs = np.zeros(len(values), bool)
     np.not_equal(values[1:], values[:-1], out=differs[1:])
     return differs
 
 
 def _what(op: pa.ChunkedArray, is_p2p: npt.NDArray[np.bool_]) -> pa.ChunkedArray:
-    """The operation of a collective; one value for all messages."""
+    """Return the operation of collectives, with one value for all messages."""
     if not is_p2p.any():
         return op
     return pc.if_else(pa.array(is_p2p), pa.scalar("message"), op.cast(pa.string()))
 
 
 def repetitions(keys: Sequence[Numbers], rows: pa.Table) -> Numbers:
-    """How many of ``rows`` (columns issue_ns and seq) with equal ``keys`` were issued before each of them."""
+    """Return how many rows with equal ``keys`` were issued before each of ``rows``.
+
+    Args:
+        rows: The records, with the columns issue_ns and seq.
+    """
     issue, seq = rows["issue_ns"].to_numpy(), rows["seq"].to_numpy()
     order, starts = in_order(keys)
     lengths = np.diff(np.append(starts, len(order)))
     occurrence = np.zeros(len(order), np.int64)
     several = np.repeat(lengths > 1, lengths)
-    if several.any():  # the others are the only ones of their keys
+    if several.any():  # all other rows have unique keys
         some = order[several]
         place = np.repeat(np.arange(len(lengths)), lengths)[several]
         some = some[np.lexsort((seq[some], issue[some], place))]
@@ -151,12 +171,12 @@ def repetitions(keys: Sequence[Numbers], rows: pa.Table) -> Numbers:
 
 
 def _first_of_each(lengths: Numbers) -> tuple[Numbers, Numbers]:
-    """Where each of the segments of ``lengths`` begins, and its length."""
+    """Return the begin of each of the segments of ``lengths``, and its length."""
     return np.cumsum(lengths) - lengths, lengths
 
 
 def _codes(*keys: Numbers) -> Numbers:
-    """A number for each distinct combination of ``keys``, in their order."""
+    """Return a number for each distinct combination of ``keys``, in the order of the combinations."""
     order, starts = in_order(keys)
     is_new = np.zeros(len(order), np.int64)
     is_new[starts[1:]] = 1
@@ -166,9 +186,10 @@ def _codes(*keys: Numbers) -> Numbers:
 
 
 def in_order(keys: Sequence[Numbers]) -> tuple[Numbers, Numbers]:
-    """The rows in order of ``keys``, the first of which counts most, equal ones in their order; and where new ones begin.
+    """Return the rows in order of ``keys``, and the positions at which new combinations begin.
 
-    The keys become one number where they fit into it, which sorts far faster than several keys.
+    The first key is the most significant, and rows with equal keys stay in their order. The keys are combined
+    into one number if they fit into it, because one number is sorted far faster than several keys.
     """
     if not len(keys[0]):
         return np.zeros(0, np.int64), np.zeros(0, np.int64)
@@ -185,14 +206,14 @@ def in_order(keys: Sequence[Numbers]) -> tuple[Numbers, Numbers]:
         place = np.full(bound, -1, np.int64)
         place[one] = np.arange(len(one))
         order = place[place >= 0]
-        if len(order) == len(one):  # no two are equal: each has its own position, and no sorting is needed
+        if len(order) == len(one):  # no two rows are equal, so no sorting is needed
             return order, np.arange(len(one))
     order = np.argsort(one, kind="stable")
     return order, _starts([one[order]])
 
 
 def _starts(keys: list[Numbers]) -> Numbers:
-    """Where a new combination begins in sorted ``keys``."""
+    """Return where a new combination begins in sorted ``keys``."""
     differs = np.zeros(len(keys[0]), bool)
     differs[0] = True
     for key in keys:

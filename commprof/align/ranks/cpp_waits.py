@@ -1,9 +1,11 @@
-"""When C++ waited for collectives, from the intervals in which it waited for several at once (the table ``stalls``). Pure.
+"""Determine when C++ waited for collectives, from intervals with waits for several collectives (``stalls``).
 
-DistributedDataParallel waits for all its buckets at the end of a backward pass. It is recorded from when on the program was
-blocked, and for how long at least and at most, but not for which bucket at which moment. Where the two bounds are close, the
-wait as a whole is as good as recorded, and the time between two such waits is the program's own. The last record of an
-interval gets the whole wait: when it has come, the others have.
+The functions are pure. DistributedDataParallel waits for all its buckets at the end of a backward pass. The
+table contains the time from which on the program was blocked, and the lower and upper bound of the blocked
+time. It does not contain which bucket blocked the program at which moment. If the two bounds are close, the
+wait as a whole is as good as recorded, and the time between two such waits is the own time of the program.
+The whole wait is attributed to the last record of an interval, because the other records are complete when
+the last record is complete.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ Numbers = npt.NDArray[np.int64]
 Flags = npt.NDArray[np.bool_]
 
 _PROCESS: Final = ("attempt", "rank", "pid")
-# The columns of records that CppWaits needs, and those that it adds.
+# The columns of records that CppWaits needs, and the columns that it adds.
 SOURCES: Final = (
     *_PROCESS,
     "issue_ns",
@@ -34,7 +36,8 @@ SOURCES: Final = (
     "exposed_ns",
 )
 COLUMNS: Final = ("cpp_wait_begin_ns", "cpp_wait_end_ns")
-# How far the two bounds of a wait may be apart: as long as waking up takes, or this share of the time since the wait before.
+# The largest difference between the two bounds of a wait is the larger of the time that waking up takes, and of this
+# share of the time since the previous wait.
 _LEAST_APART_NS: Final = 50_000
 _MOST_APART: Final = 0.1
 
@@ -50,10 +53,10 @@ class _Intervals(NamedTuple):
 
 
 class CppWaits:
-    """The intervals in which the C++ of each process waited on its host.
+    """The intervals in which C++ code of each process waited on its host.
 
     Args:
-        stalls: the table ``stalls`` of a run.
+        stalls: The table ``stalls`` of a run.
     """
 
     def __init__(self, stalls: pa.Table) -> None:
@@ -67,7 +70,10 @@ class CppWaits:
                 self._intervals[key] = _intervals(of_host.take(pa.array(rows)))
 
     def beside(self, records: pa.Table) -> pa.Table:
-        """``records`` (:data:`SOURCES`) with :data:`COLUMNS`: null where no wait is known, or only roughly."""
+        """Return ``records`` (:data:`SOURCES`) with :data:`COLUMNS`.
+
+        The values are null if no wait is known, or if a wait is known only roughly.
+        """
         begin, end = np.zeros(len(records), np.int64), np.zeros(len(records), np.int64)
         is_known = np.zeros(len(records), bool)
         if self._intervals and len(records):
@@ -87,7 +93,8 @@ class CppWaits:
                 mine = mine[np.argsort(issue[mine], kind="stable")]
                 place = np.sort(place)
                 begin[mine] = end[mine] = np.maximum(waits.begin[place], issue[mine])
-                # A part of the records of a process may end within an interval. The others are in another part.
+                # A part of the records of a process may end within an interval. The other records of this interval are
+                # then in a different part.
                 is_last = np.append(np.diff(place) > 0, True)[: len(place)]
                 end[mine[is_last]] = np.maximum(waits.wait_end[place[is_last]], end[mine[is_last]])
                 is_known[mine] = True
@@ -97,7 +104,10 @@ class CppWaits:
 
 
 def unseen_waits(records: pa.Table, on_device: bool) -> Flags:
-    """Which ``records``, of devices or of the host, C++ may have waited for: no recorded wait, issued or reduced by C++."""
+    """Return for which ``records``, of devices or of the host, C++ may have waited.
+
+    These are records without a recorded wait that C++ issued or reduced.
+    """
     device, layer, purpose = (records[name].cast(pa.string()) for name in ("device", "layer", "purpose"))
     of_reducer = pc.or_kleene(pc.equal(layer, "c10d"), pc.equal(purpose, "gradient_reduce"))
     on_host = pc.fill_null(pc.equal(device, "cpu"), True)
@@ -114,7 +124,7 @@ def _intervals(stalls: pa.Table) -> _Intervals:
         for name in ("since_ns", "begin_ns", "end_ns", "exposed_low_ns", "exposed_high_ns")
     )
     period = np.diff(end, prepend=end[:1])
-    # It waits first and copies the gradients afterwards.
+    # DistributedDataParallel waits first and copies the gradients afterwards.
     wait_end = np.minimum(begin + np.maximum((low + high) // 2, 0), end)
     is_close = high - low <= np.maximum(_LEAST_APART_NS, _MOST_APART * period)
     return _Intervals(since, begin, wait_end, end, is_close)

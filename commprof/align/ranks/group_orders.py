@@ -1,7 +1,7 @@
-"""The order in which ranks issue the collectives of several groups that they share. Pure, standard library only.
+"""Compare the order in which ranks issue the collectives of several groups that they share.
 
-Two ranks that issue collectives of two groups in different orders can deadlock, although the collectives within each group
-agree.
+Two ranks that issue collectives of two groups in different orders can deadlock, although the collectives
+within each group agree. The functions are pure and use only the standard library.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from commprof.align.ranks.agreement import IssuedCall, call_text, ranks_text, re
 Group: TypeAlias = tuple[str, str]  # name and ranks
 Key = TypeVar("Key")
 _Numbers: TypeAlias = tuple[int, ...]
-_MOST_LISTED: Final = 10  # most groups of a rank whose subsets are listed: about a thousand subsets
+_MOST_LISTED: Final = 10  # the most groups of a rank for which subsets are listed: about a thousand subsets
 
 
 class GroupCall(NamedTuple):
-    """A collective of a group in the course of a rank.
+    """A collective of a group, as one call in the course of a rank.
 
     Attributes:
-        life: how many groups of this name there were before.
+        life: The number of earlier groups with this name.
     """
 
     group: Group
@@ -39,16 +39,16 @@ class GroupCall(NamedTuple):
 
     @property
     def text(self) -> str:
-        """``all_reduce #5 (400 bytes, float32, SUM) at train.py:8 step in group 1 (0-3)``."""
+        """A text such as ``all_reduce #5 (400 bytes, float32, SUM) at train.py:8 step in group 1 (0-3)``."""
         return f"{call_text(self.call)} in group {self.group[0]} ({self.group[1]})"
 
     @property
     def short_text(self) -> str:
-        """``all_reduce #5 of group 1 (0-3)``."""
+        """A text such as ``all_reduce #5 of group 1 (0-3)``."""
         return f"{self.call.op} #{self.call.number} of group {self.group[0]} ({self.group[1]})"
 
     def as_dict(self) -> dict[str, Any]:
-        """The call under the names of the schema's columns."""
+        """Return the call under the names of the schema's columns."""
         return {
             "pg": self.group[0],
             "group_ranks": self.group[1],
@@ -59,12 +59,13 @@ class GroupCall(NamedTuple):
 
 @dataclass(slots=True)
 class Course:
-    """What one rank issued in some groups.
+    """The calls that one rank issued in some groups.
 
     Attributes:
-        calls: in the order of issue.
-        last: the life and number of the last collective of each group; a group without any has none.
-        threads: by group, the threads that issued in it.
+        calls: The calls in the order of issue.
+        last: The life and number of the last collective of each group. A group without collectives has no
+            entry.
+        threads: By group, the threads that issued calls in the group.
     """
 
     calls: list[GroupCall] = field(default_factory=list)
@@ -79,12 +80,12 @@ class Course:
         self.threads.setdefault(call.group, set()).add(call.thread)
 
     def within(self, groups: Collection[Group]) -> Course:
-        """The course in ``groups`` alone."""
+        """Return the course with only the calls in ``groups``."""
         return Course([call for call in self.calls if call.group in groups], self.last, self.threads)
 
 
 class Order(NamedTuple):
-    """Ranks that issued ``first`` before ``second``, or had not issued ``second`` when their records end."""
+    """Ranks that issued ``first`` before ``second``, or that had not issued ``second`` at the end of their records."""
 
     ranks: tuple[int, ...]
     first: GroupCall
@@ -93,7 +94,7 @@ class Order(NamedTuple):
 
     @property
     def text(self) -> str:
-        """``rank 0 issued all_reduce #5 (...) in group 1 (0-3), then broadcast #2 (...) in group 2 (0-1)``."""
+        """A clause: ``rank 0 issued all_reduce #5 (...) in group 1 (0-3), then broadcast #2 (...) in group 2``."""
         who = f"{ranks_text(self.ranks)} issued {self.first.text}"
         if self.is_second_issued:
             return f"{who}, then {self.second.text}"
@@ -101,7 +102,7 @@ class Order(NamedTuple):
 
 
 class OrderDifference(NamedTuple):
-    """Two collectives of two groups that some ranks issued in one order and others in the other."""
+    """Two collectives of two groups that some ranks issued in one order and other ranks in the other order."""
 
     orders: tuple[Order, Order]
 
@@ -115,7 +116,7 @@ class OrderDifference(NamedTuple):
         )
 
     def as_dict(self) -> dict[str, Any]:
-        """The difference as JSON values."""
+        """Return the difference as JSON values."""
         return {
             "step": self.orders[0].first.call.step,
             "orders": [
@@ -132,8 +133,11 @@ class OrderDifference(NamedTuple):
 
 
 def shared_groups(members: Mapping[Key, Set[int]]) -> dict[frozenset[Key], frozenset[int]]:
-    """The sets of two groups or more that some two ranks share, and all ranks that are in every group of each set."""
-    same: dict[frozenset[int], list[Key]] = defaultdict(list)  # groups of the same ranks count as one
+    """Return the sets of at least two groups that any two ranks share, with the ranks of each set.
+
+    The ranks of a set are all ranks that are in every group of the set.
+    """
+    same: dict[frozenset[int], list[Key]] = defaultdict(list)  # groups with the same ranks count as one
     for group, ranks in members.items():
         same[frozenset(ranks)].append(group)
     groups = list(same.values())
@@ -163,10 +167,14 @@ def shared_groups(members: Mapping[Key, Set[int]]) -> dict[frozenset[Key], froze
 
 
 def _shared_numbers(alike: Mapping[_Numbers, Sequence[int]]) -> set[_Numbers]:
-    """The groups that any two ranks share, in time linear in the ranks; ``alike`` has the ranks of each membership.
+    """Return the groups that any two ranks share, in time linear in the number of ranks.
 
-    Counts how many memberships contain each subset of one; those that share exactly this subset follow by inclusion and
-    exclusion. Where a rank is in many groups it has too many subsets, and pairs of memberships are compared.
+    The function counts how many memberships contain each subset of a membership. The number of memberships
+    that share exactly this subset follows by inclusion and exclusion. A rank that is in many groups has too
+    many subsets, and then pairs of memberships are compared instead.
+
+    Args:
+        alike: The ranks of each membership. A membership is a set of groups to which a rank belongs.
     """
     shared = {numbers for numbers, ranks in alike.items() if len(ranks) > 1}
     if max(map(len, alike), default=0) > _MOST_LISTED:
@@ -179,13 +187,13 @@ def _shared_numbers(alike: Mapping[_Numbers, Sequence[int]]) -> set[_Numbers]:
             for place in range(len(exact)):
                 if not place >> bit & 1:
                     exact[place] -= exact[place | 1 << bit]
-        exact[-1] -= 1  # itself
+        exact[-1] -= 1  # the membership itself does not count
         shared.update(subset for subset, count in zip(subsets, exact, strict=True) if count > 0)
     return shared
 
 
 def _subsets(numbers: _Numbers) -> list[_Numbers]:
-    """All subsets of ``numbers``, at the place whose bits say which of them are in it."""
+    """Return all subsets of ``numbers``. The bits of the position of a subset show which numbers it contains."""
     subsets: list[_Numbers] = [()]
     for number in numbers:
         subsets += [(*subset, number) for subset in subsets]
@@ -195,14 +203,14 @@ def _subsets(numbers: _Numbers) -> list[_Numbers]:
 def order_differences(
     courses: Mapping[int, Course], members: Mapping[Group, Set[int]], *, has_all_records: bool
 ) -> list[OrderDifference]:
-    """For each set of groups that ranks share, the first two collectives that they issued in different orders.
+    """Return for each set of shared groups the first two collectives that ranks issued in different orders.
 
-    Only calls that the same thread of a rank issued are compared: the order of two threads is random.
+    Only calls that the same thread of a rank issued are compared, because the order of two threads is random.
 
     Args:
-        courses: by rank.
-        members: the ranks of each group that are compared.
-        has_all_records: no record is missing before the end of a course.
+        courses: The course of each rank.
+        members: The compared ranks of each group.
+        has_all_records: Whether no record is missing before the end of a course.
     """
     differences = []
     for groups, ranks in shared_groups(members).items():
@@ -213,7 +221,10 @@ def order_differences(
 
 
 def distinct_differences(differences: Iterable[OrderDifference]) -> list[OrderDifference]:
-    """The differences without duplicates, in order of step; among equal ones that of the most ranks."""
+    """Return the differences without duplicates, in order of step.
+
+    Among duplicates, the difference with the most ranks is returned.
+    """
     by_keys: dict[frozenset[Any], OrderDifference] = {}
     for each in differences:
         keys = frozenset({each.orders[0].first.key, each.orders[0].second.key})
@@ -226,12 +237,13 @@ def distinct_differences(differences: Iterable[OrderDifference]) -> list[OrderDi
 def first_order_difference(
     courses: Mapping[int, Course], *, has_all_records: bool, reference: int | None = None
 ) -> OrderDifference | None:
-    """The first two collectives that ranks issued in different orders; None where there are none.
+    """Return the first two collectives that ranks issued in different orders, or None if there are none.
 
     Args:
-        courses: by rank, all in the same groups.
-        has_all_records: see :func:`order_differences`.
-        reference: the rank that the others are compared with; default: one of the largest set that issued the same.
+        courses: The course of each rank. All courses are in the same groups.
+        has_all_records: See :func:`order_differences`.
+        reference: The rank with which the others are compared. Default: a rank of the largest set that issued
+            the same.
     """
     keys = {rank: [call.key for call in course.calls] for rank, course in courses.items()}
     if reference is None:
@@ -253,7 +265,7 @@ def first_order_difference(
 def _first_swap(
     mine: Course, theirs: Course, *, has_all_records: bool
 ) -> tuple[int, GroupCall, GroupCall] | None:
-    """The position in ``mine`` at which the orders differ, and what ``mine`` and ``theirs`` issued there."""
+    """Return the position in ``mine`` at which the orders differ, and the calls of ``mine`` and ``theirs`` there."""
     threads = {call.key: call.thread for call in theirs.calls}
     position = {call.key: place for place, call in enumerate(mine.calls)}
     ours: dict[Any, list[GroupCall]] = defaultdict(list)
@@ -284,7 +296,10 @@ def _first_difference(
 
 
 def _first_unissued(mine: Course, theirs: Course) -> tuple[int, GroupCall, GroupCall] | None:
-    """Where each issued a collective that the other had not reached: neither can have the other's order."""
+    """Return where each course has a collective that the other had not reached.
+
+    In this case, neither rank can have the order of the other.
+    """
     here = next(((place, call) for place, call in enumerate(mine.calls) if _is_ahead(call, theirs)), None)
     there = next((call for call in theirs.calls if _is_ahead(call, mine)), None)
     if here is None or there is None:
@@ -303,7 +318,11 @@ def _is_ahead(call: GroupCall, course: Course) -> bool:
 
 
 def _order(courses: Mapping[int, Course], first: GroupCall, second: GroupCall) -> Order:
-    """The ranks that issued ``first`` before ``second``; where none issued both, those that had not reached ``second``."""
+    """Return the ranks that issued ``first`` before ``second``.
+
+    If no rank issued both in this order, the ranks that had issued ``first`` but not reached ``second`` are
+    returned.
+    """
     both: dict[int, tuple[GroupCall, GroupCall]] = {}
     only: dict[int, GroupCall] = {}
     for rank, course in sorted(courses.items()):

@@ -1,9 +1,10 @@
-"""Own time: how long the program of a rank ran between two collectives of a group, without exposed communication. Pure.
+"""Compute own time: how long the program of a rank ran between two collectives, without exposed communication.
 
-A rank arrives late at a collective by its own time, or because earlier waits blocked it. The reference is the last
-earlier collective of the same group that the program waited for and that makes every member wait for every other. A
-rooted collective is a reference only for other rooted collectives, in a group that has no collectives of the other
-kind. The time between the two issues is the sum of own time and of the recorded waits that blocked the program, in the
+The functions are pure. A rank arrives late at a collective because of its own time, or because earlier waits
+blocked it. Own time is measured from a reference. The reference is the last earlier collective of the same
+group for which the program waited and in which every member waits for every other member. A rooted collective
+is a reference only for other rooted collectives, in a group that has no collectives of the other kind. The
+time between the two issues is the sum of own time and of the recorded waits that blocked the program, in the
 reference and elsewhere.
 """
 
@@ -23,7 +24,7 @@ Numbers = npt.NDArray[np.int64]
 Flags = npt.NDArray[np.bool_]
 
 _NEVER: Final = 1 << 62  # later than any time
-_UNKNOWN: Final = -(1 << 62)  # earlier than any
+_UNKNOWN: Final = -(1 << 62)  # earlier than any time
 OWN_COLUMNS: Final = ("own_ns", "own_since_seq", "held_elsewhere_ns")
 _ROOTED: Final = ("broadcast", "scatter", "reduce", "gather")
 SOURCES: Final = (
@@ -47,7 +48,14 @@ SOURCES: Final = (
 
 
 class OwnTimes(NamedTuple):
-    """For each record: its own time, the number in the group of the reference, the time blocked elsewhere; where known."""
+    """The own times of records, if they are known.
+
+    Attributes:
+        own: The own time of each record, in ns.
+        since: The number in the group of the reference of each record.
+        elsewhere: The time in ns that the program was blocked outside of the reference.
+        is_known: Whether the values of each record are known.
+    """
 
     own: Numbers
     since: Numbers
@@ -55,16 +63,19 @@ class OwnTimes(NamedTuple):
     is_known: Flags
 
     def of(self, rows: slice | Numbers) -> OwnTimes:
-        """Of some of the records."""
+        """Return the own times of some of the records."""
         return OwnTimes(self.own[rows], self.since[rows], self.elsewhere[rows], self.is_known[rows])
 
     def columns(self) -> list[pa.Array]:
-        """:data:`OWN_COLUMNS`."""
+        """Return :data:`OWN_COLUMNS` as arrays, with null for unknown values."""
         return [pa.array(values, mask=~self.is_known) for values in (self.own, self.since, self.elsewhere)]
 
 
 class _Blocked(NamedTuple):
-    """When each record blocked its program; ``is_known`` is false where the wait for it was not recorded."""
+    """The interval in which each record blocked its program.
+
+    ``is_known`` is false if the wait for the record was not recorded.
+    """
 
     begin: Numbers
     end: Numbers
@@ -72,7 +83,12 @@ class _Blocked(NamedTuple):
 
 
 def with_own_times(records: pa.Table) -> pa.Table:
-    """``records`` (:data:`SOURCES`; all of some processes; maybe cpp_waits.COLUMNS) with :data:`OWN_COLUMNS`."""
+    """Return ``records`` with :data:`OWN_COLUMNS`.
+
+    Args:
+        records: All records of some processes, with the columns :data:`SOURCES`, and optionally
+            cpp_waits.COLUMNS.
+    """
     if OWN_COLUMNS[0] in records.column_names:
         return records
     for name, column in zip(OWN_COLUMNS, own_times(records).columns(), strict=True):
@@ -81,13 +97,18 @@ def with_own_times(records: pa.Table) -> pa.Table:
 
 
 def no_own_times(count: int) -> OwnTimes:
-    """Unknown own times for ``count`` records."""
+    """Return unknown own times for ``count`` records."""
     own, since, elsewhere = (np.zeros(count, np.int64) for _ in range(3))
     return OwnTimes(own, since, elsewhere, np.zeros(count, bool))
 
 
 def own_times(records: pa.Table) -> OwnTimes:
-    """The own times of ``records`` (:data:`SOURCES`, and cpp_waits.COLUMNS if known), all those of some processes."""
+    """Return the own times of ``records``.
+
+    Args:
+        records: All records of some processes, with the columns :data:`SOURCES`, and cpp_waits.COLUMNS if
+            they are known.
+    """
     count = len(records)
     times = no_own_times(count)
     if not count:
@@ -115,7 +136,7 @@ def _fill(
     group: Numbers,
     is_rooted: Flags,
 ) -> None:
-    """Fill in the records of one process, ``rows`` in order of issue."""
+    """Fill in the values of the records of one process. ``rows`` must be in order of issue."""
     at = issue[rows]
     begin, end, is_known = blocked.begin[rows], blocked.end[rows], blocked.is_known[rows]
     before = _blocked_before(at, begin[is_known], end[is_known])
@@ -137,7 +158,7 @@ def _fill(
 
 
 def _blocked_before(times: Numbers, begin: Numbers, end: Numbers) -> Numbers:
-    """The length of the union of the intervals before each of ``times``."""
+    """Return the length of the union of the intervals before each of ``times``."""
     if not len(begin):
         return np.zeros(len(times), np.int64)
     if (np.diff(begin) < 0).any():
@@ -154,7 +175,10 @@ def _blocked_before(times: Numbers, begin: Numbers, end: Numbers) -> Numbers:
 
 
 def _references(group: Numbers, issue: Numbers, end: Numbers) -> Numbers:
-    """For each record the last earlier one of its group whose wait had ended at its issue; -1 for none."""
+    """Return for each record the last earlier record of its group whose wait had ended when the record was issued.
+
+    The value is -1 if there is no such record.
+    """
     references = np.full(len(issue), -1, np.int64)
     for rows in split_by(group, np.arange(len(group))):
         if group[rows[0]] < 0 or len(rows) < 2:
@@ -177,8 +201,10 @@ def _is_rooted(op: pa.ChunkedArray) -> Flags:
 
 
 def _blocked_intervals(records: pa.Table, issue: Numbers) -> _Blocked:
-    """A synchronous CPU call blocks its program throughout, others during a wait, also one of C++; on a device the measured
-    time counts.
+    """Return the interval in which each record blocked its program.
+
+    A synchronous CPU call blocks its program throughout. Other CPU calls block it during a wait, including a
+    wait in C++. On a device, the measured exposed time counts.
     """
     device = records["device"]
     text = device.cast(pa.string()) if pa.types.is_dictionary(device.type) else device

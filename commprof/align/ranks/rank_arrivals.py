@@ -1,4 +1,4 @@
-"""The arrival of each rank at each collective, on one clock, and how long the others waited for the last one. Pure."""
+"""Compute the arrival of each rank at each collective, on one clock, and how long the others waited. Pure."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _TIMES: Final = (
 NEEDED: Final = tuple(
     dict.fromkeys((*COLUMNS, *_CARRIED, *_TIMES, "captured", "is_async", "device", *OWN_COLUMNS))
 )
-# A wait shorter than this does not show the end of the collective, which may have completed before.
+# A wait shorter than this does not show the end of the collective, which may have completed before the wait.
 REAL_WAIT_NS: Final = 50_000
 FROM_ROOT: Final = ("broadcast", "scatter")
 TO_ROOT: Final = ("reduce", "gather")
@@ -52,13 +52,16 @@ CAUSES: Final = ("late_arrival", "late_launch", "slow_transfer")
 
 
 def arrivals(collectives: pa.Table, reference: ReferenceClock, also: Sequence[str] = ()) -> pa.Table:
-    """One row per record that can have partners, in the order of its collective and rank.
+    """Return one row per record that can be matched with other ranks, in the order of its collective and rank.
 
-    Times of ranks that share a clock are compared directly, others on the reference clock.
-    The columns are those of the answer ``arrivals``, ``ended_ns`` (after the first arrival; where the end is known), what
-    :func:`_delays` and :func:`_rooted` add for ranks that others wait for, and of the records those named in ``also``.
-    Records without :data:`OWN_COLUMNS` are all those of their processes. The waits of C++ (cpp_waits.COLUMNS, if the records
-    have them) say for how long the program was blocked, and not when a collective ended.
+    Times of ranks that share a clock are compared directly. Other times are compared on the reference clock.
+    The columns are the columns of the answer ``arrivals`` and ``ended_ns``. ``ended_ns`` is the time from the
+    first arrival to the end, if the end is known. The result also has the columns that :func:`_delays` and
+    :func:`_rooted` add for ranks for which others wait, and the columns in ``also``.
+
+    If the records do not have :data:`OWN_COLUMNS`, they must be all records of their processes. Waits in C++
+    (cpp_waits.COLUMNS, if the records have them) determine how long the program was blocked, but not when a
+    collective ended.
     """
     collectives = with_own_times(collectives)
     in_cpp = [name for name in CPP_WAITS if name in collectives.column_names]
@@ -94,7 +97,10 @@ def arrivals(collectives: pa.Table, reference: ReferenceClock, also: Sequence[st
 
 
 class _Times:
-    """The times of the rows, moved to one clock: nanoseconds after the first issue of all, so that they are exact."""
+    """The times of the rows, converted to one clock.
+
+    They are nanoseconds since the first issue of all rows, so that they are exact.
+    """
 
     def __init__(self, rows: pa.Table, shift: Values) -> None:
         issue = rows["issue_ns"].to_numpy() + shift
@@ -108,7 +114,7 @@ class _Times:
         on_cpu = pc.equal(rows["device"].cast(pa.string()), "cpu").fill_null(True)
         self.on_cpu = on_cpu.combine_chunks().to_numpy(zero_copy_only=False)
         returned = np.where(np.isnan(moved["wait_end_ns"]), moved["return_ns"], moved["wait_end_ns"])
-        # A synchronous call blocks the program from its beginning, an asynchronous one only while it is waited for.
+        # A synchronous call blocks the program from its beginning. An asynchronous call blocks it only during a wait.
         self.blocked_from = np.where(is_async, moved["wait_begin_ns"], self.issue)
         self.blocked_until = np.where(is_async, moved["wait_end_ns"], returned)
         if in_cpp:
@@ -121,24 +127,27 @@ class _Times:
 
 
 class _Order:
-    """The rows of each group in the order of arrival: who was first and last, and the error of their order."""
+    """The rows of each group in the order of arrival.
+
+    This includes the first and the last rank, and the error of their order.
+    """
 
     def __init__(self, groups: Groups, at: Values, clock: Values, error: Values) -> None:
         by_arrival = groups.in_order(at)
         first, last = groups.starts, groups.starts + groups.lengths - 1
 
         def of(values: Values, position: Values) -> Values:
-            """``values`` at a position of each group in the order of arrival."""
+            """Return ``values`` at a position of each group in the order of arrival."""
             return groups.spread(values[by_arrival][position])
 
         def time_error(position: Values) -> Values:
-            """The error of the time between each row and the one at that position."""
+            """Return the error of the time between each row and the row at this position."""
             return np.where(of(clock, position) == clock, 0, of(error, position) + error)
 
         low, high = first + (groups.lengths - 1) // 2, first + groups.lengths // 2
         self.first, self.last = of(at, first), of(at, last)
         self.second_last = of(at, np.maximum(last - 1, first))
-        # The rows of each group that arrived first, last, second to last and third to last.
+        # The rows of each group that arrived first, last, second-last and third-last.
         self.of_first = groups.spread(by_arrival[first])
         self.of_last, self.of_second, self.of_third = (
             by_arrival[np.maximum(last - back, first)] for back in range(3)
@@ -153,7 +162,10 @@ class _Order:
 def _waits(
     rows: pa.Table, groups: Groups, times: _Times, order: _Order, comparable: Flags
 ) -> dict[str, pa.Array]:
-    """The last rank, the durations between arrival and result, and how long the others waited for the last one."""
+    """Return the last rank and the durations between arrival and result.
+
+    The result also contains how long the others waited for the last rank.
+    """
     expected = np.where(rows["is_p2p"].to_numpy(zero_copy_only=False), 2, rows["group_size"].to_numpy())
     is_complete = comparable & (groups.size == expected) & (groups.size > 1)
     last_one = is_complete & order.is_last
@@ -186,13 +198,16 @@ def _delays(
     comparable: Flags,
     columns: Mapping[str, pa.Array],
 ) -> dict[str, pa.Array]:
-    """Divides a lateness into the rank's own delay and the delay that it inherits from earlier waits.
+    """Divide a lateness into the own delay of the rank and the delay that it inherits from earlier waits.
 
-    ``own_delay_ns`` compares the own times of a rank and of the first to arrive, since the collective that all waited for.
-    ``own_lead_ns`` does the same for ``lead_ns``, between the last rank and the second to last; ``elsewhere_lead_ns`` is
-    the longer waiting of the last rank in other groups and for messages. Without the last rank, ``second_rank`` would be
-    the last: ``second_lead_ns`` after the next one, ``second_own_lead_ns`` of that by its own time, and the others waited
-    ``second_waited_ns`` for it.
+    ``own_delay_ns`` compares the own times of a rank and of the first rank, since the collective for which
+    all ranks waited. ``own_lead_ns`` is the same value for ``lead_ns``, between the last rank and the
+    second-last rank. ``elsewhere_lead_ns`` is the additional time that the last rank waited in other groups
+    and for messages.
+
+    Without the last rank, ``second_rank`` would be the last rank. ``second_lead_ns`` is the time between its
+    arrival and the arrival of the third-last rank. ``second_own_lead_ns`` is the part of this time that is
+    due to its own time. ``second_waited_ns`` is the time that the others waited for it.
     """
     own, since, elsewhere = (_numbers(rows[name]) for name in OWN_COLUMNS)
     known = comparable & groups.all(rows[OWN_COLUMNS[0]].is_valid().to_numpy())
@@ -206,7 +221,7 @@ def _delays(
     is_lead_known = is_lead & known
 
     def at_last(values: Values) -> Values:
-        """``values``, one for each group, at the row of its last rank."""
+        """Return ``values``, which has one value for each group, at the row of the last rank of the group."""
         placed = np.zeros(len(own), np.int64)
         placed[last] = values
         return placed
@@ -241,11 +256,12 @@ def _delays(
 def _rooted(
     rows: pa.Table, groups: Groups, times: _Times, order: _Order, columns: Mapping[str, pa.Array]
 ) -> dict[str, pa.Array]:
-    """For rooted collectives: how long others waited for the own delay of the awaited rank, on its row.
+    """Return for rooted collectives how long others waited for the own delay of the awaited rank, on its row.
 
-    The receivers of a broadcast or scatter wait for the root, the root of a reduce or gather for its last sender. No
-    rank waits for any other late rank. ``awaited_own_ns`` is the mean over the ranks that can wait, ``awaited_later_ns``
-    how much longer than theirs its own time is; negative where it arrives early.
+    The receivers of a broadcast or scatter wait for the root. The root of a reduce or gather waits for its
+    last sender. No rank waits for any other late rank. ``awaited_own_ns`` is the mean over the ranks that can
+    wait. ``awaited_later_ns`` is how much longer the own time of the awaited rank is than the own times of
+    these ranks. It is negative if the awaited rank arrives early.
     """
     op = pc.fill_null(pc.index_in(rows["op"].cast(pa.string()), pa.array([*FROM_ROOT, *TO_ROOT])), -1)
     number = op.combine_chunks().to_numpy(zero_copy_only=False)
@@ -273,7 +289,7 @@ def _rooted(
     apart = np.abs(lead) > order.last_error + order.first_error
     on_row = known & awaited
     return {
-        # Where the root of a reduce arrives last, no rank waits.
+        # If the root of a reduce arrives last, no rank waits.
         "awaited_own_ns": _integers(
             np.nan_to_num(groups.mean(np.where(apart, waited, 0.0 * waited))), on_row
         ),
@@ -282,13 +298,13 @@ def _rooted(
 
 
 def _numbers(column: pa.ChunkedArray | pa.Array) -> Values:
-    """A column of integers, with 0 for null."""
+    """Return a column of integers in which null is replaced by 0."""
     filled = pc.fill_null(column, 0)
     return filled.to_numpy() if isinstance(filled, pa.ChunkedArray) else filled.to_numpy(zero_copy_only=False)
 
 
 def _causes(durations: tuple[Values, ...], error: Values, known: Flags) -> pa.Array:
-    """Which of ``durations`` is the longest, where it exceeds ``error``; among equal ones the first."""
+    """Return which of ``durations`` is the longest, if it exceeds ``error``. Among equal ones, the first counts."""
     longest, cause = np.nan_to_num(durations[0], nan=0.0), np.zeros(len(error), np.int32)
     for number, duration in enumerate(durations[1:], 1):
         is_longer = duration > longest  # unknown durations are never longer
@@ -300,7 +316,7 @@ def _causes(durations: tuple[Values, ...], error: Values, known: Flags) -> pa.Ar
 
 
 def _encoded(rows: pa.Table) -> pa.Table:
-    """``rows`` with dictionary-encoded text: reordering plain text takes far longer."""
+    """Return ``rows`` with dictionary-encoded text, because reordering plain text takes far longer."""
     for position, field in enumerate(rows.schema):
         if pa.types.is_string(field.type):
             text = pc.dictionary_encode(rows.column(position).combine_chunks())
@@ -309,7 +325,10 @@ def _encoded(rows: pa.Table) -> pa.Table:
 
 
 def _floats(column: pa.ChunkedArray, shift: Values) -> Values:
-    """``column`` moved by ``shift``. As integers first: a double is exact only below 104 days of uptime."""
+    """Return ``column`` moved by ``shift``.
+
+    The shift is applied to integers, because a double is exact only below 104 days of uptime.
+    """
     if column.null_count == len(column):
         return np.full(len(column), np.nan)
     if not column.null_count:

@@ -1,4 +1,4 @@
-"""The times of every process on one clock: that of rank 0's host, by measured offsets. Pure."""
+"""Convert the times of every process to one clock, the clock of rank 0's host, by measured offsets. Pure."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ import pyarrow as pa
 
 from commprof.align.sequences.group_ids import numbered
 
-# What is assumed of two clocks, as fractions of the time that passes:
-WANDER: Final = 2e-6  # between two measurements their rates differ from the mean rate by less than this,
-DRIFT_LIMIT: Final = 100e-6  # without other knowledge, they drift by less than this,
-JUMP: Final = 1e-3  # and a larger change is no drift: a machine was suspended or moved.
+# Assumptions about two clocks, as fractions of the time that passes.
+WANDER: Final = 2e-6  # between two measurements, their rates differ from the mean rate by less than this
+DRIFT_LIMIT: Final = 100e-6  # without other knowledge, they drift by less than this
+JUMP: Final = 1e-3  # a larger change is not drift: a machine was suspended or moved
 
 Times = npt.NDArray[np.int64]
 Process = tuple[int, int, int]  # rank, attempt, pid
@@ -29,7 +29,11 @@ class Measured(NamedTuple):
 
 
 class Readings(NamedTuple):
-    """For each row: a number for its clock, and how far that is from the reference, where it is known."""
+    """The clock of each row.
+
+    It contains a number for the clock, and the offset of the clock to the reference with its error in ns, if
+    the offset is known.
+    """
 
     clock: Times
     offset_ns: Times
@@ -39,23 +43,23 @@ class Readings(NamedTuple):
 
 @dataclass(frozen=True)
 class OffsetCurve:
-    """The offset of one clock to the reference over time, through the measurements of it (one at least, in order).
+    """The offset of one clock to the reference over time, through at least one measurement, in order.
 
-    ``wander`` is :data:`WANDER`, or what the measurements themselves show, where that is more (:func:`observed_wander`).
+    ``wander`` is :data:`WANDER` or the result of :func:`observed_wander`, whichever is larger.
 
     Between two measurements ``(a, offset_a +- error_a)`` and ``(b, offset_b +- error_b)``, with w = (t - a) / (b - a)::
 
         offset(t) = (1 - w) offset_a + w offset_b
         error(t)  = (1 - w) error_a + w error_b + wander min(t - a, b - t)
 
-    Before the first and after the last, at distance d from it, with the drift between the first and the last::
+    Before the first and after the last measurement, at distance d, with the drift between these two measurements::
 
         offset(t) = offset_end + drift d
         error(t)  = error_end + (wander + (error_first + error_last) / (last - first)) d
 
-    or, where that bound is worse or there is one measurement only, drift 0 and DRIFT_LIMIT instead of the bracket.
-    Where two neighbors differ by more than JUMP allows, the offset between them is one of the two: the middle, with an
-    error that includes both.
+    If this bound is worse or if there is only one measurement, drift is 0, and DRIFT_LIMIT replaces the bracket.
+    If two neighbors differ by more than JUMP allows, the offset between them is one of the two offsets. The curve is
+    then the middle of the two, with an error that includes both.
     """
 
     times: Times
@@ -64,7 +68,7 @@ class OffsetCurve:
     wander: float = WANDER
 
     def at(self, times: Times) -> Measured:
-        """The offset at each of ``times`` (ns, by the clock itself)."""
+        """Return the offset at each of ``times`` (ns, on the clock itself)."""
         after = np.searchsorted(self.times, times, side="right")
         inside = (after > 0) & (after < len(self.times))
         offset, error = self._beyond(times)
@@ -96,7 +100,7 @@ class OffsetCurve:
         return self.offsets[end] + drift * distance, self.errors[end] + doubt * np.abs(distance)
 
     def _drift(self) -> tuple[float, float]:
-        """The drift over all measurements, and how wrong it may be."""
+        """Return the drift over all measurements, and its possible error."""
         length = float(self.times[-1] - self.times[0])
         if length <= 0:
             return 0.0, DRIFT_LIMIT
@@ -106,12 +110,13 @@ class OffsetCurve:
 
 
 class ReferenceClock:
-    """Which clock each process reads, and how far each clock is from the reference of its attempt.
+    """Converts the clock of each process to the reference clock of its attempt.
 
     Args:
-        clocks: rows of the ``clocks`` table: which process reads which clock.
-        offsets: rows of the ``clock_offsets`` table.
-        one_host: processes without a recorded clock share one; otherwise each has its own.
+        clocks: Rows of the ``clocks`` table, which contain the clock of each process.
+        offsets: Rows of the ``clock_offsets`` table.
+        one_host: Whether processes without a recorded clock share one clock. Otherwise each has a separate
+            clock.
     """
 
     def __init__(
@@ -121,7 +126,7 @@ class ReferenceClock:
         self._clock_of: dict[Process, str] = {}
         for row in clocks:
             self._clock_of[_process(row)] = row["clock"] or row["host"]
-        self._reference: dict[int, str] = {}  # by attempt
+        self._reference: dict[int, str] = {}  # the reference clock by attempt
         measured: dict[tuple[int, str], dict[int, tuple[int, int]]] = {}
         for row in offsets:
             clock, attempt = self.clock_of(_process(row)), row["attempt"]
@@ -132,12 +137,15 @@ class ReferenceClock:
         self._curves = {key: _curve(points) for key, points in measured.items()}
 
     def clock_of(self, process: Process) -> str:
-        """The clock that ``process`` reads."""
+        """Return the clock that ``process`` reads."""
         unknown = "" if self._one_host else f"process {process}"
         return self._clock_of.get(process, unknown)
 
     def offset(self, process: Process, times: Times) -> Measured | None:
-        """The offset that converts ``times`` of ``process`` to the reference clock; None where it is not known."""
+        """Return the offset that converts ``times`` of ``process`` to the reference clock.
+
+        The result is None if the offset is not known.
+        """
         if self._is_reference(process):
             zero = np.zeros(len(times), np.int64)
             return Measured(zero, zero)
@@ -145,7 +153,11 @@ class ReferenceClock:
         return None if curve is None else curve.at(times)
 
     def readings(self, rows: pa.Table) -> Readings:
-        """The clock of each of ``rows`` (columns rank, attempt, pid, issue_ns), and its offset at the issue."""
+        """Return the clock of each of ``rows``, and its offset at the time of issue.
+
+        Args:
+            rows: Records with the columns rank, attempt, pid and issue_ns.
+        """
         count = len(rows)
         readings = Readings(
             np.zeros(count, np.int64),
@@ -181,9 +193,10 @@ def _process(row: Mapping[str, Any]) -> Process:
 
 
 def observed_wander(times: Times, offsets: Times, errors: Times) -> float:
-    """How far a measurement is at least from the line between its neighbors, per time to the nearer one; at most JUMP.
+    """Return the largest certain distance of a measurement from the line between its neighbors, as a rate.
 
-    A clock daemon that corrects a large error shows here, and then widens the bound everywhere.
+    The distance is divided by the time to the nearer neighbor. Rates of JUMP or more are ignored. If a clock
+    daemon corrects a large error, this value grows and then widens the bound everywhere.
     """
     if len(times) < 3:
         return 0.0

@@ -1,4 +1,7 @@
-"""Compares the sizes that sender and receiver state for an all_to_all. Pure, standard library only."""
+"""Compare the sizes that sender and receiver specify for an all_to_all.
+
+The functions are pure and use only the standard library.
+"""
 
 from __future__ import annotations
 
@@ -8,19 +11,19 @@ from typing import TypeAlias
 from commprof.align.ranks.agreement import Conduct, Difference, IssuedCall, when_text
 from commprof.schema import Op, parse_ranks, parse_splits
 
-# Bytes for each rank of the group, in its order; None where they are not known.
+# Bytes for each rank of the group, in the order of the group, or None if they are not known.
 _Sizes: TypeAlias = tuple[int, ...] | None
 
 
 def first_unequal_split(
     pg: str, group_ranks: str, calls: Mapping[int, Mapping[int, IssuedCall]]
 ) -> Difference | None:
-    """The first all_to_all in which a rank sends another size than its receiver expects; None where there is none.
+    """Return the first all_to_all in which a rank sends a different size than its receiver expects, or None.
 
-    Where a split or the record of a rank is missing, its sizes are not compared.
+    If a split or the record of a rank is missing, its sizes are not compared.
 
     Args:
-        calls: of each number in the group, what each rank issued under it.
+        calls: For each number in the group, the call that each rank issued under this number.
     """
     members = parse_ranks(group_ranks)
     for number in sorted(calls):

@@ -1,4 +1,4 @@
-"""Two sequences aligned: longest common subsequences, bounds, and the groups of rows that they work on."""
+"""Align two sequences: longest common subsequences, bounds, and the groups of rows on which they work."""
 
 from typing import Any
 
@@ -6,5 +6,5 @@ from commprof.moved import attribute
 
 
 def __getattr__(name: str) -> Any:
-    """What the module had that was ``commprof.align.sequences``."""
+    """Return a name of the former module ``commprof.align.sequences``."""
     return attribute(__name__, name)

@@ -1,7 +1,8 @@
-"""Bounds of the numbers of missing and extra lines, where equal neighbors make single ones ambiguous. Pure.
+"""Compute bounds of the numbers of missing and extra lines if equal neighbors make individual lines ambiguous.
 
-Records and lines between two certain pairs match in several ways. However they are paired, a record beyond the
-number of lines with its values has no line, and a line beyond the number of such records has no record.
+The functions are pure. Records and lines between two certain pairs can match in several ways. If there are
+more records than lines with the same values, the surplus records have no line in any matching. If there are
+more lines than records, the surplus lines have no record in any matching.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from commprof.align.sequences.edits import Codes
 
 
 class Bounds(NamedTuple):
-    """At least and at most so many lines are missing, and are extra."""
+    """Lower and upper bounds of the numbers of missing and extra lines."""
 
     missing_at_least: int
     missing_at_most: int
@@ -31,14 +32,15 @@ class Bounds(NamedTuple):
 
     @property
     def extra(self) -> str:
-        """The same of the extra lines."""
+        """The number of extra lines, or its bounds, as text."""
         return interval(self.extra_at_least, self.extra_at_most)
 
 
 def interval(least: int, most: int) -> str:
-    """A number, or its lower bound, as text.
+    """Return a number, or its lower bound, as text.
 
-    Only JSON has the upper bound: it counts every ambiguous line as a different one, which is possible but unlikely.
+    Only the JSON output contains the upper bound. The upper bound counts every ambiguous line as a different
+    line, which is possible but unlikely.
     """
     if least == most:
         return f"{least:,}"
@@ -46,7 +48,7 @@ def interval(least: int, most: int) -> str:
 
 
 def surplus(values: Codes, others: Codes) -> int:
-    """How many of ``values`` stay without a partner of the same value among ``others``, however they are paired."""
+    """Return how many of ``values`` have no partner of the same value in ``others``, in any matching."""
     codes, counts = np.unique(values, return_counts=True)
     other_codes, other_counts = np.unique(others, return_counts=True)
     there = dict(zip(other_codes.tolist(), other_counts.tolist(), strict=True))
@@ -56,9 +58,9 @@ def surplus(values: Codes, others: Codes) -> int:
 
 
 def bounds_of(matches: pa.Table, comm_matches: pa.Table) -> Bounds:
-    """The bounds over a whole alignment, from its tables.
+    """Return the bounds over a whole alignment, from its tables.
 
-    A record that does not determine its lines may have left them: they are then among the extra ones.
+    A record that does not determine its lines may have left them. These lines are then counted as extra.
     """
     state, has_record = matches["state"], pc.is_valid(matches["seq"])
     is_missing, is_extra = pc.equal(state, "missing"), pc.equal(state, "extra")

@@ -1,8 +1,9 @@
-"""All shortest edit scripts between two sequences: which pairs do they have in common?
+"""Find the pairs that all shortest edit scripts between two sequences have in common.
 
-Myers, "An O(ND) Difference Algorithm and Its Variations", Algorithmica 1 (1986): the cost follows the number of
-differences, not the length. On one diagonal the edit distance from the start never falls and that to the end never
-rises, so the furthest points of a search from either end bound the part of each diagonal that any shortest script uses.
+Myers, "An O(ND) Difference Algorithm and Its Variations", Algorithmica 1 (1986): the cost follows the number
+of differences, not the length. On one diagonal, the edit distance from the start never decreases, and the
+edit distance to the end never increases. The furthest points of a search from either end therefore bound the
+part of each diagonal that any shortest script uses.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from numpy.typing import NDArray
 Codes = NDArray[np.int64]
 Reached = list[list[int]]  # [differences][diagonal x - y, counted from the middle]: the largest x
 
-ALONE: Final = -1  # without partner in every shortest script
-AMBIGUOUS: Final = -2  # shortest scripts disagree about it
+ALONE: Final = -1  # the element has no partner in any shortest script
+AMBIGUOUS: Final = -2  # shortest scripts disagree about the element
 _BLOCK: Final = 4096
 
 
@@ -28,7 +29,10 @@ class Partners(NamedTuple):
 
 
 def furthest_points(a: Codes, b: Codes, most: int) -> tuple[Reached, int | None]:
-    """How far each number of differences leads on each diagonal, and the edit distance where it is at most ``most``."""
+    """Return how far each number of differences leads on each diagonal, and the edit distance.
+
+    The edit distance is None if it is more than ``most``.
+    """
     n, m = len(a), len(b)
     middle = most + 1
     furthest = [-1] * (2 * middle + 1)
@@ -49,7 +53,7 @@ def furthest_points(a: Codes, b: Codes, most: int) -> tuple[Reached, int | None]
 
 
 def common_prefix(a: Codes, b: Codes, x: int = 0, y: int = 0) -> int:
-    """How many elements of ``a`` from ``x`` on equal those of ``b`` from ``y`` on."""
+    """Return how many elements of ``a`` from index ``x`` equal the elements of ``b`` from index ``y``."""
     length = min(len(a) - x, len(b) - y)
     if length <= 0 or a[x] != b[y]:
         return 0
@@ -65,12 +69,15 @@ def common_prefix(a: Codes, b: Codes, x: int = 0, y: int = 0) -> int:
 
 
 def common_suffix(a: Codes, b: Codes) -> int:
-    """How many elements at the end of ``a`` and ``b`` are equal."""
+    """Return how many elements at the end of ``a`` and ``b`` are equal."""
     return common_prefix(a[::-1], b[::-1])
 
 
 def certain_partners(a: Codes, b: Codes, most: int) -> Partners | None:
-    """The pairs that every longest common subsequence has; None where more than ``most`` elements have no partner."""
+    """Return the pairs that are in every longest common subsequence.
+
+    The result is None if more than ``most`` elements have no partner.
+    """
     if abs(len(a) - len(b)) > most:
         return None
     forward, distance = furthest_points(a, b, most)
@@ -81,7 +88,7 @@ def certain_partners(a: Codes, b: Codes, most: int) -> Partners | None:
 
 
 class _Scripts:
-    """Counts, by element, the ways in which shortest scripts use it."""
+    """Counts, for each element, the ways in which shortest scripts use the element."""
 
     def __init__(
         self, a: Codes, b: Codes, forward: Reached, backward: Reached, distance: int, most: int
@@ -96,7 +103,8 @@ class _Scripts:
         self._skips = np.zeros(n + 1, np.int64), np.zeros(m + 1, np.int64)  # differences of the counts
 
     def partners(self) -> Partners:
-        # A diagonal costs its distance from the start's, and from the end's.
+        # A script that uses a diagonal costs at least the distances of this diagonal from the diagonals of the start
+        # and of the end.
         across = len(self._a) - len(self._b)
         spare = (self._distance - abs(across)) // 2
         for k in range(min(0, across) - spare, max(0, across) + spare + 1):
@@ -111,7 +119,7 @@ class _Scripts:
         return Partners(first, second)
 
     def _from_start(self, k: int, differences: int) -> tuple[int, int]:
-        """Where on diagonal ``k`` the distance from the start is exactly ``differences``: [begin, end)."""
+        """Return [begin, end) of diagonal ``k`` where the distance from the start is exactly ``differences``."""
         if differences < abs(k):
             return 0, 0
         reached = self._forward[differences][self._middles[0] + k]
@@ -121,7 +129,7 @@ class _Scripts:
         return begin, min(reached, len(self._a), len(self._b) + k) + 1
 
     def _from_end(self, k: int, differences: int) -> tuple[int, int]:
-        """Where on diagonal ``k`` the distance to the end is exactly ``differences``: [begin, end)."""
+        """Return [begin, end) of diagonal ``k`` where the distance to the end is exactly ``differences``."""
         n, m = len(self._a), len(self._b)
         mirrored = n - m - k
         if differences < abs(mirrored):
@@ -163,7 +171,7 @@ class _Scripts:
 
 
 def _verdicts(matches: Codes, skip_changes: Codes) -> Codes:
-    """0 for an element that every script pairs with the same partner, else ALONE or AMBIGUOUS."""
+    """Return 0 for an element that every script pairs with the same partner, and otherwise ALONE or AMBIGUOUS."""
     skips = np.cumsum(skip_changes)[:-1]
     verdicts = np.full(len(matches), AMBIGUOUS, np.int64)
     verdicts[matches == 0] = ALONE

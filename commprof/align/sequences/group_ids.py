@@ -1,4 +1,4 @@
-"""Numbers the distinct rows of a table by some of its columns, so that equal rows are processed once."""
+"""Number the distinct rows of a table by some of its columns, so that equal rows are processed once."""
 
 from __future__ import annotations
 
@@ -16,9 +16,11 @@ _FEW: Final = 1 << 15
 
 
 def numbered(rows: pa.Table) -> tuple[Codes, Codes]:
-    """A number for each row, equal where all its columns are, and the first row of each number. By hashing, not sorting.
+    """Return a number for each row, and the first row of each number.
 
-    Numbers and flags come last: where the texts determine them, a comparison suffices.
+    Rows have the same number if all their columns are equal. The function hashes and does not sort. Columns
+    of numbers and flags are processed last, because a comparison suffices if the texts determine their
+    values.
     """
     columns = [_one_chunk(column) for column in rows.unify_dictionaries().columns]
     texts = [column for column in columns if not _is_plain(column)]
@@ -38,7 +40,7 @@ def numbered(rows: pa.Table) -> tuple[Codes, Codes]:
 
 
 def _distinguished(codes: Codes, bound: int, column: pa.Array) -> tuple[Codes, int]:
-    """``codes`` (below ``bound``), refined so that rows with different values of ``column`` differ."""
+    """Return ``codes`` (below ``bound``), refined so that rows with different values of ``column`` differ."""
     encoded = column if pa.types.is_dictionary(column.type) else pc.dictionary_encode(column)
     values = len(encoded.dictionary)
     if (values < 2 and not encoded.null_count) or encoded.null_count == len(encoded):
@@ -52,7 +54,7 @@ def _is_plain(column: pa.Array) -> bool:
 
 
 def _is_determined(column: pa.Array, codes: Codes, first: Codes) -> bool:
-    """Whether the values of ``column`` are equal in all rows of one number."""
+    """Return whether the values of ``column`` are equal in all rows with the same number."""
     if column.null_count == len(column):
         return True
     if column.null_count:
@@ -72,20 +74,20 @@ def _one_chunk(column: pa.ChunkedArray) -> pa.Array:
 
 
 def first_of_each(codes: Codes, count: int) -> Codes:
-    """The first row of each of the numbers below ``count``, all of which are among ``codes``."""
+    """Return the first row of each number below ``count``. All these numbers must be in ``codes``."""
     first = np.empty(count, np.int64)
-    first[codes[::-1]] = np.arange(len(codes) - 1, -1, -1)  # the last write wins: the first row
+    first[codes[::-1]] = np.arange(len(codes) - 1, -1, -1)  # the last write remains, which is the first row
     return first
 
 
 def renumbered(codes: Codes) -> tuple[Codes, int]:
-    """``codes`` as numbers from 0 without gaps, and how many there are."""
+    """Return ``codes`` as numbers from 0 without gaps, and the number of distinct codes."""
     encoded = pc.dictionary_encode(pa.array(codes))
     return encoded.indices.to_numpy(zero_copy_only=False).astype(np.int64), len(encoded.dictionary)
 
 
 def distinct_rows(table: pa.Table, columns: Sequence[str]) -> tuple[Codes, Codes]:
-    """A number for each row, equal where ``columns`` are equal, and one row for each number."""
+    """Return a number for each row, equal if ``columns`` are equal, and one row for each number."""
     codes = np.zeros(table.num_rows, np.int64)
     first = np.zeros(min(table.num_rows, 1), np.int64)
     for name in columns:
@@ -102,14 +104,17 @@ def distinct_rows(table: pa.Table, columns: Sequence[str]) -> tuple[Codes, Codes
 
 
 def placed_by(keys: Codes) -> Codes:
-    """The positions of ``keys`` in sorted order; stable."""
+    """Return the positions of ``keys`` in sorted order. The sort is stable."""
     if len(keys) and keys.max() < _FEW and keys.min() >= 0:
-        keys = keys.astype(np.int16)  # which are counted, not compared
+        keys = keys.astype(np.int16)  # numpy sorts 16-bit integers by radix, not by comparison
     return np.argsort(keys, kind="stable")
 
 
 def split_by(keys: Codes, rows: Codes) -> list[Codes]:
-    """``rows`` in lists of equal key, each in the order given, the lists in that of their first row."""
+    """Return ``rows`` divided into lists of equal key.
+
+    The rows of a list are in their original order. The lists are in the order of their first rows.
+    """
     if not len(rows):
         return []
     own = keys[rows]

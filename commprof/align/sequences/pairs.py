@@ -1,8 +1,9 @@
-"""Pairs the elements of two sequences from which some are missing: certain pairs, ambiguous ones, and the rest.
+"""Pair the elements of two sequences from which some elements are missing.
 
-A pair is certain when every longest common subsequence has it (``edits``). An element with several equally good partners is
-ambiguous. The sequences are divided at elements that both sides have exactly once, and at runs of certain pairs, so that
-time and memory are linear in the length, not quadratic.
+The result contains certain pairs, ambiguous elements, and elements without a partner. A pair is certain if it
+is in every longest common subsequence (``edits``). An element with several equally good partners is
+ambiguous. The sequences are divided at elements that occur exactly once on both sides, and at runs of certain
+pairs. Time and memory are therefore linear in the length, not quadratic.
 """
 
 from __future__ import annotations
@@ -23,18 +24,18 @@ from commprof.align.sequences.edits import (
     furthest_points,
 )
 
-UNSEARCHED: Final = -3  # too much differs here for a search
+UNSEARCHED: Final = -3  # there are too many differences here for a search
 
-# Elements without partner that one search allows; a longer sequence is searched in chunks.
+# The most elements without a partner in one search. A sequence with more is searched in chunks.
 SEARCHED_DIFFERENCES: Final = 64
-# A chunk ends within a run of that many certain pairs.
+# A chunk ends within a run of this many certain pairs.
 _STRETCH: Final = 16
-# Chunks that one alignment may take: the rest differs too much to be matched.
+# The most chunks of one alignment. The rest of the sequences differs too much to be matched.
 _MOST_CHUNKS: Final = 400
 
 
 def find_partners(first: Codes, second: Codes) -> Partners:
-    """For each element its certain partner, or ALONE, AMBIGUOUS, UNSEARCHED."""
+    """Return for each element its certain partner, or ALONE, AMBIGUOUS or UNSEARCHED."""
     a_places = np.flatnonzero(_holds(second, first))
     b_places = np.flatnonzero(_holds(first, second))
     partners = Partners(np.full(len(first), ALONE, np.int64), np.full(len(second), ALONE, np.int64))
@@ -51,7 +52,7 @@ def find_partners(first: Codes, second: Codes) -> Partners:
 
 
 def _holds(values: Codes, elements: Codes) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
-    """Whether each of ``elements`` is among ``values``."""
+    """Return whether each of ``elements`` is in ``values``."""
     return np.asarray(np.isin(elements, np.unique(values)))
 
 
@@ -63,12 +64,13 @@ def _put(target: Codes, piece: Codes, places: Codes, partners: Codes) -> None:
 
 
 def _between_anchors(a: Codes, b: Codes) -> Iterator[tuple[int, int, int, int]]:
-    """The chunks between anchors, anchors included: ``a[x0:x1]`` belongs to ``b[y0:y1]``.
+    """Yield the chunks between anchors, including the anchors: ``a[x0:x1]`` belongs to ``b[y0:y1]``.
 
-    An anchor is exactly once in either sequence, and no other such element crosses it.
+    An anchor is an element that occurs exactly once in either sequence and that no other such element
+    crosses.
     """
     xs, ys = _anchors(a, b)
-    # Adjacent anchors need no search: only gaps start a new chunk.
+    # Adjacent anchors need no search, so only gaps start a new chunk.
     gaps = np.flatnonzero((np.diff(xs) > 1) | (np.diff(ys) > 1))
     x0 = y0 = 0
     for gap in gaps:
@@ -79,7 +81,7 @@ def _between_anchors(a: Codes, b: Codes) -> Iterator[tuple[int, int, int, int]]:
 
 
 def _anchors(a: Codes, b: Codes) -> tuple[Codes, Codes]:
-    """Positions of the anchors in either sequence, rising in both."""
+    """Return the positions of the anchors in either sequence, ascending in both."""
     a_values, a_first, a_counts = np.unique(a, return_index=True, return_counts=True)
     b_values, b_first, b_counts = np.unique(b, return_index=True, return_counts=True)
     once, in_a, in_b = np.intersect1d(
@@ -97,7 +99,10 @@ def _anchors(a: Codes, b: Codes) -> tuple[Codes, Codes]:
 
 
 def _search(a: Codes, b: Codes, cuts_left: int) -> tuple[Partners, int]:
-    """The verdicts for one chunk, divided further where it has too many differences; and how many cuts are left."""
+    """Return the verdicts for one chunk, and how many cuts are left.
+
+    A chunk that has too many differences is divided further.
+    """
     if len(a) == len(b) and np.array_equal(a, b):
         return Partners(np.arange(len(a)), np.arange(len(b))), cuts_left
     result = Partners(np.full(len(a), UNSEARCHED, np.int64), np.full(len(b), UNSEARCHED, np.int64))
@@ -109,7 +114,7 @@ def _search(a: Codes, b: Codes, cuts_left: int) -> tuple[Partners, int]:
             cuts_left -= 1
             width, height = _cut(a[x:], b[y:])
             part = certain_partners(a[x : x + width], b[y : y + height], SEARCHED_DIFFERENCES)
-            if part is None:  # the cut lies on a path with fewer differences than that
+            if part is None:  # not expected: the cut is on a path with fewer differences
                 break
             end = _last_certain(part)
             if end is None:
@@ -125,9 +130,10 @@ def _search(a: Codes, b: Codes, cuts_left: int) -> tuple[Partners, int]:
 
 
 def one_gap(a: Codes, b: Codes) -> Partners | None:
-    """Verdicts where one sequence is the other with one block left out; None where it is not.
+    """Return the verdicts if one sequence is the other sequence without one block, or None if it is not.
 
-    The block may slide over a range that repeats with the length of the block. What it may cover is ambiguous.
+    The position of the block is not unique within a range that repeats with the length of the block. Elements
+    that the block may cover are ambiguous.
     """
     if len(a) < len(b):
         mirrored = one_gap(b, a)
@@ -147,7 +153,7 @@ def one_gap(a: Codes, b: Codes) -> Partners | None:
 
 
 def _cut(a: Codes, b: Codes) -> tuple[int, int]:
-    """Where to end a chunk that has too many differences: at half of them."""
+    """Return where to end a chunk that has too many differences: at half of the differences."""
     history, _ = furthest_points(a, b, SEARCHED_DIFFERENCES)
     middle = SEARCHED_DIFFERENCES + 1
     half = SEARCHED_DIFFERENCES // 2
@@ -159,7 +165,7 @@ def _cut(a: Codes, b: Codes) -> tuple[int, int]:
 
 
 def _last_certain(part: Partners) -> tuple[int, int] | None:
-    """Where the next chunk begins: within the last long run of certain pairs; None where there is none."""
+    """Return where the next chunk begins, within the last long run of certain pairs, or None if there is none."""
     paired = part.first >= 0
     straight = np.concatenate(([0], np.cumsum(paired)))
     full = np.flatnonzero(straight[_STRETCH:] - straight[:-_STRETCH] == _STRETCH)

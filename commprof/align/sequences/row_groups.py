@@ -1,4 +1,4 @@
-"""Consecutive rows in groups, and values over all rows of a group. Pure."""
+"""Groups of consecutive rows, and values over all rows of a group. Pure."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class Groups:
     """Groups of consecutive rows, and values over all rows of a group.
 
     Attributes:
-        starts: the first row of each group.
-        lengths: how many rows each has.
+        starts: The first row of each group.
+        lengths: The number of rows of each group.
     """
 
     def __init__(self, *numbers: Values) -> None:
@@ -31,44 +31,44 @@ class Groups:
 
     @property
     def size(self) -> Values:
-        """For each row the number of rows of its group."""
+        """The number of rows of its group, for each row."""
         return self.spread(self.lengths)
 
     def spread(self, values: Values) -> Values:
-        """Spread one value of each group over its rows."""
+        """Repeat the value of each group for each of its rows."""
         return np.repeat(values, self.lengths)
 
     def reduced(self, how: np.ufunc, values: Values) -> Values:
-        """One value for each group."""
+        """Return one value for each group."""
         return how.reduceat(values, self.starts) if len(self.starts) else values
 
     def smallest(self, values: Values) -> Values:
-        """The smallest value of the group, for each row."""
+        """Return the smallest value of the group, for each row."""
         return self.spread(self.reduced(np.minimum, values))
 
     def largest(self, values: Values) -> Values:
-        """The largest value of the group, for each row."""
+        """Return the largest value of the group, for each row."""
         return self.spread(self.reduced(np.maximum, values))
 
     def all(self, flags: Flags) -> Flags:
-        """Whether ``flags`` are true in all rows of the group, for each row."""
+        """Return whether ``flags`` are true in all rows of the group, for each row."""
         every: Flags = self.spread(self.reduced(np.logical_and, flags))
         return every
 
     def mean(self, values: Values) -> Values:
-        """The mean of the known values of the group, for each row."""
+        """Return the mean of the known values of the group, for each row."""
         known = ~np.isnan(values)
         with np.errstate(invalid="ignore"):
             sums = self.reduced(np.add, np.where(known, values, 0.0))
             return self.spread(sums / self.reduced(np.add, known.astype(np.int64)))
 
     def in_order(self, values: Values) -> Values:
-        """The rows by group and ``values``, stable for equal values."""
+        """Return the rows by group and ``values``, stable for equal values."""
         kinds = np.unique(self.lengths)
         if len(kinds) > _MOST_LENGTHS:
             return np.lexsort((values, self.spread(np.arange(len(self.starts)))))
         order = np.empty(len(values), np.int64)
-        for length in kinds.tolist():  # groups of one length are the rows of a matrix, which sort far quicker
+        for length in kinds.tolist():  # groups of one length are the rows of a matrix, which sort far faster
             rows = self.starts[self.lengths == length][:, None] + np.arange(length)
             order[rows] = rows[:, :1] + np.argsort(values[rows], axis=1, kind="stable")
         return order

@@ -1,1 +1,1 @@
-"""Browsing of runs, records and alignments: listings, pages, the timeline, notebooks."""
+"""Modules to browse runs, records and alignments: listings, pages, the timeline, notebooks."""

@@ -1,4 +1,4 @@
-"""The rows of an alignment, counted, sorted and paged without reading all of them."""
+"""Queries that count, sort and page the rows of an alignment without loading all of them."""
 
 from __future__ import annotations
 
@@ -25,18 +25,19 @@ _APART: Final = """exists (
     select 1 from placed a
     where a.state <> 'matched' and a.rank is not distinct from p.rank and a.pg is not distinct from p.pg
 )"""
-_MOST_MEMORY: Final = 512 << 20  # the engine's memory limit: it sorts an alignment of 1e7 lines in files
-_FEWEST_SCANNED: Final = 100_000  # rows that are read from the file, not into memory
+# The engine's memory limit in bytes. With this limit, it sorts an alignment of 1e7 lines in files.
+_MOST_MEMORY: Final = 512 << 20
+_FEWEST_SCANNED: Final = 100_000  # tables with more rows are queried in their files
 
 
 class Order(NamedTuple):
-    """The rows of one rank and group in order: their numbers in table ``matches``, and their states as text."""
+    """The rows of one rank and group in order: their row numbers in the table ``matches`` and their states as text."""
 
     numbers: npt.NDArray[np.int64]
     states: pa.DictionaryArray
 
     def of_state(self, state: str | None) -> npt.NDArray[np.int64]:
-        """The positions of the rows in ``state``; None for all."""
+        """Return the positions of the rows in ``state``, or of all rows if ``state`` is None."""
         if state is None:
             return np.arange(len(self.numbers))
         names = self.states.dictionary.to_pylist()
@@ -46,13 +47,13 @@ class Order(NamedTuple):
 
 
 class AlignedRows:
-    """Queries on the table ``matches`` of one run."""
+    """Queries over the table ``matches`` of one run."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
 
     def counts(self) -> pa.Table:
-        """The number of rows of each rank, group, operation and state: rank, pg, op, state, lines."""
+        """Return the number of rows by rank, group, operation and state, as columns rank, pg, op, state and lines."""
         return self._places(
             _EVERY,
             "select rank, pg, op, state, count(*) as lines from placed group by rank, pg, op, state "
@@ -60,11 +61,11 @@ class AlignedRows:
         )
 
     def every(self) -> pa.Table:
-        """All rows in order: see :meth:`shown`."""
+        """Return all rows in order, with the columns of :meth:`shown`."""
         return self.shown(self._places(_EVERY, f"select number, rank, pg, position from numbered {_ORDERED}"))
 
     def first_apart(self) -> pa.Table:
-        """The first row of each rank and group that is not matched: see :meth:`shown`."""
+        """Return the first row of each rank and group that is not matched, with the columns of :meth:`shown`."""
         return self.shown(
             self._places(
                 _APART,
@@ -74,7 +75,7 @@ class AlignedRows:
         )
 
     def order(self, rank: int | None, pg: str | None) -> Order:
-        """The rows of one rank and group, in order."""
+        """Return the rows of one rank and group, in order."""
         return answer_cache.get(self._run.state, ("order", rank, pg), lambda: self._order(rank, pg))
 
     def _order(self, rank: int | None, pg: str | None) -> Order:
@@ -87,7 +88,7 @@ class AlignedRows:
         return Order(lines["number"].to_numpy().astype(np.int64), states)
 
     def place(self, rank: int, attempt: int, pid: int, seq: int) -> tuple[int | None, str | None, int] | None:
-        """Rank, group and position of the first line of a record; None if the alignment lacks it."""
+        """Return the rank, group and position of the first row of a record, or None if the record has no row."""
         lines = self._places(
             _EVERY,
             "select m.pg, min_by(m.file_row_number, coalesce(m.part, 0)) as number from matches m "
@@ -100,13 +101,13 @@ class AlignedRows:
         return (rank, lines[0]["pg"], int(at[0])) if len(at) else None
 
     def shown(self, chosen: pa.Table) -> pa.Table:
-        """Rows with the columns of record and line.
+        """Return rows with the columns of their record and their line.
 
         Args:
-            chosen: the number of each row, and its rank, pg and position.
+            chosen: The rows to return, as columns number, rank, pg and position.
         """
         with self._engine() as engine:
-            for name in ("collectives", "nccl_ops"):  # large tables of which few rows are needed
+            for name in ("collectives", "nccl_ops"):  # large tables from which few rows are needed
                 rows = (
                     self._run.scan(name, _FEWEST_SCANNED) if len(chosen) else arrow_schema(name).empty_table()
                 )

@@ -1,4 +1,4 @@
-"""The stored alignment of a run with its NCCL log: matches, divergences, and NCCL's rings and trees."""
+"""The stored alignment of a run with its NCCL log: counts, divergences, rows, and the rings and trees of NCCL."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _AS_SHOWN: Final = {"matched_before": "position"}
 
 
 class Alignment(NamedTuple):
-    """The result of an alignment: see :func:`commprof.analysis.api.alignment`."""
+    """The result of an alignment (see :func:`commprof.analysis.api.alignment`)."""
 
     counts: pd.DataFrame
     divergences: pd.DataFrame
@@ -24,7 +24,7 @@ class Alignment(NamedTuple):
 
 
 class AlignmentSummary(NamedTuple):
-    """An alignment without its rows: see :func:`commprof.analysis.api.alignment_summary`."""
+    """An alignment without its rows (see :func:`commprof.analysis.api.alignment_summary`)."""
 
     counts: pd.DataFrame
     divergences: pd.DataFrame
@@ -34,10 +34,10 @@ class AlignmentWindow(NamedTuple):
     """Some rows of one rank and group, in order.
 
     Attributes:
-        rows: rows as in :class:`Alignment`.
-        total: number of rows of the rank and group in any state.
-        earlier: the position of the window before this one; None if there is none.
-        later: the position of the window after this one; None if there is none.
+        rows: The rows of the window, with the columns of the rows of :class:`Alignment`.
+        total: The number of rows of the rank and group in any state.
+        earlier: The position ``at`` of the window before this window, or None if there is none.
+        later: The position ``at`` of the window after this window, or None if there is none.
     """
 
     rows: pd.DataFrame
@@ -47,12 +47,12 @@ class AlignmentWindow(NamedTuple):
 
 
 def alignment(run: Run) -> Alignment:
-    """Counts, first divergences, and every record beside its line."""
+    """Return the counts, the first divergences, and every record with its line."""
     return Alignment(*summary(run), from_arrow(AlignedRows(run).every(), ALIGNED.columns))
 
 
 def summary(run: Run) -> AlignmentSummary:
-    """Counts and first divergences."""
+    """Return the counts and the first divergences."""
     matches = run.scan("matches")
     if isinstance(matches, pa.Table) and not len(matches):  # the engine takes 0.1 s to count no rows
         return AlignmentSummary(from_rows([], ALIGNMENT_COUNTS.columns), from_rows([], DIVERGENCES.columns))
@@ -67,7 +67,7 @@ def summary(run: Run) -> AlignmentSummary:
 def window(
     run: Run, rank: int | None, pg: str | None, state: str | None, at: int, before: int, limit: int
 ) -> AlignmentWindow:
-    """Up to ``limit`` rows, from ``before`` rows before position ``at`` on."""
+    """Return up to ``limit`` rows. The first row is ``before`` rows before position ``at``."""
     rows = AlignedRows(run)
     order = rows.order(rank, pg)
     positions = order.of_state(state)
@@ -88,12 +88,12 @@ def window(
 
 
 def place(run: Run, rank: int, attempt: int, pid: int, seq: int) -> tuple[int | None, str | None, int] | None:
-    """Rank, group and position of a record in the alignment; None if it is not in it."""
+    """Return the rank, group and position of a record in the alignment, or None if the alignment lacks the record."""
     return AlignedRows(run).place(rank, attempt, pid, seq)
 
 
 def topology(run: Run) -> pd.DataFrame:
-    """The rings and trees of every communicator of the log: one row per channel and pair of ranks that it connects."""
+    """Return the rings and trees of every communicator in the log, one row per channel and pair of connected ranks."""
     names = _communicators(run.table("nccl_communicators"), run.table("comm_matches"))
     edges: dict[tuple[Any, ...], None] = {}
     for row in run.table("nccl_rings").to_pylist():
@@ -124,7 +124,10 @@ def _tree(row: dict[str, Any]) -> list[tuple[int, int]]:
 def _communicators(
     communicators: pa.Table, matched: pa.Table
 ) -> dict[tuple[Any, ...], tuple[str, str | None]]:
-    """The name of each communicator (its commId, equal on all ranks, if the log has it) and its process group."""
+    """Return the name and the process group of each communicator.
+
+    The name is the commId if the log contains it, because the commId is equal on all ranks.
+    """
     groups = {_key(row): row["pg"] for row in matched.to_pylist()}
     return {
         _key(row): (row["comm_id"] or f"{row['comm']} ({row['host']}:{row['pid']})", groups.get(_key(row)))

@@ -1,4 +1,4 @@
-"""Histogram of time: exact lengths of intervals in equal bins. Pure."""
+"""A histogram of time: the exact lengths of intervals in bins of equal width. Pure."""
 
 from __future__ import annotations
 
@@ -11,14 +11,16 @@ Numbers = npt.NDArray[np.int64]
 def binned(
     begin: Numbers, end: Numbers, row: Numbers, rows: int, origin: int, width: int, bins: int
 ) -> Numbers:
-    """The lengths of the intervals ``[begin, end)`` within each of ``bins`` bins of ``width``, from ``origin`` on.
+    """Return how much of the intervals ``[begin, end)`` is in each bin.
+
+    There are ``bins`` bins of ``width`` ns. The first bin begins at ``origin``.
 
     Args:
-        row: which row of the answer an interval counts in, below ``rows``.
+        row: The row of the result in which each interval counts. It is less than ``rows``.
 
     Returns:
-        ``rows`` x ``bins`` nanoseconds. Time outside of the bins is left out; the rest adds up exactly while a bin
-        has less than 2**53 ns.
+        An array of ``rows`` x ``bins`` lengths in ns. Time outside of the bins is excluded. The sums are exact while a
+        bin has less than 2**53 ns.
     """
     inside = (end > begin) & (end > origin) & (begin < origin + width * bins)
     start = np.maximum(begin[inside] - origin, 0)
@@ -30,8 +32,8 @@ def binned(
     if wide.any():
         cells, first, last = cells[wide], first[wide], last[wide]
         busy_ns += _summed(cells + last, stop[wide] - last * width, rows * bins)
-        # Bins between the first and the last one of an interval are full: add the width at the start, subtract it at the
-        # end.
+        # An interval fills all bins between its first and its last bin. The width is added where these bins begin and
+        # subtracted where they end, so that the cumulative sum contains the width in each of them.
         change = np.zeros(rows * bins, np.int64)
         np.add.at(change, cells + first + 1, width)
         np.subtract.at(change, cells + last, width)
@@ -44,7 +46,11 @@ def _summed(cells: Numbers, lengths: Numbers, count: int) -> Numbers:
 
 
 def folded(cells: Numbers, factor: int) -> Numbers:
-    """``cells`` (rows x bins, the bins a multiple of ``factor``) with each ``factor`` neighbours summed."""
+    """Return ``cells`` with each ``factor`` neighboring bins summed.
+
+    Args:
+        cells: An array of rows x bins. The number of bins is a multiple of ``factor``.
+    """
     rows, bins = cells.shape
     sums: Numbers = cells.reshape(rows, bins // factor, factor).sum(axis=2)
     return sums

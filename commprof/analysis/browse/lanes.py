@@ -1,8 +1,8 @@
 """Lanes: the process groups of each rank as separate rows of the timeline.
 
-A rank has a lane for each of its groups, the largest group first, like the bars of a window. A rank with more than
-:data:`MOST_OF_RANK` groups has lanes for those that were busiest over the run, and one more for the others together. Runs in
-which no rank has two groups have no lanes, and neither have runs with too many ranks to display.
+A rank has one lane for each of its groups. The largest group is first, as in the bars of a window. If a rank has more
+than :data:`MOST_OF_RANK` groups, the groups that are busiest over the run have one lane each. The other groups share
+the last lane. A run has no lanes if no rank has two groups, or if there are too many ranks or lanes to display.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from commprof.analysis.browse.density import Numbers
 from commprof.schema import OPS
 
 MOST_OF_RANK: Final = 4
-_MOST: Final = 256  # of all ranks
+_MOST: Final = 256  # maximum number of ranks, and of lanes of all ranks
 _USED: Final = """
 create temp table used as
 select u.rank, u.kind, u.busy_ns, k.op, k.pg, k.group_desc, k.group_ranks, k.group_size
@@ -28,7 +28,7 @@ from (select rank, kind, sum(busy_ns) as busy_ns from records group by rank, kin
 _GROUPS: Final = """
 select rank, group_size, pg, group_ranks, max(group_desc), sum(busy_ns) from used group by rank, group_size, pg, group_ranks
 """
-# The lane of a row `r` that is of kind `k`.
+# Joins the lane of each row `r` whose kind is `k`.
 JOINED: Final = """
 left join lanes l on l.rank = r.rank and l.pg is not distinct from k.pg
     and l.group_ranks is not distinct from k.group_ranks and l.groups = 1
@@ -50,10 +50,10 @@ LANES: Final = pa.schema(
 
 
 class Lane(NamedTuple):
-    """One lane of a rank; a lane of several groups has neither name nor ranks."""
+    """One lane of a rank. A lane of several groups has no group name and no ranks."""
 
     rank: int
-    lane: int  # its number within the rank
+    lane: int  # number of the lane within the rank
     pg: str | None
     group_desc: str | None
     group_ranks: str | None
@@ -61,23 +61,25 @@ class Lane(NamedTuple):
 
 
 class Cells(NamedTuple):
-    """The rows of the density table, in order of rank, lane and operation (its number)."""
+    """The rows of the density table, in order of rank, lane and operation number."""
 
     rank: Numbers
     lane: Numbers
     op: Numbers
-    row: Numbers  # by position of the rank and kind: the row in which a record counts
+    row: Numbers  # ranks x kinds: the row in which a record counts, by position of the rank and kind
 
 
 def keep_lanes(engine: duckdb.DuckDBPyConnection, ranks: Sequence[int], op_of_kind: Numbers) -> Cells:
-    """Create the table ``lanes``, empty if groups are not distinguished, and return the cells that the run needs.
+    """Create the table ``lanes`` and return the rows that the density table of the run needs.
+
+    The table is empty if groups are not distinguished.
 
     Args:
-        ranks: of the run, in order.
-        op_of_kind: the number of the operation of each kind.
+        ranks: The ranks of the run, in order.
+        op_of_kind: The number of the operation of each kind.
 
     Raises:
-        duckdb.Error: the database cannot be written.
+        duckdb.Error: The database cannot be written.
     """
     _keep(engine, [])
     groups = engine.execute("select count(*) from (select distinct pg, group_ranks from kinds)").fetchall()
@@ -95,7 +97,7 @@ def keep_lanes(engine: duckdb.DuckDBPyConnection, ranks: Sequence[int], op_of_ki
 
 
 class _Group(NamedTuple):
-    """One group of a rank, and the time in which its collectives were under way."""
+    """One group of a rank, and the time in ns in which its collectives were in progress."""
 
     rank: int
     size: int
@@ -109,7 +111,7 @@ class _Group(NamedTuple):
 
 
 def _lanes(groups: Sequence[_Group]) -> list[Lane]:
-    """The lanes of all ranks."""
+    """Return the lanes of all ranks."""
     of_rank: defaultdict[int, list[_Group]] = defaultdict(list)
     for group in groups:
         of_rank[group.rank].append(group)
@@ -125,7 +127,7 @@ def _lanes(groups: Sequence[_Group]) -> list[Lane]:
 
 
 def order_of_group(size: int, pg: str, ranks: str) -> tuple[int, tuple[int, int, str], str]:
-    """The sort key of groups: the largest first, then by name; most names are numbers."""
+    """Return the sort key of a group: the largest group first, then by name, where numeric names sort as numbers."""
     number = pg.isdecimal() and len(pg) < 19
     return -size, ((0, int(pg), "") if number else (1, 0, pg)), ranks
 

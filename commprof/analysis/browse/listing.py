@@ -1,4 +1,4 @@
-"""The runs below a directory, one row each; one that cannot be read is listed with the reason."""
+"""The list of the runs in and below a directory. A run that cannot be read is listed with the reason."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _ZERO_KEYS: Final = (
 
 
 def setting_text(manifest: Any) -> str | None:
-    """The sweep point of a run, else the ZeRO keys of its config; None if it has none."""
+    """Return the sweep point of a run, else the ZeRO keys of its configuration, or None if it has neither."""
     if manifest.sweep:
         return settings_of([manifest], [""])[0].label or None
     zero = (manifest.config or {}).get("zero_optimization")
@@ -71,20 +71,23 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def model_numel(run: Run) -> int | None:
-    """Elements of all parameters that ``run`` published; None if it published none."""
+    """Return the number of elements of all parameters that ``run`` published, or None if it published none."""
     numel = run.table("parameters")["numel"]
     return int(pc.sum(numel).as_py()) if len(numel) else None
 
 
 def _has_ended(row: dict[str, Any]) -> bool:
-    """Whether only a change of its files can change a row: a running run can end without such a change."""
+    """Return whether the row of a run can change only if the files of the run change.
+
+    This is not so for a run that is still running, because it can end without a change of its files.
+    """
     return row["state"] in (COMPLETE, FAILED, KILLED)
 
 
 def runs_below(directory: Path) -> pd.DataFrame:
-    """One row per run in or below ``directory`` (:data:`answers.RUNS`), newest first.
+    """Return one row per run in or below ``directory`` (:data:`answers.RUNS`), newest first.
 
-    A run that has ended and whose files are unchanged is answered from the cache.
+    The row of a run comes from the cache if the run has ended and its files are unchanged.
     """
     rows = []
     for path in find_runs(directory):

@@ -1,4 +1,4 @@
-"""One record with its bucket, its NCCL lines, and the same collective on the other ranks."""
+"""Details of one record: its bucket, its NCCL lines, and the records of the same collective on the other ranks."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from commprof.analysis.stragglers.arrivals import aligned
 from commprof.schema import TABLES
 from commprof.trace.reader import Run
 
-_FEWEST_SCANNED: Final = 20_000  # rows that are queried in the file, not read into memory
-MOST_PARTNERS: Final = 200_000  # candidates among which the partners of a record are searched
+_FEWEST_SCANNED: Final = 20_000  # tables with more rows are queried in their files
+MOST_PARTNERS: Final = 200_000  # maximum number of records that are searched for partners of a record
 
 
 class Record(NamedTuple):
-    """One record and its relations.
+    """One record and its related rows.
 
     Attributes:
-        row: its columns, those of a row of :func:`commprof.analysis.api.records_page`.
-        bucket: its row of the buckets table; None when it has none.
-        lines: its rows of the matches table: its NCCL lines.
-        partners: the same collective or message on every rank, in order of rank (answers.PARTNERS).
+        row: The values of the record by column, as in :func:`commprof.analysis.api.records_page`.
+        bucket: The row of the buckets table for the record, or None if the record has no bucket.
+        lines: The rows of the matches table for the record. These are its NCCL lines.
+        partners: The records of the same collective or message on every rank, in order of rank (answers.PARTNERS).
     """
 
     row: dict[str, Any]
@@ -41,7 +41,7 @@ class Record(NamedTuple):
 
 
 def record(index: Index, rank: int, seq: int, attempt: int | None, pid: int | None) -> Record | None:
-    """See :func:`commprof.analysis.api.record`."""
+    """Return one record with its related rows (see :func:`commprof.analysis.api.record`)."""
     clause, values = "r.rank = ? and r.seq = ?", [rank, seq]
     for name, value in (("attempt", attempt), ("pid", pid)):
         if value is not None:
@@ -71,7 +71,7 @@ def record(index: Index, rank: int, seq: int, attempt: int | None, pid: int | No
 
 
 def _where_equal(run: Run, table: str, values: dict[str, int]) -> pa.Table:
-    """The rows of ``table`` with these ``values``; a large table is queried in its files."""
+    """Return the rows of ``table`` that have these ``values``. A large table is queried in its files."""
     return ask(
         "rows_where",
         {"given": run.scan(table, _FEWEST_SCANNED)},
@@ -81,7 +81,7 @@ def _where_equal(run: Run, table: str, values: dict[str, int]) -> pa.Table:
 
 
 def _partners(index: Index, row: dict[str, Any]) -> pd.DataFrame:
-    """The records of the same collective (:func:`same_collective`), among the candidates."""
+    """Return the records of the same collective or message as ``row`` (:func:`same_collective`)."""
     kinds = index.ask(
         "select kind from kinds where pg = ? and group_ranks = ? and is_p2p = ?"
         + ("" if row["is_p2p"] else " and op = ?"),
@@ -114,7 +114,7 @@ def _partners(index: Index, row: dict[str, Any]) -> pd.DataFrame:
     begins = chosen["begin_ns"]
     first = pc.min(begins)
     late = pc.subtract(begins, first) if len(chosen) else begins
-    # Sorted by rank: the records of one collective.
+    # `chosen` contains the records of one collective, sorted by rank.
     arrived = aligned(index.opened())(chosen)
     for name in ("own_delay_ns", "inherited_ns"):
         chosen = chosen.append_column(name, arrived[name])

@@ -1,4 +1,4 @@
-"""Pages of records with filters and any sort order, and all matching records as CSV."""
+"""Pages of records with filters and a sort order, and all matching records as CSV."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from commprof.analysis.storage.record_spans import KIND_COLUMNS
 from commprof.errors import UsageError
 from commprof.schema import Column
 
-MOST_ROWS: Final = 10_000  # of one page
+MOST_ROWS: Final = 10_000  # maximum number of rows of one page
 _BATCH: Final = 50_000
-_FEW: Final = 5_000  # the first rows are found faster by scanning than by their position
+_FEW: Final = 5_000  # up to this position in the order, a sort with a limit is fastest
 _TEXT_TESTS: Final = {
     "contains": ("contains(lower({0}), lower(?))", "{}"),
     "not contains": ("not contains(lower({0}), lower(?))", "{}"),
@@ -36,9 +36,12 @@ SELECTED: Final = ", ".join(
 
 
 class Filter(NamedTuple):
-    """A condition on one column: ``Filter("op", "=", "all_reduce")``, ``Filter("payload_bytes", "between", (1, 1024))``.
+    """A condition on one column.
 
-    ``test`` is one of :data:`TESTS`. Text is compared without regard to case by all but ``=`` and ``!=``.
+    Examples: ``Filter("op", "=", "all_reduce")``, ``Filter("payload_bytes", "between", (1, 1024))``.
+
+    ``test`` is one of :data:`TESTS`. The tests ``contains``, ``not contains``, ``starts with`` and ``ends with`` ignore
+    case. All other tests are case-sensitive.
     """
 
     column: str
@@ -54,14 +57,17 @@ class Page(NamedTuple):
 
 
 class _Where(NamedTuple):
-    """Conditions as SQL over the columns of ``records r`` alone, with the numbers of the matching kinds."""
+    """The filters as an SQL condition on the columns of ``records r`` alone, with the values of its question marks.
+
+    A filter on a column of the table ``kinds`` becomes a list of the numbers of the matching kinds.
+    """
 
     clause: str
     values: tuple[Any, ...]
 
 
 def page(index: Index, filters: Sequence[Filter], sort: str | None, offset: int, limit: int) -> Page:
-    """See :func:`commprof.analysis.api.records_page`."""
+    """Return a page of records (see :func:`commprof.analysis.api.records_page`)."""
     if offset < 0 or not 0 <= limit <= MOST_ROWS:
         raise UsageError(
             f"rows {offset} to {offset + limit} cannot be given; up to {MOST_ROWS:,} from 0 on can"
@@ -79,7 +85,7 @@ def page(index: Index, filters: Sequence[Filter], sort: str | None, offset: int,
 
 
 def every(index: Index, filters: Sequence[Filter], sort: str | None) -> Iterator[pa.Table]:
-    """All matching rows in batches, in the order of :func:`page`."""
+    """Yield all matching rows in batches, in the order of :func:`page`."""
     where = _where(index, filters)
     column, descending = _order(sort)
     if column is None:
@@ -106,7 +112,7 @@ def every(index: Index, filters: Sequence[Filter], sort: str | None) -> Iterator
 def csv_parts(
     index: Index, filters: Sequence[Filter], sort: str | None, columns: Sequence[str] | None
 ) -> Iterator[bytes]:
-    """All matching rows as CSV in batches; the first batch has the header."""
+    """Yield all matching rows as CSV in batches. The first batch begins with the header."""
     names = list(RECORDS.names if columns is None else columns)
     for name in names:
         _column(name)
@@ -158,7 +164,7 @@ def _where(index: Index, filters: Sequence[Filter]) -> _Where:
 
 
 def _condition(column: Column, one: Filter) -> tuple[str, list[Any]]:
-    """SQL with ``{0}`` for the column, and its values."""
+    """Return the condition as SQL, with ``{0}`` as a placeholder for the column, and the values of the condition."""
     if one.test in ("is null", "is not null"):
         return f"{{0}} {one.test}", []
     if one.test in _TEXT_TESTS:
@@ -175,7 +181,11 @@ def _condition(column: Column, one: Filter) -> tuple[str, list[Any]]:
 
 
 def _value(column: Column, value: Any) -> Any:
-    """``value`` as the column's type. UsageError: it is not of that type."""
+    """Return ``value`` converted to the type of the column.
+
+    Raises:
+        UsageError: ``value`` does not have this type.
+    """
     try:
         if column.type == "string":
             return str(value)
@@ -196,23 +206,23 @@ def _total(index: Index, where: _Where) -> int:
 
 
 def _counted(index: Index, where: _Where, clause: str, values: tuple[Any, ...]) -> int:
-    """The number of matching rows."""
+    """Return the number of matching rows for which ``clause`` is true."""
     sql = f"select count(*) as n from records r where {where.clause} and {clause}"
     return int(_cached(index, sql, (*where.values, *values), lambda rows: rows["n"][0].as_py()))
 
 
 def _cached(index: Index, sql: str, values: tuple[Any, ...], answer: Callable[[pa.Table], Any]) -> Any:
-    """The cached result of ``answer`` over the rows of ``sql``: the same page is requested many times."""
+    """Return the result of ``answer`` for the rows of ``sql``, cached because the same page is requested many times."""
     return answer_cache.get(index, (sql, values), lambda: answer(index.ask(sql, values)))
 
 
 def _places(
     index: Index, where: _Where, clause: str, values: tuple[Any, ...], offset: int, limit: int
 ) -> list[int]:
-    """The row numbers of matching rows from ``offset`` on, ``limit`` at most, in order of time."""
+    """Return the row numbers of at most ``limit`` matching rows from ``offset`` on, in order of time."""
     if where.clause == "true" and not clause:
         return list(range(offset, min(offset + limit, index.facts["records"])))
-    # Far from the start no sort is needed: rows are scanned in their order.
+    # Far from the start, the rows are scanned in their order, so no sort is needed.
     order = "" if offset + limit > _FEW else "order by r.rowid"
     sql = f"select r.rowid as place from records r where {where.clause} {clause} {order} limit {limit} offset {offset}"
     places: list[int] = index.ask(sql, (*where.values, *values))["place"].to_pylist()
@@ -222,10 +232,10 @@ def _places(
 def _sorted_places(
     index: Index, where: _Where, column: str, descending: bool, offset: int, limit: int, total: int
 ) -> list[int]:
-    """Row numbers in order of ``column``; equal values in order of time, null last.
+    """Return row numbers in order of ``column``. Equal values are in order of time, and null is last.
 
-    First the values at the begin and end of the page are found. Rows equal to one of them need no sort, and the rows between
-    them are few.
+    The function first finds the values at the begin and the end of the page. Rows that are equal to one of these two
+    values need no sort, and few rows are between the values.
     """
     by_kind = column in KIND_COLUMNS
     cuts = _kind_cuts if by_kind else _value_cuts
@@ -250,14 +260,17 @@ def _sorted_places(
     return places
 
 
-# A condition, its values, how many rows fit, and whether all are equal.
+# A condition, its values, the number of matching rows, and whether these rows have equal values in the sort column.
 _Cut = tuple[str, tuple[Any, ...], int, bool]
 
 
 def _kind_cuts(
     index: Index, where: _Where, column: str, descending: bool, offset: int, limit: int, total: int
 ) -> Iterator[_Cut]:
-    """One cut for each value of a column of the kinds: they are few, and counting them is fast."""
+    """Yield one cut for each value of a column of the table ``kinds``.
+
+    There are few such values, so it is fast to count their rows.
+    """
     sql = (
         f"select k.{column} as value, list(c.kind) as kinds, cast(sum(c.n) as bigint) as n from "
         f"(select r.kind, count(*) as n from records r where {where.clause} group by r.kind) c "
@@ -275,7 +288,11 @@ def _kind_cuts(
 def _value_cuts(
     index: Index, where: _Where, column: str, descending: bool, offset: int, limit: int, total: int
 ) -> Iterator[_Cut]:
-    """Cuts for rows equal to the first value of the page, rows between it and the last value, and rows equal to that."""
+    """Yield cuts for a column of the records.
+
+    The cuts contain the rows before the first value of the page, the rows equal to this value, the rows between the
+    first and the last value of the page, the rows equal to the last value, and the rows with null.
+    """
     name = f"r.{column}"
     nulls = _counted(index, where, f"{name} is null", ())
     known = total - nulls
@@ -301,7 +318,7 @@ def _value_cuts(
 def _values_at(
     index: Index, where: _Where, name: str, descending: bool, known: int, first: int, last: int
 ) -> tuple[int, int]:
-    """The values at positions ``first`` and ``last`` of the order, by selection instead of sorting."""
+    """Return the values at positions ``first`` and ``last`` of the order, by selection instead of sorting."""
     places = [known - 1 - place if descending else place for place in (first, last)]
     shares = [min(1.0, (place + 0.5) / known) for place in places]
     sql = f"select quantile_disc({name}, [{shares[0]!r}, {shares[1]!r}]) as q from records r where {where.clause}"
@@ -315,7 +332,7 @@ def _rows(index: Index, clause: str, values: tuple[Any, ...]) -> pa.Table:
 
 
 def _in_order(index: Index, places: Sequence[int]) -> pa.Table:
-    """The rows with the numbers ``places``, in that order."""
+    """Return the rows with the row numbers ``places``, in the order of ``places``."""
     if len(places) and places[-1] - places[0] == len(places) - 1 and list(places) == sorted(places):
         return _rows(index, "r.rowid between ? and ?", (places[0], places[-1]))
     numbers = ", ".join(map(str, places))

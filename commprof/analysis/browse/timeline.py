@@ -1,4 +1,4 @@
-"""The timeline of a run: for a window of time either a bar for each record, or how busy each rank was in each bin."""
+"""The timeline of a run: for a window of time, either one bar per record, or how busy each rank was in each bin."""
 
 from __future__ import annotations
 
@@ -20,17 +20,18 @@ from commprof.errors import UsageError
 from commprof.schema import OPS
 
 MOST_BANDS: Final = 240
-MOST_LANES: Final = 48  # of density; more would be too narrow to see
-MOST_LEVELS: Final = 4  # levels for overlapping bars of one lane
+MOST_LANES: Final = 48  # maximum number of lanes of density; more lanes would be too narrow to see
+MOST_LEVELS: Final = 4  # maximum number of levels for overlapping bars of one lane
 _FAR: Final = 1 << 62
 
 
 class Timeline(NamedTuple):
     """The content of a window of time.
 
-    ``bars`` has a row for each record and ``density`` is None; if the records are too many, the reverse. All times are on
-    the clock of rank 0's host. ``run_begin_ns`` and ``run_end_ns`` bound the whole run. ``bands`` are the steps and phases
-    of the lowest rank in the window, unless they are too many. The phase ``init`` is one only before a step.
+    ``bars`` has a row for each record, and ``density`` is None. If there are too many records, ``bars`` is None and
+    ``density`` is present. All times are on the clock of the host of rank 0. ``run_begin_ns`` and ``run_end_ns`` are
+    the bounds of the whole run. ``bands`` are the steps and phases of the lowest rank in the window, unless there are
+    too many. The phase ``init`` has a band only if the run has steps.
     """
 
     begin_ns: int
@@ -39,12 +40,13 @@ class Timeline(NamedTuple):
     run_end_ns: int
     run_ranks: tuple[int, ...]
     ranks: tuple[int, ...]
-    records: int  # of the whole run
-    unknown_clocks: int  # records whose clock was never compared: their times are on their own clock
+    records: int  # number of records of the whole run
+    # Number of records whose clock was never compared with the reference clock. Their times are not corrected.
+    unknown_clocks: int
     bars: pd.DataFrame | None
     density: pd.DataFrame | None
-    lanes: tuple[Lane, ...]  # of the density of ``ranks``; empty if groups are not distinguished
-    hidden_lanes: int  # lanes that are not shown, since there are too many
+    lanes: tuple[Lane, ...]  # lanes of the density of ``ranks``; empty if groups are not distinguished
+    hidden_lanes: int  # number of lanes that are not shown, because there are too many
     bands: pd.DataFrame
 
 
@@ -56,7 +58,7 @@ def timeline(
     ranks: Sequence[int] | None,
     most_bars: int = MOST_BARS,
 ) -> Timeline:
-    """See :func:`commprof.analysis.api.timeline`."""
+    """Return the timeline of a window of time (see :func:`commprof.analysis.api.timeline`)."""
     if pixels < 1 or most_bars < 0:
         raise UsageError(
             f"a timeline of {pixels} pixels and {most_bars} bars cannot be drawn; give more than 0"
@@ -93,7 +95,7 @@ _WINDOW: Final = "r.begin_ns < ? and r.end_ns >= ?"
 
 
 def _of_ranks(index: Index, ranks: Sequence[int]) -> str:
-    """The SQL condition for the records of ``ranks``, which are ranks of this index."""
+    """Return the SQL condition that selects the records of ``ranks``, which must be ranks of this index."""
     if len(ranks) == len(index.facts["ranks"]):
         return ""
     return f"and r.rank in ({', '.join(map(str, ranks))})" if ranks else "and false"
@@ -117,7 +119,7 @@ order by r.begin_ns, r.rank, r.attempt, r.pid, r.seq
 
 
 def _bars(index: Index, begin: int, end: int, ranks: Sequence[int], most: int) -> pd.DataFrame | None:
-    """The records in the window; None if there are more than ``most``."""
+    """Return the records in the window, or None if there are more than ``most``."""
     sql = _BARS.format(window=_WINDOW, ranks=_of_ranks(index, ranks), most=most + 1)
     records = index.ask(sql, [end, begin])
     if len(records) > most:
@@ -130,14 +132,15 @@ def _bars(index: Index, begin: int, end: int, ranks: Sequence[int], most: int) -
 
 
 def _places(bars: pa.Table) -> tuple[list[int], list[int]]:
-    """The lane of each bar, one for each group of the window, and its level in the lane, so that few bars overlap.
+    """Return the lane of each bar and its level in the lane.
 
-    Groups are in order of size, the largest first. ``bars`` are in order of their begin.
+    There is one lane for each group of the window, in order of group size, the largest first. Levels are chosen so that
+    few bars overlap. ``bars`` must be in order of their begin.
     """
     groups = list(zip(*(bars[name].to_pylist() for name in ("group_size", "pg", "group_ranks")), strict=True))
     order = sorted(set(groups), key=lambda group: order_of_group(*group))
     lane_of = {group: place for place, group in enumerate(order)}
-    busy_until: dict[tuple[int, int], list[int]] = {}  # of each level of each lane of a rank
+    busy_until: dict[tuple[int, int], list[int]] = {}  # by rank and lane: the last end of each level
     lanes, levels = [], []
     for group, rank, begin, end in zip(
         groups, *(bars[name].to_pylist() for name in ("rank", "begin_ns", "end_ns")), strict=True
@@ -155,7 +158,7 @@ def _places(bars: pa.Table) -> tuple[list[int], list[int]]:
 
 
 def _lanes(index: Index, ranks: Sequence[int]) -> tuple[Lane, ...]:
-    """The lanes of ``ranks``; none if each of these has only one group."""
+    """Return the lanes of ``ranks``. The result is empty if each of these ranks has only one lane."""
     rows = index.ask(
         f"select * from lanes r where true {_of_ranks(index, ranks)} order by rank, lane"
     ).to_pylist()
@@ -180,14 +183,14 @@ order by 4, rank, lane, op
 def _density(
     index: Index, begin: int, end: int, ranks: Sequence[int], lanes: Sequence[Lane], pixels: int
 ) -> pd.DataFrame:
-    """How busy each rank was in each bin of the window, by lane and operation; only values above 0."""
+    """Return how busy each rank was in each bin, by lane and operation. Only values above 0 are included."""
     window = end - begin
     for number, level in enumerate(index.facts["levels"]):
         width = level["width_ns"]
         if window // width >= pixels:
             return _from_level(index, number, begin, end, ranks, lanes, -(-window // (width * pixels)))
     finest = index.facts["levels"][-1]["width_ns"]
-    if window // finest * 2 >= pixels:  # bins of two pixels look as sharp
+    if window // finest * 2 >= pixels:  # bins of two pixels look as sharp as bins of one pixel
         return _from_level(index, len(index.facts["levels"]) - 1, begin, end, ranks, lanes, 1)
     return _from_records(index, begin, end, ranks, lanes, pixels)
 
@@ -279,7 +282,7 @@ limit ?
 
 
 def _bands(index: Index, begin: int, end: int) -> pd.DataFrame:
-    """Steps and phases of the window; none of a kind that has too many to distinguish."""
+    """Return the steps and phases of the window. A kind is left out if it has too many bands to distinguish."""
     bands = [index.ask(_BANDS_OF, [kind, end, begin, MOST_BANDS + 1]) for kind in ("step", "phase")]
     return from_arrow(
         pa.concat_tables([rows for rows in bands if len(rows) <= MOST_BANDS] or [bands[0].slice(0, 0)]),
@@ -288,7 +291,7 @@ def _bands(index: Index, begin: int, end: int) -> pd.DataFrame:
 
 
 def step_window(index: Index, step: int) -> tuple[int, int] | None:
-    """Begin and end of a step, on the clock of the timeline; None if no step of that number ended."""
+    """Return begin and end of a step in ns on the clock of the timeline, or None if no such step ended."""
     bands = index.ask(
         "select begin_ns, end_ns from bands where kind = 'step' and step = ? order by attempt desc limit 1",
         [step],
@@ -297,7 +300,10 @@ def step_window(index: Index, step: int) -> tuple[int, int] | None:
 
 
 def warm_window(index: Index, steps: int) -> tuple[int, int] | None:
-    """Begin and end of the first ``steps`` steps after the first of the last attempt; None if no such step ended."""
+    """Return begin and end of the first ``steps`` steps that follow the first step of the last attempt.
+
+    The times are in ns on the clock of the timeline. The result is None if no such step ended.
+    """
     bands = index.ask(
         "select begin_ns, end_ns from bands where kind = 'step' and attempt = (select max(attempt) from bands where "
         "kind = 'step') order by begin_ns limit ? offset 1",
@@ -307,7 +313,13 @@ def warm_window(index: Index, steps: int) -> tuple[int, int] | None:
 
 
 def _cells_of(rows: pa.Table, ranks: list[int], each: int) -> Numbers:
-    """The cell of each of ``rows`` (rank, lane, op) in a table of ranks x lanes (``each``) x operations."""
+    """Return the cell of each row in a flat array of ranks x lanes x operations.
+
+    Args:
+        rows: The rows, with the columns rank, lane and op.
+        ranks: The ranks of the array.
+        each: The number of lanes of each rank.
+    """
     place = np.searchsorted(np.array(ranks), rows["rank"].to_numpy())
     encoded = rows["op"].combine_chunks().dictionary_encode()
     encoded = encoded.combine_chunks() if isinstance(encoded, pa.ChunkedArray) else encoded

@@ -1,1 +1,1 @@
-"""Comparison of settings: how runs differ, what each cost, and the advice."""
+"""Comparison of settings: how runs differ, the cost of each setting, and the advice."""

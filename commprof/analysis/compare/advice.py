@@ -1,17 +1,18 @@
-"""The rules that choose a setting among those that were measured. Pure; the sentences are in ``recommendation.py``.
+"""The rules that recommend one of the measured settings. Pure. The sentences are in ``recommendation.py``.
 
-The rules, in this order:
+The rules apply in this order:
 
-1. A setting counts if it has whole training steps, does the same work as the others, and ends at no higher loss. If the
-   jobs use different model parallelism (``model_sharding.py``), the work of a rank and the links that it uses differ, and
-   nothing is recommended.
-2. Least bytes: of those, the settings whose modelled wire bytes in a step are within 0.1 % of the least. The bytes
-   are those that the backends run if that is known for all settings, else those issued, for all settings.
-3. Not slower: of those that count, the settings for which no other has a measurably shorter step (``significance.py``).
-4. Recommended are those with least bytes that are not slower; if there are none, those that are not slower with the
-   least bytes among them.
-5. If these are all settings that count, nothing is recommended: there is no measurable difference, or the runs do not
-   suffice to show one.
+1. A setting counts if it has complete training steps and ends at no higher loss than the other settings. If the
+   settings do different work, nothing is recommended. The same applies if the jobs use different model parallelism
+   (``model_sharding.py``), because then the work of a rank and the links that it uses differ.
+2. A setting has the least bytes if it counts and its modelled wire bytes in a step are within 0.1 % of the minimum. The
+   bytes are the executed bytes if these are known for all settings, and otherwise the issued bytes of all settings.
+3. A setting is not slower if it counts and no other setting that counts has a measurably shorter step
+   (``significance.py``).
+4. The settings that have the least bytes and are not slower are recommended. If there are none, the settings with the
+   least bytes among those that are not slower are recommended.
+5. If rule 4 selects all settings that count, nothing is recommended. Either there is no measurable difference, or the
+   runs are too few to show a difference.
 """
 
 from __future__ import annotations
@@ -28,23 +29,24 @@ from commprof.analysis.columns.setting_answers import ADVICE
 from commprof.analysis.compare import significance
 from commprof.analysis.compare.comparison import Measured, by_label
 
-SAME_BYTES: Final = 0.001  # the padding of partitions differs by less
+SAME_BYTES: Final = 0.001  # partitions differ in their padding by less than this share
 SAME_LOSS: Final = 0.01
 
 RECOMMENDED: Final = "recommended"
 NO_DIFFERENCE: Final = "no measurable difference"
 CANNOT_TELL: Final = "cannot tell"
 
-# Keys that change what is trained: bytes and times of two settings then belong to different tasks.
+# Keys that change the training task. Bytes and times of different tasks cannot be compared.
 _WORK: Final = ("script", "world_size", "gradient_accumulation_steps", "gradient_clipping")
 _WORK_SUFFIXES: Final = ("batch_size", "micro_batch_size_per_gpu")
 _WORK_SECTIONS: Final = ("arguments.", "optimizer.", "scheduler.")
 
 
 class Candidate(NamedTuple):
-    """One setting as the rules see it: ``medians`` and ``losses`` have a value for each run that has one.
+    """The values of one setting that the rules use.
 
-    ``wire_bytes`` are those that the backend runs if ``executed``, else those issued.
+    ``medians`` are the median step times in ns and ``losses`` the final losses, for each run in which they are known.
+    ``wire_bytes`` are the executed bytes per step if ``executed`` is True, and otherwise the issued bytes per step.
     """
 
     label: str
@@ -67,41 +69,45 @@ class Candidate(NamedTuple):
 
     @property
     def step_time_ns(self) -> float | None:
-        """As in ``compare``: the mean over runs of their medians."""
+        """The mean over the runs of their median step times in ns, as in ``compare``."""
         return fmean(self.medians) if self.medians else None
 
 
 class Weighed(NamedTuple):
-    """The result of the rules. ``left_out``: reasons by label; ``shorter``: by label, those measurably faster."""
+    """The result of the rules.
+
+    ``left_out`` contains the reason for each setting that does not count, by label.
+    """
 
     answer: str
-    candidates: Sequence[Candidate]  # the least wire bytes first
+    candidates: Sequence[Candidate]  # in order of wire bytes, least first
     left_out: Mapping[str, str]
     work: Sequence[str]  # keys that differ and change the work
-    shapes: Sequence[str]  # the model parallelism of the jobs, if it differs
+    shapes: Sequence[str]  # the kinds of model parallelism of the jobs; empty if all are equal
     least: Sequence[str]
     not_slower: Sequence[str]
     recommended: Sequence[str]
-    keys: Mapping[str, str]  # keys and values that exactly the recommended settings share; may be empty
+    # Keys and values that distinguish recommended settings from the other settings. It may be empty.
+    keys: Mapping[str, str]
     pairs: pd.DataFrame
 
     def of(self, label: str) -> Candidate:
-        """The candidate called ``label``."""
+        """Return the candidate with ``label``."""
         return next(one for one in self.candidates if one.label == label)
 
     def verdict(self, label: str, other: str) -> str:
-        """The verdict on the step time of ``other`` relative to that of ``label``."""
+        """Return the verdict on the step time of ``other`` relative to the step time of ``label``."""
         return _verdicts(self.pairs)[label, other]
 
 
 class Advice(NamedTuple):
-    """What to set, and why.
+    """The advice: which setting to choose and why.
 
     Attributes:
         answer: ``recommended``, ``no measurable difference`` or ``cannot tell``.
-        sentences: the advice first, then its reasons, then warnings.
-        settings: the evidence by setting (:data:`setting_answers.ADVICE`).
-        pairs: each pair of settings (:data:`setting_answers.STEP_TIME_PAIRS`).
+        sentences: The advice, followed by the reasons and the warnings.
+        settings: The evidence, one row per setting (:data:`setting_answers.ADVICE`).
+        pairs: The comparison of step times, one row per pair of settings (:data:`setting_answers.STEP_TIME_PAIRS`).
     """
 
     answer: str
@@ -111,7 +117,12 @@ class Advice(NamedTuple):
 
 
 def candidates(runs: Sequence[Measured], rows: Sequence[Mapping[str, Any]]) -> list[Candidate]:
-    """A candidate for each setting of ``runs``; ``rows`` are those of :func:`comparison.compare` over the same runs."""
+    """Return a candidate for each setting of ``runs``.
+
+    Args:
+        runs: The measured runs.
+        rows: The rows of :func:`comparison.rows` for the same runs.
+    """
     of_label = by_label(runs)
     executed = all(
         row["executed_wire_bytes_per_step"] is not None
@@ -152,7 +163,7 @@ def _mean_moved(repeats: Sequence[Measured]) -> float | None:
 
 
 def weigh(settings: Sequence[Candidate]) -> Weighed:
-    """Apply the rules at the head of this module to ``settings``, in any order."""
+    """Apply the rules at the top of this module to ``settings``, which may be in any order."""
     ordered = sorted(settings, key=lambda one: (one.wire_bytes is None, one.wire_bytes or 0.0, one.label))
     left_out = _left_out(ordered)
     counted = [one for one in ordered if one.label not in left_out]
@@ -190,7 +201,7 @@ def weigh(settings: Sequence[Candidate]) -> Weighed:
 
 
 def settings_frame(weighed: Weighed) -> pd.DataFrame:
-    """The evidence, one row per setting."""
+    """Return the evidence of the advice, one row per setting."""
     verdicts = _verdicts(weighed.pairs)
     rows = [
         {
@@ -230,7 +241,7 @@ def _left_out(settings: Sequence[Candidate]) -> dict[str, str]:
     }
     lossy = [one for one in settings if one.losses and one.label not in reasons]
     if len({steps for one in lossy for steps in one.steps_of_runs}) > 1 or not lossy:
-        return reasons  # losses after different numbers of steps are not compared
+        return reasons  # losses after different numbers of steps cannot be compared
     finite = [one for one in lossy if isfinite(fmean(one.losses))]
     best = min(finite, key=lambda one: (fmean(one.losses), one.label), default=None)
     for one in lossy:
@@ -242,7 +253,10 @@ def _left_out(settings: Sequence[Candidate]) -> dict[str, str]:
 
 
 def _is_higher(losses: Sequence[float], lowest: Sequence[float]) -> bool:
-    """Higher by more than 1 %, and by more than the repeats differ if both have repeats."""
+    """Return whether ``losses`` are higher than ``lowest`` by more than 1 %.
+
+    If both settings have repeats, the difference must also be larger than the repeats explain.
+    """
     loss, low = fmean(losses), fmean(lowest)
     if not isfinite(loss):
         return True
@@ -259,7 +273,7 @@ def _sends_least(one: Candidate, among: Sequence[Candidate]) -> bool:
 
 
 def _verdicts(pairs: pd.DataFrame) -> dict[tuple[str, str], str]:
-    """The verdict on the second relative to the first, for both orders of each pair."""
+    """Return the verdict on the second setting relative to the first, for both orders of each pair."""
     turned = {significance.SHORTER: significance.LONGER, significance.LONGER: significance.SHORTER}
     by_pair: dict[tuple[str, str], str] = {}
     for label, other, verdict in zip(pairs["label"], pairs["other"], pairs["verdict"], strict=True):
@@ -269,9 +283,10 @@ def _verdicts(pairs: pd.DataFrame) -> dict[tuple[str, str], str]:
 
 
 def _telling_keys(settings: Sequence[Candidate], best: Sequence[str]) -> dict[str, str]:
-    """The keys to set: keys and values that exactly the settings ``best`` have.
+    """Return the keys to set: a combination of keys and values that all settings of ``best`` and no others have.
 
-    If there are none, the key and value that only settings of ``best`` have, and most of them; else empty.
+    If there is none, the result is the key and value that most settings of ``best`` and no other settings have. If
+    there is no such key either, the result is empty.
     """
     mine = [one.values for one in settings if one.label in best]
     if not mine:

@@ -1,4 +1,4 @@
-"""Opened runs side by side: their names and settings, and the values of each that the answers of a comparison need."""
+"""A comparison of opened runs: their names and settings, and the values that the answers of the comparison need."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from commprof.ledger.levels import Verdict
 
 
-# Arguments of wrappers that decide what is sent, and the prefix of a key as in commprof predict.
+# Arguments of wrappers that determine the traffic. _PREFIXES contains prefixes of keys as in commprof predict.
 _ARGUMENTS: Final[dict[str, tuple[str, ...]]] = {
     "ddp": ("bucket_cap_mb", "comm_hook", "find_unused_parameters", "static_graph", "mixed_precision"),
     "fsdp": ("sharding_strategy", "param_dtype", "reduce_dtype"),
@@ -42,7 +42,7 @@ _PREFIXES: Final = {"fully_shard": "fsdp"}
 
 
 class ComparedRun(NamedTuple):
-    """One run of a comparison."""
+    """One run of a comparison, with its name and setting."""
 
     run: Run
     name: str
@@ -50,7 +50,7 @@ class ComparedRun(NamedTuple):
 
 
 class Comparison(NamedTuple):
-    """All answers of one comparison; each is a function of :mod:`commprof.analysis.api` too."""
+    """All answers of one comparison. :mod:`commprof.analysis.api` also has a function for each answer."""
 
     settings: pd.DataFrame
     traffic: pd.DataFrame
@@ -61,7 +61,11 @@ class Comparison(NamedTuple):
 
 
 def run_names(runs: Sequence[Run]) -> list[str]:
-    """The name of each run; if two are equal, with the parent's name, else with the position in the list."""
+    """Return the name of each run.
+
+    If two runs have the same name, the name of the parent directory is added. If the names are still equal, the
+    position in the list is added.
+    """
     short = [run.path.name for run in runs]
     names = [
         name if short.count(name) == 1 else f"{run.path.parent.name}/{name}"
@@ -71,13 +75,13 @@ def run_names(runs: Sequence[Run]) -> list[str]:
 
 
 def settings(runs: Sequence[Run]) -> pd.DataFrame:
-    """How the runs differ, one row for each; see :func:`commprof.analysis.api.settings`."""
+    """Return how the runs differ, one row per run (see :func:`commprof.analysis.api.settings`)."""
     names = run_names(runs)
     return run_settings.settings_frame(_settings(runs, names), names)
 
 
 def compared(runs: Sequence[Run]) -> list[ComparedRun]:
-    """The runs with their names and settings, in the order of a comparison."""
+    """Return the runs with their names and settings, in display order."""
     names = run_names(runs)
     settings = _settings(runs, names)
     order = run_settings.in_order([run.manifest for run in runs])
@@ -90,12 +94,13 @@ def _settings(runs: Sequence[Run], names: Sequence[str]) -> list[run_settings.Se
 
 
 def wrappers_of(run: Run) -> dict[str, Any]:
-    """What wraps the model of ``run``, and the arguments that decide what is sent, by dotted key; empty without wrappers.
+    """Return the wrappers of the model of ``run`` and the arguments that determine the traffic, by dotted key.
 
-    Those of the lowest rank. An argument in which the units of a model differ has the list of its values.
+    The values are those of the lowest rank. If the units of a model differ in an argument, its value is a list. The
+    result is empty if there are no wrappers.
     """
     table = run.table("wrappers").select(["rank", "number", "wrapper", "arguments", "time_ns"])
-    # An engine that published its config trains by that, whatever wraps its model.
+    # An engine that published its configuration trains according to it, whatever wraps its model.
     if not table.num_rows or run.manifest.effective_config is not None:
         return {}
     rows = table.filter(pc.equal(table["rank"], pc.min(table["rank"]))).to_pylist()
@@ -103,7 +108,7 @@ def wrappers_of(run: Run) -> dict[str, Any]:
     kinds = [kind for kind in _ARGUMENTS if any(row["wrapper"] == kind for row in latest.values())]
     values: dict[str, list[Any]] = {}
     for row in latest.values():
-        with suppress(RequestedError):  # of a damaged trace
+        with suppress(RequestedError):  # raised for a damaged trace
             arguments = arguments_of(row["arguments"])
             prefix = _PREFIXES.get(row["wrapper"], row["wrapper"])
             for name in _ARGUMENTS.get(row["wrapper"], ()):
@@ -115,11 +120,11 @@ def wrappers_of(run: Run) -> dict[str, Any]:
 
 
 def comparison_of(runs: Sequence[Run], ranks: bool) -> Comparison:
-    """All answers of the comparison, reading each run once.
+    """Return all answers of the comparison. Each run is read only once.
 
     Args:
-        runs: the runs, in any order.
-        ranks: whether to answer ``ranks`` too, which takes a fifth of the time; it is empty otherwise.
+        runs: The runs, in any order.
+        ranks: Whether to compute ``ranks`` too, which takes a fifth of the time. Otherwise this frame is empty.
     """
     in_order = compared(runs)
     of_runs = _measured(in_order)
@@ -136,7 +141,7 @@ def comparison_of(runs: Sequence[Run], ranks: bool) -> Comparison:
 
 
 def measured(runs: Sequence[Run]) -> list[Measured]:
-    """The values of each run for a comparison, in its order."""
+    """Return the values of each run that a comparison needs, in display order."""
     return _measured(compared(runs))
 
 
@@ -150,7 +155,7 @@ def _measured(runs: Sequence[ComparedRun]) -> list[Measured]:
 
 
 def _measure(run: Run) -> Measured:
-    """The values of one run, except name and setting, which depend on the other runs."""
+    """Return the values of one run, except its name and setting, which depend on the other runs."""
     operations = run_totals.operations(run, run_totals.HELD_COLUMNS)
     times = run_totals.step_times(run)
     manifest = run.manifest
@@ -183,7 +188,7 @@ def _rank_totals(runs: Sequence[ComparedRun], of_runs: Sequence[Measured]) -> li
 
 
 def ledgers(runs: Sequence[Run]) -> list[Ledger]:
-    """The verdict of each run with its totals, in the order of a comparison."""
+    """Return the ledger and the totals of each run, in display order."""
     from commprof.analysis.traffic.setting_levels import Ledger
 
     return [

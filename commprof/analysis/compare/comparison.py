@@ -1,4 +1,7 @@
-"""The comparison of settings: requested, issued, bytes and times, with the repeats of a setting merged into one row."""
+"""The comparison of settings by requested and issued operations, bytes and times, with one row per setting.
+
+The repeats of a setting are merged into its row.
+"""
 
 from __future__ import annotations
 
@@ -30,9 +33,9 @@ _NO_PURPOSES: Final = (
 class Measured(NamedTuple):
     """The values of one run that a comparison needs.
 
-    ``durations`` are of the steps after the first, in ns; ``shape`` is the answer of
-    :func:`model_sharding.shape`; ``moved_bytes`` is what all hosts sent in the run, divided by its steps that ended.
-    ``failed``: the run failed or was killed.
+    ``durations`` are the durations in ns of the steps after the first. ``shape`` is the result of
+    :func:`model_sharding.shape`. ``moved_bytes`` are the bytes that all hosts sent in the run, divided by the number of
+    steps that ended. ``failed`` is True if the run failed or was killed.
     """
 
     name: str
@@ -48,7 +51,7 @@ class Measured(NamedTuple):
 
 
 def by_label(runs: Sequence[Measured]) -> dict[str, list[Measured]]:
-    """The runs of each setting, in the order in which the settings first appear."""
+    """Return the runs of each setting by label, in the order in which the settings first appear."""
     settings: dict[str, list[Measured]] = {}
     for run in runs:
         settings.setdefault(run.setting.label, []).append(run)
@@ -56,7 +59,7 @@ def by_label(runs: Sequence[Measured]) -> dict[str, list[Measured]]:
 
 
 def _merged(runs: Sequence[Measured], key: Sequence[str] = _PURPOSE_KEY) -> StepTotals:
-    """The steps of all repeats together by ``key``: each repeat is weighted by its number of steps."""
+    """Return the totals of all repeats by ``key``. Each repeat is weighted by its number of steps."""
     totals = pd.concat([run.step_totals.totals for run in runs], ignore_index=True)
     by = totals.groupby(list(key), dropna=False, as_index=False, sort=False)
     sums: dict[str, Any] = {"groups": "max", **dict.fromkeys(_MEASURES, "sum")}
@@ -69,7 +72,7 @@ def _if_all_known(values: pd.Series[Any]) -> float | None:
 
 
 def _known(values: pd.Series[Any]) -> float | None:
-    """The sum of the known values; None if there are values and none is known."""
+    """Return the sum of the known values, or None if there are values and all are unknown."""
     return None if len(values) and values.isna().all() else float(values.sum())
 
 
@@ -79,7 +82,7 @@ def _per_step(totals: pd.DataFrame, measure: str, steps: int) -> float | None:
 
 
 def _listed(gradients: pd.DataFrame, column: str) -> str | None:
-    """The operations of ``column`` in order of wire bytes, largest first; without wire bytes, of payload."""
+    """Return the operations of ``column``, joined by ",", in order of wire bytes and then payload, largest first."""
     sums = gradients.dropna(subset=[column]).groupby(column)[["wire_bytes", "payload_bytes"]].sum()
     ordered = sums.sort_values(["wire_bytes", "payload_bytes"], ascending=False)
     return ", ".join(ordered.index) or None
@@ -88,7 +91,7 @@ def _listed(gradients: pd.DataFrame, column: str) -> str | None:
 def _row(label: str, runs: Sequence[Measured]) -> dict[str, Any]:
     steps, totals, _ = _merged(runs)
     gradients = totals[totals["purpose"] == Purpose.GRADIENT_REDUCE]
-    # A program that does not tag its gradient reductions still gets an answer, as far as one is possible.
+    # If a program does not tag its gradient reductions, the row lists all collectives without a purpose instead.
     nameless = totals[totals["purpose"].isna() & (totals["op"] != Op.BARRIER)]
     untagged = not len(gradients) and len(nameless) > 0
     issued = nameless if untagged else gradients
@@ -125,27 +128,33 @@ def _columns(values: Mapping[str, str]) -> tuple[Column, ...]:
 
 
 def rows(runs: Sequence[Measured]) -> list[dict[str, Any]]:
-    """The rows of :func:`compare` as plain values."""
+    """Return the rows of :func:`compare` as plain values."""
     return [_row(label, repeats) for label, repeats in by_label(runs).items()]
 
 
 def compare(runs: Sequence[Measured]) -> pd.DataFrame:
-    """One row per setting (:data:`answers.COMPARISON`), with the keys that differ after the label."""
+    """Return one row per setting (:data:`answers.COMPARISON`). The keys that differ follow the label."""
     return framed(rows(runs), runs)
 
 
 def framed(rows: Sequence[Mapping[str, Any]], runs: Sequence[Measured]) -> pd.DataFrame:
-    """The :func:`rows` of ``runs`` as the frame of :func:`compare`."""
+    """Convert the :func:`rows` of ``runs`` to the frame of :func:`compare`."""
     return from_rows(rows, _columns(runs[0].setting.values if runs else {}))
 
 
 def traffic_by_setting(runs: Sequence[Measured]) -> pd.DataFrame:
-    """One row per setting and operation, in long form for charts; a run in which no step ended has none."""
+    """Return the traffic of the settings in long form for charts.
+
+    There is one row per setting, operation, intended operation and purpose. A run in which no step ended has no rows.
+    """
     return from_rows(_long(runs, _PURPOSE_KEY), TRAFFIC_BY_SETTING.columns)
 
 
 def traffic_by_group(runs: Sequence[Measured]) -> pd.DataFrame:
-    """One row per setting, kind of group and operation; the wire bytes of a setting add up to those in :func:`compare`."""
+    """Return one row per setting, kind of group and operation.
+
+    The wire bytes of a setting add up to its wire bytes in :func:`compare`.
+    """
     rows = _long(runs, _GROUP_KEY)
     order = {label: place for place, label in enumerate(by_label(runs))}
     rows.sort(key=lambda row: (order[row["label"]], *(str(row[name] or "") for name in _GROUP_KEY)))

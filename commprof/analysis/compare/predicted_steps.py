@@ -1,4 +1,4 @@
-"""The step times that ``commprof sweep --predict`` predicted for the runs of its directory, before it ran them."""
+"""Step times that ``commprof sweep --predict`` predicted for the runs in its directory before it ran them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from commprof.trace.predictions_file import read_predictions
 
 
 class PredictedStep(NamedTuple):
-    """A predicted step in ns, mean over ranks, with its 80 % interval."""
+    """A predicted step time in ns, as the mean over ranks, with its 80 % interval."""
 
     median_ns: float
     low_ns: float
@@ -22,14 +22,21 @@ class PredictedStep(NamedTuple):
 
 
 class UnrunSetting(NamedTuple):
-    """A setting that a sweep predicted and that none of its runs has. ``label``: the keys that differ in the sweep."""
+    """A setting that a sweep predicted and that none of the runs of the sweep has.
+
+    ``label`` names the values of the keys that differ in the sweep.
+    """
 
     label: str
     step: PredictedStep
 
 
 def predicted_steps(runs: Sequence[Path]) -> list[PredictedStep | None]:
-    """The prediction of each run; None without one: no sweep with ``--predict``, refused, or a file that was changed."""
+    """Return the prediction of each run, or None for a run without a prediction.
+
+    A run has no prediction if it does not belong to a sweep with ``--predict``, if the prediction was refused, or if
+    the file of predictions was changed.
+    """
     return [_predicted_step(Path(run)) for run in runs]
 
 
@@ -39,7 +46,10 @@ def _predicted_step(run: Path) -> PredictedStep | None:
 
 
 def unrun_settings(runs: Sequence[Path]) -> list[UnrunSetting]:
-    """The settings that the sweeps of ``runs`` predicted and did not run: a sweep was stopped, or goes on."""
+    """Return the settings that the sweeps of ``runs`` predicted but did not run.
+
+    There are such settings if a sweep was stopped or is still running.
+    """
     swept = dict.fromkeys(Path(run).parent for run in runs if _point(Path(run)) is not None)
     return [each for directory in swept for each in _unrun(directory)]
 
@@ -61,7 +71,7 @@ def _unrun(directory: Path) -> list[UnrunSetting]:
 
 
 def _point(run: Path) -> Any | None:
-    """The point of the sweep that ``run`` is of; None without one."""
+    """Return the sweep point of ``run``, or None if the run does not belong to a sweep."""
     try:
         return (read_manifest(run).sweep or {}).get("point")
     except CommprofError:
@@ -69,7 +79,7 @@ def _point(run: Path) -> Any | None:
 
 
 def _predicted(directory: Path) -> list[tuple[dict[str, Any], PredictedStep]]:
-    """The settings that were predicted for the sweep in ``directory``, with their steps."""
+    """Return the settings of the sweep in ``directory`` that have a predicted step, with their steps."""
     try:
         content = read_predictions(directory)
     except CommprofError:

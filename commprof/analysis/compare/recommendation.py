@@ -1,4 +1,4 @@
-"""The advice in sentences: what to set, why, and warnings. Pure."""
+"""The advice in sentences: which setting to choose, the reasons, and warnings. Pure."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _ONE_REPEAT: Final = f"Step times cannot be compared: one repeat does not show h
 
 
 def advise(weighed: Weighed) -> Advice:
-    """The advice of ``weighed``, with its evidence."""
+    """Return the advice that follows from ``weighed``, with its evidence."""
     sentences = [
         _answer(weighed),
         *_as_good(weighed),
@@ -90,13 +90,16 @@ def _recommendation(weighed: Weighed, counted: Sequence[Candidate]) -> str:
 
 
 def _ran_once(weighed: Weighed) -> bool:
-    """Whether no two step times can be compared, because a setting ran once."""
+    """Return whether no pair of step times can be compared, because the settings have too few repeats."""
     verdicts = list(weighed.pairs["verdict"])
     return bool(verdicts) and verdicts.count(significance.CANNOT_TELL) == len(verdicts)
 
 
 def _beside_the_bytes(weighed: Weighed) -> str:
-    """What step times say of a setting that is recommended for its bytes: a chart of them misleads where they vary."""
+    """Return a sentence about the step times of a setting that is recommended for its bytes.
+
+    The sentence is necessary because a chart of step times is misleading if the times vary.
+    """
     if _ran_once(weighed):
         return " Step times cannot be compared after one repeat."
     if set(weighed.pairs["verdict"]) == {significance.SAME}:
@@ -105,7 +108,7 @@ def _beside_the_bytes(weighed: Weighed) -> str:
 
 
 def _words(weighed: Weighed, best: Sequence[Candidate]) -> str:
-    """The keys to set, else the labels of the settings."""
+    """Return the keys to set, or the labels of the settings if there are no such keys."""
     if not weighed.keys:
         more = "" if len(best) <= _MOST_NAMED else f", or one of {len(best) - _MOST_NAMED} more"
         return "; or ".join(one.label for one in best[:_MOST_NAMED]) + more
@@ -114,7 +117,7 @@ def _words(weighed: Weighed, best: Sequence[Candidate]) -> str:
 
 
 def _as_good(weighed: Weighed) -> list[str]:
-    """Recommended settings that lack the keys that are named."""
+    """Return a sentence that lists the recommended settings without the named keys."""
     if not weighed.keys:
         return []
     rest = [
@@ -126,14 +129,18 @@ def _as_good(weighed: Weighed) -> list[str]:
 
 
 def _moves_more(one: Candidate, other: Candidate) -> bool:
-    """Whether the counters saw more bytes of ``one`` than of ``other``, beyond what headers and other programs explain."""
+    """Return whether ``one`` moved more bytes than ``other``, beyond what headers and other programs explain."""
     if one.moved_bytes is None or other.moved_bytes is None:
         return False
     return one.moved_bytes > other.moved_bytes * (1 + MOVED_ALIKE)
 
 
 def _moved(weighed: Weighed) -> list[str]:
-    """Evidence of the counters: another setting moved fewer bytes than a recommended one, or none did and one moved more."""
+    """Return a sentence about the interface counters if they contradict or confirm the recommendation.
+
+    They contradict it if another setting moved fewer bytes than a recommended setting. They confirm it if no setting
+    did and another setting moved more bytes.
+    """
     counted = [one for one in _counted(weighed) if one.moved_bytes is not None]
     for one in counted:
         less = [other for other in counted if _moves_more(one, other)]
@@ -230,7 +237,10 @@ def _losses(weighed: Weighed) -> list[str]:
 
 
 def _warnings(weighed: Weighed) -> list[str]:
-    """For each recommended setting, or for all if none is: an operation that it requests and does not issue."""
+    """Return a warning for each recommended setting that requests an operation and does not issue it.
+
+    If no setting is recommended, all settings are checked.
+    """
     wanted = weighed.recommended or [one.label for one in weighed.candidates]
     sentences = []
     for one in sorted(weighed.candidates, key=lambda one: one.label):

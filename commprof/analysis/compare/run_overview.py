@@ -1,4 +1,4 @@
-"""The overview of one run as plain values: software, traffic, times, and what is missing."""
+"""The overview of one run as plain values: software, traffic, times, and missing data."""
 
 from __future__ import annotations
 
@@ -20,18 +20,21 @@ from commprof.analysis.traffic.requested_traffic import requested_reduction
 from commprof.analysis.traffic.steady_steps import PARTLY_KNOWN
 from commprof.trace.reader import Run
 
-# Columns of the operations that overview needs, and those that a report of the run needs next.
+# The columns of the operations that the overview needs, and those that a report of the run needs next.
 COLUMNS: Final = ("attempt", "step", "op", "backend", "purpose", "intended_op", "group_ranks")
 
 
 def group_backends(groups: pa.Table) -> str | None:
-    """The backends of the process groups, joined by ",". A group's text names one per device: ``cpu:gloo,cuda:nccl``."""
+    """Return the backends of the process groups, joined by ",".
+
+    The text of a group can name one backend for each device: ``cpu:gloo,cuda:nccl``.
+    """
     texts = (text or "" for text in pc.unique(groups["backend"]).to_pylist())
     return _joined(part.rpartition(":")[2] for text in texts for part in text.split(","))
 
 
 def used_backends(operations: pa.Table) -> str | None:
-    """The backends that collectives went to, joined by ","."""
+    """Return the backends that ran the collectives, joined by ","."""
     return _joined(name or "" for name in pc.unique(operations["backend"]).to_pylist())
 
 
@@ -40,7 +43,7 @@ def _joined(names: Iterable[str]) -> str | None:
 
 
 def wall_ns(run: Run) -> int | None:
-    """How long the run lasted by the real-time clock: from its manifest, else between two clock readings."""
+    """Return the duration of the run in ns by the real-time clock, from the manifest or else from clock readings."""
     began, ended = run.manifest.started_realtime_ns, run.manifest.ended_realtime_ns
     if began and ended and ended > began:
         return ended - began
@@ -51,7 +54,7 @@ def wall_ns(run: Run) -> int | None:
 
 
 def recorder_ns(run: Run) -> int | None:
-    """Time that a rank spent in the recorder, mean over the ranks that recorded it."""
+    """Return the mean time in ns that a rank spent in the recorder, over the ranks that recorded this time."""
     spent = [entry.get("recorder_ns") for entry in run.manifest.ranks]
     known = [value for value in spent if value is not None]
     return round(sum(known) / len(known)) if known else None
@@ -60,30 +63,31 @@ def recorder_ns(run: Run) -> int | None:
 def overview(
     run: Run, operations: pa.Table, times: pd.DataFrame, totals: pd.DataFrame, moved: pd.DataFrame
 ) -> dict[str, Any]:
-    """The facts of ``run``; see ``docs/analysis.md`` for each key.
+    """Return the facts about ``run``. ``docs/analysis.md`` describes each key.
 
     Args:
-        run: the run.
-        operations: its deduplicated collectives.
-        times: its step_times.
-        totals: its traffic in one row.
-        moved: its moved bytes.
+        run: The run.
+        operations: The deduplicated collectives of the run.
+        times: The step times of the run.
+        totals: The traffic of the run in one row.
+        moved: The moved bytes of the run.
     """
-    # Values that need a computation come first; the dictionary below only names them.
+    # Values that need a computation are computed first. The dictionary below only names them.
     manifest, health = run.manifest, run.health
     time, wall, spent = over_steps(durations_after_first(times)), wall_ns(run), recorder_ns(run)
-    # With a reason, the counters miss a part of the run or a host: a sum over the hosts would be too small, so it is null.
+    # If there is a reason, the counters miss a part of the run or a host. A sum over the hosts would be too small, so
+    # the moved bytes are null.
     reason = moved.attrs.get("reason")
     idle = idle_shares(run.table("metrics"))
     requested = requested_reduction(run)
-    # Taken column by column, because a row of a frame converts integers to floats.
+    # The totals are read column by column, because a row of a frame converts integers to floats.
     sums = {name: totals[name].iloc[0] for name in totals.columns}
-    # These measures are null, not 0, if no source knows them.
+    # These measures are null, not 0, if they are not known.
     executed, between, padding = (
         None if pd.isna(sums[name]) else float(sums[name]) for name in (*PARTLY_KNOWN, PADDING)
     )
     return {
-        # What ran, and how it ended.
+        # The program, and how the run ended.
         "name": run.path.name,
         "path": str(run.path),
         "state": health.state,
@@ -93,7 +97,7 @@ def overview(
         "wall_ns": wall,
         "exit_code": manifest.exit_code,
         "first_failed_rank": manifest.first_failed_rank,
-        # Figures of the ranks are means over the recorded ones, so a reader must see which ones are missing.
+        # Values per rank are means over the recorded ranks, so a reader must see which ranks are missing.
         "world_size": manifest.world_size,
         "ranks_expected": health.ranks_expected,
         "ranks_recorded": health.ranks_recorded,
@@ -106,11 +110,11 @@ def overview(
         "torch": manifest.torch,
         "commprof_version": manifest.commprof_version,
         "config_path": manifest.config_path,
-        # The setting and the requested level come from the manifest alone, so a run without records has them too.
+        # A run without records has the setting and the requested level too, because they need no records.
         "setting": settings_of([manifest], [run.path.name])[0].label,
         "requested_op": requested.op,
         "requested_reason": requested.reason,
-        # Times per step leave out the first step; counts include it.
+        # Times per step exclude the first step. Counts of steps include it.
         "steps": len(times),
         "whole_steps": int(times["duration_ns"].notna().sum()),
         "step_time_ns": time.center,
@@ -118,11 +122,11 @@ def overview(
         "step_time_high_ns": time.high,
         "interval_over": time.over,
         "final_loss": final_loss(times),
-        # Empty for a single training.
+        # The list is empty if the run has a single training.
         "trainings": [each._asdict() for each in trainings(run, times)],
         "pipeline_idle": idle.measured,
         "pipeline_idle_expected": idle.expected,
-        # The three byte measures of the whole run, initialization included; they never mix.
+        # The three byte measures of the whole run, including initialization. They are never added to each other.
         "collectives": int(sums["collectives"]),
         "payload_bytes": int(sums["payload_bytes"]),
         "padding_bytes": None if padding is None else int(padding),
@@ -132,7 +136,7 @@ def overview(
         "moved_sent_bytes": None if reason else int(moved["sent_bytes"].sum()),
         "moved_received_bytes": None if reason else int(moved["received_bytes"].sum()),
         "moved_reason": reason,
-        # What is missing, so that every reader can judge the figures above.
+        # Counts of missing data, so that every reader can judge the values above.
         "records": health.records,
         "lost": health.lost,
         "unseen": health.unseen,
@@ -149,5 +153,5 @@ def overview(
 
 
 def script_name(script: str | None) -> str | None:
-    """The script as lists of runs show it."""
+    """Return the file name of the script, which lists of runs show."""
     return None if script is None else PurePath(script).name

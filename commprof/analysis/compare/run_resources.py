@@ -15,9 +15,10 @@ CONFIG: Final = "config"
 
 
 class Usage(NamedTuple):
-    """Resources of one run: a value for each step after the first, as far as known.
+    """The resources of one run, with one value for each step after the first if the value is known.
 
-    ``rates`` are samples per second, ``rates_from`` the source of the number of samples.
+    ``rss`` and ``device`` are memory in bytes. ``rates`` are samples per second, and ``rates_from`` is the source of
+    the number of samples.
     """
 
     rss: Sequence[int]
@@ -30,9 +31,9 @@ class Usage(NamedTuple):
 
 
 def usage(times: pd.DataFrame, config: Mapping[str, Any] | None, world_size: int | None) -> Usage:
-    """Resources of the steps of a run, from its :data:`answers.STEP_TIMES`.
+    """Return the resources of the steps of a run, from its step times (:data:`answers.STEP_TIMES`).
 
-    The samples are those of the program's metric ``samples``, else the batch size of its config.
+    The number of samples is the metric ``samples`` of the program, or else the batch size of its configuration.
     """
     first = times.groupby("attempt")["step"].transform("min")
     later = times[times["step"] > first]
@@ -59,7 +60,9 @@ def usage(times: pd.DataFrame, config: Mapping[str, Any] | None, world_size: int
 
 
 def batch_size(config: Mapping[str, Any] | None, world_size: int | None) -> int | None:
-    """Samples in a training step of all ranks, by DeepSpeed's configuration keys; None if the config lacks them.
+    """Return the samples per training step of all ranks, by DeepSpeed's configuration keys.
+
+    The result is None if the configuration lacks the keys.
 
     >>> batch_size({"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2}, 3)
     24

@@ -15,7 +15,7 @@ from commprof.quantiles import t_quantile
 
 
 def resources(runs: Sequence[Measured]) -> pd.DataFrame:
-    """One row per setting (:data:`setting_answers.RESOURCES`)."""
+    """Return one row per setting (:data:`setting_answers.RESOURCES`)."""
     rows = []
     for label, repeats in by_label(runs).items():
         used = [run.usage for run in repeats]
@@ -43,9 +43,10 @@ def resources(runs: Sequence[Measured]) -> pd.DataFrame:
 
 
 def _over_mean_time(rates: Sequence[float]) -> tuple[float | None, float | None, float | None]:
-    """The rate over the mean time of a sample, and its 95 % interval, from the ``rates`` of repeats.
+    """Return the reciprocal of the mean time per sample, and its 95 % interval, from the ``rates`` of repeats.
 
-    The step time of a setting is the mean over its repeats. A mean of rates would contradict it where repeats differ much.
+    The step time of a setting is the mean over its repeats. A mean of rates would contradict this step time if the
+    repeats differ much.
     """
     if not rates or min(rates) <= 0:
         return (0.0 if rates else None), None, None
@@ -58,7 +59,7 @@ def _over_mean_time(rates: Sequence[float]) -> tuple[float | None, float | None,
 
 
 def _exposed(steps: Sequence[pd.DataFrame]) -> dict[str, float | None]:
-    """Exposed time of a step over the warm steps of all repeats, by the rule of :func:`exposure.medians`."""
+    """Return the exposed time per step over the warm steps of all repeats, by the rule of :func:`exposure.medians`."""
     return medians(pd.concat(steps, ignore_index=True), EXPOSED) if steps else {}
 
 

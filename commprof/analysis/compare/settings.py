@@ -1,6 +1,7 @@
-"""How runs differ: the keys of their configs, scripts and environments that have different values.
+"""How runs differ: the keys of their configurations, scripts and environments that have different values.
 
-Pure: manifests in, text out. A sweep records which keys it varied, so the point of each run gives keys and order.
+Pure: the input is manifests and the output is text. A sweep records which keys it varied, so the sweep point of each
+run determines the keys and their order.
 """
 
 from __future__ import annotations
@@ -15,28 +16,31 @@ import pandas as pd
 from commprof.analysis.columns.frames import TEXT
 from commprof.trace.manifest import Manifest
 
-_MOST_NAMED: Final = 4  # keys in a label, if so many distinguish the settings
+_MOST_NAMED: Final = 4  # if more keys differ, a label names only the keys that distinguish the settings
 ABSENT: Final = "(absent)"
 SAME: Final = "same settings"
 
-# Last parts of keys that name a run or its output, and do not change the training.
+# Last parts of keys that name a run or its output. Such keys do not change the training.
 _NAMES_OF_PLACES: Final = ("path", "dir", "directory", "folder", "file", "filename", "job_name", "run_name")
-# Ambiguous alone: `enabled` needs the section that it enables.
+# Last parts that are ambiguous alone. For example, `enabled` needs the section that it enables.
 _NEEDS_SECTION: Final = frozenset({"enabled", "type", "device", "name", "params", "verbose", "dtype"})
 
 
-Wrappers = Sequence[Mapping[str, Any]]  # values by dotted key, of each run
+Wrappers = Sequence[Mapping[str, Any]]  # for each run, the values by dotted key
 
 
 class Setting(NamedTuple):
-    """The values of one run for the keys that differ (``values``: text by dotted key), and their short form."""
+    """The values of one run for the keys that differ.
+
+    ``values`` are texts by dotted key, and ``label`` is their short form.
+    """
 
     label: str
     values: dict[str, str]
 
 
 def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested mappings as dotted keys. Lists are values; an empty mapping is a value too.
+    """Return nested mappings as one mapping with dotted keys. A list or an empty mapping is a value.
 
     >>> flatten({"a": {"b": 1, "c": {}}, "d": [2]})
     {'a.b': 1, 'a.c': {}, 'd': [2]}
@@ -51,7 +55,7 @@ def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def value_text(value: Any) -> str:
-    """A config value as it is shown: JSON, text without quotes, 5e8 as 500000000.
+    """Return the text that represents a configuration value: JSON, but strings without quotes and 5e8 as 500000000.
 
     >>> [value_text(value) for value in (True, "auto", 5e8, 0.1, [1, 2], None)]
     ['true', 'auto', '500000000', '0.1', '[1, 2]', 'null']
@@ -64,7 +68,7 @@ def value_text(value: Any) -> str:
 
 
 def _identity(value: Any) -> str:
-    """A text that is equal exactly for equal values; the text "true" differs from the value true."""
+    """Return a text that is equal only for equal values. The string "true" and the value true give different texts."""
     return json.dumps(value) if isinstance(value, str) else value_text(value)
 
 
@@ -74,7 +78,7 @@ def _says_how(key: str) -> bool:
 
 
 def script_arguments(command: Sequence[str], script: str | None) -> dict[str, Any]:
-    """The options of ``script`` in ``command``, by name with dashes; positional arguments by their position.
+    """Return the arguments of ``script`` in ``command``: options by name with dashes, other arguments by position.
 
     >>> script_arguments(["python", "train.py", "data", "--layers", "4", "--lr=0.1", "--fast"], "train.py")
     {'1': 'data', '--layers': '4', '--lr': '0.1', '--fast': True}
@@ -97,7 +101,10 @@ def script_arguments(command: Sequence[str], script: str | None) -> dict[str, An
 
 
 def _facts(manifest: Manifest) -> dict[str, Any]:
-    """What distinguishes two runs beside the config: script, arguments, ranks, and NCCL's tuning variables."""
+    """Return facts other than the configuration that distinguish runs.
+
+    These are the script, the engine, the world size, the arguments, and the tuning variables of NCCL.
+    """
     facts: dict[str, Any] = {}
     if manifest.script is not None:
         facts["script"] = PurePath(manifest.script).name
@@ -106,7 +113,7 @@ def _facts(manifest: Manifest) -> dict[str, Any]:
     if manifest.world_size is not None:
         facts["world_size"] = manifest.world_size
     for name, value in script_arguments(manifest.command, manifest.script).items():
-        # The name of the config file differs in every run of a sweep; its contents are compared key by key.
+        # The name of the configuration file differs in every run of a sweep. Its contents are compared key by key.
         if name != manifest.config_argument and _says_how(name.replace("-", "_")):
             facts[f"arguments.{name}"] = value
     for name, value in manifest.environment.items():
@@ -121,12 +128,15 @@ def _values(manifest: Manifest) -> dict[str, Any]:
 
 
 def _is_empty_section(key: str, of_runs: Iterable[Mapping[str, Any]]) -> bool:
-    """``key`` is a section that some run leaves empty and another fills: the keys in it are the difference."""
+    """Return whether ``key`` is a section that has keys in some run.
+
+    Such a section differs between runs if another run leaves it empty. The keys in the section then are the difference.
+    """
     return any(other.startswith(f"{key}.") for values in of_runs for other in values)
 
 
 def differing_keys(of_runs: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The keys whose values differ between runs, in the order in which the runs name them."""
+    """Return the keys whose values differ between runs, in the order in which the keys first appear."""
     keys = dict.fromkeys(key for values in of_runs for key in values)
     missing = object()
     differing = []
@@ -138,7 +148,7 @@ def differing_keys(of_runs: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def short_names(keys: Iterable[str], among: Iterable[str]) -> dict[str, str]:
-    """For each of ``keys`` its shortest suffix of whole parts that no other key of ``among`` ends with.
+    """Return, for each of ``keys``, its shortest suffix of complete parts that no other key of ``among`` ends with.
 
     >>> short_names(["zero_optimization.stage", "fp16.enabled"], ["zero_optimization.stage", "fp16.enabled"])
     {'zero_optimization.stage': 'stage', 'fp16.enabled': 'fp16.enabled'}
@@ -161,7 +171,7 @@ def short_names(keys: Iterable[str], among: Iterable[str]) -> dict[str, str]:
 
 
 def _swept_keys(manifests: Sequence[Manifest]) -> list[str]:
-    """The keys that a sweep varied if all runs belong to it; else none."""
+    """Return the keys that a sweep varied if all runs belong to this sweep, or no keys otherwise."""
     points = [(manifest.sweep or {}).get("point") for manifest in manifests]
     names = {(manifest.sweep or {}).get("name") for manifest in manifests}
     if len(names) != 1 or not all(points):
@@ -174,10 +184,11 @@ def _keys_to_show(manifests: Sequence[Manifest], of_runs: Sequence[Mapping[str, 
     swept = _swept_keys(manifests)
     if not swept:
         return differing
-    # Other differences within a sweep follow from its keys. The ranks and the script may differ by the caller's choice.
+    # Other configuration keys that differ within a sweep follow from its keys. Facts such as the world size and the
+    # script may differ because the caller chose so.
     facts = {key for manifest in manifests for key in _facts(manifest)}
     if len({manifest.engine for manifest in manifests} - {None}) < 2:
-        # A run that failed before its engine started names none.
+        # A run that failed before its engine started names no engine, which is not a difference in settings.
         facts.discard("engine")
     shown = [key for key in swept if key in differing] + [key for key in differing if key in facts]
     return shown or swept
@@ -186,14 +197,17 @@ def _keys_to_show(manifests: Sequence[Manifest], of_runs: Sequence[Mapping[str, 
 def _keys_of_wrappers(
     keys: Sequence[str], of_runs: Sequence[Mapping[str, Any]], wrappers: Wrappers
 ) -> list[str]:
-    """The keys of ``wrappers`` by which runs differ that would be repeats by ``keys``; none without such runs."""
+    """Return the keys of ``wrappers`` that distinguish runs with equal values of ``keys``.
+
+    The result is empty if no such runs have different wrappers.
+    """
     alike: dict[tuple[str, ...], list[Mapping[str, Any]]] = {}
     for values, own in zip(of_runs, wrappers, strict=True):
         setting = tuple(_identity(values[key]) if key in values else ABSENT for key in keys)
         alike.setdefault(setting, []).append(own)
     if not any(differing_keys(each) for each in alike.values()):
         return []
-    # An argument that the other wrappers do not have says no more than which wrapper it is.
+    # An argument that is equal in all wrappers that have it adds no information to the kind of wrapper.
     return [
         key
         for key in differing_keys(wrappers)
@@ -204,16 +218,17 @@ def _keys_of_wrappers(
 def settings_of(
     manifests: Sequence[Manifest], names: Sequence[str], wrappers: Wrappers | None = None
 ) -> list[Setting]:
-    """The setting of each run.
+    """Return the setting of each run.
 
-    Runs of different scripts differ in many keys: a label then names those that distinguish the settings, ``values`` has
-    all.
+    Runs of different scripts differ in many keys. Their labels then name only the keys that are needed to distinguish
+    the settings, and ``values`` contains all keys that differ.
 
     Args:
-        manifests: of the runs.
-        names: of the runs, for a label where there is only one of them.
-        wrappers: what wraps the model of each run (DDP, FSDP), with its arguments. Runs that differ in nothing else are
-            distinguished by it: their program chose the wrapper in a way that no config, argument or variable shows.
+        manifests: The manifests of the runs.
+        names: The names of the runs. If there is only one run, its name can be the label.
+        wrappers: The wrappers of the model of each run (DDP, FSDP), with their arguments. They distinguish runs without
+            any other difference. The program of such runs chose the wrapper in a way that no configuration, argument or
+            variable shows.
     """
     of_runs = [_values(manifest) for manifest in manifests]
     keys = _keys_to_show(manifests, of_runs)
@@ -234,7 +249,7 @@ def settings_of(
 
 
 def _labels(texts: Sequence[Mapping[str, str]], short: Mapping[str, str]) -> list[str]:
-    """The label of each run. A key that the run lacks is left out, unless the label would be empty."""
+    """Return the label of each run. A label omits keys that the run lacks, unless the label would be empty."""
     labels = []
     for each in texts:
         named = {key: text for key, text in each.items() if text != ABSENT} or each
@@ -248,9 +263,10 @@ def _labels(texts: Sequence[Mapping[str, str]], short: Mapping[str, str]) -> lis
 
 
 def telling_keys(texts: Sequence[Mapping[str, str]]) -> list[str]:
-    """A few keys of ``texts``, in their order, whose values distinguish all that differ.
+    """Return a few keys of ``texts``, in their order, whose values distinguish all texts that differ.
 
-    Greedy: each key is the one that separates most of what the keys before do not; among equal ones the first.
+    The algorithm is greedy. In each round, it adds the key that distinguishes the most texts together with the keys
+    chosen before. If several keys are equally good, it takes the first.
 
     >>> telling_keys([{"lr": "1", "stage": "1", "script": "a"}, {"lr": "1", "stage": "2", "script": "b"}])
     ['stage']
@@ -268,7 +284,7 @@ def telling_keys(texts: Sequence[Mapping[str, str]]) -> list[str]:
 
 
 def in_order(manifests: Sequence[Manifest]) -> list[int]:
-    """Positions of the runs in display order: as given; runs of one sweep in the order in which they started."""
+    """Return the positions of the runs in display order: in order of start for one sweep, otherwise unchanged."""
     positions = list(range(len(manifests)))
     if _swept_keys(manifests):
         positions.sort(key=lambda position: manifests[position].started_realtime_ns or 0)
@@ -276,7 +292,7 @@ def in_order(manifests: Sequence[Manifest]) -> list[int]:
 
 
 def settings_frame(settings: Sequence[Setting], names: Sequence[str]) -> pd.DataFrame:
-    """One row per run: ``run``, ``label``, then the differing keys in full, as text."""
+    """Return one row per run: ``run``, ``label``, and a text column for the full name of each key that differs."""
     rows = [
         {"run": name, "label": setting.label, **setting.values}
         for setting, name in zip(settings, names, strict=True)

@@ -1,8 +1,9 @@
-"""Whether the step times of two settings differ by more than their repeats do. Pure.
+"""A test whether the step times of two settings differ by more than their repeats. Pure.
 
-Repeats of one setting vary, so two equal settings differ as well. A difference is measurable if Welch's t-test over the
-medians of the repeats gives a probability below 5 %, with Holm's correction over all pairs: among equal settings, no pair is
-called different in 95 % of the sweeps. One repeat does not show how runs vary.
+Repeats of one setting vary, so even two equal settings have different step times. A difference is measurable if Welch's
+t-test over the medians of the repeats gives a probability below 5 %, with Holm's correction over all pairs. With this
+correction, a sweep of equal settings reports no difference in 95 % of the cases. One repeat does not show how runs
+vary.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ CANNOT_TELL: Final = "cannot tell"
 
 
 class Difference(NamedTuple):
-    """Mean of the second minus that of the first, its 95 % interval, and its probability by chance."""
+    """The mean of the second sample minus the mean of the first, its 95 % interval, and its probability by chance."""
 
     value: float
     low: float
@@ -37,7 +38,10 @@ class Difference(NamedTuple):
 
 
 def welch(first: Sequence[float], second: Sequence[float]) -> Difference:
-    """Welch's t-test of two samples of two values or more (Welch 1947; degrees of freedom by Satterthwaite)."""
+    """Return Welch's t-test of two samples with at least two values each.
+
+    Source: Welch 1947, with degrees of freedom by Satterthwaite.
+    """
     mean_variances = [variance(values) / len(values) for values in (first, second)]
     value, error = fmean(second) - fmean(first), sqrt(sum(mean_variances))
     if error == 0:
@@ -53,7 +57,7 @@ def welch(first: Sequence[float], second: Sequence[float]) -> Difference:
 
 
 def holm(probabilities: Sequence[float]) -> list[float]:
-    """The probabilities of several tests, corrected for their number (Holm 1979).
+    """Return the probabilities of several tests, corrected for the number of tests (Holm 1979).
 
     >>> holm([0.01, 0.04, 0.03])
     [0.03, 0.06, 0.06]
@@ -67,10 +71,11 @@ def holm(probabilities: Sequence[float]) -> list[float]:
 
 
 def pairs(medians: Mapping[str, Sequence[float]]) -> pd.DataFrame:
-    """Each pair of settings (:data:`setting_answers.STEP_TIME_PAIRS`).
+    """Compare the step times of each pair of settings (:data:`setting_answers.STEP_TIME_PAIRS`).
 
     Args:
-        medians: for each setting the median step time of each of its runs that has one, in ns.
+        medians: The median step times in ns of the runs of each setting, by label. Runs without step times are left
+            out.
     """
     rows: list[dict[str, Any]] = []
     tested: list[dict[str, Any]] = []

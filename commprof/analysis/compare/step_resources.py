@@ -1,4 +1,4 @@
-"""Resources of a run by step: memory, processors, and the share of communication in the step time. Pure."""
+"""The resources of a run by step: memory, processor use, and the communication share of the step time. Pure."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ import pandas as pd
 from commprof.analysis.columns.frames import from_rows
 from commprof.analysis.columns.setting_answers import RESOURCE_USE
 
-GPU_UTILISATION: Final = "gpu_utilization_percent"  # of the sampler nvml
+GPU_UTILISATION: Final = "gpu_utilization_percent"  # a reading of the sampler nvml
 
 
 def resource_use(times: pd.DataFrame, samples: pd.DataFrame) -> pd.DataFrame:
-    """One row per training step (:data:`setting_answers.RESOURCE_USE`).
+    """Return one row per training step (:data:`setting_answers.RESOURCE_USE`).
 
     Args:
-        times: :data:`answers.STEP_TIMES`.
-        samples: the table ``samples``; samples of GPUs count only for a run on one host, since the steps are on its clock.
+        times: The step times (:data:`answers.STEP_TIMES`).
+        samples: The table ``samples``. GPU samples are used only if they come from one host, because the times of the
+            steps are on the clock of that host.
     """
     readings = samples[samples["name"] == GPU_UTILISATION].sort_values("time_ns")
     moments, values = readings["time_ns"].tolist(), readings["value"].astype(float).tolist()

@@ -1,4 +1,4 @@
-"""The tables and relations of a run in one DuckDB connection, each registered on first use."""
+"""Register the tables and relations of a run in one DuckDB connection, each on first use."""
 
 from __future__ import annotations
 
@@ -50,18 +50,18 @@ BY: Final = (  # the columns by which relations can be summed
     "call_bytes",
     relation_graph.SPAN,
 )
-_MOST_IN_MEMORY: Final = 100_000  # rows of a table; the engine reads more from the files
+_MOST_IN_MEMORY: Final = 100_000  # rows of a table; the engine reads larger tables from the files
 
 
 class RunViews:
     """The tables and relations of a run in one connection.
 
     Args:
-        by: the columns by which relations are summed; fewer are faster. Default: :data:`BY`.
+        by: The columns by which relations are summed. Fewer columns are faster. Default: :data:`BY`.
 
     Attributes:
-        engine: the connection.
-        files: the files of the tables that were not read into memory.
+        engine: The connection.
+        files: The files of the tables that were not read into memory.
     """
 
     def __init__(self, run: Run, by: Collection[str] | None = None) -> None:
@@ -75,7 +75,8 @@ class RunViews:
         """Register the table or relation ``name`` in the connection, with its inputs.
 
         Raises:
-            UsageError: there is none of this name. TraceError: a file of the run cannot be read.
+            UsageError: There is no table or relation with this name.
+            TraceError: A file of the run cannot be read.
         """
         if name in self._defined:
             return
@@ -105,13 +106,15 @@ class RunViews:
             raise UsageError(_unknown(name))
 
     def relation(self, name: str, by: Sequence[str] | None = None) -> duckdb.DuckDBPyRelation:
-        """The rows of table or relation ``name``, evaluated on demand.
+        """Return the rows of table or relation ``name``, which are evaluated on demand.
 
         Args:
-            by: the columns to sum by, for a relation that has them (``docs/relations.md``); default: :data:`BY`.
+            by: The columns to sum by, for a relation that has them (``docs/relations.md``). Default:
+                :data:`BY`.
 
         Raises:
-            UsageError: there is none of this name, or no such column. TraceError: a file of the run cannot be read.
+            UsageError: There is no table or relation with this name, or no such column.
+            TraceError: A file of the run cannot be read.
         """
         try:
             if by is None or name not in relation_graph.names():
@@ -131,8 +134,8 @@ class RunViews:
 
 
 def _made(run: Run, name: str) -> pa.Table:
-    """The table ``name`` of :data:`graph.MADE`."""
-    # Imported here, since most questions do not need them.
+    """Return the table ``name`` of :data:`relation_graph.MADE`."""
+    # Imported here, because most queries do not need these modules.
     from commprof.analysis.storage import index_sums, run_totals
     from commprof.analysis.stragglers import straggler_answers
 

@@ -1,8 +1,8 @@
-"""The memory limit of the engine, and the directory to which it spills the rest.
+"""The memory limit of the engine, and the directory to which it spills data beyond the limit.
 
-The default is half of the machine's memory, or of the limit of the process's control group, whichever is less.
-``COMMPROF_MEMORY_LIMIT`` (``2GiB``, ``500MB``) sets another limit. The rest spills to the system's directory for temporary
-files, which ``TMPDIR`` sets.
+The default is half of the machine's memory or half of the limit of the control group of the process,
+whichever is less. ``COMMPROF_MEMORY_LIMIT`` (``2GiB``, ``500MB``) sets another limit. Data beyond the limit
+spills to the system's directory for temporary files, which ``TMPDIR`` sets.
 """
 
 from __future__ import annotations
@@ -23,36 +23,37 @@ from commprof.errors import UsageError
 
 VARIABLE: Final = "COMMPROF_MEMORY_LIMIT"
 _UNITS: Final = {"": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30}
-_LEAST: Final = 128 << 20  # with less the engine cannot even sort
+_LEAST: Final = 128 << 20  # the engine cannot sort with less memory
 _SHARE: Final = 2
-_spill_directories: Final[dict[int, str]] = {}  # of each process that this one was forked from, too
+# By process; a forked child inherits the entries of its parents.
+_spill_directories: Final[dict[int, str]] = {}
 
 
 def engine_settings(most: int | None = None) -> dict[str, str]:
-    """``memory_limit`` and ``temp_directory`` of an engine.
+    """Return ``memory_limit`` and ``temp_directory`` of an engine.
 
     Args:
-        most: bytes, for one that needs no more.
+        most: The most bytes that the engine needs. Default: the limit of :func:`limit_bytes`.
 
     Raises:
-        UsageError: the environment sets a limit that is no size.
+        UsageError: The environment sets a limit that is not a size.
     """
     limit = limit_bytes() if most is None else min(most, limit_bytes())
     return {"memory_limit": f"{limit >> 10}KiB", "temp_directory": _spill_directory()}
 
 
 def give_back() -> None:
-    """Return unused memory of this process to the system: allocators keep the memory of freed arrays."""
+    """Return unused memory of this process to the system, because allocators keep the memory of freed arrays."""
     pa.default_memory_pool().release_unused()
-    with contextlib.suppress(AttributeError, OSError):  # another C library than glibc
+    with contextlib.suppress(AttributeError, OSError):  # the C library is not glibc
         ctypes.CDLL(None).malloc_trim(0)
 
 
 def limit_bytes() -> int:
-    """The memory limit of an engine in bytes.
+    """Return the memory limit of an engine in bytes.
 
     Raises:
-        UsageError: the environment sets a limit that is no size.
+        UsageError: The environment sets a limit that is not a size.
     """
     setting = os.environ.get(VARIABLE, "").strip()
     if not setting:
@@ -64,17 +65,17 @@ def limit_bytes() -> int:
 
 
 def memory_bytes(root: Path = Path("/")) -> int:
-    """The memory of this machine, or the limit of the control groups of this process, whichever is less.
+    """Return the bytes of memory of this machine, or the limit of its control groups, whichever is less.
 
     Args:
-        root: where ``proc`` and ``sys`` are.
+        root: The directory that contains ``proc`` and ``sys``.
     """
     physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return min([physical, *_group_limits(root)])
 
 
 def _group_limits(root: Path) -> list[int]:
-    """The limit of each control group above this process; version 2 and version 1."""
+    """Return the limits of the control groups of this process and of their parents, for versions 1 and 2."""
     try:
         lines = (root / "proc/self/cgroup").read_text("utf-8", "replace").splitlines()
     except OSError:
@@ -89,7 +90,7 @@ def _group_limits(root: Path) -> list[int]:
         else:
             continue
         group = Path(path.lstrip("/"))
-        for each in (group, *group.parents):  # in a container the path may be that of the host
+        for each in (group, *group.parents):  # in a container, the path may be the path on the host
             limits += _number(base / each / name)
     return limits
 
@@ -99,11 +100,14 @@ def _number(file: Path) -> list[int]:
         text = file.read_text("ascii", "replace").strip()
     except OSError:
         return []
-    return [int(text)] if text.isdecimal() else []  # "max" is no limit
+    return [int(text)] if text.isdecimal() else []  # "max" means that there is no limit
 
 
 def _spill_directory() -> str:
-    """One directory for this process, removed when it ends. A forked child has its own, and leaves that of its parent."""
+    """Return the one directory of this process, which is removed when the process exits.
+
+    A forked child has its own directory and does not remove the directory of its parent.
+    """
     process = os.getpid()
     if process not in _spill_directories:
         made = tempfile.mkdtemp(prefix="commprof-")
@@ -115,6 +119,6 @@ def _spill_directory() -> str:
 
 
 def _remove(directory: str, process: int) -> None:
-    """What ``process`` has spilled; not at the end of its forked children."""
+    """Remove the files that ``process`` has spilled, except when a forked child exits."""
     if os.getpid() == process:
         shutil.rmtree(directory, ignore_errors=True)

@@ -1,8 +1,8 @@
-"""Evaluates relations on Spark with the SQL texts that DuckDB runs, for runs that are too large for one machine.
+"""Evaluate relations on Spark with the SQL texts that DuckDB runs, for runs that are too large for one machine.
 
-The tables of a run become temporary views over their files. A relation that another one names more than once is evaluated
-once and stored by Spark (``localCheckpoint``): Spark evaluates a common table expression again at each use, and optimising
-``operations`` as one statement would take minutes.
+The tables of a run become temporary views over their files. A relation that other relations use more than
+once is evaluated once and stored by Spark (``localCheckpoint``). Without this, Spark evaluates a common table
+expression again at each use, and optimizing ``operations`` as one statement would take minutes.
 """
 
 from __future__ import annotations
@@ -49,16 +49,18 @@ _JAVA: Final = "Java 17 or newer"
 
 
 def start(master: str | None = None, settings: Mapping[str, str] | None = None) -> SparkSession:
-    """The Spark session of this process; it is started when there is none.
+    """Return the Spark session of this process. The session is started if there is none.
 
     Args:
-        master: URL of the cluster; default: that of ``spark-submit``, else all cores of this machine.
-        settings: of Spark, replacing the default ones.
+        master: The URL of the cluster. Default: the cluster of ``spark-submit``, else all cores of this
+            machine.
+        settings: Settings of Spark that replace the default settings.
 
     Raises:
-        MissingExtraError: pyspark is not installed. UsageError: there is no Java, or Spark does not start.
+        MissingExtraError: pyspark is not installed.
+        UsageError: There is no Java, or Spark does not start.
     """
-    # It says so of every pandas from 3.0 on; relations do not pass through pandas.
+    # PySpark prints this warning for every pandas from 3.0 on, but relations do not use pandas.
     warnings.filterwarnings("ignore", "PySpark does not yet fully support pandas", FutureWarning)
     try:
         from pyspark.sql import SparkSession
@@ -71,7 +73,8 @@ def start(master: str | None = None, settings: Mapping[str, str] | None = None) 
             f"Spark needs {_JAVA}, and no java is in JAVA_HOME or on PATH; install it (Debian: apt-get install "
             "openjdk-17-jre-headless), or use --engine duckdb"
         )
-    os.environ.setdefault("PYSPARK_PYTHON", sys.executable)  # else its workers are the python3 on PATH
+    # Without this, Spark's workers run the python3 on PATH.
+    os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
     builder = SparkSession.builder.appName("commprof")
     usual: dict[str, str] = {
         "spark.sql.session.timeZone": "UTC",
@@ -92,12 +95,12 @@ def start(master: str | None = None, settings: Mapping[str, str] | None = None) 
         builder, usual = SparkSession.builder.remote(chosen), {}
     for name, value in {**usual, **(settings or {})}.items():
         builder = builder.config(name, value)
-    # This logger of PySpark repeats the exception.
+    # This logger of PySpark prints the exception a second time.
     logging.getLogger("SQLQueryContextLogger").setLevel(logging.CRITICAL)
     try:
         with _quiet_start():
             return builder.getOrCreate()
-    except Exception as error:  # whatever Py4J, the JVM or the cluster say
+    except Exception as error:  # Py4J, the JVM and the cluster raise many types
         raise UsageError(f"Spark does not start at {chosen}: {first_line(error)}") from None
 
 
@@ -116,7 +119,7 @@ def _quiet_start() -> Iterator[None]:
 
 
 def has_java() -> bool:
-    """Whether Spark finds a Java to start."""
+    """Return whether Spark finds a Java to start."""
     home = os.environ.get("JAVA_HOME")
     return shutil.which("java", path=os.path.join(home, "bin") if home else None) is not None  # noqa: PTH118
 
@@ -126,13 +129,14 @@ def _is_submitted() -> bool:
 
 
 class SparkRelations:
-    """The tables and relations of one run in a Spark session of their own.
+    """The tables and relations of one run in a separate Spark session.
 
     Args:
-        session: of :func:`start`. Each run gets a session of its own, so that views of several runs do not collide.
-        tables: the tables in memory or in files of this machine; others are empty.
-        place: a directory that Spark reads (``s3a://...``), in the form of a run; tables that ``tables`` lacks are read
-            there.
+        session: The result of :func:`start`. Each run gets its own session, so that views of several runs do
+            not collide.
+        tables: The tables in memory or in files of this machine. Other tables are empty.
+        place: A directory that Spark reads (``s3a://...``), with the structure of a run. Tables that are not
+            in ``tables`` are read from there.
     """
 
     def __init__(
@@ -149,14 +153,15 @@ class SparkRelations:
     def evaluate(
         self, name: str, by: Sequence[str] = (), known: Mapping[str, pa.Table] | None = None
     ) -> DataFrame:
-        """The rows of relation ``name``, with the columns and types that DuckDB returns.
+        """Return the rows of relation ``name``, with the columns and types that DuckDB returns.
 
         Args:
-            by: the columns that are requested of it.
-            known: rows of relations that it is made of, evaluated before by the columns that it needs at least.
+            by: The columns that are requested of the relation.
+            known: The rows of relations that the relation uses, already evaluated by at least the columns
+                that it needs.
 
         Raises:
-            TraceError: a table cannot be read, or holds numbers that cannot be summed.
+            TraceError: A table cannot be read, or contains numbers that cannot be summed.
         """
         with explained(_relation(name)):
             for table in relation_graph.tables_of(name):
@@ -170,7 +175,7 @@ class SparkRelations:
                 rows = self.session.sql(text)
                 if _uses(step, texts) > 1:
                     rows = rows.localCheckpoint()
-                    if rows.isEmpty():  # its inputs need no plan
+                    if rows.isEmpty():  # then Spark does not have to plan its inputs
                         rows = self._nothing(
                             ", ".join(
                                 f"{field.name} {field.dataType.simpleString()}" for field in rows.schema
@@ -183,10 +188,10 @@ class SparkRelations:
         """Register the table or relation ``name`` in the session.
 
         Args:
-            by: the columns that are requested of it.
+            by: The columns that are requested of the relation.
 
         Raises:
-            TraceError: a table cannot be read.
+            TraceError: A table cannot be read.
         """
         if name in relation_graph.names():
             self.evaluate(name, by).createOrReplaceTempView(name)
@@ -197,10 +202,10 @@ class SparkRelations:
     def table(
         self, name: str, by: Sequence[str] = (), known: Mapping[str, pa.Table] | None = None
     ) -> pa.Table:
-        """The rows of relation ``name``, in memory: see :meth:`evaluate`.
+        """Return the rows of relation ``name``, in memory: see :meth:`evaluate`.
 
         Raises:
-            TraceError: a table cannot be read, or holds numbers that cannot be summed.
+            TraceError: A table cannot be read, or contains numbers that cannot be summed.
         """
         rows = self.evaluate(name, by, known)
         with explained(_relation(name)):
@@ -212,15 +217,17 @@ class SparkRelations:
         beside: Mapping[str, pa.Table],
         function: Callable[..., list[pa.Table]],
     ) -> list[pa.Table]:
-        """The concatenated results of ``function`` on the collectives of each process and its rows of the tables ``beside``.
+        """Return the concatenated results of ``function`` for each process.
 
-        It runs where Spark runs: commprof has to be installed there. The ``columns`` of the collectives are shuffled.
+        ``function`` gets the collectives of the process and its rows of the tables ``beside``. It runs where
+        Spark runs, so commprof must be installed there. Spark shuffles the ``columns`` of the collectives.
 
         Args:
-            function: a module-level function, since it is sent by name; takes the records and the tables ``beside``.
+            function: A module-level function, because Spark sends it by name. Its arguments are the records
+                and the tables ``beside``.
 
         Raises:
-            TraceError: the collectives cannot be read, or ``function`` cannot work on them.
+            TraceError: The collectives cannot be read, or ``function`` cannot process them.
         """
         from pyspark.sql.functions import col
 
@@ -262,11 +269,11 @@ class SparkRelations:
         fields = ", ".join(f"{field.name} {_type(field.type)}" for field in rows.schema)
         if not len(rows):
             return self._nothing(fields)
-        table = rows.combine_chunks()  # PySpark 4.3 makes no rows of a table whose first chunk is empty
+        table = rows.combine_chunks()  # PySpark 4.3 creates no rows if the first chunk of a table is empty
         return self.session.createDataFrame(table.replace_schema_metadata(None), fields)
 
     def _nothing(self, fields: str) -> DataFrame:
-        """A table without rows, which Spark knows to be empty when it plans."""
+        """Return a table without rows, which Spark knows to be empty when it plans a query."""
         kinds = (field.split(" ", 1) for field in fields.split(", "))
         columns = ", ".join(f"cast(null as {kind}) as {name}" for name, kind in kinds)
         return self.session.sql(f"select {columns} where false")
@@ -291,13 +298,16 @@ class SparkRelations:
             rows.createOrReplaceTempView(name)
 
     def _parquet(self, name: str, places: list[str]) -> DataFrame:
-        """Files of table ``name``; columns that their version of the schema did not have are null."""
+        """Read files of table ``name``. Columns that are missing in the schema version of a file are null."""
         columns = ", ".join(f"{column.name} {_TYPES[column.type]}" for column in TABLES[name].columns)
         return self.session.read.schema(columns).option("mergeSchema", "false").parquet(*places)
 
 
 def relations_of(session: SparkSession, run: Run) -> SparkRelations:
-    """The relations of an opened run: small tables come from memory, and Spark reads the files of large ones."""
+    """Return the relations of an opened run.
+
+    Small tables are read from memory. Spark reads the files of large tables.
+    """
     names = {table for name in relation_graph.names() for table in relation_graph.tables_of(name)} - set(
         relation_graph.MADE
     )
@@ -309,7 +319,7 @@ def relations_of(session: SparkSession, run: Run) -> SparkRelations:
 
 
 def _by_process(tables: Mapping[str, pa.Table]) -> pa.Table:
-    """One row per process: its rows of each of ``tables``, packed."""
+    """Return one row per process that contains its packed rows of each of ``tables``."""
     packed: dict[tuple[int, ...], dict[str, bytes]] = {}
     for name, rows in tables.items():
         for part, key in by_process(rows):
@@ -332,7 +342,10 @@ def _of_process(
     records: pa.Table,
     beside: pa.Table,
 ) -> pa.Table:
-    """Runs in a worker of Spark on the collectives of one process and its row of :func:`_by_process`."""
+    """Call ``function`` on the collectives of one process and its row of :func:`_by_process`.
+
+    This runs in a worker of Spark.
+    """
     results: list[pa.Table] = []
     if len(records):
         schema = arrow_schema("collectives")
@@ -357,14 +370,15 @@ def _unpacked(content: bytes) -> pa.Table:
 
 
 def schema_of(name: str, by: Sequence[str] = ()) -> pa.Schema:
-    """The columns and types of relation ``name`` as DuckDB evaluates it."""
-    named = ("collectives", *relation_graph.tables_of(name))  # tables that Python makes depend on the others
+    """Return the columns and types of relation ``name`` as DuckDB evaluates it."""
+    # Tables that Python computes depend on the others.
+    named = ("collectives", *relation_graph.tables_of(name))
     tables = {table: empty_table(table) for table in named if table in TABLES}
     return evaluate_by_duckdb(name, tables, by).schema
 
 
 def _uses(step: str, texts: Mapping[str, str]) -> int:
-    """How often the texts name ``step``, aliases included."""
+    """Return how often the texts use ``step``, including uses through aliases."""
     uses = 0
     for text in texts.values():
         named = len(re.findall(rf"(?:from|join) {step}\b", text))
@@ -375,7 +389,10 @@ def _uses(step: str, texts: Mapping[str, str]) -> int:
 
 
 def _as(schema: pa.Schema, rows: DataFrame) -> DataFrame:
-    """``rows`` with the types of ``schema``: the engines choose the width of a literal or of a sum differently."""
+    """Return ``rows`` with the types of ``schema``.
+
+    This is needed because the engines choose different widths for a literal or a sum.
+    """
     from pyspark.sql.functions import col
 
     return rows.select([col(field.name).cast(_type(field.type)).alias(field.name) for field in schema])
@@ -388,7 +405,10 @@ def _type(kind: pa.DataType) -> str:
 
 
 def _url(path: str) -> str:
-    """The URL of a file of this machine: Spark takes a bare path to be one of the cluster's, and ``[`` for a pattern."""
+    """Return the URL of a file of this machine.
+
+    Spark interprets a bare path as a path on the cluster, and ``[`` as the start of a pattern.
+    """
     return "file://" + re.sub(r"([\[\]{}*?\\])", r"\\\1", path)
 
 
@@ -398,7 +418,7 @@ def _relation(name: str) -> str:
 
 @contextlib.contextmanager
 def explained(failure: str) -> Iterator[None]:
-    """Report an error of Spark in one line: ``failure``, the reason, and what the cause may be."""
+    """Report an error of Spark in one line: ``failure``, the reason, and the possible cause."""
     from py4j.protocol import Py4JError
     from pyspark.errors import PySparkException
 
@@ -411,9 +431,9 @@ def explained(failure: str) -> Iterator[None]:
 
 
 def first_line(error: BaseException) -> str:
-    """The reason in the text of an error of Spark."""
+    """Return the reason in the text of an error of Spark."""
     text = str(error).strip()
-    if "Traceback (most recent call last)" in text:  # of a Python worker: its last line has the reason
+    if "Traceback (most recent call last)" in text:  # from a Python worker: the last line contains the reason
         raised = [line for line in text.splitlines() if re.match(r"[\w.]*(Error|Exception): ", line)]
         text = raised[-1] if raised else text
     return " ".join(text.partition("\n")[0].split())[:400]

@@ -1,8 +1,8 @@
-"""A user's query on Spark: one SELECT over the tables and relations of a run, with access to nothing else.
+"""Run a user's query on Spark: one SELECT over the tables and relations of a run, without access to other data.
 
-Spark would read any file that a query names, run programs (TRANSFORM) and call Java methods (reflect). So its parser reads
-the query first: it may only have the nodes below, name tables and relations of the run, and use none of the refused
-functions.
+Spark would read any file that a query names, run programs (TRANSFORM) and call Java methods (reflect).
+Therefore Spark's parser reads the query first. The query may only contain the nodes below, name tables and
+relations of the run, and use none of the refused functions.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _NODES: Final = frozenset(
     UnresolvedWith UnresolvedOrderBy Unpivot Window WithWindowDefinition
     """.split()  # noqa: SIM905
 )
-# Refused anywhere in the text: they call Java, read files, or hide a name from the parser.
+# These words are refused anywhere in the text. The functions call Java, read files, or hide a name from the parser.
 _REFUSED: Final = frozenset(
     [
         "from_avro",
@@ -52,14 +52,14 @@ _ON_ONE_MACHINE: Final = set(relation_graph.MADE) - {*MADE, "process_exposure"}
 
 
 def query(session: SparkSession, run: Run, sql: str) -> pa.Table:
-    """The answer of Spark to ``sql``, one SELECT over the tables and relations of ``run``.
+    """Return the answer of Spark to ``sql``, one SELECT over the tables and relations of ``run``.
 
     Args:
-        session: of :func:`commprof.analysis.relations.spark.start`.
+        session: The result of :func:`commprof.analysis.relations.spark.start`.
 
     Raises:
-        UsageError: it is not one SELECT, names anything else, or Spark cannot evaluate it. TraceError: a file of the
-        run is damaged.
+        UsageError: The query is not one SELECT, names anything else, or cannot be evaluated by Spark.
+        TraceError: A file of the run is damaged.
     """
     from py4j.protocol import Py4JError
     from pyspark.errors import PySparkException
@@ -103,7 +103,10 @@ def query(session: SparkSession, run: Run, sql: str) -> pa.Table:
 
 
 def process_exposure(collectives: pa.Table, steps: pa.Table, stalls: pa.Table) -> list[pa.Table]:
-    """The relation process_exposure over the records of some processes. Runs in a worker of Spark."""
+    """Return the relation process_exposure over the records of some processes.
+
+    This runs in a worker of Spark.
+    """
     return [stall_times(collectives, steps, ("purpose",), stalls)]
 
 
@@ -113,14 +116,15 @@ def _unanswered(reason: str) -> str:
 
 
 def _named(session: SparkSession, sql: str) -> set[str]:
-    """The tables and relations that ``sql`` names.
+    """Return the tables and relations that ``sql`` names.
 
     Raises:
-        UsageError: it does more than read them. pyspark.errors.ParseException: it is no SQL.
+        UsageError: The query does more than read tables and relations.
+        pyspark.errors.ParseException: The text is not SQL.
     """
     plan = session._jsparkSession.sessionState().sqlParser().parsePlan(sql)  # type: ignore[attr-defined]
     named: set[str] = set()
-    own: set[str] = set()  # of common table expressions
+    own: set[str] = set()  # the names of common table expressions
     for node in _nodes(plan):
         kind = node.nodeName()
         name = type_name(node)
@@ -141,12 +145,12 @@ def _named(session: SparkSession, sql: str) -> set[str]:
 
 
 def type_name(node: Any) -> str:
-    """The name of the Scala class of ``node``."""
+    """Return the name of the Scala class of ``node``."""
     return str(node.getClass().getSimpleName())
 
 
 def _nodes(plan: Any) -> Iterator[Any]:
-    """``plan`` and all its nodes: inputs, common table expressions, and queries within expressions."""
+    """Yield ``plan`` and all its nodes: inputs, common table expressions, and queries within expressions."""
     yield plan
     for branches in (plan.children(), plan.innerChildren(), plan.subqueries()):
         for part in _items(branches):
@@ -154,12 +158,12 @@ def _nodes(plan: Any) -> Iterator[Any]:
 
 
 def _items(sequence: Any) -> list[Any]:
-    """The items of a sequence of Scala."""
+    """Return the items of a Scala sequence."""
     return [sequence.apply(place) for place in range(sequence.size())]
 
 
 def _plain(answer: pa.Table) -> pa.Table:
-    """``answer`` with integral decimals as 64-bit integers if they fit, as on DuckDB."""
+    """Return ``answer`` with integral decimals as 64-bit integers if they fit, as on DuckDB."""
     from commprof.analysis.relations.user_sql import with_integers
 
     return with_integers(answer)

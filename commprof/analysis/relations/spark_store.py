@@ -1,4 +1,4 @@
-"""A run in storage that only Spark reads: its small tables are downloaded, its records stay there."""
+"""Access a run in storage that only Spark reads: its small tables are downloaded, its records are not."""
 
 from __future__ import annotations
 
@@ -19,13 +19,15 @@ _FETCHED = "*.{json,parquet}"  # the manifest, the configuration and the small t
 
 
 def fetch(session: SparkSession, place: str, target: Path) -> None:
-    """Make directory ``target`` a copy of the run at ``place`` without its records, which names their place.
+    """Copy the run at ``place`` without its records to the directory ``target``.
+
+    The copy contains a file that names the location of the records.
 
     Args:
-        place: URL of the directory of a finalised run that Spark reads (``s3a://...``).
+        place: The URL of the directory of a finalized run that Spark reads (``s3a://...``).
 
     Raises:
-        TraceError: there is no run at ``place``, it was not finalised, or Spark cannot read it.
+        TraceError: There is no run at ``place``, the run was not finalized, or Spark cannot read it.
         OSError: ``target`` cannot be written.
     """
     place = place.rstrip("/")
@@ -49,7 +51,7 @@ def fetch(session: SparkSession, place: str, target: Path) -> None:
 
 
 def _files(session: SparkSession, place: str, names: str) -> DataFrame:
-    """The files in directory ``place``, not below it, whose names match."""
+    """Return the files in directory ``place`` whose names match. Subdirectories are not searched."""
     return session.read.format("binaryFile").option("pathGlobFilter", names).load(place)
 
 

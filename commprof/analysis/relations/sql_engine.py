@@ -1,8 +1,9 @@
-"""Evaluates SQL over the tables of a run with DuckDB: relations (:mod:`.relation_graph`) and questions.
+"""Evaluate SQL over the tables of a run with DuckDB: relations (:mod:`.relation_graph`) and questions.
 
-Relations have a name and a fixed meaning; questions (``queries/*.sql``) take parameters and read relations. Both use the SQL
-that DuckDB and Spark share: common table expressions, window frames, ``coalesce``, ``max_by``; no QUALIFY, no quoted or
-reserved names, no lists. Only starting the engine and registering the tables is specific to DuckDB; this module does that.
+Relations have a name and a fixed meaning. Questions (``queries/*.sql``) have parameters and read relations.
+Both use the SQL that DuckDB and Spark share: common table expressions, window frames, ``coalesce``,
+``max_by``, but no QUALIFY, no quoted or reserved names, and no lists. Only starting the engine and
+registering the tables is specific to DuckDB, and this module does both.
 """
 
 from __future__ import annotations
@@ -27,14 +28,15 @@ from commprof.errors import TraceError
 from commprof.schema import parse_ranks
 from commprof.trace.reader import Scan
 
-_MOST_IDLE: Final = 8  # each has a thread for each processor; the dashboard asks in 8 threads
+_MOST_IDLE: Final = 8  # the dashboard asks in 8 threads; each engine has one thread per processor
 
 
 class _Engines:
-    """Engines that answer one question after another: starting one takes longer than most questions.
+    """A pool of engines that answer one question after another, because a start takes longer than most questions.
 
-    Any thread takes an idle one. None belongs to a thread: Python deletes what belongs to other threads in a forked child,
-    and the end of an engine waits for threads of its own, which the child does not have (a segmentation fault).
+    Any thread can use an idle engine, and no engine belongs to a thread. In a forked child, Python deletes
+    objects that belong to other threads. The destructor of an engine waits for the threads of the engine,
+    which do not exist in the child (a segmentation fault).
     """
 
     def __init__(self) -> None:
@@ -43,32 +45,33 @@ class _Engines:
 
     @contextmanager
     def one(self) -> Iterator[duckdb.DuckDBPyConnection]:
-        """An engine for this question alone."""
+        """Return an engine for this question alone."""
         try:
             engine = self._idle.pop()
         except IndexError:
             engine = connect()
         yield engine
-        # Not after an error: a new one starts without what that has left.
+        # The engine is not reused after an error, because a new engine starts without the remains of the error.
         if len(self._idle) < _MOST_IDLE:
             self._idle.append(engine)
 
     def _leave(self) -> None:
-        """In a forked child: begin with new engines, and never end those of the parent."""
+        """Start with new engines in a forked child, and never destroy the parent's engines."""
         for engine in self._idle:
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(engine))
         self._idle = []
 
 
 def connect(path: str = ":memory:", **settings: str) -> duckdb.DuckDBPyConnection:
-    """An engine with a memory limit that spills the rest to files (``memory``).
+    """Return an engine with a memory limit that spills data beyond the limit to files (``memory``).
 
     Args:
-        path: of its database; default: none.
-        settings: of DuckDB, replacing the default ones.
+        path: The path of its database. Default: none.
+        settings: Settings of DuckDB that replace the default settings.
 
     Raises:
-        UsageError: the environment sets a limit that is no size. duckdb.Error: the database cannot be opened.
+        UsageError: The environment sets a limit that is not a size.
+        duckdb.Error: The database cannot be opened.
     """
     return duckdb.connect(path, config={**engine_settings(), **settings})
 
@@ -81,20 +84,20 @@ _numbers: Final = itertools.count()
 
 @cache
 def query_text(question: str) -> str:
-    """The SQL of ``queries/<question>.sql``."""
+    """Return the SQL of ``queries/<question>.sql``."""
     return (resources.files("commprof.analysis") / "queries" / f"{question}.sql").read_text("utf-8")
 
 
 def ask(question: str, tables: Mapping[str, pa.Table | Scan], **clauses: str) -> pa.Table:
-    """The answer to ``question`` over ``tables``.
+    """Return the answer to ``question`` over ``tables``.
 
     Args:
-        question: name of a file in ``queries/``.
-        tables: the tables that its text names, by name; a large one as a scan of its files.
-        clauses: texts that replace ``{name}`` in the query; they contain checked column names only.
+        question: The name of a file in ``queries/`` without its suffix.
+        tables: The tables that the SQL text uses, by name. A large table is a scan of its files.
+        clauses: Texts that replace ``{name}`` in the query. They contain only checked column names.
 
     Raises:
-        TraceError: the files of a table cannot be read, or hold numbers that cannot be summed.
+        TraceError: The files of a table cannot be read, or contain numbers that cannot be summed.
     """
     text = query_text(question)
     return _answer(f"the question of {question!r}", text.format(**clauses) if clauses else text, tables)
@@ -107,16 +110,18 @@ def evaluate(
     known: Mapping[str, pa.Table] | None = None,
     select: str = "select * from {name}",
 ) -> pa.Table:
-    """The rows of relation ``name`` over ``tables`` of the schema.
+    """Return the rows of relation ``name`` over ``tables`` of the schema.
 
     Args:
-        tables: those of :func:`commprof.analysis.relations.relation_graph.tables_of`, except those that this module makes.
-        by: the columns that are requested of it.
-        known: rows of relations that it uses, evaluated before by the columns that it needs at least.
-        select: the question to ask of it; it may name ``tables`` too.
+        tables: The tables of :func:`commprof.analysis.relations.relation_graph.tables_of`, except those that
+            this module computes.
+        by: The columns that are requested of the relation.
+        known: The rows of relations that the relation uses, already evaluated by at least the columns that it
+            needs.
+        select: The query over the relation. The query may also use ``tables``.
 
     Raises:
-        TraceError: the files of a table cannot be read, or hold numbers that cannot be summed.
+        TraceError: The files of a table cannot be read, or contain numbers that cannot be summed.
     """
     known = known or {}
     texts = " ".join(steps(name, by, known).values())
@@ -146,7 +151,8 @@ def _evaluated(
     answer = f"answer_{next(_numbers)}"
     text = statement(name, by, select, {**known_tables, **agreement})
     try:
-        # Not engine.sql(text), which parses and plans a statement twice: for its columns, and to evaluate it.
+        # engine.sql(text) is not used, because it parses and plans a statement twice: for its columns and for the
+        # evaluation.
         engine.execute(f"create temp table {answer} as {text}")
         return engine.table(answer).to_arrow_table()
     finally:
@@ -157,14 +163,15 @@ def _evaluated(
 def keep_agreement(
     engine: duckdb.DuckDBPyConnection, name: str, by: Sequence[str], known: Collection[str] = ()
 ) -> dict[str, str]:
-    """Evaluate the part of the relation agreement that ``name`` needs into a temporary table, for :func:`statement`.
+    """Evaluate the part of the relation agreement that ``name`` needs into a temporary table.
 
-    With the known number of rows the engine chooses a better join with the records; with an estimate it takes several times
-    the memory. Where all ranks agree, differing_operations is an empty table too: its text is half of that of operations,
-    and planning it takes longer than evaluating the operations of a small run.
+    The result is an argument of :func:`statement`. The engine chooses a better join with the records if it
+    knows the number of rows. With an estimate, the join takes several times the memory. If all ranks agree,
+    differing_operations is also created as an empty table. The text of differing_operations is half of the
+    text of operations, and planning it takes longer than evaluating the operations of a small run.
 
     Args:
-        known: relations that were evaluated before.
+        known: The relations that were already evaluated.
     """
     by = requested(name, by)
     needed = steps(name, by, known)
@@ -184,23 +191,23 @@ def keep_agreement(
 
 
 def made_of(name: str, ask_records: Callable[[str], pa.Table]) -> pa.Table:
-    """The table ``name`` of :data:`MADE`.
+    """Return the table ``name`` of :data:`MADE`.
 
     Args:
-        ask_records: answers a question (``queries/*.sql``) about the collectives of the run.
+        ask_records: A function that answers a question (``queries/*.sql``) about the collectives of the run.
 
     Raises:
-        TraceError: a text has no ranks.
+        TraceError: A text contains no ranks.
     """
     question, make = MADE[name]
     return make(ask_records(question))
 
 
 def group_members(groups: pa.Table) -> pa.Table:
-    """The ranks of each text of ``groups`` (column group_ranks), with their positions in it.
+    """Return the ranks of each text in ``groups`` (column group_ranks), with their positions in the text.
 
     Raises:
-        TraceError: a text has no ranks.
+        TraceError: A text contains no ranks.
     """
     texts = groups["group_ranks"].to_pylist()
     rows = [(text, rank, place) for text in texts for place, rank in enumerate(parse_ranks(text))]
@@ -210,7 +217,7 @@ def group_members(groups: pa.Table) -> pa.Table:
     return pa.table([pa.array(column, kind) for column, kind in zip(columns, kinds, strict=True)], names)
 
 
-# The question that each needs, and the function that makes it.
+# The question that each table needs, and the function that computes the table.
 MADE: Final[Mapping[str, tuple[str, Callable[[pa.Table], pa.Table]]]] = {
     "bucket_groups": ("reducing_groups", bucket_groups),
     "group_members": ("split_groups", group_members),
@@ -224,7 +231,7 @@ def _answer(
     tables: Mapping[str, pa.Table | Scan],
     act: Callable[[duckdb.DuckDBPyConnection], pa.Table] | None = None,
 ) -> pa.Table:
-    """The answer to ``text``, or the result of ``act``, with ``tables`` in the engine."""
+    """Return the answer to ``text``, or the result of ``act``, with ``tables`` registered in the engine."""
     registered: list[str] = []
     try:
         with _engines.one() as engine:
@@ -232,7 +239,7 @@ def _answer(
                 registered += register(engine, name, rows)
             answer = engine.sql(text).to_arrow_table() if act is None else act(engine)
             for name in reversed(registered):
-                engine.unregister(name)  # so that no table outlives its question
+                engine.unregister(name)  # so that no table remains registered after its question
             return answer
     except duckdb.Error as error:
         first = str(error).strip().partition("\n")[0]
@@ -243,7 +250,7 @@ def _answer(
 
 
 def register(engine: duckdb.DuckDBPyConnection, name: str, rows: pa.Table | Scan) -> list[str]:
-    """Make ``rows`` known to ``engine`` as ``name``; returns the names that this uses."""
+    """Register ``rows`` in ``engine`` as ``name``, and return the names that were registered."""
     if not isinstance(rows, Scan):
         engine.register(name, rows)
         return [name]
@@ -254,9 +261,12 @@ def register(engine: duckdb.DuckDBPyConnection, name: str, rows: pa.Table | Scan
 
 
 def scanned(engine: duckdb.DuckDBPyConnection, rows: Scan, rest: str) -> duckdb.DuckDBPyRelation:
-    """All rows of a table in files: those of the files, then those of ``rest``, the name of ``rows.rest`` in ``engine``.
+    """Return all rows of a table in files: the rows of the files, then the rows of ``rest``.
 
-    Columns that a file's version of the schema did not have are null.
+    Columns that are missing in the schema version of a file are null.
+
+    Args:
+        rest: The name of ``rows.rest`` in ``engine``.
     """
     others = engine.table(rest)
     files = engine.read_parquet([str(file) for file in rows.files], union_by_name=not rows.is_current)

@@ -1,4 +1,4 @@
-"""A user's query in DuckDB: one SELECT over the tables and relations of a run, with access to nothing else."""
+"""Run a user's query in DuckDB: one SELECT over the tables and relations of a run, without access to other data."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from commprof.trace.reader import Run
 
 
 def query(run: Run, sql: str) -> pa.Table:
-    """The answer to ``sql``, one statement that only reads, over the tables of ``docs/schema.md`` and the relations of
-    ``docs/relations.md``.
+    """Return the answer to ``sql``, one read-only statement over the tables and relations of a run.
 
-    It cannot reach other files, extensions or the network, so a query from somebody else can do no harm.
+    The tables are documented in ``docs/schema.md``, and the relations in ``docs/relations.md``. The statement
+    cannot access other files, extensions or the network, so a query from another person cannot do harm.
 
     Raises:
-        UsageError: it is not one SELECT, names another table, or DuckDB cannot evaluate it.
+        UsageError: The statement is not one SELECT, names another table, or cannot be evaluated by DuckDB.
     """
     every_column = re.search(r"(select|,|\.)\s*\*", sql, re.IGNORECASE)
     views = RunViews(run, None if every_column else re.findall(r"\w+", sql.lower()))
@@ -50,9 +50,10 @@ def query(run: Run, sql: str) -> pa.Table:
 
 
 def _named(engine: duckdb.DuckDBPyConnection, sql: str) -> set[str]:
-    """The tables that ``sql`` names, or all its words if DuckDB cannot bind it without the tables.
+    """Return the tables that ``sql`` names, or all its words if DuckDB cannot bind it without the tables.
 
-    DuckDB then takes an aggregate in a subquery beside a common table expression to be of an outer table.
+    Without the tables, DuckDB attributes an aggregate in a subquery next to a common table expression to an
+    outer table.
     """
     try:
         return set(engine.get_table_names(sql))
@@ -61,7 +62,10 @@ def _named(engine: duckdb.DuckDBPyConnection, sql: str) -> set[str]:
 
 
 def with_integers(answer: pa.Table) -> pa.Table:
-    """``answer`` with sums of integers, which are wider in DuckDB than in Arrow, as 64 bits if they fit."""
+    """Return ``answer`` with sums of integers as 64-bit integers if they fit.
+
+    The sums are wider in DuckDB than in Arrow.
+    """
     for place, item in enumerate(answer.schema):
         if pa.types.is_decimal(item.type) and item.type.scale == 0:
             try:

@@ -1,1 +1,1 @@
-"""Stored answers: the index, summaries, files of hosts, and caches."""
+"""Stored answers about runs: the index, summaries, files of hosts, and caches."""

@@ -1,6 +1,7 @@
-"""Analysis directories: the summaries, small tables and provenance of a run, which open as that run.
+"""Analysis directories, which contain the summaries, the small tables and the provenance of a run.
 
-The records are not copied: ``collectives`` is a link to those of the run, for the answers that need every record.
+An analysis directory can be opened like the run. The records are not copied. ``collectives`` is a link to the records
+of the run, for the answers that need every record.
 """
 
 from __future__ import annotations
@@ -33,10 +34,10 @@ PROVENANCE: Final = "analysis.json"
 
 
 def check_target(out: Path, force: bool) -> None:
-    """Check that ``out`` is free, or holds an earlier analysis that ``force`` replaces.
+    """Check that ``out`` does not exist, or that it is an earlier analysis and ``force`` is set.
 
     Raises:
-        UsageError: it is taken.
+        UsageError: ``out`` exists and must not be replaced.
     """
     if not out.exists():
         return
@@ -47,16 +48,16 @@ def check_target(out: Path, force: bool) -> None:
 
 
 def analyse_place(place: str, out: Path, session: SparkSession, force: bool = False) -> dict[str, int]:
-    """Evaluate the summaries of a run that only Spark can read, at ``place``: see :func:`analyse`.
+    """Evaluate the summaries of a run that only Spark can read (see :func:`analyse`).
 
-    The records stay there. An answer that needs every record fails and names their place.
+    The records stay at ``place``. An answer that needs every record fails, and its message contains ``place``.
 
     Args:
-        place: URL of the run (``s3a://...``).
+        place: The URL of the run (``s3a://...``).
 
     Raises:
-        UsageError: ``out`` is taken. TraceError: there is no finalised run at ``place``, a file of it is damaged, or ``out``
-            cannot be written.
+        UsageError: ``out`` exists and must not be replaced.
+        TraceError: There is no finalized run at ``place``, a file of the run is damaged, or ``out`` cannot be written.
     """
     from commprof.analysis.relations import spark_store
 
@@ -69,18 +70,22 @@ def analyse_place(place: str, out: Path, session: SparkSession, force: bool = Fa
 def analyse(
     run: Run, out: Path, session: SparkSession | None = None, force: bool = False, place: str | None = None
 ) -> dict[str, int]:
-    """Evaluate the summaries of ``run`` and write them with its small tables into directory ``out``, all or nothing.
+    """Evaluate the summaries of ``run`` and write them, with the small tables of the run, into directory ``out``.
+
+    Either the complete directory is written, or nothing.
 
     Args:
-        session: of Spark (:func:`commprof.analysis.relations.spark.start`); default: DuckDB evaluates.
-        force: replace an earlier analysis.
-        place: where the run lies; default: its path.
+        session: A Spark session (:func:`commprof.analysis.relations.spark.start`) that evaluates the summaries.
+            Default: DuckDB evaluates the summaries.
+        force: Whether to replace an earlier analysis.
+        place: The location of the run. Default: the path of the run.
 
     Returns:
-        The rows of each summary.
+        The number of rows of each summary.
 
     Raises:
-        UsageError: ``out`` is taken. TraceError: a file of the run is damaged, or ``out`` cannot be written.
+        UsageError: ``out`` exists and must not be replaced.
+        TraceError: The run still runs, a file of the run is damaged, or ``out`` cannot be written.
     """
     check_target(out, force)
     if run.pending:
@@ -114,7 +119,10 @@ def analyse(
 
 
 def _on_spark(session: SparkSession, run: Run) -> dict[tuple[str, ...], pa.Table]:
-    """The summaries that need records, evaluated by Spark, by key; the others follow from them."""
+    """Return the summaries that need records, evaluated by Spark, by key.
+
+    The other summaries follow from these.
+    """
     from commprof.analysis.relations.spark import relations_of
 
     relations = relations_of(session, run)

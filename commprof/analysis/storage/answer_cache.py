@@ -1,7 +1,7 @@
-"""The cache of answers in memory, by the state of a run and the question. It evicts the least recently used answers.
+"""A cache of answers in memory, by the state of a run and the question. It evicts the least recently used answers.
 
-The state of a run is the key of its fingerprint, so the cache never returns an answer about files that have changed. A run
-that is being written has no such key: each opening is a state of its own.
+The state of a run is the key of its fingerprint, so the cache never returns an answer about files that have changed. A
+run that is being written has no such key. Instead, every time it is opened it has a new state.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ Answer = TypeVar("Answer")
 _LEAST_BYTES: Final = 256 << 20
 _SHARE: Final = 8
 _MOST_ANSWERS: Final = 4096
-_OTHER_BYTES: Final = 200  # assumed for a value that is neither a table nor an array
+_OTHER_BYTES: Final = 200  # assumed size of a value that is neither a table nor an array
 
 
 class AnswerCache:
     """A cache of answers by state and question, safe for several threads.
 
     Args:
-        most_bytes: the limit of the sizes of all answers; default: an eighth of the engine's memory limit, and 256 MiB at
-            least. The newest answer is cached whatever its size.
-        most_answers: the limit of their number.
+        most_bytes: The maximum size of all answers in bytes. Default: an eighth of the engine's memory limit, but at
+            least 256 MiB. The newest answer is always cached, whatever its size.
+        most_answers: The maximum number of answers.
     """
 
     def __init__(self, most_bytes: int | None = None, most_answers: int = _MOST_ANSWERS) -> None:
@@ -46,12 +46,15 @@ class AnswerCache:
         answer: Callable[[], Answer],
         is_final: Callable[[Answer], bool] | None = None,
     ) -> Answer:
-        """The cached answer to ``question`` about a run in ``state``, else what ``answer`` returns.
+        """Return the cached answer to ``question`` about a run in ``state``, or else the result of ``answer``.
 
         Args:
-            state: a text or texts; of any other object its identity counts, and its answers are dropped with it.
-            question: the question and everything else that the answer depends on.
-            is_final: whether an answer may be cached; default: all may. None is never cached: it means not known yet.
+            state: A text or a tuple of texts. Any other object is compared by identity, and its answers are removed
+                when the object is deleted.
+            question: The question and everything else that the answer depends on.
+            answer: A function that computes the answer.
+            is_final: A function that returns whether an answer may be cached. Default: all answers may be cached. The
+                answer None is never cached, because it means that the answer is not known yet.
         """
         key = (state if isinstance(state, str | tuple) else ref(state), question)
         with self._lock:
@@ -71,7 +74,10 @@ class AnswerCache:
         answer: Callable[[], Answer],
         is_final: Callable[[Answer], bool] | None = None,
     ) -> Answer:
-        """:meth:`get` for run directories, by the state of their files. Runs that are being written are not cached."""
+        """Return :meth:`get` for run directories, by the state of their files.
+
+        Answers about runs that are being written are not cached.
+        """
         states = [fingerprint(run) for run in runs]
         if not all(state.is_still for state in states):
             return answer()
@@ -105,7 +111,7 @@ class AnswerCache:
 
 
 def bytes_of(answer: Any) -> int:
-    """The approximate size of ``answer`` in bytes: its tables, frames and arrays."""
+    """Return the approximate size of ``answer`` in bytes, which is that of its tables, frames and arrays."""
     if hasattr(answer, "memory_usage"):
         return int(answer.memory_usage().sum())
     if hasattr(answer, "nbytes"):

@@ -1,10 +1,16 @@
-"""Small answers about runs, stored as files in the user's cache directory so that later commands need not compute them.
+"""Small answers about runs, stored as files in the user's cache directory for later commands.
 
-The name of a file is a hash of all that the answer depends on: the question; names, sizes and times of all files of the
-runs; the same of commprof itself and of the directory of installed packages. If any of them changes, so does the name.
+The name of a file is a hash of everything that the answer depends on:
 
-They are not tables of the index of the run for two reasons. Only runs of 300,000 records and more have an index, and DuckDB
-lets no process write to a database that another process, such as the dashboard, has open.
+- the question
+- the paths of the runs, and the names, sizes and times of all their files
+- the names, sizes and times of the source files of commprof
+- the version of Python and the time of the directory of installed packages
+
+If any of these changes, the name changes too.
+
+The answers are not tables in the index of the run for two reasons. Only runs of 300,000 records and more have an index.
+In addition, DuckDB lets no process write to a database that another process, such as the dashboard, has open.
 """
 
 from __future__ import annotations
@@ -23,17 +29,19 @@ from commprof.trace.fingerprint import fingerprint
 
 _PACKAGE: Final = Path(__file__).resolve().parents[2]
 _SOURCES: Final = (".py", ".sql")
-_LARGEST: Final = 4 << 20  # bytes of an answer; a larger one is not stored
+_LARGEST: Final = 4 << 20  # maximum number of bytes of an answer that is stored
 _MOST_BYTES: Final = 64 << 20
 _MOST_FILES: Final = 512
 
 
 def remembered(question: str, runs: Sequence[Path], answer: Callable[[], tuple[Any, bool]]) -> Any:
-    """The stored answer about ``runs`` if their files are unchanged, else what ``answer`` returns.
+    """Return the stored answer about ``runs`` if their files are unchanged, or else the result of ``answer``.
 
     Args:
-        question: with ``runs``, all that the answer depends on.
-        answer: returns JSON values, and whether they stay valid while the files of the runs are unchanged.
+        question: A text that, together with ``runs``, contains everything that the answer depends on.
+        runs: The run directories.
+        answer: A function that returns JSON values, and whether these stay valid while the files of the runs are
+            unchanged.
     """
     before = _name(question, runs)
     directory = cache_directory()
@@ -41,7 +49,7 @@ def remembered(question: str, runs: Sequence[Path], answer: Callable[[], tuple[A
         return answer()[0]
     try:
         return json.loads((directory / before).read_bytes())
-    except (OSError, ValueError):  # missing or unreadable: the new one replaces it
+    except (OSError, ValueError):  # missing or unreadable; the new answer replaces the file
         pass
     new_answer, holds = answer()
     if holds and _name(question, runs) == before:
@@ -50,12 +58,15 @@ def remembered(question: str, runs: Sequence[Path], answer: Callable[[], tuple[A
 
 
 def cache_directory() -> Path | None:
-    """The directory of stored answers, in the user's cache directory; None if there is none."""
+    """Return the directory of stored answers in the user's cache directory, or None if there is no cache directory."""
     return user_cache("answers")
 
 
 def user_cache(kind: str) -> Path | None:
-    """The directory for files of ``kind`` in the user's cache directory (XDG specification); None if there is none."""
+    """Return the directory for files of ``kind`` in the user's cache directory (XDG specification).
+
+    The result is None if there is no cache directory.
+    """
     cache = Path(os.environ.get("XDG_CACHE_HOME", ""))
     if not cache.is_absolute():
         cache = Path(os.environ.get("HOME", ""), ".cache")
@@ -63,7 +74,7 @@ def user_cache(kind: str) -> Path | None:
 
 
 def _name(question: str, runs: Sequence[Path]) -> str | None:
-    """The name of the answer's file; None if a run is being written or cannot be read."""
+    """Return the file name of the answer, or None if a run is being written or cannot be read."""
     fingerprints = [fingerprint(run) for run in runs]
     if not all(each.is_still for each in fingerprints):
         return None
@@ -72,7 +83,11 @@ def _name(question: str, runs: Sequence[Path]) -> str | None:
 
 
 def _code() -> tuple[Any, ...]:
-    """The state of the code that computes answers: the files of commprof and the directory of installed packages."""
+    """Return the state of the code that computes answers.
+
+    It consists of the version of Python, the time of the directory of installed packages, and the source files of
+    commprof.
+    """
     packages = Path(sys.prefix, "lib", f"python{sys.version_info[0]}.{sys.version_info[1]}", "site-packages")
     installed = packages.stat().st_mtime_ns if packages.is_dir() else 0
     sources = [each for each in fingerprint(_PACKAGE).files if each[0].endswith(_SOURCES)]
@@ -80,7 +95,7 @@ def _code() -> tuple[Any, ...]:
 
 
 def _store(file: Path, answer: Any) -> None:
-    """Write ``answer``. If that fails, the next command computes it again."""
+    """Write ``answer`` to ``file``. If this fails, the next command computes the answer again."""
     text = json.dumps(answer, allow_nan=False).encode()
     if len(text) > _LARGEST:
         return
@@ -99,7 +114,7 @@ def _store(file: Path, answer: Any) -> None:
 
 
 def _prune(directory: Path) -> None:
-    """If the files exceed the limits, remove the oldest ones down to half of the limits."""
+    """Remove the oldest files until half of the limits is reached, if the files exceed the limits."""
     files = []
     with os.scandir(directory) as entries:
         for entry in entries:

@@ -1,13 +1,19 @@
-"""Files of hosts: one small Parquet file for each host, with sums of what its ranks issued and how long they waited.
+"""Files of hosts: one small Parquet file for each host, with sums of the operations and wait times of its ranks.
 
-The launcher of each host writes the file of that host when its ranks have ended (``RUN/hosts/``), so that the first answers
-about a run of many hosts read these files instead of all records. They contain only what follows from the records, and may
-be deleted. A file is valid while the files of records that it was made from are unchanged. The content of a missing file is
-evaluated from the records.
+The launcher of each host writes the file of the host into ``RUN/hosts/`` when the ranks of the host have ended. The
+first answers about a run of many hosts then read these files instead of all records. The files follow from the records,
+so they may be deleted. A file is valid while the files of records from which it was made are unchanged. If a file is
+missing, its content is evaluated from the records.
 
-A file holds the rows of several tables, distinguished by the column ``part``, with one row group for each table: the
-relations host_operations and step_sums; for each of :data:`EXPOSURES` the sums of exposed time and the number of ranks
-in them; and the arrivals of some steps (:mod:`commprof.analysis.stragglers.arrival_sample`).
+A file contains the rows of several tables. The column ``part`` contains the name of the table. These tables have a row
+group each:
+
+- the relation host_operations
+- the relation step_sums
+- the arrivals of some steps (:mod:`commprof.analysis.stragglers.arrival_sample`)
+
+The other tables share one row group. For each of :data:`EXPOSURES`, they contain the sums of exposed time and the
+number of ranks that are included in the sums.
 """
 
 from __future__ import annotations
@@ -45,14 +51,15 @@ from commprof.trace.rank_files.layout import rank_files
 from commprof.trace.reader import Run, Scan, open_run, scan_of
 from commprof.trace.tables import arrow_schema, empty_table, read_parquet
 
-COLUMNS: Final = (*HELD_COLUMNS, "api", "call_site")  # that the operations of a host are summed by
+COLUMNS: Final = (*HELD_COLUMNS, "api", "call_site")  # the operations of a host are summed by these columns
 _KEY: Final = b"commprof.host"
 _PART: Final = "part"
 _ISSUED: Final = "host_operations"
 _STEPS: Final = "step_sums"
 SAMPLE: Final = "arrival_sample"
-_RANKS: Final = "ranks_of_"  # and the name of an exposure
-_STALL_SUMS: Final = {  # columns of stall_times, which have other meanings in other parts
+_RANKS: Final = "ranks_of_"  # prefix of a part; the name of an exposure follows
+# Columns of stall_times and their names in a file. In other parts, the original names have other meanings.
+_STALL_SUMS: Final = {
     "exposed_ns": "blocked_ns",
     "low_ns": "blocked_low_ns",
     "high_ns": "blocked_high_ns",
@@ -70,8 +77,11 @@ class HostFile(NamedTuple):
     """A file of a host.
 
     Attributes:
-        stems: size and time of each file of records that it was made from. ``messages``: sends and recvs.
-        sample: facts about its sample of arrivals, beside the rows.
+        path: The path of the file.
+        host: The name of the host.
+        stems: The size and the time of each file of records from which this file was made, by name without suffix.
+        messages: The number of sends and recvs.
+        sample: Facts about the sample of arrivals, in addition to its rows.
     """
 
     path: Path
@@ -84,13 +94,16 @@ class HostFile(NamedTuple):
 def tables_of(
     collectives: pa.Table | Scan, others: Sequence[pa.Table], ranks: int, world: int
 ) -> dict[str, pa.Table]:
-    """The tables of a host, from the records of its ranks and their rows of the other tables (:data:`_OTHERS`).
+    """Return the tables of the file of a host.
 
     Args:
-        ranks: how many these are, of ``world`` in the run.
+        collectives: The records of the ranks of the host.
+        others: The rows of these ranks in the other tables (:data:`_OTHERS`).
+        ranks: The number of ranks of the host.
+        world: The number of ranks of the run.
 
     Raises:
-        TraceError: a file is damaged.
+        TraceError: A file is damaged.
     """
     of_steps, stalls, outside_steps = others
     *stood, counted = process_times(collectives, training_parts(of_steps, outside_steps), stalls)
@@ -118,10 +131,13 @@ def write(path: Path, host: str, stems: Mapping[str, Sequence[int]], tables: Tab
     """Write the file of ``host`` atomically.
 
     Args:
-        stems: the files of records that it was made from: see :func:`record_files`.
+        path: The path of the file.
+        host: The name of the host.
+        stems: The files of records from which the file is made (see :func:`record_files`).
+        tables: The tables of the file (see :func:`tables_of`).
 
     Raises:
-        OSError: it cannot be written.
+        OSError: The file cannot be written.
     """
     issued = tables[_ISSUED]
     records = pc.sum(tables[max(EXPOSURES.values())]["records"]).as_py() or 0
@@ -158,7 +174,7 @@ def _as_part(name: str, rows: pa.Table, schema: pa.Schema) -> pa.Table:
 
 
 def record_files(run: Path) -> dict[str, tuple[int, int]]:
-    """Size and time of each file of records of ``run``, by its name without suffix."""
+    """Return the size and the time of each file of records of ``run``, by name without suffix."""
     prefix, suffix = f"{COLLECTIVES_DIRECTORY}/", ".parquet"
     return {
         name.removeprefix(prefix).removesuffix(suffix): (size, changed)
@@ -168,13 +184,16 @@ def record_files(run: Path) -> dict[str, tuple[int, int]]:
 
 
 def keep(run: Run, host: str, entries: Iterable[Mapping[str, Any]]) -> None:
-    """Write the file of ``host``, whose ranks have ended, beside the records of ``run``.
+    """Write the file of ``host``, whose ranks have ended, into the directory of ``run``.
 
     Args:
-        entries: those of the manifest of its ranks.
+        run: The run.
+        host: The name of the host.
+        entries: The entries of the manifest for the ranks of the host.
 
     Raises:
-        TraceError: a file of the run is damaged. OSError: it cannot be written.
+        TraceError: A file of the run is damaged.
+        OSError: The file cannot be written.
     """
     entries = list(entries)
     present = record_files(run.path)
@@ -185,14 +204,15 @@ def keep(run: Run, host: str, entries: Iterable[Mapping[str, Any]]) -> None:
 
 
 def keep_host(path: Path, host: str) -> None:
-    """Write the file of ``host`` beside the records of the run at ``path``, when the ranks there have ended.
+    """Write the file of ``host`` into the run directory ``path`` after the ranks of the host have ended.
 
-    Ranks of other hosts may still run, so this first converts the records of the ranks here to Parquet. A run on one host
-    gets no such file. Neither does a host with many records of a short job, because writing would delay its end:
-    :func:`keep_missing` writes that file later.
+    Ranks of other hosts may still run, so the function first converts the records of the ranks of ``host`` to Parquet.
+    A run on one host gets no such file. A host with many records of a short job gets no file either, because writing
+    the file would delay the end of the job. :func:`keep_missing` writes this file later.
 
     Raises:
-        TraceError: a file of the run is damaged, or cannot be written. OSError: the file cannot be written.
+        TraceError: A file of the run is damaged or cannot be written.
+        OSError: The file of the host cannot be written.
     """
     traces = convert_host(path, host)
     if traces:
@@ -205,7 +225,7 @@ def keep_host(path: Path, host: str) -> None:
         world = max(trace.entry.get("world_size") or 0 for trace in traces)
         tables = tables_of(_scan(path, stems), others, len(traces), world)
         write(file_of(path, stems), host, {stem: present[stem] for stem in stems}, tables)
-    elif not rank_files(path):  # the process that finalises the job was quicker
+    elif not rank_files(path):  # the process that finalizes the job was faster
         run = open_run(path)
         mine = [entry for entry in run.manifest.ranks if entry.get("host") == host]
         records = sum(entry.get("records") or 0 for entry in mine)
@@ -215,13 +235,15 @@ def keep_host(path: Path, host: str) -> None:
 
 
 def keep_missing(path: Path) -> int:
-    """Write the files of the hosts of the run at ``path`` that have none, however many records these have.
+    """Write the missing files of the hosts of the run at ``path``, however many records these hosts have.
 
     Returns:
-        How many were written: none for a run on one host, for one that still runs, and for hosts with damaged records.
+        The number of files written. No file is written for a run on one host, for a run that still runs, or for a
+        host with damaged records.
 
     Raises:
-        TraceError: the run cannot be read. OSError: a file cannot be written.
+        TraceError: The run cannot be read.
+        OSError: A file cannot be written.
     """
     run = open_run(path)
     if run.pending or len({entry.get("host") for entry in run.manifest.ranks}) < 2:
@@ -237,7 +259,7 @@ def keep_missing(path: Path) -> int:
 
 
 def file_of(run: Path, stems: Iterable[str]) -> Path:
-    """The path of the file of a host: its name is that of the first file of records of the host."""
+    """Return the path of the file of a host. It has the name of the first file of records of the host."""
     return run / HOSTS_DIRECTORY / f"{min(stems)}.parquet"
 
 
@@ -252,13 +274,17 @@ def _of_ranks(run: Run, stems: Iterable[str], ranks: Iterable[int]) -> dict[str,
 def _scan(run: Path, stems: Iterable[str]) -> pa.Table | Scan:
     files = sorted(run / COLLECTIVES_DIRECTORY / f"{stem}.parquet" for stem in stems)
     scan = scan_of(files, "collectives", empty_table("collectives"))
-    if scan is None:  # of an old version
+    if scan is None:  # None if an old version wrote a file, which must be converted
         return pa.concat_tables([read_parquet(file, "collectives") for file in files])
     return scan
 
 
 def valid_files(run: Path) -> list[HostFile]:
-    """The valid files of hosts of ``run``: undamaged, of this version, and made from files of records that are unchanged."""
+    """Return the valid files of hosts of ``run``.
+
+    A file is valid if it is not damaged, if this version wrote it, and if the files of records from which it was made
+    are unchanged.
+    """
     folder = run / HOSTS_DIRECTORY
     files = sorted(folder.glob("rank-*.parquet")) if folder.is_dir() else []
     if not files:
@@ -275,7 +301,7 @@ def valid_files(run: Path) -> list[HostFile]:
 
 
 def _read(file: Path, present: Mapping[str, tuple[int, int]]) -> HostFile | None:
-    """The header of ``file``; None if it is not valid, given the files of records ``present``."""
+    """Return the header of ``file``, or None if ``file`` is not valid for the files of records ``present``."""
     try:
         facts = json.loads((pq.read_schema(file).metadata or {})[_KEY])
         this = HostFile(file, facts["host"], facts["files"], facts["messages"], facts["sample"])
@@ -288,29 +314,37 @@ def _read(file: Path, present: Mapping[str, tuple[int, int]]) -> HostFile | None
 
 
 def answers(run: Run) -> dict[tuple[str, ...], pa.Table]:
-    """The summaries of ``run`` from the files of its hosts, by key.
+    """Return the summaries of ``run`` from the files of its hosts, by key.
 
-    The part of a host without a file is evaluated from its records. Empty if no host has a file or the run still runs.
-    Without the operations if the ranks disagree about them or sent messages, because messages pair by the order of the
-    records.
+    The part of a host without a file is evaluated from the records. The result is empty if no host has a file or the
+    run still runs. The result lacks the operations if the ranks disagree about them or sent messages, because messages
+    are paired by the order of the records.
 
     Raises:
-        TraceError: the records of a host without a file cannot be read.
+        TraceError: The records of a host without a file cannot be read.
     """
     return _of_files(run, partial(_merged, run)) or {}
 
 
 def sample(run: Run) -> pa.Table | None:
-    """The arrivals of the steps that all hosts of ``run`` have (:func:`arrival_sample.as_table`); None without files.
+    """Return the arrivals of the steps that the samples of all hosts contain (:func:`arrival_sample.as_table`).
+
+    The result is None if no host has a file or the run still runs.
 
     Raises:
-        TraceError: the records of a host without a file cannot be read.
+        TraceError: The records of a host without a file cannot be read.
     """
     return _of_files(run, _sample)
 
 
 def _of_files(run: Run, ask: Callable[[duckdb.DuckDBPyConnection, Sequence[HostFile]], T]) -> T | None:
-    """The result of ``ask`` on an engine with the rows of all hosts (host_rows), and on their files; None without files."""
+    """Return the result of ``ask``, or None if no host has a file or the run still runs.
+
+    Args:
+        run: The run.
+        ask: A function of an engine, in which the view host_rows contains the rows of all hosts, and of the files of
+            the hosts.
+    """
     files = valid_files(run.path)
     if not files or run.pending:
         return None
@@ -331,7 +365,12 @@ def _of_files(run: Run, ask: Callable[[duckdb.DuckDBPyConnection, Sequence[HostF
 
 
 def _without_file(run: Run, present: set[str]) -> dict[str, list[Mapping[str, Any]]]:
-    """The ranks of ``run``, by host, that have records and are in no valid file of a host (``present``)."""
+    """Return the manifest entries of the ranks that have records but are in no valid file of a host, by host.
+
+    Args:
+        run: The run.
+        present: The names without suffix of the files of records that are in valid files of hosts.
+    """
     files = record_files(run.path)
     by_host: dict[str, list[Mapping[str, Any]]] = {}
     for entry in run.manifest.ranks:
@@ -342,7 +381,7 @@ def _without_file(run: Run, present: set[str]) -> dict[str, list[Mapping[str, An
 
 
 def _missing(run: Run, present: set[str], folder: Path) -> Iterator[HostFile]:
-    """Write the missing files of hosts into ``folder``."""
+    """Write the missing files of hosts into ``folder`` and yield them."""
     files = record_files(run.path)
     for number, (host, entries) in enumerate(_without_file(run, present).items()):
         stems = {entry["file"]: files[entry["file"]] for entry in entries}
@@ -402,7 +441,10 @@ def _ask(engine: duckdb.DuckDBPyConnection, part: str, question: str) -> pa.Tabl
 
 
 def _lengths(sums: pa.Table) -> pa.Table:
-    """A table of steps with a row for each of ``sums`` and what the exposed time depends on: the duration of the step."""
+    """Return a table of steps with one row for each row of ``sums``.
+
+    It contains the duration of each step, because this is the only value of a step that the exposed time depends on.
+    """
     schema = arrow_schema("steps")
     has_ended = pc.equal(sums["ended"], sums["processes"])
     known: dict[str, Any] = {
@@ -443,7 +485,10 @@ def _exposure(
 
 
 def _operations(run: Run, engine: duckdb.DuckDBPyConnection) -> pa.Table | None:
-    """The relation operations of all hosts, evaluated from their host_operations; None if that needs the records."""
+    """Return the relation operations, evaluated from the rows host_operations of all hosts.
+
+    The result is None if the relation can only be evaluated from the records.
+    """
     names = _listed(_columns(_ISSUED))
     engine.execute(f"create temp view issued as select {names} from host_rows where {_PART} = '{_ISSUED}'")
     of_groups = statement("agreement", COLUMNS, known={"rank_operations": "issued"})

@@ -1,12 +1,19 @@
-"""The index of a run: a DuckDB file with its records in order of time on one clock, and how busy each rank was.
+"""The index of a run: a DuckDB file with the records in order of time on one clock, and how busy each rank was.
 
-It contains only what follows from the run, so it may be deleted at any time; it is rebuilt when a file of the run changes.
-It lies in the run directory, or in the user's cache directory if the former is read-only. The index of a small run, or of
-one that still runs, stays in memory, as does any index that was not requested as a file.
+The index follows from the run, so it may be deleted at any time. It is rebuilt when a file of the run changes. The file
+is in the run directory, or in the user's cache directory if the former is read-only. The index stays in memory if the
+run is small or still runs, or if the index was not requested as a file.
 
-Tables: ``records`` in order of ``begin_ns`` (:mod:`commprof.analysis.storage.record_spans`), ``kinds``, ``lanes`` (groups of
-ranks, ``lanes``), ``density`` (level, rank, lane, op, bin, busy_ns, still_ns; only values other than 0), ``bands``
-(steps and phases), ``facts``; in a file also sums that other answers use (:mod:`commprof.analysis.storage.index_sums`).
+The index has these tables:
+
+- ``records``: the records in order of ``begin_ns`` (:mod:`commprof.analysis.storage.record_spans`)
+- ``kinds``: the combinations of the values that records share
+- ``lanes``: the groups of ranks (:mod:`commprof.analysis.browse.lanes`)
+- ``density``: level, rank, lane, op, bin, busy_ns and still_ns, with only the rows whose values are not 0
+- ``bands``: steps and phases
+- ``facts``: facts about the run and the index
+
+An index file also contains sums that other answers use (:mod:`commprof.analysis.storage.index_sums`).
 """
 
 from __future__ import annotations
@@ -44,14 +51,14 @@ from commprof.trace.manifest import read_manifest
 from commprof.trace.rank_files.layout import rank_files
 from commprof.trace.reader import Run, open_run
 
-MOST_IN_MEMORY: Final = 5_000_000  # records; more need the file
-_FEWEST_IN_FILE: Final = 300_000  # fewer are indexed in less time than a person notices
-_MOST_OPEN: Final = 8  # indexes that stay open
-_MOST_CACHED: Final = 16  # files in the user's cache directory; the oldest go
-_LIVE_SECONDS: Final = 2.0  # the maximum age of an index of a run that still runs
-# The engine's memory limit in bytes while it builds an index; the rest spills to files.
+MOST_IN_MEMORY: Final = 5_000_000  # maximum number of records of an index in memory
+_FEWEST_IN_FILE: Final = 300_000  # fewer records are indexed in less time than a person notices
+_MOST_OPEN: Final = 8  # maximum number of indexes that stay open
+_MOST_CACHED: Final = 16  # maximum number of files in the user's cache directory
+_LIVE_SECONDS: Final = 2.0  # maximum age of the index of a run that still runs, if it was built quickly
+# The engine's memory limit in bytes while it builds an index. The engine writes the rest to temporary files.
 _MOST_MEMORY: Final = 400 << 20
-_CORRUPT: Final = "Corrupt database file"  # how the engine's message about a wrong checksum begins
+_CORRUPT: Final = "Corrupt database file"  # begin of the engine's message about a wrong checksum
 
 Progress = Callable[[int, int], None]
 Answer = TypeVar("Answer")
@@ -61,11 +68,11 @@ class Index:
     """An opened index. It answers one question at a time.
 
     Attributes:
-        run: the run directory.
-        facts: records, begin_ns, end_ns, ranks, lanes (how many; 0: groups are not distinguished), ops, unknown_clocks,
-            levels (bin width and number of bins of each).
-        path: its file; None for one in memory.
-        stamp: the ``inputs`` of the :func:`fingerprint` of the run that it was made from.
+        run: The run directory.
+        facts: Facts by name: records, begin_ns, end_ns, ranks, lanes (the number of lanes; 0 if groups are not
+            distinguished), ops, unknown_clocks, levels (the bin width and the number of bins of each level), state.
+        path: The file of the index, or None if the index is in memory.
+        stamp: The ``inputs`` of the :func:`fingerprint` of the run from which the index was built.
     """
 
     def __init__(self, run: Path, engine: duckdb.DuckDBPyConnection, path: Path | None) -> None:
@@ -79,13 +86,14 @@ class Index:
             _one(engine, "select value from facts where name = 'facts'")
         )
         self.born = time.monotonic()
-        self.seconds = 0.0  # how long opening or building it took
+        self.seconds = 0.0  # the time in seconds that was needed to open or build the index
 
     def ask(self, sql: str, values: Sequence[Any] = ()) -> pa.Table:
-        """The answer to ``sql``, with ``values`` substituted for its question marks.
+        """Return the answer to ``sql``, with ``values`` substituted for its question marks.
 
         Raises:
-            TraceError: a block of the file is damaged. The file is then removed, so that the next question builds a new one.
+            TraceError: The index cannot be read. If a block of its file is damaged, the file is removed, so that the
+                next question builds a new index.
         """
         with self._lock:
             try:
@@ -107,13 +115,13 @@ class Index:
         raise TraceError(f"{self.path} has a damaged block: {message}. {do}")
 
     def opened(self) -> Run:
-        """The run itself, for its other tables."""
+        """Return the opened run, for tables that the index does not contain."""
         if self._opened is None:
             self._opened = open_run(self.run)
         return self._opened
 
     def close(self) -> None:
-        """Close it after the question that it is answering."""
+        """Close the index after the current question is answered."""
         with self._lock:
             self._engine.close()
 
@@ -127,11 +135,11 @@ class _Shelf:
         self._building: dict[Path, threading.Lock] = {}
 
     def take(self, run: Path, make: Callable[[], Index]) -> Index:
-        """The open index of ``run`` if it is still valid, else the one that ``make`` returns."""
+        """Return the open index of ``run`` if it is still valid, or else the index that ``make`` returns."""
         run = run.resolve()
         with self._lock:
             building = self._building.setdefault(run, threading.Lock())
-        with building:  # ten browser tabs wait for one build
+        with building:  # several requests for the same run wait for one build
             with self._lock:
                 open_index = self._open.get(run)
                 if open_index is not None:
@@ -139,7 +147,7 @@ class _Shelf:
                     if open_index.stamp == fingerprint(run).inputs and (young or not _is_live(run)):
                         self._open.move_to_end(run)
                         return open_index
-                    # DuckDB would return the open file of the same name instead of the new one.
+                    # If the old file stayed open, DuckDB would return it instead of the new file of the same name.
                     self._open.pop(run).close()
             begin = time.monotonic()
             index = make()
@@ -151,13 +159,13 @@ class _Shelf:
             return index
 
     def holds(self, run: Path) -> bool:
-        """Whether the index of ``run`` is open and matches its files."""
+        """Return whether the index of ``run`` is open and matches the files of the run."""
         with self._lock:
             open_index = self._open.get(run.resolve())
             return open_index is not None and open_index.stamp == fingerprint(run).inputs
 
     def forget(self, run: Path) -> None:
-        """Close the index of ``run``, if it is open."""
+        """Close the index of ``run`` if it is open."""
         with self._lock:
             open_index = self._open.pop(run.resolve(), None)
         if open_index is not None:
@@ -168,14 +176,17 @@ _shelf: Final = _Shelf()
 
 
 def index_of(run: Run | Path | str, progress: Progress | None = None, *, write: bool = False) -> Index:
-    """The opened index of ``run``; it is built first if there is no valid one.
+    """Return the opened index of ``run``. If there is no valid index, the function first builds one.
 
     Args:
-        progress: called while it is built, with the number of records done and of all records.
-        write: write it to a file if the run is large and has ended; else it stays in memory.
+        progress: A function that is called during the build with the number of processed records and the number of
+            all records.
+        write: Whether to write the index to a file if the run is large and has ended. Otherwise a new index stays in
+            memory.
 
     Raises:
-        TraceError: the run cannot be read; or its index is too large for memory and is not, or cannot be, written.
+        TraceError: The run cannot be read. Or its index is too large for memory, and the index was not requested as a
+            file or the file cannot be written.
     """
     path = run.path if isinstance(run, Run) else resolve(run)
     opened_run = run if isinstance(run, Run) else None
@@ -183,7 +194,7 @@ def index_of(run: Run | Path | str, progress: Progress | None = None, *, write: 
 
 
 def index_if_there(run: Path) -> Index | None:
-    """The opened index of ``run`` if a valid file of it exists, else None; nothing is built."""
+    """Return the opened index of ``run`` if a valid index file exists, or else None. No index is built."""
     path = run.resolve()
     files = [file for file in _places(path) if file.is_file()]
     if not files or _is_live(path) or not (_shelf.holds(path) or _holds(path, files)):
@@ -198,10 +209,13 @@ def by_index(
     otherwise: Callable[[], Answer],
     question: Hashable = None,
 ) -> Answer:
-    """The answer of ``indexed`` if ``run`` has a valid index, else that of ``otherwise``.
+    """Return the answer of ``indexed`` if ``run`` has a valid index file, or else the answer of ``otherwise``.
 
     Args:
-        question: the key under which the answer of the index is cached; default: it is not cached.
+        run: The run.
+        indexed: A function that answers from the index. If it returns None, ``otherwise`` is called.
+        otherwise: A function that answers without the index.
+        question: The key under which the answer of ``indexed`` is cached. Default: the answer is not cached.
     """
 
     def ask() -> Answer | None:
@@ -213,7 +227,7 @@ def by_index(
 
 
 def has_index(run: Path) -> bool:
-    """Whether ``run`` answers without building an index: it is small, still runs, or has a valid index."""
+    """Return whether ``run`` is small, still runs, or has a valid index, so that no large index must be built."""
     path = resolve(run)
     if _shelf.holds(path) or _is_live(path):
         return True
@@ -224,7 +238,7 @@ def has_index(run: Path) -> bool:
 
 
 def _places(run: Path) -> list[Path]:
-    """The places for the file of the index: in the run directory, else in the user's cache directory."""
+    """Return the possible paths of the index file: in the run directory and in the user's cache directory."""
     places = [run / INDEX_NAME]
     cache = user_cache("indexes")
     if cache is not None:
@@ -259,7 +273,7 @@ def _open(path: Path, run: Run | None, progress: Progress, write: bool) -> Index
         )
     try:
         with _locked(path):
-            index = _existing(path, files)  # another process may have built it meanwhile
+            index = _existing(path, files)  # another process may have built the index meanwhile
             if index is None:
                 _write(run, files, progress)
     except OSError as error:
@@ -274,7 +288,7 @@ def _open(path: Path, run: Run | None, progress: Progress, write: bool) -> Index
 
 
 def _existing(run: Path, files: Sequence[Path]) -> Index | None:
-    """The first valid index of this run among ``files``; None if there is none."""
+    """Return the first valid index of ``run`` among ``files``, or None if there is none."""
     for file in files:
         index = _read(run, file)
         if index is not None:
@@ -283,13 +297,13 @@ def _existing(run: Path, files: Sequence[Path]) -> Index | None:
 
 
 def _read(run: Path, file: Path) -> Index | None:
-    """The index in ``file``; None if there is none, or it is that of another run or incomplete."""
+    """Return the index in ``file``, or None if it is missing, incomplete, or does not match the files of ``run``."""
     if not file.is_file():
         return None
     engine = None
     try:
         engine = duckdb.connect(str(file), read_only=True, config=engine_settings())
-        # Free blocks at the end may be missing.
+        # Only used blocks are compared with the size, because free blocks at the end of a file may be missing.
         blocks = int(_one(engine, "select block_size * used_blocks from pragma_database_size()"))
         is_whole = file.stat().st_size >= blocks
         stamp = _one(engine, "select value from facts where name = 'fingerprint'")
@@ -312,7 +326,11 @@ def _in_memory(run: Run, progress: Progress) -> Index:
 
 
 def _write(run: Run, files: Sequence[Path], progress: Progress) -> None:
-    """Write the index atomically to the first of ``files`` that can be written. OSError: none can."""
+    """Write the index atomically to the first of ``files`` that can be written.
+
+    Raises:
+        OSError: None of ``files`` can be written.
+    """
     for file in files:
         try:
             file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -327,7 +345,7 @@ def _write(run: Run, files: Sequence[Path], progress: Progress) -> None:
 
 
 def _remove_oldest(cache: Path) -> None:
-    """Keep the newest files of the cache directory."""
+    """Remove all but the newest files of the cache directory."""
     with contextlib.suppress(OSError):
         files = sorted(cache.glob(f"*{Path(INDEX_NAME).suffix}"), key=lambda file: -file.stat().st_mtime_ns)
         for file in files[_MOST_CACHED:]:
@@ -335,7 +353,7 @@ def _remove_oldest(cache: Path) -> None:
 
 
 def _write_to(file: Path, run: Run, progress: Progress) -> None:
-    # Remains of a process that was killed: we hold its lock now.
+    # These are files of a process that was killed, because this process now has the lock.
     for left in file.parent.glob(f".{file.name}-*"):
         _remove(left)
     with TemporaryDirectory(dir=file.parent, prefix=f".{file.name}-", ignore_cleanup_errors=True) as folder:
@@ -343,7 +361,8 @@ def _write_to(file: Path, run: Run, progress: Progress) -> None:
         try:
             settings = {**engine_settings(_MOST_MEMORY), "temp_directory": folder}
             with (
-                # Tables that do not depend on the records use the processor time that sorting them leaves idle.
+                # Tables that do not depend on the records are computed while the engine sorts the records, because
+                # sorting leaves CPU time idle.
                 ThreadPoolExecutor(1) as beside,
                 connect(str(temporary), **settings) as engine,
             ):
@@ -367,7 +386,7 @@ def _write_to(file: Path, run: Run, progress: Progress) -> None:
 
 
 def _fill_overview(engine: duckdb.DuckDBPyConnection, run: Run, facts: Mapping[str, Any], laid: Laid) -> None:
-    """:func:`fill_overview` on another thread than the one that uses ``engine``."""
+    """Call :func:`fill_overview` with a connection of its own, because another thread uses ``engine``."""
     with engine.cursor() as cursor:
         fill_overview(cursor, run, facts, laid)
 
@@ -379,10 +398,10 @@ def _remove(left: Path) -> None:
 
 @contextlib.contextmanager
 def _locked(run: Path) -> Iterator[None]:
-    """Hold the lock for building an index of ``run``; a lock on the directory leaves no file behind."""
+    """Hold the lock for building an index of ``run``. The lock is on the directory, so it leaves no file behind."""
     descriptor = os.open(run, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        # A file system may have no locks. The rename makes the write atomic anyway.
+        # A file system may not support locks. The write is atomic even then, because it ends with a rename.
         with contextlib.suppress(OSError):
             fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield
@@ -395,7 +414,8 @@ def _is_live(run: Path) -> bool:
 
 
 def _one(engine: duckdb.DuckDBPyConnection, sql: str) -> Any:
-    rows = engine.execute(sql).fetchall()  # all: a connection with an unread result refuses other questions
+    # All rows are fetched, because a connection with an unread result refuses other questions.
+    rows = engine.execute(sql).fetchall()
     return rows[0][0] if rows else None
 
 

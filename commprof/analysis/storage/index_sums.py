@@ -1,6 +1,6 @@
-"""Sums and answers in the index of a run, so that no question reads every record again.
+"""Sums and answers that are stored in the index of a run, so that questions need not read every record again.
 
-Answers that need all records of a collective are computed one partition after another
+Answers that need all records of a collective are computed partition by partition
 (:mod:`commprof.analysis.time.partitions`).
 """
 
@@ -34,7 +34,7 @@ STRAGGLING: Final = dict(
         strict=True,
     )
 )
-EXPOSURES: Final = {  # by these columns
+EXPOSURES: Final = {  # the columns that exposed time is summed by, and the name of the table
     ("attempt", "step"): "exposure_of_steps",
     ("attempt", "step", "purpose"): "exposure_of_purposes",
 }
@@ -42,14 +42,14 @@ STEP_TIMES: Final = "step_times"
 _STEP: Final = ("attempt", "step")
 _COLUMNS: Final = columns_of(NEEDED, transfers.ALSO)
 _WORKERS: Final = 2
-_FEWEST_SCANNED: Final = 100_000  # rows that are read file by file
-_AHEAD: Final = 2  # partitions that are evaluated at once
+_FEWEST_SCANNED: Final = 100_000  # tables with more rows are read file by file
+_AHEAD: Final = 2  # partitions that are evaluated while the caller stores another one
 
 Progress = Callable[[int, int], None]
 
 
 class _PartAnswer(NamedTuple):
-    """The answer of one partition."""
+    """The answer of one partition: the durations of its collectives, and the arrivals."""
 
     times: pa.Table
     arrived: pa.Table
@@ -62,18 +62,22 @@ def fill_sums(
     operations_done: Future[None],
     progress: Progress,
 ) -> dict[str, str]:
-    """Create the tables of sums and answers of the index of ``run`` in ``engine``'s database, which has its records.
+    """Create the tables of sums and answers in the index of ``run``.
 
     Args:
-        exposures: the future answer of :func:`exposure_tables`.
-        operations_done: done when the operations and buckets are written (``index_totals.keep_operations``).
-        progress: called with the number of partitions done and of all partitions.
+        engine: A connection to the database of the index, which already contains the records of ``run``.
+        run: The run.
+        exposures: The future result of :func:`exposure_tables`.
+        operations_done: A future that is done when the operations and buckets are written
+            (``index_totals.keep_operations``).
+        progress: A function that is called with the number of processed partitions and the number of all partitions.
 
     Returns:
-        Entries for the table of facts.
+        Entries for the table ``facts``.
 
     Raises:
-        TraceError: a file of the run is damaged. duckdb.Error: the database cannot be written.
+        TraceError: A file of the run is damaged.
+        duckdb.Error: The database cannot be written.
     """
     with (
         ThreadPoolExecutor(_WORKERS) as pool,
@@ -104,7 +108,7 @@ def _step_times(engine: duckdb.DuckDBPyConnection, run: Run, exposed: pa.Table) 
 def _parts(
     engine: duckdb.DuckDBPyConnection, run: Run, pool: ThreadPoolExecutor, progress: Progress
 ) -> Iterator[_PartAnswer]:
-    """The answers of the partitions in order; the next ones are evaluated while the caller stores one."""
+    """Yield the answers of the partitions in order. The next partitions are evaluated while the caller stores one."""
     aligned = arrivals.aligned(run, transfers.ALSO)
     waits = arrivals.cpp_waits(run)
     columns = _COLUMNS if waits is None else columns_of(_COLUMNS, cpp_waits.SOURCES)
@@ -127,23 +131,25 @@ def _parts(
 
 
 def exposure_tables(run: Run) -> dict[str, pa.Table]:
-    """Exposed and overlapped time by the columns of each of :data:`EXPOSURES`, by the name of the table.
+    """Return exposed and overlapped time by the columns of each of :data:`EXPOSURES`, as tables by name.
 
     Raises:
-        TraceError: a file of the run is damaged.
+        TraceError: A file of the run is damaged.
     """
     collectives, of_steps = run.scan("collectives", _FEWEST_SCANNED), run.table("steps")
     stalls, parts = run.table("stalls"), training_parts(of_steps, run.table("outside_steps"))
     exposures = exposures_from(process_times(collectives, parts, stalls), of_steps, stalls)
-    give_back()  # the columns that were read are not needed again
+    give_back()  # returns memory, because the columns that were read are not needed again
     return exposures
 
 
 def process_times(collectives: pa.Table | Scan, parts: pa.Table, stalls: pa.Table) -> list[pa.Table]:
-    """The input of :func:`exposures_from`. For several processes: the tables of each, concatenated.
+    """Return the input of :func:`exposures_from` for the records of one or several processes.
+
+    If the processes are evaluated separately, concatenate their tables.
 
     Args:
-        parts: of the steps (:func:`training_parts`).
+        parts: The parts of the steps (:func:`training_parts`).
     """
     return [
         *stall_times_by(collectives, parts, list(EXPOSURES), stalls),
@@ -152,7 +158,7 @@ def process_times(collectives: pa.Table | Scan, parts: pa.Table, stalls: pa.Tabl
 
 
 def exposures_from(times: list[pa.Table], of_steps: pa.Table, stalls: pa.Table) -> dict[str, pa.Table]:
-    """:func:`exposure_tables`, from the :func:`process_times` of all processes."""
+    """Return :func:`exposure_tables`, computed from the :func:`process_times` of all processes."""
     *stall_times, counted = times
     unused = empty_table("collectives")
     return {

@@ -1,4 +1,4 @@
-"""The tables of the index of a run, filled from the run's files."""
+"""Functions that fill the tables of the index of a run from the files of the run."""
 
 from __future__ import annotations
 
@@ -57,33 +57,35 @@ Progress = Callable[[int, int], None]
 
 
 class Laid(NamedTuple):
-    """Facts learned while the records were sorted; ``clock`` is None if all processes share one clock."""
+    """Facts that are known after the records were sorted. ``clock`` is None if all processes share one clock."""
 
     clock: ReferenceClock | None
     unknown_clocks: int
 
 
 def fill(engine: duckdb.DuckDBPyConnection, run: Run, facts: Mapping[str, Any], progress: Progress) -> None:
-    """Create and fill the tables of the index of ``run`` in ``engine``'s database.
+    """Create and fill the tables of the index of ``run`` in the database of ``engine``.
 
     Raises:
-        TraceError: a file of the run is damaged. duckdb.Error: the database cannot be written.
+        TraceError: A file of the run is damaged.
+        duckdb.Error: The database cannot be written.
     """
     fill_overview(engine, run, facts, fill_records(engine, run, progress))
 
 
 def fill_records(engine: duckdb.DuckDBPyConnection, run: Run, progress: Progress) -> Laid:
-    """Fill the first tables: the records in order of time, and their kinds.
+    """Create the first tables: the records in order of time, and their kinds.
 
     Raises:
-        TraceError: a file of the run is damaged. duckdb.Error: the database cannot be written.
+        TraceError: A file of the run is damaged.
+        duckdb.Error: The database cannot be written.
     """
     source = SpanSource(run, progress)
     engine.register("spans", source.reader())
     try:
         engine.execute(_RECORDS if source.is_in_order else f"{_RECORDS} order by {', '.join(ORDER)}")
     except duckdb.Error:
-        if source.failure is not None:  # the engine reports it as its own failure
+        if source.failure is not None:  # the engine reports the failure of the source as its own failure
             raise source.failure from None
         raise
     finally:
@@ -95,10 +97,10 @@ def fill_records(engine: duckdb.DuckDBPyConnection, run: Run, progress: Progress
 
 
 def fill_overview(engine: duckdb.DuckDBPyConnection, run: Run, facts: Mapping[str, Any], laid: Laid) -> None:
-    """Fill the tables that follow from the records: lanes, density, bands, facts.
+    """Create the tables that follow from the records: lanes, density, bands, facts.
 
     Raises:
-        duckdb.Error: the database cannot be written.
+        duckdb.Error: The database cannot be written.
     """
     records, begin, end = engine.execute(
         "select count(*), coalesce(min(begin_ns), 0), coalesce(max(end_ns), 0) from records"
@@ -136,7 +138,11 @@ def _keep(engine: duckdb.DuckDBPyConnection, name: str, rows: pa.Table) -> None:
 def _fill_density(
     engine: duckdb.DuckDBPyConnection, ranks: list[int], begin: int, end: int, records: int
 ) -> list[dict[str, int]]:
-    """Fill the table of busy and exposed time by rank, lane, operation and bin; returns the levels, the coarse one first."""
+    """Create the table of busy and exposed time by rank, lane, operation and bin.
+
+    Returns:
+        The bin width in ns and the number of bins of each level, the coarse level first.
+    """
     engine.execute(
         "create table density (level integer, rank integer, lane integer, op text, bin integer, busy_ns bigint, "
         "still_ns bigint)"
@@ -163,13 +169,13 @@ def _fill_density(
 
 
 def _bins(ranks: int, records: int) -> int:
-    """The number of fine bins: a power of two, so that coarse bins hold equally many."""
+    """Return the number of fine bins. It is a power of two, so that all coarse bins contain equally many fine bins."""
     most = min(_MOST_BINS, max(_FEWEST_BINS, min(_MOST_CELLS // ranks, records)))
     return 1 << (most.bit_length() - 1)
 
 
 def numbers_of_ops(names: Sequence[str]) -> Numbers:
-    """The index of each of ``names`` among the operations."""
+    """Return the position of each of ``names`` in ``OPS``."""
     unknown = sorted({*names} - {*OPS})
     if unknown:
         raise TraceError(

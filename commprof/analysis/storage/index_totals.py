@@ -1,4 +1,4 @@
-"""Tables of an index that are filled one partition after another: summed operations and durations of collectives."""
+"""Tables of an index that contain totals: operations, gradient buckets, and the durations of collectives."""
 
 from __future__ import annotations
 
@@ -59,20 +59,23 @@ MEASURES: Final = {
 }
 SUMS: Final = ", ".join(f"cast(sum({name}) as {kind}) as {name}" for name, kind in MEASURES.items())
 _TIMES_OWN: Final = ("attempt", "step", "error_ns", "time_ns")
-_STORED: Final = TIMES.names[: TIMES.names.index("time_source") + 1]  # the others follow from these
+_STORED: Final = TIMES.names[: TIMES.names.index("time_source") + 1]  # the other columns follow from these
 _NUMBERS: Final = {"group_size": pa.int32(), "payload_bytes": pa.int64()}
 _TIMES_KINDS: Final = pa.schema(
     [(name, _NUMBERS.get(name, pa.string())) for name in _STORED if name not in _TIMES_OWN]
 )
-_FEWEST_SCANNED: Final = 100_000  # rows that the engine reads from the files
-_ROWS_AT_ONCE: Final = 200_000  # written together: the engine writes smaller batches twice
+_FEWEST_SCANNED: Final = 100_000  # the engine reads tables with more rows from their files
+_ROWS_AT_ONCE: Final = 200_000  # rows of a batch; the engine writes smaller batches twice
 
 
 def keep_operations(engine: duckdb.DuckDBPyConnection, run: Run) -> None:
-    """Create the operations and gradient buckets of the index of ``run`` from the records in ``engine``'s database.
+    """Create the tables of operations and gradient buckets in the index of ``run``.
+
+    The input is the records in the database of ``engine``.
 
     Raises:
-        TraceError: a table of the run is damaged. duckdb.Error: the database cannot be written.
+        TraceError: A table of the run is damaged.
+        duckdb.Error: The database cannot be written.
     """
     columns = ", ".join(f"{'k' if name in KIND_COLUMNS else 'r'}.{name}" for name in COLLECTIVES.names)
     with engine.cursor() as cursor:
@@ -102,7 +105,10 @@ def keep_operations(engine: duckdb.DuckDBPyConnection, run: Run) -> None:
 
 
 class TransferTimes:
-    """Writes the durations of collectives (:func:`commprof.analysis.time.transfers.timed`), repeated values once."""
+    """Writes the durations of collectives (:func:`commprof.analysis.time.transfers.timed`) to the index.
+
+    Each combination of repeated values is written only once.
+    """
 
     def __init__(self, engine: duckdb.DuckDBPyConnection) -> None:
         self._engine = engine
@@ -134,7 +140,7 @@ class TransferTimes:
 def append(
     engine: duckdb.DuckDBPyConnection, name: str, rows: pa.Table, sql: str = "select * from rows_to_add"
 ) -> None:
-    """Append ``rows``, or the result of ``sql`` over them, to table ``name``; the first call creates it."""
+    """Append ``rows``, or the result of ``sql`` over them, to table ``name``. The first call creates the table."""
     engine.register("rows_to_add", rows)
     try:
         engine.execute(f"create table if not exists {name} as {sql} limit 0")
@@ -144,5 +150,5 @@ def append(
 
 
 def rows_of(frame: pd.DataFrame) -> pa.Table:
-    """A frame as a table, without the metadata of pandas."""
+    """Convert a frame to a table without the metadata of pandas."""
     return pa.Table.from_pandas(frame, preserve_index=False).replace_schema_metadata(None)

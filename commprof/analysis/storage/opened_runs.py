@@ -1,4 +1,4 @@
-"""Opened runs in the cache of answers: a page that asks ten questions about a run reads its manifest once."""
+"""Opened runs in the answer cache, so that a page with ten questions about a run reads its manifest only once."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ from commprof.trace.reader import Run, open_run
 
 
 def opened(path: Path) -> Run:
-    """The run at ``path``; its tables are read again for each caller.
+    """Return the opened run at ``path``. Its tables are read again for each caller.
 
     Raises:
-        TraceError: there is no run at ``path``, or nothing in it can be read. SchemaError: a newer version wrote it.
+        TraceError: There is no run at ``path``, or nothing in it can be read.
+        SchemaError: A newer version of commprof wrote the run.
     """
     return answer_cache.of_files([path], "opened", partial(open_run, path), _has_ended).without_tables()
 
 
 def _has_ended(run: Run) -> bool:
-    """Whether only a change of its files can change what is known of ``run``."""
+    """Return whether the facts about ``run`` can change only if its files change."""
     return run.health.state in (COMPLETE, FAILED, KILLED) and isinstance(run.state, str)

@@ -1,11 +1,13 @@
-"""Spans of time on one clock, one for each record: the input of the index of a run.
+"""Spans of time on one clock, one for each record. They are the input of the index of a run.
 
-A span lasts from the issue of a record to its last known time: its return, the end of its wait, or the end on the
-device. Where C++ waited for several records (:mod:`commprof.align.ranks.cpp_waits`), the last of them has the wait.
+A span begins when the record is issued. It ends at the last known time of the record: its return, the end of its wait,
+or its end on the device. If C++ waited for several records at once (:mod:`commprof.align.ranks.cpp_waits`), the wait
+belongs to the last of these records.
 
-Spans of one process overlap. To attribute each moment to one span, each has an own part, ``busy_ns``: the final part of
-the span, after the end of every span that began earlier. Own parts do not overlap, so their lengths add up to the time in
-which any collective was under way. ``still_ns`` is the same for the exposed time (``exposed_ns``, up to ``held_end_ns``).
+The spans of one process overlap. To attribute each moment to one span, each span has an own part. This is the final
+part of the span, after the end of every span that began earlier. ``busy_ns`` is the length of the own part. Own parts
+do not overlap, so their lengths add up to the time in which any collective was in progress. ``still_ns`` is the length
+of the own part of the exposed time. The exposed time ends at ``held_end_ns`` and lasts ``exposed_ns``.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from commprof.schema import COLLECTIVES
 
 Numbers = npt.NDArray[np.int64]
 
-# Columns that differ from record to record. Each combination of the others is stored once.
+# Columns that differ from record to record. Each combination of the other columns is stored only once.
 OWN_COLUMNS: Final = (
     "rank",
     "attempt",
@@ -63,36 +65,45 @@ TIME_COLUMNS: Final = tuple(
         ("rank", "attempt", "pid", "seq", "issue_ns", *_ENDS, "exposed_ns", "device", *own_times.SOURCES)
     )
 )
-# Beyond any clock; a wall clock, which imported runs use, reaches it in 2043. Damaged times are clipped to it, so that
-# differences fit 64 bits.
+# A limit in ns that no clock reaches. A wall clock, which imported runs use, reaches it in 2043. Damaged times are
+# clipped to this limit, so that differences fit into 64 bits.
 _FARTHEST: Final = 1 << 61
 
 
 class Spans(NamedTuple):
-    """Begin and end of each record, and the end of its exposed time; arrays with an element for each record."""
+    """The begin, the end and the end of the exposed time of each record, as arrays with one element per record."""
 
     begin: Numbers
     end: Numbers
     held_end: Numbers
-    is_held: npt.NDArray[np.bool_]  # the others have no held_end
-    unknown_clocks: int  # rows whose clock was never compared with the reference: their times are not shifted
+    is_held: npt.NDArray[np.bool_]  # whether held_end is valid
+    # The number of records whose clock was never compared with the reference clock. Their times are not shifted.
+    unknown_clocks: int
 
 
 class Own(NamedTuple):
-    """What needs all spans of a process: own parts of the spans (``busy``) and of their exposed time (``still``), and the
-    program's own time between them (``times``)."""
+    """Values whose computation needs all spans of a process.
+
+    ``busy`` are the own parts of the spans, and ``still`` are the own parts of their exposed time, in ns. ``times`` is
+    the own time of the program between the spans.
+    """
 
     busy: npt.NDArray[np.unsignedinteger]
     still: npt.NDArray[np.unsignedinteger]
     times: own_times.OwnTimes
 
     def of(self, rows: slice) -> Own:
-        """The same for some of the records."""
+        """Return the values of some of the records."""
         return Own(self.busy[rows], self.still[rows], self.times.of(rows))
 
 
 def spans(records: pa.Table, clock: ReferenceClock | None) -> Spans:
-    """The spans of ``records`` (:data:`TIME_COLUMNS`); ``clock`` None: all processes read one clock."""
+    """Return the spans of ``records``.
+
+    Args:
+        records: The records with the columns :data:`TIME_COLUMNS`.
+        clock: The reference clock, or None if all processes read the same clock.
+    """
     shift, unknown = _shift(records, clock)
     issue = _filled(records["issue_ns"], 0)
     held_end, _, is_held = _exposed(records)
@@ -100,13 +111,13 @@ def spans(records: pa.Table, clock: ReferenceClock | None) -> Spans:
 
 
 def begins(records: pa.Table, clock: ReferenceClock | None) -> Numbers:
-    """When the :func:`spans` of ``records`` begin."""
+    """Return the begin of each of the :func:`spans` of ``records``."""
     begin: Numbers = _filled(records["issue_ns"], 0) + _shift(records, clock)[0]
     return begin
 
 
 def _shift(records: pa.Table, clock: ReferenceClock | None) -> tuple[Numbers | int, int]:
-    """The offset to add to the times of each record, and for how many records it is not known."""
+    """Return the offset to add to the times of each record, and the number of records with an unknown offset."""
     if clock is None or not len(records):
         return 0, 0
     readings = clock.readings(records)
@@ -114,7 +125,7 @@ def _shift(records: pa.Table, clock: ReferenceClock | None) -> tuple[Numbers | i
 
 
 def own(records: pa.Table) -> Own:
-    """The own parts of all ``records`` (:data:`TIME_COLUMNS`) of some processes."""
+    """Return the own parts of ``records`` (:data:`TIME_COLUMNS`), which must be all records of some processes."""
     issue = _filled(records["issue_ns"], 0)
     end = _end(records, issue)
     held_end, exposed, is_held = _exposed(records)
@@ -129,7 +140,7 @@ def own(records: pa.Table) -> Own:
 
 
 def _end(records: pa.Table, issue: Numbers) -> Numbers:
-    """The last known time of each record."""
+    """Return the last known time of each record."""
     end = issue.copy()
     for name in _ENDS:
         np.maximum(end, _filled(records[name], -_FARTHEST), out=end)
@@ -138,12 +149,12 @@ def _end(records: pa.Table, issue: Numbers) -> Numbers:
 
 
 def _narrow(lengths: Numbers) -> npt.NDArray[np.unsignedinteger]:
-    """``lengths`` in 32 bits if they fit: those of all records are in memory at once."""
+    """Return ``lengths`` in 32 bits if they fit, to save memory: the lengths of all records are in memory at once."""
     return lengths.astype(np.uint32 if lengths.max(initial=0) < 1 << 32 else np.uint64)
 
 
 def with_spans(records: pa.Table, part_spans: Spans, own: Own, kinds: Combinations) -> pa.Table:
-    """``records`` as rows of the index: the columns of :data:`SPANS`."""
+    """Return ``records`` as rows of the index, with the columns of :data:`SPANS`."""
     added = [
         pa.array(kinds.number(records).astype(np.int32)),
         pa.array(part_spans.begin),
@@ -158,7 +169,7 @@ def with_spans(records: pa.Table, part_spans: Spans, own: Own, kinds: Combinatio
 
 
 def _exposed(records: pa.Table) -> tuple[Numbers, Numbers, npt.NDArray[np.bool_]]:
-    """End and length of the exposed time of each record, and whether it is known and above 0 (docs/times.md)."""
+    """Return end and length of the exposed time of each record, and whether it is known and above 0 (docs/times.md)."""
     device = records["device"]
     text = device.cast(pa.string()) if pa.types.is_dictionary(device.type) else device
     on_host = pc.or_(pc.is_null(text), pc.fill_null(pc.equal(text, "cpu"), True))
@@ -174,7 +185,7 @@ def _exposed(records: pa.Table) -> tuple[Numbers, Numbers, npt.NDArray[np.bool_]
 
 
 def _cpp_waits(records: pa.Table) -> tuple[Numbers, Numbers, npt.NDArray[np.bool_]]:
-    """Begin and end of the wait of C++ for each record, and which have one that is longer than 0."""
+    """Return begin and end of the wait of C++ for each record, and whether this wait is longer than 0."""
     if CPP_WAITS[0] not in records.column_names:
         none = np.zeros(len(records), np.int64)
         return none, none, none > 0
@@ -183,10 +194,11 @@ def _cpp_waits(records: pa.Table) -> tuple[Numbers, Numbers, npt.NDArray[np.bool
 
 
 def own_parts(begin: Numbers, end: Numbers) -> Numbers:
-    """The length of each span's own part: its end that no span that began earlier covers.
+    """Return the length of the own part of each span: the final part that no earlier span covers.
 
-    Spans count in order of their begin, and in the given order if they begin together. The lengths add up to that of the
-    union of the spans: each part is ``[end - length, end)``, and no two of them overlap.
+    The order of the spans is the order of their begin. Spans that begin together keep the given order. The own part of
+    a span is ``[end - length, end)``. Own parts do not overlap, so their lengths add up to the length of the union of
+    the spans.
     """
     if not (begin[1:] < begin[:-1]).any():
         return _adding_to_reach(begin, end)
@@ -197,7 +209,7 @@ def own_parts(begin: Numbers, end: Numbers) -> Numbers:
 
 
 def _adding_to_reach(begin: Numbers, end: Numbers) -> Numbers:
-    """:func:`own_parts` of spans in order of their begin."""
+    """Return :func:`own_parts` for spans that are sorted by their begin."""
     reached = np.maximum.accumulate(end)
     start = begin.copy()
     np.maximum(start[1:], reached[:-1], out=start[1:])

@@ -1,7 +1,7 @@
-"""Totals of a run that most answers use: operations summed, exposed time and duration of each step.
+"""Totals of a run that most answers use: summed operations, and the exposed time and duration of each step.
 
-Sources in this order: a valid index, the summaries beside the run, the files of its hosts, its records. Answers are stored
-in the cache (:mod:`commprof.analysis.storage.answer_cache`).
+The sources are, in this order: a valid index, the summaries in the run directory, the files of the hosts, and the
+records. Answers are stored in the cache (:mod:`commprof.analysis.storage.answer_cache`).
 """
 
 from __future__ import annotations
@@ -40,17 +40,18 @@ from commprof.trace.directory import elsewhere
 from commprof.trace.fingerprint import fingerprint
 from commprof.trace.reader import Run, Scan, open_run
 
-_FEWEST_SCANNED: Final = 100_000  # records that the engine reads from the files; fewer are read into memory
-# The columns of a summary of operations.
+_FEWEST_SCANNED: Final = 100_000  # the engine reads tables with more rows from their files
+# The columns by which a summary of operations is summed.
 SUMMARISED: Final = tuple(dict.fromkeys((*HELD_COLUMNS, *buckets.COLUMNS)))
 _STEP: Final = ("attempt", "step")
 _LOWEST_RANK: Final = "cast(regexp_extract(group_ranks, '[0-9]+') as bigint) nulls first"
 
 
 def operations(run: Run, columns: Sequence[str]) -> pa.Table:
-    """The operations of ``run``, summed by ``columns`` at least; its rows may be summed further.
+    """Return the operations of ``run``, summed by ``columns`` and possibly by more columns.
 
-    What NCCL ran for them comes from the stored alignment of the run with its log.
+    The caller may sum the rows further. The executed operations of NCCL come from the stored alignment of the run with
+    its log.
     """
     return _with_nccl(run, _operations(run, tuple(dict.fromkeys((*columns, "op", "backend")))))
 
@@ -77,7 +78,7 @@ def _executed_factors(run: Run) -> dict[str, float]:
 
 
 def _operations(run: Run, wanted: tuple[str, ...]) -> pa.Table:
-    """The operations by the columns ``wanted`` at least, from the records alone."""
+    """Return the operations, summed by ``wanted`` and possibly by more columns, without the alignment."""
     if not set(wanted) <= set(HELD_COLUMNS):
         return _from_files(run, (OPERATIONS, *wanted))
     by = ", ".join((*sorted(wanted), "wire_ranks"))
@@ -86,7 +87,10 @@ def _operations(run: Run, wanted: tuple[str, ...]) -> pa.Table:
 
 
 def _from_files(run: Run, key: tuple[str, ...]) -> pa.Table:
-    """A summary of ``run`` by name and columns, with these columns at least; evaluated if none is stored."""
+    """Return the summary of ``run`` with the name and the columns in ``key``.
+
+    A stored summary may have more columns. If none is stored, the summary is evaluated.
+    """
     name, *columns = key
     present = _summaries(run)
     for other, *stored_columns in sorted(present, key=len):
@@ -118,11 +122,11 @@ def _evaluated(run: Run, key: tuple[str, ...]) -> pa.Table:
 
 
 def summarise(path: Path) -> bool:
-    """Evaluate the summaries of the run at ``path``, which most answers use, and write them beside the records.
+    """Evaluate the summaries of the run at ``path``, which most answers use, and write them into the run directory.
 
     Returns:
-        Whether they were written: a large run of a short job gets none (it gets an index on demand), and neither does one
-        that still runs, or cannot be read or written.
+        Whether the summaries were written. They are not written for a large run of a short job, which gets an index on
+        demand instead. They are also not written if the run has no records, still runs, or cannot be read or written.
     """
     try:
         run, stamp = open_run(path), fingerprint(path).inputs
@@ -138,14 +142,14 @@ def summarise(path: Path) -> bool:
 def summary_tables(
     run: Run, evaluated: Mapping[tuple[str, ...], pa.Table] | None = None
 ) -> dict[tuple[str, ...], pa.Table]:
-    """The summaries of ``run`` by name and columns.
+    """Return the summaries of ``run`` by name and columns.
 
     Args:
-        evaluated: those that another engine has evaluated from the records; default: from stored summaries and files of
-            hosts.
+        evaluated: The summaries that another engine evaluated from the records. Default: the stored summaries, or else
+            those from the files of hosts. Missing summaries are evaluated.
 
     Raises:
-        TraceError: a file of the run is damaged.
+        TraceError: A file of the run is damaged.
     """
     tables = dict(evaluated or _summaries(run))
     summed = next((rows for key, rows in tables.items() if set(key) >= {OPERATIONS, *SUMMARISED}), None)
@@ -163,12 +167,12 @@ def summary_tables(
 
 
 def step_times(run: Run) -> pd.DataFrame:
-    """The training steps of ``run``: see :func:`commprof.analysis.api.step_times`."""
+    """Return the training steps of ``run`` (see :func:`commprof.analysis.api.step_times`)."""
     return training_steps.as_frame(_step_times(run))
 
 
 def has_exposed_times(run: Run) -> bool:
-    """Whether ``run`` has warm steps, and the exposed time of each is known."""
+    """Return whether ``run`` has warm steps and the exposed time of each warm step is known."""
     rows = _step_times(run).select(["attempt", "step", "duration_ns", "exposed_ns"])
     warm = warm_steps(rows.to_pandas())
     return bool(len(warm) and warm["exposed_ns"].notna().all())
@@ -181,7 +185,7 @@ def _step_times(run: Run) -> pa.Table:
 
 
 def exposure(run: Run, by: Sequence[str]) -> pd.DataFrame:
-    """Exposed and overlapped time of ``run``: see :func:`commprof.analysis.api.exposure`."""
+    """Return exposed and overlapped time of ``run`` (see :func:`commprof.analysis.api.exposure`)."""
     wanted = tuple(dict.fromkeys(by))
     if wanted not in EXPOSURES:
         steps, stalls, outside_steps = (run.table(table) for table in ("steps", "stalls", "outside_steps"))
@@ -190,21 +194,21 @@ def exposure(run: Run, by: Sequence[str]) -> pd.DataFrame:
 
 
 def exposure_rows(run: Run, by: tuple[str, ...]) -> pa.Table:
-    """Exposed and overlapped time by the columns of one of :data:`EXPOSURES`."""
+    """Return exposed and overlapped time by the columns ``by``, which must be a key of :data:`EXPOSURES`."""
     key = (EXPOSURES[by],)
     text = f"select * from {EXPOSURES[by]} order by {', '.join(by)}"
     return by_index(run, lambda index: index.ask(text), lambda: _from_files(run, key), key)
 
 
 def sample_of_arrivals(run: Run) -> Sample | None:
-    """The arrivals of some steps from the files of the hosts of ``run``; None without such files."""
+    """Return the sampled arrivals from the files of the hosts of ``run``, or None if there are no such files."""
     key, known = (host_files.SAMPLE,), _summaries(run)
     rows = known[key] if key in known else host_files.sample(run)
     return arrival_sample.of_table(rows) if rows is not None and len(rows) else None
 
 
 def exposure_per_step(run: Run) -> pd.DataFrame:
-    """The exposed time of a training step of ``run``: see :func:`commprof.analysis.api.exposure_per_step`."""
+    """Return the exposed time per training step (see :func:`commprof.analysis.api.exposure_per_step`)."""
     step_key = ("attempt", "step")
     return exposure_module.per_step(
         exposure(run, (*step_key, "purpose")), exposure(run, step_key), step_times(run)
@@ -212,10 +216,10 @@ def exposure_per_step(run: Run) -> pd.DataFrame:
 
 
 def bucket_flushes(run: Run, only: Mapping[str, int | str | None]) -> pd.DataFrame:
-    """The gradient buckets of ``run``: see :func:`commprof.analysis.api.bucket_flushes`.
+    """Return the gradient buckets of ``run`` (see :func:`commprof.analysis.api.bucket_flushes`).
 
     Args:
-        only: values of columns that the rows must have; None: any.
+        only: The values that the rows must have, by column. None allows any value.
     """
     wanted = {name: value for name, value in only.items() if value is not None}
     which = " and ".join(("true", *(f"{name} = ?" for name in wanted)))
@@ -233,13 +237,19 @@ def bucket_flushes(run: Run, only: Mapping[str, int | str | None]) -> pd.DataFra
 
 
 def _nccl_factors(run: Run) -> dict[str, float]:
-    """:func:`_executed_factors` if all groups of ``run`` use gloo or NCCL, so that all but gloo's operations are NCCL's."""
+    """Return :func:`_executed_factors` if all groups of ``run`` use gloo or NCCL and at least one uses NCCL.
+
+    In such a run, every operation that gloo did not run is an operation of NCCL. For other runs, the result is empty.
+    """
     names = set(run.table("groups")["backend"].to_pylist())
     return _executed_factors(run) if NCCL in names and names <= {GLOO, NCCL} else {}
 
 
 def _with_executed(run: Run, buckets_found: pd.DataFrame) -> pd.DataFrame:
-    """Buckets with what NCCL ran for them, from the stored alignment with its log; for gloo it is known."""
+    """Return the buckets with their executed bytes.
+
+    For NCCL, these come from the stored alignment with its log. For gloo, they are already known.
+    """
     if not buckets_found[EXECUTED].isna().any():
         return buckets_found
     factors = buckets_found["op"].map(_nccl_factors(run)).astype("float64")
@@ -249,7 +259,7 @@ def _with_executed(run: Run, buckets_found: pd.DataFrame) -> pd.DataFrame:
 
 
 def _flushes(run: Run, summed: Callable[[], pa.Table]) -> pa.Table:
-    """All buckets of a run, from its operations if it has buckets."""
+    """Return all buckets of a run. The operations are computed only if the run has buckets."""
     rows = run.scan("buckets", _FEWEST_SCANNED)
     if isinstance(rows, Scan) or len(rows):
         return buckets.bucket_flushes(run, summed())
@@ -257,12 +267,12 @@ def _flushes(run: Run, summed: Callable[[], pa.Table]) -> pa.Table:
 
 
 def bucket_steps(run: Run) -> pd.DataFrame:
-    """The summed buckets of each step of ``run``: see :func:`commprof.analysis.api.bucket_steps`."""
+    """Return the sums of the buckets of each step of ``run`` (see :func:`commprof.analysis.api.bucket_steps`)."""
     return from_arrow(_bucket_steps(run, ""), BUCKET_STEPS.columns)
 
 
 def buckets_per_step(run: Run) -> pd.DataFrame:
-    """The buckets of a typical step of ``run``: see :func:`commprof.analysis.api.buckets_per_step`."""
+    """Return the buckets per step of ``run`` (see :func:`commprof.analysis.api.buckets_per_step`)."""
     return buckets.per_step(_bucket_steps(run, "attempt, ").to_pandas(), step_times(run))
 
 
@@ -280,7 +290,7 @@ def _bucket_steps(run: Run, by: str) -> pa.Table:
 
 
 def bucket_means(run: Run) -> pd.DataFrame:
-    """The buckets of a mean step of ``run``: see :func:`commprof.analysis.api.bucket_means`."""
+    """Return the buckets of a mean step of ``run`` (see :func:`commprof.analysis.api.bucket_means`)."""
     text = f"select * from {BUCKET_MEANS} order by micro_step, bucket, {_LOWEST_RANK}"
     return by_index(
         run,
@@ -290,9 +300,10 @@ def bucket_means(run: Run) -> pd.DataFrame:
 
 
 def reducing(run: Run, bucket: pd.Series[Any]) -> pa.Table | Scan:
-    """Records of ``run`` that include those that reduced ``bucket``; from an index exactly those.
+    """Return records of ``run`` that include the records of the collectives that reduced ``bucket``.
 
-    None if the records lie elsewhere: then the operations of the bucket are not listed.
+    With an index, the result contains exactly the records with the number, step, micro-step and attempt of the bucket.
+    If the records are not on this machine, the result has no rows, so the operations of the bucket are not listed.
     """
     here = run if elsewhere(run.path) is None else run.without_records()
     text = (

@@ -1,8 +1,8 @@
-"""The spans of a run as a stream, in order of time if each file of a process is in order.
+"""The spans of a run as a stream, in order of time if the file of each process is in order.
 
-A process writes its records as it issues them, so its file is in order. Reading merges the files of several processes. If
-some files are not in order (imported traces, clocks that were set back) or are too many to be read at once, the engine
-sorts the stream.
+A process writes its records as it issues them, so its file is usually in order. The reader merges the files of several
+processes. The engine sorts the stream instead in two cases: some files are not in order (imported traces, clocks that
+were set back), or there are too many files to read at once.
 """
 
 from __future__ import annotations
@@ -37,34 +37,34 @@ from commprof.trace.reader import Run, Scan
 from commprof.trace.tables import column_parts, read_columns
 
 ORDER: Final = ("begin_ns", "rank", "attempt", "pid", "seq")
-_FEWEST_SCANNED: Final = 100_000  # rows of a table that is read file by file
-_MOST_OPEN: Final = 64  # files that are read at once
-_ROWS_AT_ONCE: Final = 1 << 19  # of all files together
-_MOST_ROWS: Final = 1 << 16  # of one file
-# Rows of one file that are merged at a time: few stay in the processor's caches.
+_FEWEST_SCANNED: Final = 100_000  # tables with more rows are read file by file
+_MOST_OPEN: Final = 64  # maximum number of files that are read at once
+_ROWS_AT_ONCE: Final = 1 << 19  # maximum number of rows in memory, over all files
+_MOST_ROWS: Final = 1 << 16  # maximum number of rows in memory of one file
+# Number of rows of one file that are merged at a time. It is small, so that the rows stay in the caches of the CPU.
 _ROWS_IN_ORDER: Final = 1 << 13
 
 Progress = Callable[[int, int], None]
 
 
 class _Source(NamedTuple):
-    """The records of some processes, and what needs all of them at once (``own``)."""
+    """The records of some processes, and the values that need all of these records at once (``own``)."""
 
     own: Own
     key: tuple[int, ...]
     is_in_order: bool
-    rows: Callable[[int], Iterator[pa.Table]]  # iterates over batches of so many rows
+    rows: Callable[[int], Iterator[pa.Table]]  # iterates over batches; the argument is their number of rows
 
 
 class SpanSource:
-    """The spans of a run as a stream, and facts learned while reading.
+    """The spans of a run as a stream, and facts that are collected while the stream is read.
 
     Attributes:
-        is_in_order: whether they come in :data:`ORDER`.
-        failure: the error that ended the stream.
+        is_in_order: Whether the stream is in the order :data:`ORDER`.
+        failure: The error that ended the stream, or None.
 
     Raises:
-        TraceError: a file of the run is damaged.
+        TraceError: A file of the run is damaged.
     """
 
     def __init__(self, run: Run, progress: Progress) -> None:
@@ -83,7 +83,7 @@ class SpanSource:
         self._done, self._records = 0, run.health.records
 
     def reader(self) -> pa.RecordBatchReader:
-        """All spans, each once."""
+        """Return a reader of all spans."""
         return pa.RecordBatchReader.from_batches(SPANS, self._batches())
 
     def _batches(self) -> Iterator[pa.RecordBatch]:
@@ -111,7 +111,7 @@ class SpanSource:
 
 
 def in_time_order(streams: Sequence[Iterator[pa.Table]]) -> Iterator[pa.Table]:
-    """Merge ``streams``, each in order of begin_ns; equal rows keep the order of the streams."""
+    """Merge ``streams``, which must be sorted by begin_ns. Rows with equal begin_ns keep the order of the streams."""
     open_streams = dict(enumerate(streams))
     unread_rows: dict[int, pa.Table] = {}
 
@@ -131,7 +131,7 @@ def in_time_order(streams: Sequence[Iterator[pa.Table]]) -> Iterator[pa.Table]:
     while open_streams:
         last = {number: unread_rows[number]["begin_ns"][-1].as_py() for number in open_streams}
         slowest = min(last, key=lambda number: last[number])
-        ready = []  # rows that begin before any row that is still unread
+        ready = []  # rows that begin before all rows that are not read yet
         for number, rows in sorted(unread_rows.items()):
             count = int(np.searchsorted(rows["begin_ns"].to_numpy(), last[slowest]))
             ready.append(rows.slice(0, count))
@@ -192,7 +192,7 @@ def _is_in_order(begin: npt.NDArray[np.int64], seq: npt.NDArray[np.int64]) -> bo
 
 
 def _clock(run: Run) -> ReferenceClock | None:
-    """The clock of the run; None if all its processes share one clock and no time needs an offset."""
+    """Return the clock of the run, or None if all processes share one clock and no time needs an offset."""
     clock = ReferenceClock(
         run.table("clocks").to_pylist(),
         run.table("clock_offsets").to_pylist(),

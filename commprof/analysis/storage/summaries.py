@@ -1,6 +1,6 @@
-"""Summaries of a run: small tables that most answers use, evaluated once when the run has ended.
+"""Summaries of a run: small tables that most answers use. They are evaluated once, when the run has ended.
 
-Each is a Parquet file in ``RUN/relations/``. They contain only what follows from the records, so they may be deleted at any
+Each summary is a Parquet file in ``RUN/relations/``. Summaries follow from the records, so they may be deleted at any
 time. A summary is valid only while its stamp equals the :func:`fingerprint` of the run.
 """
 
@@ -21,25 +21,27 @@ from commprof.trace.tables import write_parquet
 
 _STAMP: Final = b"commprof.fingerprint"
 _KEY: Final = b"commprof.key"
-_SMALL: Final = 300_000  # records, however long the job took
-# CPU time of a record at most; measured 4.3 us where each record is a row of its own.
+_SMALL: Final = 300_000  # runs with at most this number of records get summaries, however short the job was
+# The maximum CPU time of a record in ns. 4.3 us were measured for a run in which each record is a row of its own.
 _RECORD_NS: Final = 6_000
-_SHARE: Final = 0.005  # the part of a job's time by which its end may be delayed
+_SHARE: Final = 0.005  # the share of its duration by which the end of a job may be delayed
 
 
 def is_affordable(records: int, lasted_ns: int) -> bool:
-    """Whether the end of a job that lasted ``lasted_ns`` may wait until ``records`` are evaluated."""
+    """Return whether a job that lasted ``lasted_ns`` ns may wait at its end until ``records`` records are evaluated."""
     return records <= _SMALL or records * _RECORD_NS <= _SHARE * lasted_ns
 
 
 def keep(path: Path, tables: Mapping[tuple[str, ...], pa.Table], stamp: str) -> None:
-    """Write ``tables``, by name and columns, beside the run at ``path``, all or none.
+    """Write summaries into the directory of the run at ``path``. Either all of them are written, or none.
 
     Args:
-        stamp: the ``inputs`` of the :func:`fingerprint` of the run that they were made from.
+        path: The run directory.
+        tables: The summaries by name and columns.
+        stamp: The ``inputs`` of the :func:`fingerprint` of the run from which the summaries were evaluated.
 
     Raises:
-        TraceError, OSError: they cannot be written.
+        TraceError, OSError: The summaries cannot be written.
     """
     for left in path.glob(f".{SUMMARIES_DIRECTORY}-*"):  # left by a process that was killed
         shutil.rmtree(left, ignore_errors=True)
@@ -57,7 +59,10 @@ def keep(path: Path, tables: Mapping[tuple[str, ...], pa.Table], stamp: str) -> 
 
 
 def read(path: Path) -> dict[tuple[str, ...], pa.Table]:
-    """The summaries of the run at ``path``, by name and columns; empty if none is valid or a file is damaged."""
+    """Return the summaries of the run at ``path`` by name and columns.
+
+    The result is empty if there are no summaries, or if any of the files is damaged or not valid.
+    """
     files = sorted((path / SUMMARIES_DIRECTORY).glob("*.parquet"))
     summaries_by_key: dict[tuple[str, ...], pa.Table] = {}
     stamp = fingerprint(path).inputs.encode() if files else b""

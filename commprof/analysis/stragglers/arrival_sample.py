@@ -1,11 +1,12 @@
-"""A sample of arrivals from the same steps on every host, for runs whose records are too many to read.
+"""Sample the arrivals of the same steps on every host, for runs with too many records to read all of them.
 
-A hash of the step number chooses the steps. Each host stores the records of the steps with the lowest hashes, as many as its
-share of :data:`MOST_ROWS` allows, and the bound below which it has all of them. So the steps below the lowest bound of all
-hosts have the records of all ranks, and are compared like the records of a whole run. If fewer than :data:`_FEWEST_STEPS`
-steps fit, a half, a quarter, ... of their collectives is stored, chosen by a hash of their number in the group. Messages and
-records outside of steps are not in the sample. The own time of a rank between two collectives is computed from all of its
-records before sampling.
+A hash of the step number selects the steps. Each host stores the records of the steps with the lowest hashes,
+up to its share of :data:`MOST_ROWS`. The host also stores a hash bound. The sample of the host is complete
+for all steps with a hash below this bound. For the steps below the lowest bound of all hosts, the records of
+all ranks are therefore available. These records are compared like the records of a whole run. If fewer than
+:data:`_FEWEST_STEPS` steps fit, a half, a quarter, ... of their collectives is stored, selected by a hash of
+their number in the group. Messages and records outside of steps are not in the sample. The own time of a rank
+between two collectives is computed from all of its records before sampling.
 """
 
 from __future__ import annotations
@@ -30,26 +31,26 @@ from commprof.trace.tables import arrow_schema, read_columns
 Hashes = npt.NDArray[np.uint64]
 Numbers = npt.NDArray[np.int64]
 
-MOST_ROWS: Final = 400_000  # of all hosts: comparing them takes 3 s
+MOST_ROWS: Final = 400_000  # rows of all hosts; comparing this many takes 3 s
 _MOST_OF_HOST: Final = 20_000
 _FEWEST_STEPS: Final = 8
-_MOST_OF_PART: Final = 100_000  # rows that are compared at once, unless one step has more
+_MOST_OF_PART: Final = 100_000  # the most rows that are compared at once, unless one step has more
 _MOST_HALVINGS: Final = 20
-_ALL: Final = 1 << 64  # above any hash
+_ALL: Final = 1 << 64  # higher than any hash
 _KEY: Final = b"commprof.sample"
 _CONSTANT: Final = ("is_p2p", "captured")  # false in every row of a sample
 _COUNTED: Final = ("attempt", "step", "issue_ns", "group_size", "pg_seq", "op", "peer", *_CONSTANT)
 
 
 class Sample(NamedTuple):
-    """The sample of one host, or of all.
+    """The sample of one host, or of all hosts.
 
     Attributes:
-        rows: records of collectives, with OWN_COLUMNS.
-        below: all steps with a lower hash are in it.
-        halvings: how often the number of collectives of these steps was halved.
-        steps: the number of training steps in all.
-        span_ns: from the first collective to the last.
+        rows: The records of collectives, with OWN_COLUMNS.
+        below: The hash bound. The sample contains all steps with a lower hash.
+        halvings: How often the number of collectives of these steps was halved.
+        steps: The number of training steps of the host or run, including those that are not in the sample.
+        span_ns: The time from the first collective to the last, in ns.
     """
 
     rows: pa.Table
@@ -60,12 +61,12 @@ class Sample(NamedTuple):
 
     @property
     def share(self) -> float:
-        """The share of the collectives of its steps that are in it."""
+        """The share of the collectives of the sampled steps that is in the sample."""
         return 0.5**self.halvings
 
 
 def schema() -> pa.Schema:
-    """The columns of the rows of a sample."""
+    """Return the Arrow schema of the rows of a sample."""
     of_records = arrow_schema("collectives")
     fields = [
         pa.field(name, pa.int64()) if name in OWN_COLUMNS else of_records.field(name)
@@ -76,13 +77,16 @@ def schema() -> pa.Schema:
 
 
 def of_host(collectives: pa.Table | Scan, ranks: int, world: int, waits: CppWaits | None = None) -> pa.Table:
-    """The sample of a host with ``ranks`` ranks of ``world`` in all; its schema has the facts of :class:`Sample`.
+    """Return the sample of a host as a table. Its schema metadata contains the other fields of :class:`Sample`.
 
     Args:
-        waits: of C++ in its processes, for the own times.
+        collectives: The records of the host.
+        ranks: The number of ranks on the host.
+        world: The number of ranks in the job.
+        waits: The waits in C++ in the processes of the host, which are needed for the own times.
 
     Raises:
-        TraceError: a file cannot be read.
+        TraceError: A file cannot be read.
     """
     most = min(_MOST_OF_HOST, MOST_ROWS * ranks // max(world, ranks, 1))
     collectives_of_step: dict[int, int] = {}
@@ -118,27 +122,27 @@ def of_host(collectives: pa.Table | Scan, ranks: int, world: int, waits: CppWait
 
 
 def as_table(sample: Sample) -> pa.Table:
-    """The rows of ``sample``, with its facts in their schema."""
+    """Return the rows of ``sample``, with its other fields in the schema metadata."""
     facts = {name: value for name, value in sample._asdict().items() if name != "rows"}
     return sample.rows.replace_schema_metadata({_KEY: json.dumps(facts).encode()})
 
 
 def of_table(table: pa.Table) -> Sample:
-    """The sample in a ``table`` of :func:`as_table`."""
+    """Return the sample that :func:`as_table` stored in ``table``."""
     return Sample(table, **facts_of(table))
 
 
 def facts_of(sample: pa.Table) -> dict[str, Any]:
-    """The facts in the schema of a sample: what :func:`joined` needs of each host."""
+    """Return the fields in the schema metadata of a sample, which :func:`joined` needs from each host."""
     facts: dict[str, Any] = json.loads(sample.schema.metadata[_KEY])
     return facts
 
 
 def joined(rows: pa.Table, facts: Sequence[Mapping[str, Any]]) -> Sample:
-    """The sample of a run from the ``rows`` of all its hosts: the steps that all hosts have.
+    """Return the sample of a run from the ``rows`` of all its hosts: the steps that all hosts have.
 
     Args:
-        facts: of each host.
+        facts: The fields of :class:`Sample` without the rows, for each host.
     """
     halvings = max((of["halvings"] for of in facts), default=0)
     rows = _of_steps(rows, min((of["below"] for of in facts), default=0), halvings)
@@ -149,7 +153,7 @@ def joined(rows: pa.Table, facts: Sequence[Mapping[str, Any]]) -> Sample:
 
 
 def parts_of(sample: Sample) -> Iterator[pa.Table]:
-    """The rows of ``sample`` as records, in partitions of whole steps."""
+    """Yield the rows of ``sample`` as records, in partitions of whole steps."""
     rows = sample.rows.combine_chunks()
     for name in _CONSTANT:
         rows = rows.append_column(name, pa.repeat(pa.scalar(False), len(rows)))
@@ -167,12 +171,12 @@ def parts_of(sample: Sample) -> Iterator[pa.Table]:
 
 
 def steps_in(sample: Sample) -> int:
-    """How many steps are in ``sample``."""
+    """Return the number of steps in ``sample``."""
     return len(np.unique(_codes(sample.rows)))
 
 
 def _processes(collectives: pa.Table | Scan, columns: Sequence[str]) -> Iterator[pa.Table]:
-    """The records in batches; all records of a process are in one."""
+    """Yield the records in batches. Each batch contains all records of its processes."""
     if not isinstance(collectives, Scan):
         yield collectives.select(columns)
         return
@@ -183,27 +187,30 @@ def _processes(collectives: pa.Table | Scan, columns: Sequence[str]) -> Iterator
 
 
 def _compared(rows: pa.Table) -> pa.Table:
-    """The collectives of several ranks within steps."""
+    """Return the collectives of several ranks within steps."""
     matched = matchable(rows)
     within = pc.and_(pc.greater_equal(matched["step"], 0), pc.greater(matched["group_size"], 1))
     return matched.filter(pc.and_(within, pc.invert(matched["is_p2p"])))
 
 
 def _codes(rows: pa.Table) -> Numbers:
-    """A number for the step of each row."""
+    """Return the step and attempt of each row as one number."""
     attempt, step = (rows[name].to_numpy().astype(np.int64) for name in ("attempt", "step"))
     codes: Numbers = (attempt << 32) + step
     return codes
 
 
 def _counts(rows: pa.Table) -> tuple[Numbers, Numbers]:
-    """The steps of ``rows``, and how many rows each has."""
+    """Return the steps of ``rows`` and the number of rows of each step."""
     steps, counts = np.unique(_codes(rows), return_counts=True)
     return steps, counts
 
 
 def _of_steps(rows: pa.Table, below: int, halvings: int) -> pa.Table:
-    """The rows of the steps with a hash below ``below``, and of the collectives that remain after ``halvings``."""
+    """Return the rows of the steps with a hash below ``below``.
+
+    After ``halvings``, only the rows of the remaining collectives are returned.
+    """
     codes = _codes(rows)
     chosen = _hashes(codes) < np.uint64(below) if below < _ALL else np.ones(len(rows), bool)
     if halvings:
@@ -213,7 +220,7 @@ def _of_steps(rows: pa.Table, below: int, halvings: int) -> pa.Table:
 
 
 def _hashes(numbers: Numbers | Hashes) -> Hashes:
-    """The hash of each number (splitmix64): pseudorandom, and equal on all hosts."""
+    """Return the hash of each number (splitmix64). The hashes are pseudorandom and equal on all hosts."""
     mixed = numbers.astype(np.uint64) + np.uint64(0x9E3779B97F4A7C15)
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         mixed = (mixed ^ (mixed >> np.uint64(shift))) * np.uint64(factor)
@@ -221,7 +228,11 @@ def _hashes(numbers: Numbers | Hashes) -> Hashes:
 
 
 def _bound(steps: Numbers, counts: Numbers, most: int) -> int:
-    """The hash below which ``steps``, with ``counts`` rows each, have at most ``most`` rows."""
+    """Return the hash below which ``steps`` have at most ``most`` rows in total.
+
+    Args:
+        counts: The number of rows of each step.
+    """
     hashes = _hashes(steps)
     order = np.argsort(hashes)
     beyond = np.flatnonzero(np.cumsum(counts[order]) > most)

@@ -1,4 +1,4 @@
-"""The single collectives with the largest arrival skew."""
+"""The individual collectives with the largest arrival skew."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ _TIME_OF: Final = dict(zip(CAUSES, ("waiting_ns", "launch_ns", "transfer_ns"), s
 
 
 def worst(arrived: pa.Table, limit: int) -> pa.Table:
-    """The rows of the ``limit`` collectives and messages with the largest arrival skew; among equal ones the earliest.
+    """Return the rows of the ``limit`` collectives and messages with the largest arrival skew.
 
-    The rows of ``arrived`` are in the order of their collectives.
+    Among collectives with the same skew, the earliest are returned. The rows of ``arrived`` must be in the
+    order of their collectives.
     """
     comparable = (arrived["members"].to_numpy() > 1) & arrived["lateness_ns"].is_valid().to_numpy()
     groups = Groups(arrived["collective"].to_numpy())
@@ -36,7 +37,7 @@ def worst(arrived: pa.Table, limit: int) -> pa.Table:
 
 
 def late_collectives(arrived: pa.Table, limit: int) -> pd.DataFrame:
-    """The collectives and messages with the largest arrival skew, one row each, largest first."""
+    """Return the collectives and messages with the largest arrival skew, one row each, largest first."""
     worst_arrivals = from_arrow(worst(arrived, limit), ARRIVALS.columns)
     times = worst_arrivals[list(_TIME_OF.values())]
     times_ns = times.fillna(0).astype("int64")

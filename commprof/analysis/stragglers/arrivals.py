@@ -1,4 +1,4 @@
-"""Arrivals: when each rank issued each collective, on one clock, and which rank the others wait for."""
+"""Arrivals: when each rank issued each collective, on one clock, and for which rank the others waited."""
 
 from __future__ import annotations
 
@@ -17,15 +17,21 @@ from commprof.trace.reader import Run
 
 
 def arrivals(collectives: pa.Table, clocks: pa.Table, offsets: pa.Table, one_host: bool) -> pa.Table:
-    """One row per record that can have partners (:func:`commprof.align.ranks.rank_arrivals.arrivals`).
+    """Return one row per record that can be matched with records of other ranks.
 
-    ``one_host``: processes that left no clock count as sharing one.
+    See :func:`commprof.align.ranks.rank_arrivals.arrivals`.
+
+    Args:
+        one_host: Treat processes that recorded no clock as processes that share one clock.
     """
     return align(collectives, ReferenceClock(clocks.to_pylist(), offsets.to_pylist(), one_host))
 
 
 def reference_clock(run: Run) -> ReferenceClock:
-    """The clock of ``run``: of one host, processes that left no clock count as sharing one."""
+    """Return the clock of ``run``.
+
+    If the run has one host, processes that recorded no clock are treated as processes that share one clock.
+    """
     return ReferenceClock(
         run.table("clocks").to_pylist(),
         run.table("clock_offsets").to_pylist(),
@@ -34,29 +40,32 @@ def reference_clock(run: Run) -> ReferenceClock:
 
 
 def cpp_waits(run: Run) -> CppWaits | None:
-    """When C++ waited in the processes of ``run``; None where it did not."""
+    """Return the waits in C++ in the processes of ``run``, or None if the run has none."""
     stalls = run.table("stalls")
     return CppWaits(stalls) if len(stalls) else None
 
 
 def hosts_of(run: Run) -> dict[int, str]:
-    """The host of each rank of ``run``, as far as it is known."""
+    """Return the host of each rank of ``run``, if it is known."""
     return {row["rank"]: row["host"] for row in run.table("clocks").to_pylist()}
 
 
 def aligned(run: Run, also: Sequence[str] = ()) -> Callable[[pa.Table], pa.Table]:
-    """A function from records of ``run`` to their arrivals (:func:`commprof.align.ranks.rank_arrivals.arrivals`)."""
+    """Return a function that converts records of ``run`` to their arrivals.
+
+    See :func:`commprof.align.ranks.rank_arrivals.arrivals`.
+    """
     clock = reference_clock(run)
     return lambda records: align(records, clock, also)
 
 
 def arrivals_frame(arrived: pa.Table) -> pd.DataFrame:
-    """:func:`arrivals` as a frame."""
+    """Return the table of :func:`arrivals` as a DataFrame."""
     return from_arrow(arrived, ARRIVALS.columns)
 
 
 def incomparable(arrived: pa.Table) -> int:
-    """How many collectives of several recorded ranks have times that cannot be compared."""
+    """Return the number of collectives of several recorded ranks whose times cannot be compared."""
     unknown = pc.is_null(arrived["lateness_ns"])
     if not pc.any(unknown).as_py():
         return 0

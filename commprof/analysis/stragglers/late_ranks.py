@@ -1,4 +1,7 @@
-"""Stragglers by own delay: which rank arrived last in each collective, and what follows from that. Pure."""
+"""Find stragglers by own delay from the ranks that arrived last in each collective.
+
+The functions are pure.
+"""
 
 from __future__ import annotations
 
@@ -16,17 +19,18 @@ Numbers = npt.NDArray[np.int64]
 Flags = npt.NDArray[np.bool_]
 Floats = npt.NDArray[np.float64]
 
-_WORTH: Final = 0.02  # of the time: the least cost of a culprit
-_MOST_OF_IT: Final = 0.8  # of the waiting: its most expensive part, which is searched for culprits
-_HIDDEN_BESIDE: Final = 0.1  # of the delay of the rank that hides it
-_CHANCE: Final = 0.01  # the probability that among equal ranks any looks like a culprit
-_FEWEST: Final = 3  # collectives, or steps, that are enough for a rank that alone causes most of the waiting
-_MUCH: Final = 0.05  # of the time
-_EXACT: Final = 300  # events up to which the binomial tail is summed
-_EXCEPTIONS: Final = 0.1  # of the steps since a rank became slow
-_TOGETHER: Final = 0.5  # of the lead of the second last rank: below it the last two came together
-_MORE: Final = 1.25  # times as often as among equal ranks
-_TURNS: Final = 0.05  # of the cost of ranks that are late in turn
+_WORTH: Final = 0.02  # of the time: the lowest cost of a straggler
+_MOST_OF_IT: Final = 0.8  # of the waiting: the most expensive part, which is searched for stragglers
+_HIDDEN_BESIDE: Final = 0.1  # of the cost of the first straggler: the lowest cost of a hidden straggler
+_CHANCE: Final = 0.01  # the probability that any of several equal ranks looks like a straggler
+# The fewest collectives or steps that suffice as evidence against a rank that alone causes most of the waiting.
+_FEWEST: Final = 3
+_MUCH: Final = 0.05  # of the time: the lowest cost of a rank that alone causes most of the waiting
+_EXACT: Final = 300  # up to this many events, the binomial tail is summed exactly
+_EXCEPTIONS: Final = 0.1  # of the steps since a rank became slow: the most exceptions
+_TOGETHER: Final = 0.5  # of the lead of the second-last rank: below this, the last two ranks arrived together
+_MORE: Final = 1.25  # times as often as among equal ranks: the lowest frequency of a straggler
+_TURNS: Final = 0.05  # of the time: the lowest total cost of ranks that are late in turn
 
 _NUMBERS: Final = (
     "attempt",
@@ -53,13 +57,15 @@ class LateRank(NamedTuple):
     """A straggler by own delay.
 
     Attributes:
-        cost_ns: how long the others waited for its own delay alone; for a hidden one, how long they would wait without the
-            other stragglers.
-        collectives: the compared ones that make most of the cost; ``steps``: in how many steps.
-        is_hidden: another rank comes later still.
-        is_seen: the waits of the others were recorded; if not, the cost is the time in which it alone was missing.
-        since: the step from which on it was late, in nearly all steps to the end; None if it was late from the start, or
-            only now and then.
+        cost_ns: The time in ns that the others waited for its own delay alone. For a hidden straggler, the
+            time that the others would wait without the other stragglers.
+        collectives: The number of compared collectives that cause most of the cost.
+        steps: The number of steps with these collectives.
+        is_hidden: True if another rank arrives still later.
+        is_seen: True if the waits of the others were recorded. If not, the cost is the time in which this
+            rank alone was missing.
+        since: The step from which on the rank was late in nearly all steps to the end. None if the rank was
+            late from the start, or only occasionally.
     """
 
     rank: int
@@ -72,10 +78,10 @@ class LateRank(NamedTuple):
 
 
 class Waits(NamedTuple):
-    """How long the others waited for a rank in a step; one row for each wait.
+    """The times in ns that the others waited for a rank in a step, with one row for each wait.
 
-    ``code`` is the step with its attempt as one number. A wait is for the own delay of the rank, for one that it inherits,
-    or its cause is not known.
+    ``code`` is the step and its attempt as one number. A wait is for the own delay of the rank or for its
+    inherited delay, or the cause of the wait is not known.
     """
 
     rank: Numbers
@@ -89,16 +95,23 @@ class Findings(NamedTuple):
     """The evidence of the last ranks of all collectives, without warm-up.
 
     Attributes:
-        late: the stragglers by own delay, in order of cost, largest first.
-        compared: compared collectives; ``steps``: training steps of the run, 0 if it has none.
-        own_ns: the waiting for the own delay of the last rank, in all; ``turns``: by rank, if ranks are late in turn.
-        inherited: by rank, the waiting for it because the collective before had ended late for it.
-        elsewhere: by rank, the waiting for it because waits in other groups or for messages had blocked it longer.
-        untold: by rank, the waiting of unknown cause, since some wait was not recorded.
-        untold_late: the ranks that stand out by it, and the step from which on each was late, as of a LateRank.
-        warm: the steps without warm-up, each with its attempt as one number.
-        waits: what of the waiting for each rank is for its own delay, inherited, or of unknown cause.
-        share: the share of the collectives of the steps that were compared.
+        late: The stragglers by own delay, in order of cost, largest first.
+        compared: The number of compared collectives.
+        steps: The number of training steps of the run without warm-up, or 0 if the run has no steps.
+        own_ns: The total time that the others waited for the own delay of the last rank.
+        turns: The cost of each rank, if ranks are late in turn.
+        inherited: By rank, the time that the others waited because the previous collective had ended late for
+            this rank.
+        elsewhere: By rank, the time that the others waited because waits in other groups or for messages had
+            blocked this rank longer.
+        untold: By rank, the waiting time of unknown cause. The cause is unknown if some wait was not
+            recorded.
+        untold_late: The ranks that stand out by ``untold``, with the step from which on each was late, as in
+            LateRank.since.
+        warm: The steps without warm-up, each with its attempt as one number.
+        waits: The waits for each rank, divided into waits for its own delay, for its inherited delay, and of
+            unknown cause.
+        share: The share of the collectives of the steps that were compared.
     """
 
     late: list[LateRank]
@@ -119,7 +132,7 @@ class LastRanks:
     """Collects the rows of the last ranks, one partition after another.
 
     Attributes:
-        steps: the steps of the run, each with its attempt as one number.
+        steps: The steps of the run, each with its attempt as one number.
     """
 
     def __init__(self) -> None:
@@ -127,7 +140,7 @@ class LastRanks:
         self.steps: set[int] = set()
 
     def add(self, arrived: pa.Table, rows: Numbers) -> None:
-        """Add ``rows`` of arrivals: the last ranks of collectives in which all wait for all."""
+        """Add ``rows`` of arrivals: the last ranks of collectives in which all ranks wait for all ranks."""
         last = np.flatnonzero(pc.fill_null(arrived["is_last"], False).to_numpy())
         attempt, step = (arrived[name].to_numpy()[last].astype(np.int64) for name in ("attempt", "step"))
         self.steps.update(np.unique(((attempt << 32) + step)[step >= 0]).tolist())
@@ -135,19 +148,19 @@ class LastRanks:
         part = {name: pc.fill_null(taken[name], 0).to_numpy().astype(np.int64) for name in _NUMBERS}
         part |= {flag: taken[name].is_valid().to_numpy().astype(np.int64) for flag, name in _FLAGS.items()}
         certain = pc.fill_null(arrived["certain"].take(pa.array(rows)), False).to_numpy()
-        # It need not be certain which of two ranks was last if all others certainly came before them.
+        # It does not have to be certain which of two ranks was last if all others certainly arrived before both.
         is_told = certain | ((part["members"] > 2) & (part["second_lead_ns"] > part["lateness_error_ns"]))
         part["is_certain"] = certain.astype(np.int64)
         part = {name: values[is_told] for name, values in part.items()}
         self._batches.append(part)
 
     def findings(self, span_ns: int, least_share: float = 0.0, share: float = 1.0) -> Findings:
-        """The evidence of all rows, in a run of ``span_ns``.
+        """Return the evidence of all rows, in a run of ``span_ns``.
 
         Args:
-            least_share: the least probability of a rank to be last by chance. Ranks that wait for roots cannot come late, so
-                few ranks remain that can.
-            share: the share of the collectives of the steps that were added.
+            least_share: The lowest probability that a rank is last by chance. Ranks that wait for roots
+                cannot arrive late, so only few ranks remain that can.
+            share: The share of the collectives of the steps that were added.
         """
         events = _Events(self._batches)
         steps = warm_steps(self.steps)
@@ -197,7 +210,10 @@ class LastRanks:
 
 
 def _waits(*kinds: tuple[Numbers, Numbers, Numbers]) -> Waits:
-    """The waits of all ``kinds``, each with its ranks, steps and times, without those that are as short as waking up."""
+    """Return the waits of all ``kinds`` as one table, each kind with its ranks, steps and times.
+
+    Waits that are as short as waking up are set to 0.
+    """
     rank, code = (np.concatenate(each) for each in list(zip(*kinds, strict=True))[:2])
     kind = np.repeat(np.arange(len(kinds)), [len(ns) for *_, ns in kinds])
     times = _beyond_resolution(np.concatenate([ns for *_, ns in kinds]))
@@ -205,7 +221,7 @@ def _waits(*kinds: tuple[Numbers, Numbers, Numbers]) -> Waits:
 
 
 class _Events:
-    """The rows of all partitions, and what follows from them together."""
+    """The rows of all partitions, with values that are derived from all rows together."""
 
     def __init__(self, batches: list[dict[str, Numbers]]) -> None:
         names = (*_NUMBERS, *_FLAGS, "is_certain")
@@ -218,19 +234,21 @@ class _Events:
         return self._columns[name]
 
     def step_codes(self) -> Numbers:
-        """A number for each step of each attempt."""
+        """Return the step and attempt of each row as one number."""
         return (self["attempt"] << 32) + self["step"]
 
     def together(self) -> tuple[Flags, Numbers]:
-        """In which rows the last two ranks came together, and how long the others waited for both."""
+        """Return in which rows the last two ranks arrived together, and how long the others waited for both."""
         is_close = ~self.is_certain | (self["lead_ns"] < _TOGETHER * self["second_lead_ns"])
         both = (self["members"] > 2) & is_close
         return both, np.where(both, self["second_waited_ns"], 0)
 
     def counts_once(self) -> Flags:
-        """Rows whose waits were recorded, and of the others the one with the largest lead of a rank in a step.
+        """Return which rows are counted, so that no delay is counted more than once.
 
-        Without waits in between, a rank that is late for one collective is as late for the next ones: the others wait once.
+        All rows with recorded waits are counted. Of the other rows, only the row with the largest lead of
+        each rank in each step is counted. Without waits in between, a rank that is late for one collective is
+        equally late for the next ones, but the others wait only once.
         """
         rows = np.flatnonzero(~self.is_timed)
         order = rows[np.lexsort((-self["lead_ns"][rows], self["rank"][rows], self.step_codes()[rows]))]
@@ -242,12 +260,12 @@ class _Events:
         return counts
 
     def second_share(self) -> Floats:
-        """The share of its lead that the second last rank has by its own delay."""
+        """Return the part of the lead of the second-last rank that is due to its own delay, as a share."""
         share: Floats = self["second_own_lead_ns"] / np.maximum(self["second_lead_ns"], 1)
         return share
 
     def of(self, steps: set[int]) -> Flags:
-        """The rows of some steps; all rows if there are no steps."""
+        """Return which rows belong to ``steps``, or all rows if ``steps`` is empty."""
         if not steps:
             return np.ones(len(self["step"]), bool)
         chosen: Flags = np.isin(self.step_codes(), np.fromiter(steps, np.int64)) & (self["step"] >= 0)
@@ -255,7 +273,10 @@ class _Events:
 
 
 def warm_steps(steps: set[int]) -> set[int]:
-    """The steps without warm-up: of an attempt with several steps all after the first."""
+    """Return the steps without warm-up.
+
+    The first step of an attempt is warm-up, unless the attempt has only one step.
+    """
     by_attempt: dict[int, list[int]] = {}
     for code in steps:
         by_attempt.setdefault(code >> 32, []).append(code)
@@ -263,7 +284,7 @@ def warm_steps(steps: set[int]) -> set[int]:
 
 
 def _by_rank(rank: Numbers, values: Numbers) -> dict[int, int]:
-    """The sum of each rank, without waits that are as short as waking up."""
+    """Return the sum of the values of each rank, without waits that are as short as waking up."""
     values = _beyond_resolution(values)
     sums = {each: int(values[rank == each].sum()) for each in np.unique(rank).tolist()}
     return {each: total for each, total in sums.items() if total > 0}
@@ -274,18 +295,22 @@ def _beyond_resolution(waits: Numbers) -> Numbers:
 
 
 def _rounded(values: Floats) -> Numbers:
-    """As integers, whose sum does not depend on the order."""
+    """Return ``values`` as integers, because an integer sum does not depend on the order."""
     return np.rint(values).astype(np.int64)
 
 
 class _OwnDelays(NamedTuple):
-    """The waiting for own delays, one row for each rank that is blamed for one.
+    """The waiting for own delays, with one row for each rank to which an own delay is attributed.
 
     Attributes:
-        rank: the rank that is blamed; ``codes``: the step with its attempt as one number.
-        cost_ns: how long the others waited for its own delay; 0 for a wait that is as short as waking up.
-        behind: the rank that was hidden behind it, with its cost; 0 if the two came together.
-        members: ranks of the collective; ``is_seen``: the waits of the others were recorded.
+        rank: The rank to which the delay is attributed.
+        codes: The step and its attempt as one number.
+        cost_ns: The time in ns that the others waited for the own delay of the rank. 0 for a wait that is as
+            short as waking up.
+        behind: The second-last rank, which was hidden behind the rank.
+        behind_ns: The cost of ``behind`` in ns. 0 if the two ranks arrived together.
+        members: The number of ranks of the collective.
+        is_seen: True if the waits of the others were recorded.
     """
 
     rank: Numbers
@@ -298,7 +323,11 @@ class _OwnDelays(NamedTuple):
 
     @classmethod
     def of(cls, events: _Events, all_costs: Numbers, known: Flags) -> _OwnDelays:
-        """Those in the rows ``known`` of ``events``, of which ``all_costs`` are the costs of the last rank."""
+        """Return the own delays in the rows ``known`` of ``events``.
+
+        Args:
+            all_costs: The cost of the last rank for each row of ``events``.
+        """
         both, of_both = events.together()
         shared = np.flatnonzero(known & both)
         rows = np.concatenate((np.flatnonzero(known), shared))
@@ -325,10 +354,16 @@ class _OwnDelays(NamedTuple):
 def _late_ranks(
     delays: _OwnDelays, span_ns: int, least_share: float, steps_of_run: Numbers | None = None
 ) -> tuple[list[LateRank], int, dict[int, int]]:
-    """The culprits in turn: each is removed, and the rank that was hidden behind it takes its place.
+    """Find the stragglers one after another.
+
+    After a straggler is found, it is removed, and the rank that was hidden behind it replaces it.
 
     Args:
-        steps_of_run: the codes of the steps in which a rank can be late; default: those of ``delays``.
+        steps_of_run: The codes of the steps in which a rank can be late. Default: the codes of ``delays``.
+
+    Returns:
+        The stragglers, the total cost of all own delays in ns, and the cost of each rank if ranks are late in
+            turn.
     """
     blamed, cost, members = (each.copy() for each in (delays.rank, delays.cost_ns, delays.members))
     codes, seen, behind, behind_cost = delays.codes, delays.is_seen, delays.behind, delays.behind_ns
@@ -344,7 +379,7 @@ def _late_ranks(
         main = heavy[blamed[heavy] == culprit]
         is_hidden = bool(cost[mine & hidden].sum() > cost[mine & ~hidden].sum())
         steps = len(np.unique(codes[main]))
-        # The heaviest leave out steps that cost a little less.
+        # The heaviest rows exclude steps that cost only a little less, so include these steps here.
         as_late = mine & (2 * cost >= np.median(cost[main]))
         since = _since(np.unique(codes[as_late]), np.unique(codes) if steps_of_run is None else steps_of_run)
         late.append(
@@ -361,15 +396,21 @@ def _late_ranks(
         cost[np.isin(blamed, [each.rank for each in late])] = 0
     turns = {} if late or own_ns < _TURNS * span_ns else _by_rank(blamed, cost)
     if max(turns.values(), default=0) > _MOST_OF_IT * sum(turns.values()):
-        turns = {}  # one rank, too seldom to exclude chance
+        turns = {}  # one rank causes most of the cost, but too seldom to exclude chance
     return late, own_ns, turns
 
 
 def _since(late_in: Numbers, codes: Numbers) -> int | None:
-    """The step at which a rank that was late in the steps ``late_in`` became slow, of the steps ``codes`` of one attempt.
+    """Return the step at which a rank became slow, or None if no such step stands out.
 
-    The division of the steps with the fewest exceptions: late ones before it, others after it. A single late step before
-    does not move it. None if the exceptions are many, if the rank was late from the start, or is no longer late at the end.
+    The step divides the steps so that there are as few exceptions as possible. An exception is a late step
+    before the division or a step after it that is not late. A single late step before the division does not
+    move it. The result is None if there are many exceptions, if the rank was late from the start, or if the
+    rank is no longer late at the end.
+
+    Args:
+        late_in: The codes of the steps in which the rank was late.
+        codes: The codes of all steps, which must be of one attempt.
     """
     if codes[0] < 0 or codes[0] >> 32 != codes[-1] >> 32:
         return None
@@ -383,7 +424,10 @@ def _since(late_in: Numbers, codes: Numbers) -> int | None:
 
 
 def heaviest(cost: Numbers) -> Numbers:
-    """The fewest rows that make most of the cost, and all rows that cost as much as the cheapest of them."""
+    """Return the fewest rows that cause most of the cost.
+
+    All rows that cost as much as the cheapest of these rows are also returned.
+    """
     falling = np.sort(cost)[::-1]
     total = np.cumsum(falling)
     if not len(total) or total[-1] <= 0:
@@ -401,7 +445,7 @@ def _culprit(
     late: list[LateRank],
     least_share: float,
 ) -> int | None:
-    """The rank that costs most, if the cost is worth a sentence and above chance."""
+    """Return the rank that costs most, if its cost is large enough to be reported and above chance."""
     if not len(heavy):
         return None
     ranks = np.unique(who[heavy])
@@ -424,7 +468,7 @@ def _culprit(
 
 
 def binomial_tail(times: int, of: int, share: float) -> float:
-    """The probability that an event of probability ``share`` happens ``times`` or more in ``of`` trials."""
+    """Return the probability that an event of probability ``share`` happens ``times`` or more in ``of`` trials."""
     if share >= 1:
         return 0.0
     if of <= _EXACT:

@@ -1,4 +1,7 @@
-"""Stragglers in rooted collectives: a late root or a late sender, by own delay. Pure."""
+"""Find stragglers in rooted collectives: a root or a sender that is late by its own delay.
+
+The functions are pure.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +18,8 @@ from commprof.analysis.stragglers.late_ranks import Waits, binomial_tail, heavie
 
 Numbers = npt.NDArray[np.int64]
 
-_CHANCE: Final = 0.01  # the probability that equal ranks come so often in such an order
-_WORTH: Final = 0.02  # of the time
+_CHANCE: Final = 0.01  # the probability that equal ranks arrive in the same order this often
+_WORTH: Final = 0.02  # of the time: the lowest cost of a late rank
 _NUMBERS: Final = (
     "attempt",
     "step",
@@ -30,12 +33,14 @@ _NUMBERS: Final = (
 
 
 class LateRoot(NamedTuple):
-    """A rank that rooted collectives wait for.
+    """A rank for which other ranks wait in rooted collectives.
 
     Attributes:
-        op: the operation. ``is_root``: the rank is the root, else a sender that the root waits for.
-        cost_ns: how long other ranks waited for its own delay.
-        collectives: those of ``compared`` in which it came late by its own delay.
+        op: The operation.
+        is_root: True if the rank is the root, False if the rank is a sender for which the root waits.
+        cost_ns: The time in ns that other ranks waited for the own delay of the rank.
+        collectives: The number of collectives, out of ``compared``, in which the rank arrived late by its own
+            delay.
     """
 
     rank: int
@@ -53,7 +58,7 @@ class RootedCollectives:
         self._tables: list[pa.Table] = []
 
     def add(self, arrived: pa.Table) -> None:
-        """Add the rows of the ranks that others wait for."""
+        """Add the rows of the ranks for which others wait."""
         names = [*_NUMBERS, "op", "group_ranks"]
         if arrived["awaited_own_ns"].null_count < len(arrived):
             some = arrived.select(names).filter(arrived["awaited_own_ns"].is_valid())
@@ -64,7 +69,10 @@ class RootedCollectives:
         return bool(self._tables)
 
     def costs(self, steps: set[int]) -> dict[int, int]:
-        """How long others waited in all for the own delay of each rank, whether above chance or not."""
+        """Return the total time that others waited for the own delay of each rank.
+
+        Ranks whose cost is not above chance are included.
+        """
         every = self._warm(steps)
         if every is None:
             return {}
@@ -72,7 +80,7 @@ class RootedCollectives:
         return {each: int(cost[rank == each].sum()) for each in np.unique(rank).tolist()}
 
     def waits(self, steps: set[int], ranks: Sequence[int]) -> Waits:
-        """How long others waited for the own delay of ``ranks``."""
+        """Return the waits of other ranks for the own delay of ``ranks``."""
         every = self._warm(steps)
         none = np.zeros(0, np.int64)
         if every is None:
@@ -87,7 +95,7 @@ class RootedCollectives:
         )
 
     def _warm(self, steps: set[int]) -> pa.Table | None:
-        """The rows of ``steps`` without those of the warm-up; None without rows."""
+        """Return the rows of ``steps`` without the warm-up steps, or None if no rows were added."""
         if not self._tables:
             return None
         every = pa.concat_tables(self._tables)
@@ -98,10 +106,10 @@ class RootedCollectives:
         return every
 
     def late(self, span_ns: int, steps: set[int]) -> list[LateRoot]:
-        """The ranks whose cost is a large enough part of ``span_ns``, in order of cost.
+        """Return the ranks whose cost is a large enough part of ``span_ns``, in order of cost.
 
         Args:
-            steps: the steps of the run, each with its attempt as one number; warm-up steps are not counted.
+            steps: The steps of the run, each with its attempt as one number. Warm-up steps are not counted.
         """
         every = self._warm(steps)
         if every is None:
@@ -120,7 +128,7 @@ class RootedCollectives:
 
 
 def _late_ones(rows: pa.Table, op: str, root: int, span_ns: int) -> list[LateRoot]:
-    """The late ranks in the collectives of one operation, group and root."""
+    """Return the late ranks in the collectives of one operation, group and root."""
     rank, size, cost, later, lead = (
         pc.fill_null(rows[name], 0).to_numpy()
         for name in ("rank", "group_size", "awaited_own_ns", "awaited_later_ns", "own_lead_ns")
@@ -131,15 +139,15 @@ def _late_ones(rows: pa.Table, op: str, root: int, span_ns: int) -> list[LateRoo
         is_root = each == root
         mine = rank == each
         if is_root != (op in FROM_ROOT):
-            continue  # nobody waits for the root of a reduce, which is the last to come
+            continue  # no rank waits for the root of a reduce, which arrives last
         late = mine & (later > 0)
-        # Early arrivals compensate late ones, and so does a root that comes after its senders: only the collectives that
-        # make most of the cost count.
+        # Early arrivals compensate late ones, and a root that arrives after its senders also compensates. Therefore
+        # only the collectives that cause most of the cost are judged.
         judged = heaviest(np.abs(later) if is_root else lead)
         chance = 0.5 if op in FROM_ROOT else 1 / int(size[0])
         total, net = int(cost[mine].sum()), int(later[mine].sum())
         times = int(late[judged].sum())
-        bound = _CHANCE if is_root else _CHANCE * chance  # for all senders together
+        bound = _CHANCE if is_root else _CHANCE * chance  # the bound is for all senders together
         is_beyond_chance = binomial_tail(times, len(judged), chance) < bound
         if min(total, net) >= _WORTH * span_ns and total and is_beyond_chance:
             collectives = times if is_root else int(late.sum())

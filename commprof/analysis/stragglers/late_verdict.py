@@ -1,4 +1,8 @@
-"""The verdict on stragglers in sentences: a rank that delays the others, a slow path, or why the cause is unknown. Pure."""
+"""Write the verdict on stragglers in sentences.
+
+The verdict is a rank that delays the others, a slow path, or the reason why the cause is unknown. The
+functions are pure.
+"""
 
 from __future__ import annotations
 
@@ -28,13 +32,13 @@ TRANSFERS: Final = "transfers"
 UNTOLD: Final = "untold"
 NOBODY: Final = "nobody"
 
-# The least cost that is reported, as a share of the time from the first arrival to the last.
+# The lowest cost that is reported, as a share of the time from the first arrival to the last.
 _WORTH_SAYING: Final = 0.05
-_ALL_MOST: Final = 0.5  # of the collectives
+_ALL_MOST: Final = 0.5  # the share of collectives, steps or time that counts as most
 
 
 class LateVerdict(NamedTuple):
-    """The sentences on a run, the kind of culprit (one of the five values above), and the stragglers."""
+    """The sentences about a run, the kind of cause (one of the five values above), and the stragglers."""
 
     statement: str | None
     culprit: str
@@ -50,14 +54,16 @@ def verdict(
     span_ns: int,
     unknown: int,
 ) -> LateVerdict:
-    """The verdict that the arrivals of a run prove.
+    """Return the verdict that the arrivals of a run prove.
 
     Args:
-        ranks: one row per rank (answers.STRAGGLERS); ``warm``: the same, counted without warm-up as the findings are.
-        findings: what the last arrivals show; ``rooted``: ranks that rooted collectives wait for.
-        paths: the evidence of the transfers.
-        span_ns: from the first arrival to the last.
-        unknown: how many collectives have ranks whose clocks were never compared.
+        ranks: One row per rank (answers.STRAGGLERS).
+        warm: The rows of ``ranks``, but counted without warm-up, as in ``findings``.
+        findings: The evidence of the last ranks.
+        rooted: The ranks for which other ranks wait in rooted collectives.
+        paths: The evidence of the transfers.
+        span_ns: The time from the first arrival to the last, in ns.
+        unknown: The number of collectives with ranks whose clocks were never compared.
     """
     by_rank = {int(row["rank"]): row for _, row in warm.iterrows()}
     sentences = [_late(each, by_rank[each.rank], findings) for each in findings.late]
@@ -104,7 +110,7 @@ def _late(late: LateRank, row: pd.Series, findings: Findings) -> str:
     if (
         late.since is None
         and findings.compared
-        and findings.share == 1  # else it may have been late in collectives of a step that were not compared
+        and findings.share == 1  # if not, the rank may have been late in collectives that were not compared
         and late.collectives < _ALL_MOST * findings.compared
         and late.steps < _ALL_MOST * findings.steps
     ):
@@ -134,14 +140,15 @@ def _late_root(late: LateRoot, findings: Findings) -> str:
 
 
 def _transfers(findings: Findings, paths: Paths, by_rank: Mapping[int, pd.Series], span_ns: int) -> list[str]:
-    """Sentences on a slow path, and on the rank that is late because of it."""
+    """Return sentences about a slow path and about the rank that is late because of the path."""
     slow = paths.slow(_WORTH_SAYING * span_ns)
     by_cost = sorted(findings.inherited, key=lambda rank: (-findings.inherited[rank], rank))
-    # Waits for a rank that only some others wait for (of a reduce, a message) do not make it the last of all.
+    # In a reduce or a message, only some ranks wait for a rank. Such waits do not make the rank the last of all.
     by_cost = [rank for rank in by_cost if by_rank[rank]["last"] > 0] or by_cost
     late = [rank for rank in by_cost if findings.inherited[rank] * 2 >= findings.inherited[by_cost[0]]]
     waited = sum(findings.inherited[rank] for rank in late)
-    # Few ranks inherit most: their share of the waiting is above the midpoint between their share of the ranks and 1.
+    # Few ranks inherit most of the waiting if their share of it is at least the midpoint between their share of the
+    # ranks and 1.
     few = 2 * len(by_rank) * waited >= (len(late) + len(by_rank)) * sum(findings.inherited.values())
     is_told = 0 < len(late) < len(by_rank) and few
     if not is_told or waited < _WORTH_SAYING * span_ns:
@@ -165,7 +172,10 @@ def _transfers(findings: Findings, paths: Paths, by_rank: Mapping[int, pd.Series
 
 
 def _transfers_alone(paths: Paths, by_rank: Mapping[int, pd.Series]) -> LateVerdict:
-    """The verdict on a run that spends its time in transfers while no rank is late: all ranks wait equally long."""
+    """Return the verdict on a run that spends its time in transfers while no rank is late.
+
+    In such a run, all ranks wait equally long.
+    """
     costliest = paths.costliest()
     if costliest is None or costliest.share < _ALL_MOST:
         return LateVerdict(None, NOBODY, [])
@@ -220,7 +230,7 @@ def _compared(slow: SlowPath, findings: Findings) -> str:
 
 
 def _elsewhere(findings: Findings, span_ns: int) -> list[str]:
-    """Sentences on a rank that is delayed by waits in other groups or for messages."""
+    """Return sentences about a rank that is delayed by waits in other groups or for messages."""
     rank, waited = max(findings.elsewhere.items(), key=lambda each: each[1], default=(None, 0))
     if rank is None or waited < _WORTH_SAYING * span_ns:
         return []
@@ -231,7 +241,7 @@ def _elsewhere(findings: Findings, span_ns: int) -> list[str]:
 
 
 def _untold(findings: Findings, by_rank: Mapping[int, pd.Series], span_ns: int) -> list[str]:
-    """Sentences on ranks that stand out for an unknown cause."""
+    """Return sentences about ranks that stand out for an unknown cause."""
     sentences = []
     for rank, waited in sorted(findings.untold.items(), key=lambda each: -each[1]):
         row = by_rank[rank]

@@ -1,7 +1,7 @@
-"""Lateness of each rank over a run, how often the others wait for it, and what it waits for: sums of arrivals.
+"""Sum the arrivals of each rank: its lateness, how often it arrives last, and the causes of its waits.
 
-This is not SQL: quantiles need every lateness of a rank, and sorting one rank after another takes a fraction of the time and
-memory of aggregates over all ranks.
+The sums are not computed in SQL. Quantiles need every lateness value of a rank. Sorting the values of one
+rank at a time takes a fraction of the time and memory of aggregates over all ranks.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ from commprof.schema import Op
 Numbers = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 
-# The root of a broadcast waits for nobody, and a late sender need not be slow, so messages are left out.
+# The root of a broadcast waits for no rank. A late sender of a message is not necessarily slow, so messages are
+# excluded.
 ALL_FOR_ALL: Final = (Op.ALL_REDUCE, Op.REDUCE_SCATTER, Op.ALL_GATHER, Op.ALL_TO_ALL, Op.BARRIER)
 _QUANTILES: Final = {"p5_ns": 0.05, "p25_ns": 0.25, "median_ns": 0.5, "p75_ns": 0.75, "p95_ns": 0.95}
 _MEASURED: Final = ("lateness_ns", "lateness_error_ns", "error_ns")
@@ -36,7 +37,7 @@ _TIMES: Final = ("waiting_ns", "launch_ns", "transfer_ns")  # in the order of CA
 
 
 def last_ones(arrived: pa.Table) -> Numbers:
-    """The rows of the last ranks, in collectives in which every rank waits for every other."""
+    """Return the row indices of the last ranks, in collectives in which every rank waits for every other rank."""
     return np.flatnonzero(
         pc.fill_null(arrived["is_last"], False).to_numpy() & among(arrived["op"], ALL_FOR_ALL)
     )
@@ -45,7 +46,8 @@ def last_ones(arrived: pa.Table) -> Numbers:
 class RankLateness:
     """Collects arrivals, one partition after another, and answers over all of them. Must be closed.
 
-    Sums of each rank stay in memory; the values behind medians and other quantiles lie in a file.
+    The sums of each rank stay in memory. The values that are needed for medians and other quantiles are in a
+    file.
     """
 
     def __init__(self) -> None:
@@ -62,7 +64,7 @@ class RankLateness:
         encoded = pc.dictionary_encode(arrived["rank"].combine_chunks())
         part = _Part(arrived, encoded)
         several = (arrived["members"].to_numpy() > 1) & arrived["lateness_ns"].is_valid().to_numpy()
-        # Collectives in which every rank waits for every other, recorded by all of them.
+        # Count only collectives in which every rank waits for every other rank and that all ranks recorded.
         counted = arrived["is_last"].is_valid().to_numpy() & among(arrived["op"], ALL_FOR_ALL)
         last_ones = np.flatnonzero(counted & part.flags("is_last"))
         self._see_steps(arrived, last_ones)
@@ -88,7 +90,7 @@ class RankLateness:
         self._steps.update(np.unique((attempt[inside] << 32) + step[inside]).tolist())
 
     def _ranks(self) -> Iterator[dict[str, Any]]:
-        """The sums of each rank, in order of rank."""
+        """Yield the sums of each rank, in order of rank."""
         if self._sums:
             every = pa.concat_tables(self._sums)
             names = [name for name in every.column_names if name != "rank"]
@@ -101,10 +103,10 @@ class RankLateness:
             )
 
     def stragglers(self) -> pd.DataFrame:
-        """How often each rank came last, and how long the others waited for it (answers.STRAGGLERS).
+        """Return how often each rank arrived last and how long the others waited for it (answers.STRAGGLERS).
 
-        A rank stands out if it was last in at least 1.5 times as many collectives as among equal ranks, and above chance
-        (three standard deviations).
+        A rank stands out if two conditions are true. The rank was last in at least 1.5 times as many
+        collectives as expected among equal ranks. The count is also above chance (three standard deviations).
         """
         rows = []
         for sums in self._ranks():
@@ -134,7 +136,7 @@ class RankLateness:
         return from_rows(rows, STRAGGLERS.columns)
 
     def lateness(self) -> pd.DataFrame:
-        """Lateness of each rank: quantiles over the collectives of several ranks (LATENESS)."""
+        """Return quantiles of the lateness of each rank, over the collectives of several ranks (LATENESS)."""
         rows = []
         for sums in self._ranks():
             of_rank = (self._values.of(sums["rank"], name) for name in ("lateness_ns", "lateness_error_ns"))
@@ -146,7 +148,10 @@ class RankLateness:
         return from_rows(rows, LATENESS.columns)
 
     def causes(self) -> pd.DataFrame:
-        """What each rank waited for, beyond the error of the clocks: one row per rank and cause, even if it has none."""
+        """Return the causes of the waits of each rank, beyond the clock error (WAITING_CAUSES).
+
+        There is one row per rank and cause, even if the rank has no wait with this cause.
+        """
         return from_rows(
             (
                 {
@@ -165,7 +170,7 @@ class RankLateness:
 
 
 class _Part:
-    """Arrivals of one partition, and sums of rows by rank."""
+    """The arrivals of one partition, with methods that sum rows by rank."""
 
     def __init__(self, arrived: pa.Table, ranks: pa.DictionaryArray) -> None:
         self._arrived = arrived
@@ -173,33 +178,33 @@ class _Part:
         self.ranks = len(ranks.dictionary)
 
     def numbers(self, name: str) -> Numbers:
-        """A column, with 0 for null."""
+        """Return a column in which null is replaced by 0."""
         numbers: Numbers = pc.fill_null(self._arrived[name], 0).to_numpy()
         return numbers
 
     def flags(self, name: str) -> npt.NDArray[np.bool_]:
-        """A column of flags; null is false."""
+        """Return a column of flags in which null is replaced by false."""
         flags: npt.NDArray[np.bool_] = pc.fill_null(self._arrived[name], False).to_numpy()
         return flags
 
     def known(self, name: str) -> npt.NDArray[np.bool_]:
-        """Which rows of a column are not null."""
+        """Return which rows of a column are not null."""
         known: npt.NDArray[np.bool_] = self._arrived[name].is_valid().to_numpy()
         return known
 
     def cause(self) -> Numbers:
-        """The number of the cause of each row; -1 for none."""
+        """Return the index of the cause of each row in CAUSES, or -1 for a row without a cause."""
         encoded = ranked(self._arrived["cause"])
         numbers = pc.index_in(encoded.dictionary, pa.array(CAUSES)).take(encoded.indices)
         causes: Numbers = pc.fill_null(numbers, -1).to_numpy()
         return causes
 
     def count(self, rows: Numbers) -> Numbers:
-        """The number of ``rows`` of each rank."""
+        """Return the number of ``rows`` of each rank."""
         return np.bincount(self.rank[rows], minlength=self.ranks)
 
     def sum(self, rows: Numbers, values: npt.NDArray[Any]) -> Floats:
-        """The sum of ``values`` by rank, one value for each of ``rows``; exact below 2**53."""
+        """Return the sum of ``values`` by rank, with one value for each of ``rows``. Exact below 2**53."""
         return np.bincount(self.rank[rows], weights=values, minlength=self.ranks).astype(np.float64)
 
 
@@ -214,7 +219,10 @@ def _of_counted(part: _Part, rows: Numbers) -> Mapping[str, npt.NDArray[Any]]:
 
 
 def _of_last(part: _Part, rows: Numbers) -> Mapping[str, npt.NDArray[Any]]:
-    """Sums over the last ranks, with costs if it is certain who was last. ``timed``: collectives with recorded waits."""
+    """Return sums over the last ranks. Costs are summed only if it is certain which rank was last.
+
+    The sums ``timed`` count the collectives with recorded waits.
+    """
     certain = rows[part.flags("certain")[rows]]
     sums = {
         "last": part.count(certain),
@@ -234,7 +242,10 @@ def _of_last(part: _Part, rows: Numbers) -> Mapping[str, npt.NDArray[Any]]:
 
 
 def _of_own(part: _Part, certain: Numbers) -> Mapping[str, npt.NDArray[Any]]:
-    """The waiting of the others for the own delay of a rank and for its inherited delay, if both are known."""
+    """Return how long the others waited for the own delay and for the inherited delay of each rank.
+
+    Only collectives in which both parts are known are summed.
+    """
     split = certain[part.known("others_waited_own_ns")[certain]]
     own, waited = (part.numbers(name)[split] for name in ("others_waited_own_ns", "others_waited_ns"))
     return {
@@ -255,15 +266,19 @@ def _of_causes(part: _Part, rows: Numbers) -> Mapping[str, npt.NDArray[Any]]:
 
 
 def _waited(sums: Mapping[str, Any], where: str) -> int | None:
-    """The waiting of the others for a rank: null if no wait of theirs was recorded; 0 for a rank that was never last."""
+    """Return how long the other ranks waited for a rank.
+
+    The value is null if the rank was last but none of the waits were recorded. The value is 0 for a rank that
+    was never last.
+    """
     return sums[f"waited{where}"] if sums[f"timed{where}"] or not sums[f"last{where}"] else None
 
 
 def _if_known(sums: Mapping[str, Any], name: str) -> int | None:
-    """The sum ``name``; null if the rank was last and the cause is known for none of its collectives."""
+    """Return the sum ``name``, or null if the rank was last and no cause is known for its collectives."""
     return sums[name] if sums["told"] or not sums["last"] else None
 
 
 def _rounded(value: float) -> int:
-    """Rounded half up."""
+    """Return ``value`` rounded half up."""
     return math.floor(value + 0.5)

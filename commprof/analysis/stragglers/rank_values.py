@@ -1,4 +1,4 @@
-"""Values by rank in a file, since they are too many for memory, and their quantiles."""
+"""Store values by rank in a file, because they are too many for memory, and compute their quantiles."""
 
 from __future__ import annotations
 
@@ -13,17 +13,18 @@ Numbers = npt.NDArray[np.int64]
 
 
 class RankValues:
-    """Several values for each of many rows, by rank, in a temporary file. Must be closed.
+    """A temporary file of several values for each of many rows, ordered by rank. Must be closed.
 
     Args:
-        names: the names of the values.
+        names: The names of the values.
     """
 
     def __init__(self, names: Sequence[str]) -> None:
         self._names = tuple(names)
         self._file = TemporaryFile(prefix="commprof-", buffering=0)  # noqa: SIM115 - close() gives it back
         self._end = 0
-        # For each rank and kind of rows: the first value, the count, and the distance between the values of two names.
+        # For each rank and kind of rows: the position of the first value, the number of values, and the distance
+        # between the values of two names.
         self._places: dict[tuple[int, bool], list[tuple[int, int, int]]] = {}
 
     def close(self) -> None:
@@ -34,8 +35,8 @@ class RankValues:
         """Add rows of one kind.
 
         Args:
-            counts: how many rows each of ``ranks`` has.
-            values: the values of each name, in the order of ``ranks``.
+            counts: The number of rows of each of ``ranks``.
+            values: The values of each name, in the order of ``ranks``.
         """
         for each in values:
             self._file.write(np.ascontiguousarray(each, np.int64).tobytes())
@@ -46,7 +47,7 @@ class RankValues:
         self._end += len(self._names) * rows
 
     def of(self, rank: int, name: str, kinds: Sequence[bool] = (True, False)) -> Numbers:
-        """The values ``name`` of a rank in rows of some kinds, in any order."""
+        """Return the values ``name`` of a rank in rows of the given kinds, in any order."""
         column = self._names.index(name)
         places = [place for kind in kinds for place in self._places.get((rank, kind), ())]
         values = [np.empty(0, np.int64)]
@@ -57,7 +58,11 @@ class RankValues:
 
 
 def quantile(ordered: Numbers, share: float) -> float:
-    """The quantile ``share`` of ``ordered`` (one value at least), interpolated linearly."""
+    """Return the quantile ``share`` of ``ordered``, interpolated linearly.
+
+    Args:
+        ordered: At least one value, in ascending order.
+    """
     place = (len(ordered) - 1) * share
     low, high = (float(ordered[each]) for each in (math.floor(place), math.ceil(place)))
     return low + (high - low) * (place - math.floor(place))

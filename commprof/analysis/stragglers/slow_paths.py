@@ -1,13 +1,15 @@
-"""Slow paths between hosts, from the times of messages, rooted collectives, groups and ring steps. Pure.
+"""Find slow paths between hosts from the times of messages, rooted collectives, groups and ring steps.
 
-Only transfers of one kind are compared: one operation, one group size, payloads within a factor of two. Paths are between
-hosts if the run has several, else between ranks::
+The functions are pure. Only transfers of one kind are compared. A kind is one operation, one group size, and
+payloads within a factor of two. Paths are between hosts if the run has several hosts, and otherwise between
+ranks::
 
     messages, broadcast, scatter    from a sender to a receiver: pairs show which end sends or receives slowly. gloo
-                                    broadcasts along a tree: receivers of the root that send to nobody are counted
-    groups of different members     a host that all slow groups have and no other group
-    gloo's rings                    all_reduce receives from the next rank of the group, all_gather from the one before: a
-                                    rank behind the slow one of the ring's paths has its result a ring step after the others
+                                    broadcasts along a tree: receivers of the root that send to no rank are counted
+    groups of different members     a host that all slow groups have in common and that is in no other group
+    gloo's rings                    all_reduce receives from the next rank of the group, all_gather from the previous
+                                    rank: the rank that receives over the slow path of the ring has its result one
+                                    ring step after the others
 """
 
 from __future__ import annotations
@@ -34,23 +36,26 @@ Flags = npt.NDArray[np.bool_]
 
 SENDS, RECEIVES, LINK, PATH, PATHS, GROUP = "sends", "receives", "link", "path", "paths", "group"
 EITHER: Final = "either"
-_LARGE: Final = 1 << 16  # bytes: the rate of smaller transfers says little about a path
-_SLOW: Final = 3.0  # times as long as the fastest of its kind
-_FEWEST: Final = 8  # transfers that a path or group needs to be judged
+_LARGE: Final = 1 << 16  # bytes: the rate of smaller transfers is weak evidence about a path
+_SLOW: Final = 3.0  # a slow transfer takes at least this many times as long as the fastest of its kind
+_FEWEST: Final = 8  # the fewest transfers of a path or group that is judged
 _CHANCE: Final = 0.01  # the probability that equal paths of a ring end so often in the same order
-# Share of the extra time of the costliest path: above it another path may be the cause as well.
+# Share of the extra time of the costliest path. A path above this share may be the cause as well.
 _AS_MUCH: Final = 0.5
-# Values behind medians; more are sampled, depending on nothing but the transfers.
+# The most values that are kept for medians. If there are more, they are sampled. The sample depends only on the
+# transfers.
 _MOST_VALUES: Final = 2_000_000
 _MIXED: Final = np.uint64(0x9E3779B97F4A7C15)
 _ROOTED: Final = (Op.BROADCAST, Op.SCATTER)
-_RINGS: Final = {Op.ALL_REDUCE: 1, Op.ALL_GATHER: -1}  # the neighbour from which gloo's ring receives
-# The rank behind the one slow path ends later than the others by this part of a ring step at least: if no other is late,
-# with two ranks, and if the rank behind a second slow path is late as well. Equal paths stay below: measured, up to 0.78.
+# The neighbor from which a rank receives in gloo's ring.
+_RINGS: Final = {Op.ALL_REDUCE: 1, Op.ALL_GATHER: -1}
+# The rank that receives over a slow path ends later than the others by at least this part of a ring step. The three
+# values are for a ring in which no other rank is late, for a ring of two ranks, and for a ring in which a second rank
+# is late because of a second slow path. Equal paths stay below: measured, up to 0.78.
 _LATE_ALONE: Final = 0.4
 _LATE_OF_TWO: Final = 0.8
 _LATE_WITH_ANOTHER: Final = 0.9
-_ALONE: Final = 0.07  # of the lateness of the latest: below it a rank is not late
+_ALONE: Final = 0.07  # of the lateness of the latest rank: below this share, a rank is not late
 
 _NEEDED: Final = (
     "attempt",
@@ -75,13 +80,15 @@ Place = TypeVar("Place", bound=Hashable)
 
 
 class SlowPath(NamedTuple):
-    """A slow path: ``ends`` are hosts or ranks as text, the sender first if there are two.
+    """A slow path between hosts or ranks.
 
     Attributes:
-        kind: one of SENDS, RECEIVES, LINK (both directions), PATH (the end cannot be told), PATHS (several without an end in
-            common), GROUP (the host or link cannot be told), EITHER (one of ``ends``, which cannot be told).
-        ratio: the time of a transfer relative to the fastest of its kind; 0 if there is nothing to compare.
-        extra_ns: time beyond the fastest, in all; 0 if there is nothing to compare.
+        kind: One of SENDS, RECEIVES, LINK (both directions), PATH (it is not known which end is slow), PATHS
+            (several paths without a common end), GROUP (the slow host or link is not known), EITHER (one of
+            ``ends`` is slow, but it is not known which).
+        ends: The hosts or ranks as text, the sender first if there are two.
+        ratio: The time of a transfer relative to the fastest of its kind. 0 if there is nothing to compare.
+        extra_ns: The total time in ns beyond the time of the fastest. 0 if there is nothing to compare.
     """
 
     kind: str
@@ -91,7 +98,7 @@ class SlowPath(NamedTuple):
 
 
 class Pace(NamedTuple):
-    """The time per byte of transfers: median and quartiles; their total bytes and their number."""
+    """The time per byte of transfers (median and quartiles), their total bytes and their number."""
 
     low: float
     ns: float
@@ -104,10 +111,13 @@ class Costliest(NamedTuple):
     """The kind of transfers that costs most.
 
     Attributes:
-        what: the operation, or message. ``size``: the median of its bytes, ``took_ns``: of its time.
-        share: the transfers of all kinds as a share of the time from the first transfer to the last; of each kind only the
-            costliest path or group counts, since others are under way at the same time.
-        compared: the number of paths or groups of the kind; ``where``: the costliest of them.
+        what: The operation, or "message".
+        size: The median of the bytes of these transfers.
+        took_ns: The median of the times of these transfers, in ns.
+        share: The transfers of all kinds as a share of the time from the first transfer to the last. For each
+            kind, only the costliest path or group counts, because the others run at the same time.
+        compared: The number of paths or groups of the kind.
+        where: The costliest of these paths or groups.
     """
 
     what: str
@@ -119,12 +129,16 @@ class Costliest(NamedTuple):
 
 
 class _Transfers(NamedTuple):
-    """Transfers of one path, group or ring.
+    """The transfers of one path, group or ring.
 
     Attributes:
-        place: when each was issued, which decides whether it is sampled. ``step``: its step in its attempt, as one number.
-        took: the whole transfer, ns. ``size``: bytes.
-        ended: for a ring, a column for each rank: how long after the first rank it ended.
+        place: The time at which each transfer was issued. A hash of this time decides whether the transfer is
+            sampled.
+        step: The step and its attempt as one number.
+        took: The duration of the whole transfer, in ns.
+        size: The bytes of the transfer.
+        ended: For a ring, one column for each rank: the time in ns from the end of the first rank to the end
+            of this rank.
     """
 
     place: Numbers
@@ -142,21 +156,21 @@ Key = tuple[Kind, tuple[int, int] | str] | Ring
 
 
 class Paths:
-    """Collects arrivals, one partition after another; the partitioning does not change the answer.
+    """Collects arrivals, one partition after another. The partitioning does not change the answer.
 
     Args:
-        hosts: the host of each rank.
+        hosts: The host of each rank.
     """
 
     def __init__(self, hosts: Mapping[int, str]) -> None:
         self._hosts = hosts
         self._taken: dict[Key, list[_Transfers]] = defaultdict(list)
         self._count = 0
-        self._sampled = 0  # bits of the hashed place that must be 0 in a sampled transfer
+        self._sampled = 0  # the number of bits of the hashed place that are 0 in a sampled transfer
         self._steps: set[int] = set()
 
     def add(self, arrived: pa.Table) -> None:
-        """Add arrivals, with the columns payload_bytes and backend."""
+        """Add arrivals, which must have the columns payload_bytes and backend."""
         steps = _steps(arrived)
         self._steps.update(np.unique(steps[steps >= 0]).tolist())
         is_large = _numbers(arrived, "payload_bytes") >= _LARGE
@@ -182,7 +196,8 @@ class Paths:
         some = rows.take(pa.array(chosen))
         groups = Groups(_numbers(some, "collective"))
         rank, root, arrival = (_numbers(some, name) for name in ("rank", "peer", "lateness_ns"))
-        # Between two ranks data flows once both have arrived, and a receiver may have its result before others arrive.
+        # Data flows between two ranks as soon as both have arrived. A receiver may have its result before other ranks
+        # arrive.
         both = np.maximum(arrival, groups.largest(np.where(rank == root, arrival, 0)))
         took = _numbers(some, "ended_ns") - both
         known = some["ended_ns"].is_valid().to_numpy() & (rank != root) & (root >= 0) & (took > 0)
@@ -251,7 +266,7 @@ class Paths:
         return sampled
 
     def _transfers(self) -> Mapping[Key, _Transfers]:
-        """The transfers of each path, group and ring, without warm-up, in order of their names."""
+        """Return the transfers of each path, group and ring, without warm-up, in order of their names."""
         warm = np.array(sorted(warm_steps(self._steps)), np.int64)
         of_path = {}
         for key in sorted(self._taken, key=repr):
@@ -260,7 +275,7 @@ class Paths:
         return of_path
 
     def slow(self, worth_ns: float) -> SlowPath | None:
-        """The slow path that costs most, by pairs and groups; None if it costs less than ``worth_ns``."""
+        """Return the costliest slow path among pairs and groups, or None if it costs less than ``worth_ns``."""
         by_pair: dict[Kind, dict[Pair, list[_Transfers]]] = defaultdict(lambda: defaultdict(list))
         by_group: dict[Kind, dict[str, list[_Transfers]]] = defaultdict(lambda: defaultdict(list))
         for key, transfers in self._transfers().items():
@@ -279,19 +294,25 @@ class Paths:
         return agreed([slow for slow in in_all if slow.extra_ns >= worth_ns])
 
     def _ends(self, ranks: tuple[int, int]) -> Pair | None:
-        """The two hosts of a pair of ranks, or the ranks if the run has one host; None for a pair on one of several."""
+        """Return the two hosts of a pair of ranks, or the two ranks if the run has one host.
+
+        The result is None for a pair on the same host, in a run with several hosts.
+        """
         sender, receiver = map(self.place, ranks)
         return None if sender == receiver else (sender, receiver)
 
     def place(self, rank: int) -> str:
-        """The place of ``rank``: its host if there are several, else the rank."""
+        """Return the host of ``rank`` as text if the run has several hosts, and otherwise the rank."""
         if len(set(self._hosts.values())) > 1 and rank in self._hosts:
             mates = sorted(each for each, host in self._hosts.items() if host == self._hosts[rank])
             return f"host {self._hosts[rank]} (rank{'s' if len(mates) > 1 else ''} {_listed(mates)})"
         return f"rank {rank}"
 
     def _of_groups(self, members: Mapping[str, Pace]) -> SlowPath | None:
-        """The one host that all slow groups have and no other group, among groups of as many hosts."""
+        """Return the one host that all slow groups have in common and that is in no other group.
+
+        Only groups with the same number of hosts are compared.
+        """
         places = {name: {self.place(rank) for rank in parse_ranks(name)} for name in members}
         candidates = []
         for spread in sorted({len(each) for each in places.values()} - {1}):
@@ -308,7 +329,10 @@ class Paths:
         return agreed(candidates)
 
     def rings(self, ranks: Iterable[int]) -> SlowPath | None:
-        """The slow path that makes gloo's rings end late for ``ranks``, or its one end if that can be told."""
+        """Return the slow path that makes gloo's rings end late for ``ranks``.
+
+        If two slow paths share an end, this end is returned.
+        """
         candidates = []
         for key, transfers in self._transfers().items():
             if len(key) != 3 or len(transfers.took) < _FEWEST:
@@ -318,12 +342,15 @@ class Paths:
                 Op(op), members, set(ranks), transfers.ended, float(np.median(transfers.took))
             ):
                 ends = tuple(dict.fromkeys(self.place(each) for each in late))
-                if len(ends) == len(late):  # on one host no link is between them
+                if len(ends) == len(late):  # if not, the ranks are on one host and no link is between them
                     candidates.append(SlowPath(PATH if len(ends) == 2 else LINK, ends, 0.0, 0))
         return agreed(candidates)
 
     def costliest(self) -> Costliest | None:
-        """The kind of transfers that costs most; None without enough of them, or on one host, which has no links."""
+        """Return the kind of transfers that costs most.
+
+        The result is None if there are too few transfers, or if the run has one host, which has no links.
+        """
         if len(set(self._hosts.values())) < 2:
             return None
         costs: dict[Kind, list[tuple[int, tuple[int, int] | str, _Transfers]]] = defaultdict(list)
@@ -350,13 +377,16 @@ class Paths:
         )
 
     def groups_of(self, rank: int) -> list[str]:
-        """The groups of ``rank`` with large transfers."""
+        """Return the groups of ``rank`` that have large transfers."""
         names = {key[1] for key in self._taken if isinstance(key[1], str)}
         return sorted(name for name in names if rank in parse_ranks(name))
 
 
 def agreed(candidates: Sequence[SlowPath]) -> SlowPath | None:
-    """The slow path that explains all ``candidates`` of about the highest cost; kind EITHER where no single one does."""
+    """Return the slow path that explains all ``candidates`` of about the highest cost.
+
+    If no single path explains them, the kind of the result is EITHER.
+    """
     if not candidates:
         return None
     most = max(slow.extra_ns for slow in candidates)
@@ -368,7 +398,7 @@ def agreed(candidates: Sequence[SlowPath]) -> SlowPath | None:
     if not named:
         return candidates[0]
     shared = set(named[0].ends).intersection(*(slow.ends for slow in named))
-    # A path has one slow end: another candidate that names this end agrees.
+    # A path has one slow end, so another candidate that names this end agrees.
     best = min(named, key=lambda slow: (len(slow.ends), -slow.extra_ns, slow.ends))
     if set(best.ends) <= shared and len({slow.kind for slow in named if slow.kind != PATH}) <= 1:
         return best
@@ -380,25 +410,28 @@ def agreed(candidates: Sequence[SlowPath]) -> SlowPath | None:
 def _of_ring(
     op: Op, ranks: Sequence[int], asked: set[int], every: Numbers, took: float
 ) -> list[tuple[int, ...]]:
-    """The slow path to one of the ranks ``asked`` as (sender, receiver), or the one of them at which a second path is slow.
+    """Return the slow path to one of the ranks ``asked`` as (sender, receiver), or the shared end of two slow paths.
 
-    A slow path delays all ranks equally except in its last step, which delays only the rank behind it. Equal paths delay no
-    such rank.
+    A slow path delays all ranks equally, except in the last step of the ring. In the last step, it delays
+    only the rank that receives over it. Equal paths delay no such rank.
 
     Args:
-        ranks: the members in order.
-        every: for each collective and rank, how long after the first rank it ended.
-        took: the duration of the transfer.
+        ranks: The members in order.
+        asked: The ranks for which a slow path is searched.
+        every: For each collective and rank, the time in ns from the end of the first rank to the end of this
+            rank.
+        took: The duration of the transfer, in ns.
     """
     count, ended = len(ranks), np.median(every, axis=0).tolist()
     step = took / ((count - 1) * (2 if op == Op.ALL_REDUCE else 1))
     top, second, *rest = sorted(range(count), key=lambda each: -ended[each])
-    # Most ranks end no later; further along the ring they end earlier.
+    # Most ranks end no later than this. Ranks further along the ring end earlier.
     base = ended[rest[0]] if rest else ended[second]
     late, second_late = ended[top] - base, ended[second] - base
     if late < REAL_WAIT_NS:
         return []
-    before = {each: (each + _RINGS[op]) % count for each in (top, second)}  # whom they receive from
+    # The ranks from which these two receive.
+    before = {each: (each + _RINGS[op]) % count for each in (top, second)}
     if second_late <= _ALONE * late:
         is_late = late >= (_LATE_ALONE if rest else _LATE_OF_TWO) * step and _is_mostly_later(
             every, top, second
@@ -407,30 +440,34 @@ def _of_ring(
     are_late = all(_is_mostly_later(every, each, rest[0]) for each in (top, second))
     if late < _LATE_WITH_ANOTHER * step or not are_late or not asked & {ranks[top], ranks[second]}:
         return []
-    # Two paths are slow: into the rank that ends last, and into the second last. Do they share an end?
+    # Two paths are slow: the path to the rank that ends last, and the path to the second-last rank. Check whether the
+    # two paths share an end.
     if before[top] == second:
         return [(ranks[second],)]
     return [(ranks[top],)] if before[second] == top else []
 
 
 def _is_leaf(groups: Groups, is_root: Flags) -> Flags:
-    """Which ranks of gloo's broadcasts receive from the root and send to nobody, so that their end depends on one path."""
+    """Return which ranks of gloo's broadcasts receive from the root and send to no rank.
+
+    The time at which such a rank ends depends on one path only.
+    """
     place = np.arange(len(is_root)) - np.repeat(groups.starts, groups.lengths)
     after_root = (place - groups.largest(np.where(is_root, place, 0))) % groups.size
-    # In its binomial tree n receives from n without its highest bit.
+    # In gloo's binomial tree, rank n receives from the rank whose number is n without its highest bit.
     is_of_root = (after_root & (after_root - 1)) == 0
     leaf: Flags = is_of_root & (3 * after_root >= groups.size)
     return leaf
 
 
 def _is_mostly_later(every: Numbers, place: int, other: int) -> bool:
-    """Whether one rank ends later than another more often than by chance."""
+    """Return whether the rank at ``place`` ends later than the rank at ``other`` more often than by chance."""
     times = int((every[:, place] > every[:, other]).sum())
     return binomial_tail(times, len(every), 0.5) < _CHANCE
 
 
 def _of_pairs(members: Mapping[Pair, Pace]) -> SlowPath | None:
-    """The end that all slow pairs and no other pair have, as sender or as receiver."""
+    """Return the end that all slow pairs have in common and no other pair has, as sender or as receiver."""
     slow, _, ratio, extra = _parted(members)
     if not slow:
         return None
@@ -458,7 +495,7 @@ def _of_pairs(members: Mapping[Pair, Pace]) -> SlowPath | None:
 
 
 def _paces(members: Mapping[Place, list[_Transfers]]) -> dict[Place, Pace]:
-    """The pace of each path or group that has enough transfers."""
+    """Return the pace of each path or group that has enough transfers."""
     paces = {}
     for place, transfers in members.items():
         took, size = (
@@ -471,20 +508,26 @@ def _paces(members: Mapping[Place, list[_Transfers]]) -> dict[Place, Pace]:
 
 
 def _parted(members: Mapping[Place, Pace]) -> tuple[set[Place], set[Place], float, int]:
-    """The slow and the other ``members``, the ratio of their times, and the time beyond the fastest."""
+    """Divide ``members`` into slow and other members.
+
+    Returns:
+        The slow members, the other members, the ratio of their times, and the total time in ns beyond the
+            fastest.
+    """
     if len(members) < 2:
         return set(), set(members), 0.0, 0
     by_pace = sorted(members.items(), key=lambda member: member[1].ns)
     fastest = by_pace[0][1].ns
     widest, answer = 0.0, (set[Place](), set(members), 0.0, 0)
-    # The widest gap parts them. A busy machine delays some of the other paths as well, by less than a slow link does.
+    # The widest gap separates slow members from the others. A busy machine also delays some of the other paths, but by
+    # less than a slow link does.
     for first in range(1, len(by_pace)):
         others, slow = ([pace for _, pace in part] for part in (by_pace[:first], by_pace[first:]))
         gap = slow[0].ns / others[-1].ns
         extra = [(pace.ns - fastest) * pace.size for pace in slow]
         is_apart = (
             slow[0].ns >= max(_SLOW * fastest, 2 * others[-1].ns)
-            # The quartiles of slow and other members do not overlap, and the difference is above the resolution of waits.
+            # The quartiles of slow and other members do not overlap. The difference is above the resolution of waits.
             and max(pace.high for pace in others) < min(pace.low for pace in slow)
             and all(time >= REAL_WAIT_NS * pace.number for time, pace in zip(extra, slow, strict=True))
         )
@@ -496,7 +539,7 @@ def _parted(members: Mapping[Place, Pace]) -> tuple[set[Place], set[Place], floa
 
 
 def _steps(arrived: pa.Table) -> Numbers:
-    """The step and attempt of each row as one number; -1 outside of steps."""
+    """Return the step and attempt of each row as one number, or -1 for rows outside of steps."""
     step, attempt = _numbers(arrived, "step").astype(np.int64), _numbers(arrived, "attempt").astype(np.int64)
     return np.where(step < 0, -1, (attempt << 32) + step)
 

@@ -1,4 +1,4 @@
-"""Lateness of each rank in each training step, and how long the others waited for it there: sums of arrivals."""
+"""Sum arrivals by training step: the lateness of each rank and how long the others waited for it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from commprof.analysis.stragglers.rank_lateness import ALL_FOR_ALL
 
 Numbers = npt.NDArray[np.int64]
 
-_MOST_RANGES: Final = 250  # of steps in the answer: a chart shows no more
+_MOST_RANGES: Final = 250  # the most ranges of steps in the answer, because a chart cannot show more
 _KEY: Final = ("attempt", "step", "rank")
 _COUNTS: Final = ("collectives", "last", "expected_last")
 
@@ -48,11 +48,12 @@ class StepLateness:
         self._sums.append(_summed(table, _COUNTS))
 
     def answer(self, warm: set[int], waits: Waits) -> pd.DataFrame:
-        """One row per rank and step, or range of steps (LATENESS_OF_STEPS).
+        """Return one row per rank and step, or per rank and range of steps (LATENESS_OF_STEPS).
 
         Args:
-            warm: the steps that the verdict is about, each with its attempt as one number.
-            waits: how long others waited for each rank.
+            warm: The steps without warm-up, on which the verdict is based, each with its attempt as one
+                number.
+            waits: The waits of other ranks for each rank.
         """
         names = LATENESS_OF_STEPS.names
         waits = Waits(*(each[np.isin(waits.code, _array(warm))] for each in waits))
@@ -97,7 +98,7 @@ class StepLateness:
 
 
 def _summed(rows: pa.Table, sums: tuple[str, ...]) -> pa.Table:
-    """The largest lateness and the ``sums`` of each rank and step."""
+    """Return the largest lateness and the ``sums`` of each rank and step."""
     added = rows.group_by(list(_KEY)).aggregate([("lateness_ns", "max"), *((name, "sum") for name in sums)])
     columns = [*_KEY, "lateness_ns_max", *(f"{name}_sum" for name in sums)]
     named = added.select(columns).rename_columns([*_KEY, "lateness_ns", *sums])
@@ -108,7 +109,11 @@ def _summed(rows: pa.Table, sums: tuple[str, ...]) -> pa.Table:
 
 
 def _ranges(steps: Numbers, is_warm: npt.NDArray[np.bool_]) -> Numbers:
-    """The number of the range of each of ``steps``: as many consecutive ones of one attempt as few enough ranges need."""
+    """Return the number of the range of each of ``steps``.
+
+    A range contains consecutive steps of one attempt. The ranges are just long enough that the answer has few
+    enough ranges.
+    """
     if not len(steps):
         return np.zeros(0, np.int64)
     width = -(-len(steps) // _MOST_RANGES)

@@ -1,4 +1,4 @@
-"""Answers about arrivals and stragglers: from a valid index of the run, else one partition after another."""
+"""Answer questions about arrivals and stragglers, from a valid index of the run or else from its partitions."""
 
 from __future__ import annotations
 
@@ -54,10 +54,10 @@ _ORDER: Final = {
 
 
 def arrivals(run: Run, steps: tuple[int, int] | None) -> pd.DataFrame:
-    """All arrivals of ``run`` in one frame: see :func:`commprof.analysis.api.arrivals`.
+    """Return all arrivals of ``run`` in one DataFrame: see :func:`commprof.analysis.api.arrivals`.
 
     Raises:
-        UsageError: it would not fit into memory.
+        UsageError: The DataFrame would not fit into memory.
     """
     tables = [
         dict(zip(part.column_names, part.columns, strict=True)) for part in _parts_within_limit(run, steps)
@@ -73,10 +73,10 @@ def arrivals(run: Run, steps: tuple[int, int] | None) -> pd.DataFrame:
 
 
 def arrival_table(run: Run) -> pa.Table:
-    """All arrivals of ``run``, with the columns of the answer.
+    """Return all arrivals of ``run``, with the columns of the answer.
 
     Raises:
-        UsageError: they would not fit into memory.
+        UsageError: The arrivals would not fit into memory.
     """
     tables = [part.select(ARRIVALS.names) for part in _parts_within_limit(run, None)]
     return pa.table({name: _joined([part[name] for part in tables]) for name in ARRIVALS.names})
@@ -96,7 +96,7 @@ def _parts_within_limit(run: Run, steps: tuple[int, int] | None) -> Iterator[pa.
 
 
 def _joined(columns: list[pa.ChunkedArray]) -> pa.ChunkedArray:
-    """The concatenated chunks of ``columns``, with texts as plain texts."""
+    """Return the concatenated chunks of ``columns``. Dictionary-encoded texts become plain texts."""
     chunks = [chunk for column in columns for chunk in column.chunks]
     if any(pa.types.is_dictionary(chunk.type) for chunk in chunks):
         chunks = [chunk.cast(pa.string()) for chunk in chunks]
@@ -104,10 +104,10 @@ def _joined(columns: list[pa.ChunkedArray]) -> pa.ChunkedArray:
 
 
 def arrival_parts(run: Run, steps: tuple[int, int] | None) -> Iterator[pa.Table]:
-    """The arrivals of all records of ``run`` that can have partners, by partition.
+    """Yield the arrivals of all records of ``run`` that can be matched with other ranks, by partition.
 
     Args:
-        steps: the first and the last step; None for all.
+        steps: The first and the last step, or None for all steps.
     """
     align = arrivals_module.aligned(run)
     with connect() as engine:
@@ -128,7 +128,7 @@ def _of_steps(rows: pa.Table, steps: tuple[int, int] | None) -> pa.Table:
 
 
 def straggling(run: Run, limit: int, first_step: bool = True) -> Straggling:
-    """The stragglers of ``run``: see :func:`commprof.analysis.api.straggling`."""
+    """Return the stragglers of ``run``: see :func:`commprof.analysis.api.straggling`."""
 
     def from_files() -> Straggling:
         with connect() as engine:
@@ -144,7 +144,10 @@ def straggling(run: Run, limit: int, first_step: bool = True) -> Straggling:
 
 
 def _without_first_step(run: Run, partitions: Iterable[pa.Table]) -> Iterator[pa.Table]:
-    """``partitions`` without the records of the first training step of each attempt; also without those before it."""
+    """Yield ``partitions`` without the records of the first training step of each attempt.
+
+    Records before the first training step are also removed.
+    """
     steps = run.table("steps")
     training = (
         steps.filter(pc.greater_equal(steps["step"], 0)).group_by("attempt").aggregate([("step", "min")])
@@ -159,7 +162,10 @@ def _without_first_step(run: Run, partitions: Iterable[pa.Table]) -> Iterator[pa
 
 
 def sampled_straggling(run: Run, sample: Sample) -> Straggling:
-    """The stragglers in the steps of ``sample``, a part of ``run``: see :func:`commprof.analysis.api.straggling`."""
+    """Return the stragglers in the steps of ``sample``, which is a part of ``run``.
+
+    See :func:`commprof.analysis.api.straggling`.
+    """
     align, hosts = arrivals_module.aligned(run), arrivals_module.hosts_of(run)
     span_ns = round(sample.span_ns * arrival_sample.steps_in(sample) / sample.steps)
     partitions = arrival_sample.parts_of(sample)
@@ -182,7 +188,11 @@ def _from_index(index: Index, limit: int) -> Straggling:
 
 
 def times(run: Run, steps: tuple[int, int] | None) -> pa.Table:
-    """The durations of the collectives and messages of ``run`` in some steps (``transfers.timed``)."""
+    """Return the durations of the collectives and messages of ``run`` in some steps (``transfers.timed``).
+
+    Args:
+        steps: The first and the last step, or None for all steps.
+    """
     first, last = (-(1 << 31), 1 << 31) if steps is None else steps
     text = f"select * from {BANDWIDTH_TIMES} where step between ? and ?"
     return by_index(run, lambda index: index.ask(text, [int(first), int(last)]), lambda: _times(run, steps))

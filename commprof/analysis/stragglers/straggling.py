@@ -1,4 +1,4 @@
-"""The stragglers of a run: collects arrivals, one partition after another, and answers over all of them."""
+"""Find the stragglers of a run: collect arrivals, one partition after another, and answer over all of them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ from commprof.analysis.stragglers.rank_lateness import RankLateness, last_ones
 from commprof.analysis.stragglers.slow_paths import Paths
 from commprof.analysis.stragglers.step_lateness import StepLateness
 
-# Times its own waiting for the other: between two equal ranks one seldom costs so much more.
+# The lowest ratio of the cost of a rank to its own waiting for the other rank. Of two equal ranks, one seldom costs so
+# much more.
 _MORE_THAN_WAITED: Final = 4
 
 
@@ -39,8 +40,8 @@ class Collector:
     """Collects arrivals, one partition after another, and answers over all of them. Must be closed.
 
     Args:
-        limit: the number of single collectives in the answer.
-        hosts: the host of each rank.
+        limit: The highest number of individual collectives in the answer.
+        hosts: The host of each rank.
     """
 
     def __init__(self, limit: int = MOST_LATE, hosts: Mapping[int, str] | None = None) -> None:
@@ -53,11 +54,11 @@ class Collector:
         self._unknown = 0
 
     def close(self) -> None:
-        """Close its files."""
+        """Close the files of the collector."""
         self._ranks.close()
 
     def add(self, arrived: pa.Table) -> None:
-        """Add the arrivals of one partition. The numbers of its collectives are unique in the run."""
+        """Add the arrivals of one partition. The numbers of its collectives must be unique in the run."""
         ends = pc.min_max(arrived["arrived_ns"]).as_py()
         if ends["min"] is not None:
             self._first = ends["min"] if self._first is None else min(self._first, ends["min"])
@@ -73,11 +74,11 @@ class Collector:
         self._paths.add(arrived)
 
     def answer(self, span_ns: int | None = None, share: float = 1.0) -> Straggling:
-        """The answer over all partitions that were added.
+        """Return the answer over all partitions that were added.
 
         Args:
-            span_ns: the time that they span; default: from the first arrival to the last.
-            share: the share of the collectives of that time that was added.
+            span_ns: The time in ns that the partitions span. Default: from the first arrival to the last.
+            share: The share of the collectives of this time that was added.
         """
         if self._late is None:
             raise ValueError("no part was taken")
@@ -86,13 +87,13 @@ class Collector:
         ranks = self._ranks.stragglers()
         findings = self._last_ranks.findings(span, 0.5 if self._rooted else 0.0, share)
         if span_ns is not None:
-            # The first late step of a sample need not be the first of the run.
+            # The first late step of a sample is not necessarily the first late step of the run.
             findings = findings._replace(late=[late._replace(since=None) for late in findings.late])
         steps = self._last_ranks.steps
         rooted = self._rooted.late(span, steps)
         if len(ranks) == 2:
-            # If rooted collectives block one of two ranks, only the other can come last by its own delay. Its own waiting
-            # for the first rank is then as much evidence as its cost.
+            # If rooted collectives block one of two ranks, only the other rank can arrive last by its own delay. The
+            # waiting of this other rank for the first rank is then as much evidence as its cost.
             costs = self._rooted.costs(steps)
             waited = {rank: sum(costs.values()) - costs.get(rank, 0) for rank in ranks["rank"]}
             findings = findings._replace(
@@ -118,7 +119,7 @@ class Collector:
 
 
 def _without_warm_up(ranks: pd.DataFrame, of_steps: pd.DataFrame) -> pd.DataFrame:
-    """``ranks`` with the counts of its warm steps; those of a rank that has none stay."""
+    """Return ``ranks`` with the counts of warm steps. A rank without warm steps keeps its counts."""
     counts = of_steps[of_steps["is_warm"]].groupby("rank")[["collectives", "last"]].sum()
     counts = counts[counts["collectives"] > 0]
     return ranks.assign(
@@ -137,13 +138,15 @@ def straggling(
     span_ns: int | None = None,
     share: float = 1.0,
 ) -> Straggling:
-    """The answer over ``partitions`` of the records of a run, each with all records of its collectives.
+    """Return the stragglers in ``partitions`` of the records of a run.
 
     Args:
-        align: a function from records to arrivals.
-        hosts: the host of each rank.
-        span_ns: the time that they span; default: from the first arrival to the last.
-        share: the share of the collectives of that time that ``partitions`` hold.
+        partitions: The partitions, each with all records of its collectives.
+        align: A function from records to arrivals.
+        limit: The highest number of individual collectives in the answer.
+        hosts: The host of each rank.
+        span_ns: The time in ns that the partitions span. Default: from the first arrival to the last.
+        share: The share of the collectives of this time that ``partitions`` contain.
     """
     with closing(Collector(limit, hosts)) as collector:
         for number, arrived in enumerate(map(align, partitions)):
@@ -152,7 +155,7 @@ def straggling(
 
 
 def apart(arrived: pa.Table, part: int) -> pa.Table:
-    """``arrived`` with collective numbers that are unique in the run."""
+    """Return ``arrived`` with collective numbers that are unique in the run."""
     if not part:
         return arrived
     place = arrived.column_names.index("collective")
@@ -161,7 +164,7 @@ def apart(arrived: pa.Table, part: int) -> pa.Table:
 
 
 def _plain(rows: pa.Table) -> pa.Table:
-    """``rows`` with dictionary-encoded texts as plain texts, so that tables can be concatenated."""
+    """Return ``rows`` with dictionary-encoded texts as plain texts, so that tables can be concatenated."""
     for place, field in enumerate(rows.schema):
         if pa.types.is_dictionary(field.type):
             rows = rows.set_column(place, field.name, rows.column(place).cast(pa.string()))

@@ -1,6 +1,7 @@
-"""Bandwidth of collectives and the ceiling of the machine, by the definitions of nccl-tests.
+"""Compute the bandwidth of collectives and the ceiling of the machine, by the definitions of nccl-tests.
 
-:mod:`commprof.analysis.time.transfers` and ``docs/calibration.md`` define the times and what is left out.
+:mod:`commprof.analysis.time.transfers` and ``docs/calibration.md`` define the times and list what is left
+out.
 """
 
 from __future__ import annotations
@@ -34,9 +35,9 @@ FAST: Final = "fast"
 IMPOSSIBLE: Final = "impossible"
 UNTIMED: Final = "untimed"
 
-# An outlier: the modified z-score of its logarithm is beyond this (Iglewicz and Hoaglin, 1993).
+# A time is an outlier if the modified z-score of its logarithm is beyond this (Iglewicz and Hoaglin, 1993).
 _OUTLYING: Final = 3.5
-_LEAST_COLLECTIVES: Final = 8  # needed in a bin to find outliers
+_LEAST_COLLECTIVES: Final = 8  # the fewest collectives of a bin in which outliers are searched
 _SIGMA_OF_MAD: Final = 1.4826
 _BIN: Final = ["op", "backend", "group_ranks", "group_size", "payload_bytes"]
 _CURVE_POINTS: Final = 49
@@ -46,19 +47,19 @@ Floats = npt.NDArray[np.float64]
 
 
 class Bandwidths(NamedTuple):
-    """Bandwidth by size, and of each single collective."""
+    """The bandwidth by size, and of each individual collective."""
 
     sizes: pd.DataFrame
     collectives: pd.DataFrame
 
 
 def bandwidths(times: pa.Table, calibration: Calibration | None, hosts: Sequence[str] = ()) -> Bandwidths:
-    """The bandwidth of each collective, and the typical one by operation, group and size.
+    """Return the bandwidth of each collective, and the typical bandwidth by operation, group and size.
 
     Args:
-        times: see :func:`commprof.analysis.time.transfers.timed`.
-        calibration: the ceiling; None for none.
-        hosts: of the run.
+        times: See :func:`commprof.analysis.time.transfers.timed`.
+        calibration: The calibration that defines the ceiling, or None.
+        hosts: The hosts of the run.
     """
     collectives = from_arrow(times, BANDWIDTH_TIMES.columns[:13])
     collectives = _with_verdicts(_with_ceilings(_with_rates(collectives), calibration))
@@ -76,14 +77,14 @@ def _with_rates(times: pd.DataFrame) -> pd.DataFrame:
 
 
 def _factors(frame: pd.DataFrame) -> Floats:
-    """The bus factor of each row; NaN if there is none."""
+    """Return the factor from algorithm bandwidth to bus bandwidth for each row, or NaN if there is none."""
     kinds, kind = _kinds(frame, ["op", "group_size"])
     factors = [bus_factor(op, size) for op, size in kinds]
     return np.array([np.nan if factor is None else factor for factor in factors], np.float64)[kind]
 
 
 def _with_ceilings(frame: pd.DataFrame, calibration: Calibration | None) -> pd.DataFrame:
-    """``frame`` with the time at the ceiling, and the shortest time within its interval."""
+    """Return ``frame`` with the time at the ceiling and the lower limit of its interval."""
     kinds, kind = _kinds(frame, ["op", "backend", "group_size", "payload_bytes"])
     time, low = np.full(len(kinds), np.nan), np.full(len(kinds), np.nan)
     same = np.zeros(len(kinds), bool)
@@ -94,13 +95,13 @@ def _with_ceilings(frame: pd.DataFrame, calibration: Calibration | None) -> pd.D
         predicted = ceilings.predict(op, payload, group_size)
         if predicted is not None:
             time[place], low[place] = predicted.time_ns, predicted.low_ns
-            # send_recv was calibrated in both directions at once: a single message may be faster.
+            # send_recv was calibrated in both directions at once, so a message in one direction may be faster.
             same[place] = group_size == calibration.world_size and op != Op.SEND
     return frame.assign(ceiling_ns=time[kind], ceiling_low_ns=low[kind], is_calibrated=same[kind])
 
 
 def _kinds(frame: pd.DataFrame, names: list[str]) -> tuple[list[tuple[Any, ...]], npt.NDArray[np.int64]]:
-    """The distinct combinations of the columns ``names``, and the number of the combination of each row."""
+    """Return the distinct combinations of the columns ``names`` and the number of the combination of each row."""
     distinct = frame[names].drop_duplicates()
     numbers = frame.groupby(names, dropna=False, sort=False).ngroup()
     which: npt.NDArray[np.int64] = np.asarray(numbers, np.int64)
@@ -108,7 +109,10 @@ def _kinds(frame: pd.DataFrame, names: list[str]) -> tuple[list[tuple[Any, ...]]
 
 
 def _with_verdicts(times: pd.DataFrame) -> pd.DataFrame:
-    """Adds ``verdict``: which times represent the machine. Impossible times are marked before outliers."""
+    """Add the column ``verdict``, which indicates which times represent the machine.
+
+    Impossible times are marked before outliers are searched.
+    """
     took = np.asarray(times["time_ns"].astype("float64"), np.float64)
     error = times["error_ns"].astype("float64").to_numpy(na_value=0.0)
     verdict = np.full(len(times), OK, dtype=object)
@@ -130,7 +134,10 @@ def _with_verdicts(times: pd.DataFrame) -> pd.DataFrame:
 
 
 def _scores(times: pd.DataFrame, took: Floats, usable: npt.NDArray[np.bool_]) -> Floats:
-    """The distance of the logarithm of each usable time from the median of its bin, in robust standard deviations."""
+    """Return the distance of the logarithm of each usable time from the median of its bin.
+
+    The distance is in robust standard deviations.
+    """
     score = np.zeros(len(times))
     if not usable.any():
         return score
@@ -163,7 +170,11 @@ def _by_size(times: pd.DataFrame) -> pd.DataFrame:
 
 
 def _of_bin(first: dict[str, Any], took: Floats, verdict: Any, source: Any) -> dict[str, Any]:
-    """The row of one operation, group and size; ``first``: the row of its first collective."""
+    """Return the row of one operation, group and size.
+
+    Args:
+        first: The row of the first collective of the bin.
+    """
     ceiling, payload = first.pop("ceiling_ns"), int(first["payload_bytes"])
     good = verdict == OK
     row = first | {name: int((verdict == name).sum()) for name in (SLOW, FAST, IMPOSSIBLE, UNTIMED)}
@@ -187,7 +198,7 @@ def _of_bin(first: dict[str, Any], took: Floats, verdict: Any, source: Any) -> d
 
 
 def notes(sizes: pd.DataFrame, calibration: Calibration | None, hosts: Sequence[str]) -> list[str]:
-    """Sentences on the limits of the times and of the ceiling."""
+    """Return sentences about the limits of the times and of the ceiling."""
     sentences = []
     untimed, total = int(sizes["untimed"].sum()), int(sizes["collectives"].sum())
     if untimed:
@@ -230,11 +241,11 @@ def _few(names: Sequence[str]) -> str:
 def ceiling(
     calibration: Calibration, group_size: int | None = None, low: int | None = None, high: int | None = None
 ) -> pd.DataFrame:
-    """The curves of a calibration and the times that they were fitted to.
+    """Return the curves of a calibration and the times to which they were fitted.
 
     Args:
-        group_size: of the groups to compare; default: the world size of the calibration.
-        low, high: smallest and largest payload in bytes; default: the measured range.
+        group_size: The number of ranks of the groups to compare. Default: the world size of the calibration.
+        low, high: The smallest and largest payload in bytes. Default: the measured range.
     """
     ranks = calibration.world_size if group_size is None else group_size
     ceilings, rows = calibration.ceilings(), []
@@ -266,7 +277,7 @@ def ceiling(
 
 
 def ceiling_fits(calibration: Calibration) -> pd.DataFrame:
-    """Latency and bandwidth of each operation, with intervals."""
+    """Return the latency and the bandwidth of each operation, with intervals."""
     fits, rows = calibration.fits(), []
     for op, timings in calibration.timings.items():
         factor = bus_factor(op, calibration.world_size) or np.nan
@@ -289,7 +300,10 @@ def ceiling_fits(calibration: Calibration) -> pd.DataFrame:
 
 
 def calibrations_below(directory: Path) -> pd.DataFrame:
-    """The files ``calibration*.json`` in and below ``directory``, newest first; links that lead out of it are ignored."""
+    """Return the files ``calibration*.json`` in ``directory`` and its subdirectories, newest first.
+
+    Links that lead out of the directory are ignored.
+    """
     rows = []
     base = directory.resolve()
     for path in sorted(directory.rglob(FILE_PATTERN)):

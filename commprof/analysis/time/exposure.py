@@ -1,8 +1,9 @@
-"""Exposed and overlapped communication.
+"""Compute exposed and overlapped communication.
 
-Both are lengths of time on each rank, in which every moment counts once: see :mod:`commprof.analysis.time.stalls`. This
-module alone defines the figures of a training step (:func:`per_step`): medians over the warm steps of means over the ranks.
-The share is relative to the median duration of the same steps.
+Both are lengths of time on each rank, in which every moment counts once: see
+:mod:`commprof.analysis.time.stalls`. Only this module defines the values of a training step
+(:func:`per_step`). These values are medians over the warm steps of means over the ranks. The exposed share is
+relative to the median duration of the same steps.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ from commprof.trace.reader import Scan
 _COUNTS = ("records", "timed", "sampled", "unwaited", "bounded")
 EXPOSED = ("exposed_ns", "exposed_low_ns", "exposed_high_ns")
 _OVERLAPPED = ("overlapped_ns", "overlapped_at_most_ns")
-_OF_DURATIONS = ("attempt", "rank", "step")  # the duration of a step may differ between these
+# The duration of a step may differ between the values of these columns.
+_OF_DURATIONS = ("attempt", "rank", "step")
 
 
 def exposure(
@@ -35,18 +37,21 @@ def exposure(
     stalls: pa.Table,
     outside_steps: pa.Table,
 ) -> pd.DataFrame:
-    """:func:`answer` as a frame."""
+    """Return the result of :func:`answer` as a DataFrame."""
     rows = answer(collectives, steps, by, stalls, outside_steps=outside_steps)
     return as_frame(rows, tuple(dict.fromkeys(by)))
 
 
 def as_frame(answer: pa.Table, by: Sequence[str]) -> pd.DataFrame:
-    """An :func:`answer` as a frame, with the declared columns."""
+    """Convert the result of :func:`answer` to a DataFrame with the declared columns."""
     return from_arrow(answer, (*(EXPOSURE_BY[name] for name in by), *EXPOSURE.columns))
 
 
 def counts(collectives: pa.Table | Scan, by: Sequence[str], stalls: pa.Table) -> pa.Table:
-    """How many records of each rank have which times, by the columns ``by`` (``queries/exposure_counts.sql``)."""
+    """Return how many records of each rank have which times, by the columns ``by``.
+
+    The query is ``queries/exposure_counts.sql``.
+    """
     tables = {"collectives": collectives, "stalls": stalls}
     return ask("exposure_counts", tables, by=_listed(by), of_row=_listed(by, "c."))
 
@@ -61,17 +66,18 @@ def answer(
     participating: pa.Table | None = None,
     outside_steps: pa.Table | None = None,
 ) -> pa.Table:
-    """Exposed and overlapped time for each combination of the columns ``by``; without any, one row.
+    """Return exposed and overlapped time for each combination of the columns ``by``, or one row without any.
 
     Args:
-        stalls: the intervals in which C++ waited.
-        stall_rows: the rows of :func:`stall_times` by these columns, if known.
-        counted: :func:`counts` by these columns at least, if known.
-        participating: how many ranks have part in each combination without the step, if known.
-        outside_steps: the checkpoints within steps, unless ``stall_rows`` are given.
+        stalls: The intervals in which C++ waited.
+        stall_rows: The rows of :func:`stall_times` by these columns, if they are known.
+        counted: The result of :func:`counts` by at least these columns, if it is known.
+        participating: The number of ranks that take part in each combination without the step, if it is
+            known.
+        outside_steps: The checkpoints within steps. They are not used if ``stall_rows`` is passed.
 
     Raises:
-        UsageError: a column of ``by`` cannot be grouped by.
+        UsageError: A column of ``by`` cannot be grouped by.
     """
     by = tuple(dict.fromkeys(by))
     for name in by:
@@ -81,12 +87,12 @@ def answer(
             raise UsageError(
                 f"exposure cannot be grouped by {name!r}: {hint}choose from {', '.join(EXPOSURE_BY)}"
             )
-    # SQL has no parameter for a list of columns: each clause that depends on ``by`` is put in as a text. The ranks that have
-    # part in a combination are counted over all steps, so the step is in no partition.
+    # SQL has no parameter for a list of columns, so each clause that depends on ``by`` is inserted as text. The ranks
+    # that take part in a combination are counted over all steps, so the step is in no partition.
     lasting = [name for name in by if name in _OF_DURATIONS]
     per_rank = "rank" in by
     partition = [name for name in by if name != "step"]
-    # An index has some of these; the rest needs the records.
+    # An index contains some of these tables. The others are computed from the records.
     if counted is None:
         counted = counts(collectives, by, stalls)
     if stall_rows is None:
@@ -122,12 +128,12 @@ def _listed(names: Sequence[str], table: str = "") -> str:
 
 
 def per_step(by_purpose: pd.DataFrame, by_step: pd.DataFrame, times: pd.DataFrame) -> pd.DataFrame:
-    """Exposed and overlapped time of a training step, by purpose and, in the last row, in total.
+    """Return exposed and overlapped time of a training step by purpose, with the total in the last row.
 
     Args:
-        by_purpose: exposure by attempt, step and purpose.
-        by_step: exposure by attempt and step.
-        times: the training steps (:data:`answers.STEP_TIMES`).
+        by_purpose: The exposure by attempt, step and purpose.
+        by_step: The exposure by attempt and step.
+        times: The training steps (:data:`answers.STEP_TIMES`).
     """
     steps = warm_steps(times)
     if not len(steps):
@@ -146,14 +152,17 @@ def per_step(by_purpose: pd.DataFrame, by_step: pd.DataFrame, times: pd.DataFram
 
 
 def _over_ranks(part: pd.DataFrame, by_step: pd.DataFrame) -> pd.DataFrame:
-    """``part`` with means over all ranks of ``by_step``, not over the participating ones: none exceeds that of the step."""
+    """Return ``part`` with means over all ranks of ``by_step`` instead of the participating ranks.
+
+    No value of a purpose can then exceed the value of the whole step.
+    """
     factor = part["ranks"].astype(float) / by_step["ranks"].astype(float)
     means = {name: part[name].astype(float) * factor for name in (*EXPOSED, *_OVERLAPPED)}
     return part.assign(**{name: values.mask(part["records"].isna(), 0.0) for name, values in means.items()})
 
 
 def _typical(purpose: str | None, part: pd.DataFrame) -> dict[str, Any]:
-    """A row of :func:`per_step`, from the values of one purpose, or of all, in each warm step."""
+    """Return a row of :func:`per_step`, from the values of one purpose or of all purposes in each warm step."""
     idle = part["records"].isna()
     part = part.assign(**{name: part[name].astype(float).mask(idle, 0.0) for name in _OVERLAPPED})
     row: dict[str, Any] = {"purpose": purpose, "steps": len(part)}
@@ -165,9 +174,10 @@ def _typical(purpose: str | None, part: pd.DataFrame) -> dict[str, Any]:
 
 
 def medians(steps: pd.DataFrame, names: Sequence[str]) -> dict[str, Any]:
-    """Medians over ``steps`` of the columns ``names`` and of the duration, and the exposed share of the duration.
+    """Return the medians over ``steps`` of the columns ``names`` and of the duration, and the exposed share.
 
-    A column that is null in one step has no median; a lower bound that is null counts as 0.
+    A column that is null in any step has no median. A lower bound that is null counts as 0 if it is known in
+    some step.
     """
     row: dict[str, Any] = {"step_ns": _median(steps["duration_ns"])}
     for name in names:
@@ -182,7 +192,7 @@ def _median(values: pd.Series[Any]) -> int | None:
 
 
 def share(exposed_ns: float | None, step_ns: float | None) -> float | None:
-    """Exposed time as a share of its step; None if one of them is not known.
+    """Return exposed time as a share of its step, or None if one of the two times is not known.
 
     >>> share(25, 100), share(None, 100), share(25, 0)
     (0.25, None, None)

@@ -1,4 +1,7 @@
-"""95 % intervals of step times, without distributional assumptions over steps and with few over repeats."""
+"""Compute 95 % intervals of step times.
+
+Intervals over steps assume no distribution. Intervals over repeats make few assumptions.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +16,8 @@ from commprof.quantiles import student_t
 class Interval(NamedTuple):
     """A time in ns with its 95 % interval.
 
-    ``over`` says what varies: ``repeats`` (runs of one setting), ``steps`` (of one run), or None where there is too
-    little to tell; ``low`` and ``high`` are None then.
+    ``over`` is the source of the variation: ``repeats`` (runs of one setting) or ``steps`` (of one run). If
+    there are too few values for an interval, ``over``, ``low`` and ``high`` are None.
     """
 
     center: int | None
@@ -24,10 +27,14 @@ class Interval(NamedTuple):
 
 
 def order_statistic_rank(count: int) -> int | None:
-    """The largest k for which the k-th smallest and k-th largest of ``count`` values enclose the median with 95 %.
+    """Return the largest k for which the k-th smallest and k-th largest values enclose the median with 95 %.
 
-    The number of values below the median is binomial(count, 1/2); the interval misses with probability
-    2 P(X < k). None below 6 values, where even the extremes enclose it less often.
+    The number of values below the median is binomial(count, 1/2). The interval misses the median with
+    probability 2 P(X < k). The result is None for fewer than 6 values, because even the extremes enclose the
+    median with less than 95 %.
+
+    Args:
+        count: The number of values.
     """
     missed, rank = 0, 0
     total = 2**count
@@ -40,15 +47,16 @@ def order_statistic_rank(count: int) -> int | None:
 
 
 def over_steps(durations: Sequence[int]) -> Interval:
-    """Median of the steps of one run, with the interval between order statistics.
+    """Return the median of the steps of one run, with the interval between order statistics.
 
-    Steps of one run are not independent, so this says how steady the run was, not how well it repeats.
+    Steps of one run are not independent. The interval therefore describes how steady the run was, not how
+    well it repeats.
     """
     if not durations:
         return Interval(None, None, None, None)
     ordered = sorted(durations)
     center = round(median(ordered))
-    # Beyond some thousand steps the normal approximation is exact enough, and comb() would be slow.
+    # Beyond about two thousand steps, the normal approximation is accurate enough, and comb() would be slow.
     rank = order_statistic_rank(len(ordered)) if len(ordered) <= 2000 else _normal_rank(len(ordered))
     if rank is None:
         return Interval(center, None, None, None)
@@ -56,14 +64,15 @@ def over_steps(durations: Sequence[int]) -> Interval:
 
 
 def _normal_rank(count: int) -> int:
-    """Normal approximation to :func:`order_statistic_rank`."""
+    """Return the normal approximation to :func:`order_statistic_rank`."""
     return int(count / 2 - NormalDist().inv_cdf(0.975) * sqrt(count) / 2)
 
 
 def over_repeats(durations: Sequence[Sequence[int]]) -> Interval:
-    """Step time of one setting from the step durations of each of its runs.
+    """Return the step time of one setting from the step durations of each of its runs.
 
-    Two or more runs: the mean of their medians, with a t-interval (not below 0). One run: :func:`over_steps`.
+    For two or more runs, the result is the mean of their medians, with a t-interval (not below 0). For one
+    run, the result is :func:`over_steps`.
     """
     medians = [median(run) for run in durations if run]
     if len(medians) < 2:

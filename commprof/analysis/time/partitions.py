@@ -1,8 +1,9 @@
-"""Partitions of the records of a run: each has all records of its collectives and messages.
+"""Divide the records of a run into partitions that contain all records of their collectives and messages.
 
-So a question about single collectives is answered one partition after another, in the memory of one. The records of a
-collective share their number in the group, so a partition has all records of a range of numbers. A message is a send and a
-recv, so a partition has all messages to a range of ranks.
+A question about individual collectives is answered one partition after another, in the memory of one
+partition. The records of a collective have the same number in the group, so a partition contains all records
+of a range of numbers. A message is a send and a recv, so a partition contains all messages to a range of
+ranks.
 """
 
 from __future__ import annotations
@@ -33,9 +34,10 @@ from commprof.errors import TraceError
 from commprof.trace.reader import Scan
 from commprof.trace.tables import read_columns
 
-MOST_ROWS: Final = 100_000  # rows of a partition, unless one number has more
-_MOST_SCANNED: Final = 600_000  # rows of a partition of files, since each partition scans all of them
-_FINEST: Final = 16  # ranges of numbers that are counted for each partition
+MOST_ROWS: Final = 100_000  # the most rows of a partition, unless one number has more
+# The most rows of a partition of files; more, because each partition scans all files.
+_MOST_SCANNED: Final = 600_000
+_FINEST: Final = 16  # the number of ranges of numbers that are counted for each partition
 _IS_MESSAGE: Final = "op in ('send', 'recv')"
 _PROCESS: Final = ("rank", "attempt", "pid")
 _RECEIVER: Final = "case when op = 'send' then peer else rank end"
@@ -45,11 +47,12 @@ Ask = Callable[[str], pa.Table]
 
 
 def conditions(ask: Ask, relation: str, most_rows: int = MOST_ROWS) -> list[str]:
-    """The partitions of ``relation`` as SQL conditions; every row fits exactly one.
+    """Return the partitions of ``relation`` as SQL conditions. Every row fits exactly one condition.
 
     Args:
-        ask: evaluates SQL.
-        relation: a table expression with the columns pg_seq, op, peer and rank.
+        ask: A function that evaluates SQL.
+        relation: A table expression with the columns pg_seq, op, peer and rank.
+        most_rows: The highest number of rows of a partition, unless one number has more.
     """
     extent = ask(
         f"select count(*) as rows, min(pg_seq) as low, max(pg_seq) as high from {relation} where not {_IS_MESSAGE}"
@@ -77,7 +80,7 @@ def conditions(ask: Ask, relation: str, most_rows: int = MOST_ROWS) -> list[str]
 
 
 def _ranges(counted: pa.Table, most_rows: int) -> Iterator[tuple[int, int]]:
-    """First and last number of ranges with at most ``most_rows`` rows, or of one number."""
+    """Yield the first and last number of ranges that have at most ``most_rows`` rows or only one number."""
     first = last = None
     row_count = 0
     for place, rows in zip(counted["place"].to_pylist(), counted["rows"].to_pylist(), strict=True):
@@ -96,14 +99,14 @@ def of_scan(
     engine: duckdb.DuckDBPyConnection,
     waits: CppWaits | None = None,
 ) -> Iterator[pa.Table]:
-    """The partitions of a table or of files; a table in memory is one partition.
+    """Yield the partitions of a table or of files. A table in memory is one partition.
 
     Args:
-        columns: of the table ``collectives``, and :data:`OWN_COLUMNS`.
-        waits: of C++; then the partitions have its columns too.
+        columns: Columns of the table ``collectives``, and :data:`OWN_COLUMNS`.
+        waits: The waits in C++. If passed, the partitions also have its columns.
 
     Raises:
-        TraceError: a file cannot be read.
+        TraceError: A file cannot be read.
     """
     has_own_times = OWN_COLUMNS[0] in columns
     columns = [*columns, *(cpp_waits.COLUMNS if waits else ())]
@@ -136,10 +139,14 @@ def _beside(rows: pa.Table, waits: CppWaits | None) -> pa.Table:
 
 
 class _OwnTimesOfFiles:
-    """The own times of all records, which need all records of a process; partitions look them up."""
+    """The own times of all records, which partitions look up.
+
+    They are computed in advance, because they need all records of a process.
+    """
 
     def __init__(self, collectives: Scan, waits: CppWaits | None) -> None:
-        self._numbers: dict[tuple[int, ...], Numbers] = {}  # of each process, in order
+        # The sequence numbers of the records of each process, in order.
+        self._numbers: dict[tuple[int, ...], Numbers] = {}
         self._times: dict[tuple[int, ...], OwnTimes] = {}
         needed = columns_of(_PROCESS, ("seq",), SOURCES, cpp_waits.SOURCES if waits else ())
         files = (read_columns(file, needed) for file in collectives.files)
@@ -151,7 +158,7 @@ class _OwnTimesOfFiles:
                 self._numbers[process], self._times[process] = seq[mine], times.of(mine)
 
     def beside(self, rows: pa.Table) -> pa.Table:
-        """``rows`` with the columns :data:`OWN_COLUMNS`."""
+        """Return ``rows`` with the columns :data:`OWN_COLUMNS`."""
         own_times = no_own_times(len(rows))
         seq = rows["seq"].to_numpy()
         for process, mine in _by_process(rows):
@@ -164,7 +171,7 @@ class _OwnTimesOfFiles:
 
 
 def _by_process(rows: pa.Table) -> Iterator[tuple[tuple[int, ...], Numbers]]:
-    """Each process among ``rows``, and its rows."""
+    """Yield each process in ``rows`` and the indices of its rows."""
     codes, first = numbered(rows.select(_PROCESS))
     names = rows.select(_PROCESS).take(pa.array(first)).to_pylist()
     for mine in split_by(codes, np.arange(len(rows))):
@@ -172,11 +179,11 @@ def _by_process(rows: pa.Table) -> Iterator[tuple[tuple[int, ...], Numbers]]:
 
 
 class IndexedParts:
-    """The partitions of an index: its ``records`` joined with its ``kinds``, whose columns are dictionary-encoded.
+    """The partitions of an index: ``records`` joined with ``kinds``, whose columns are dictionary-encoded.
 
     Args:
-        ask: evaluates SQL on the index.
-        columns: the columns of the table ``collectives`` to read.
+        ask: A function that evaluates SQL on the index.
+        columns: The columns of the table ``collectives`` to read.
     """
 
     def __init__(self, ask: Ask, columns: Sequence[str]) -> None:
@@ -190,7 +197,7 @@ class IndexedParts:
         self.conditions = conditions(ask, "records r join kinds k using (kind)")
 
     def read(self, condition: str, ask: Ask) -> pa.Table:
-        """The rows of one of the ``conditions``."""
+        """Return the rows that meet one of the ``conditions``."""
         names = ", ".join(f"r.{name}" for name in (*self._own, "kind"))
         records = ask(f"select {names} from records r join kinds k using (kind) where {condition}")
         kind = records["kind"].combine_chunks()
@@ -218,5 +225,5 @@ def _taken(values: pa.Array, kind: Any) -> pa.Array:
 
 
 def columns_of(*needs: Iterable[str]) -> tuple[str, ...]:
-    """The union of the columns in ``needs``, in order."""
+    """Return the union of the columns in ``needs``, in order."""
     return tuple(dict.fromkeys(name for need in needs for name in need))

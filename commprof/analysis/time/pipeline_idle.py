@@ -1,4 +1,4 @@
-"""The idle share of the first pipeline stage in a step, measured and by the schedule."""
+"""Compute the idle share of the first pipeline stage in a step, as measured and as the schedule predicts it."""
 
 from __future__ import annotations
 
@@ -11,17 +11,21 @@ _MEASURED, _EXPECTED = "pipeline_bubble", "pipeline_bubble_expected"
 
 
 class IdleShares(NamedTuple):
-    """Shares of a step; None if the run is no pipeline or its runtime does not publish them."""
+    """Shares of a step that the first pipeline stage is idle.
+
+    They are None if the run has no pipeline or if its runtime does not publish them.
+    """
 
     measured: float | None
     expected: float | None
 
 
 def idle_shares(metrics: pa.Table) -> IdleShares:
-    """The medians over the steps after the first of rank 0, whose stage begins and ends every step.
+    """Return the medians on rank 0 over the steps after the first. The stage of rank 0 begins and ends every step.
 
     Args:
-        metrics: of the run; ``pipeline_bubble`` is the measured share, ``pipeline_bubble_expected`` that of the schedule.
+        metrics: The metrics of the run. ``pipeline_bubble`` is the measured share, and
+            ``pipeline_bubble_expected`` is the share that the schedule predicts.
     """
     of_rank_0 = metrics.filter(pc.equal(metrics["rank"], 0))
     return IdleShares(_median(of_rank_0, _MEASURED), _median(of_rank_0, _EXPECTED))

@@ -1,19 +1,21 @@
-"""Exposed and overlapped time of each rank by step: unions of the intervals of its collectives.
+"""Compute exposed and overlapped time of each rank by step: unions of the intervals of its collectives.
 
-A collective blocks the program for ``exposed_ns`` until ``wait_end_ns``, on a device until ``device_end_ns``. It is under
-way from ``issue_ns`` (``device_begin_ns``) until its end: ``device_end_ns`` if known, else ``wait_end_ns``. Exposed time is
-the length of the union of the blocked intervals. Overlapped time is the length of the union of all intervals, blocked or
-under way, minus the exposed time. So concurrent waits count once, and a collective that is issued in one step and waited for
-in the next counts where the time was spent.
+A collective blocks the program for ``exposed_ns`` until ``wait_end_ns``, or on a device until
+``device_end_ns``. It is in progress from ``issue_ns`` (``device_begin_ns``) until its end. The end is
+``device_end_ns`` if known, else ``wait_end_ns``. Exposed time is the length of the union of the blocked
+intervals. Overlapped time is the length of the union of all intervals, blocked or in progress, minus the
+exposed time. Concurrent waits therefore count once. The time of a collective that is issued in one step and
+waited for in the next counts in the step in which it was spent.
 
-If C++ waits (the table ``stalls``), no single wait is recorded. In each of these intervals the program was blocked for a
-time between two bounds, on records without a recorded wait that were issued since ``since_ns``. Those records were under way
-until the end of the interval at most. The bounds are added to the known exposed time. Records of a device belong to the
-rows that say when its stream waited, the others to those that say when the thread did. Which interval waited for a record
-is told by the times at which the host issued them both.
+If C++ waits (the table ``stalls``), no individual wait is recorded. In each of these intervals the program
+was blocked for a time between two bounds. It was blocked on records without a recorded wait that were issued
+since ``since_ns``. These records were in progress until the end of the interval at most. The bounds are added
+to the known exposed time. Records of a device belong to the rows of ``stalls`` that describe when its stream
+waited. The other records belong to the rows that describe when the thread waited. The times at which the host
+issued a record and a wait determine which interval waited for the record.
 
-This is not SQL: sorting the times of each process in arrays takes a fraction of the time of window frames over all
-processes, and the memory of one process.
+This is not computed in SQL. Sorting the times of each process in arrays takes a fraction of the time of
+window frames over all processes, and only the memory of one process.
 """
 
 from __future__ import annotations
@@ -40,9 +42,9 @@ Flags: TypeAlias = npt.NDArray[np.bool_]
 
 PROCESS: Final = ("attempt", "rank", "pid")
 _TIMES: Final = ("issue_ns", "wait_end_ns", "device_begin_ns", "device_end_ns", "exposed_ns")
-# The columns of records that this needs, beside PROCESS.
+# The columns of records that are needed in addition to PROCESS.
 COLUMNS: Final = ("step", "purpose", "layer", "device", "is_async", *_TIMES)
-_FURTHEST: Final = 1 << 61  # sums and differences of two such times fit 64 bits
+_FURTHEST: Final = 1 << 61  # sums and differences of two such times fit into 64 bits
 _SUMS: Final = ("exposed_ns", "low_ns", "high_ns", "overlapped_ns")
 _MEASURES: Final = (("step", pa.int32()), *((name, pa.int64()) for name in _SUMS))
 _OF_STALLS: Final = ("since_ns", "end_ns", "exposed_low_ns", "exposed_high_ns")
@@ -50,7 +52,7 @@ _BEFORE: Final = -1  # the step before the first one
 
 
 class Known(NamedTuple):
-    """Numbers, and which of them are known."""
+    """Numbers, and flags that indicate which of the numbers are known."""
 
     values: Numbers
     known: Flags
@@ -65,9 +67,9 @@ class _Intervals(NamedTuple):
 
 
 class _Stalls(NamedTuple):
-    """The intervals of one process in which C++ waited, and the records that each bounds.
+    """The intervals of one process in which C++ waited, and the records that each interval bounds.
 
-    ``records[i]`` is bounded by the interval numbered ``of_record[i]``.
+    The interval with the number ``of_record[i]`` bounds the record ``records[i]``.
     """
 
     begins: Numbers
@@ -79,16 +81,20 @@ class _Stalls(NamedTuple):
 
 
 class _Steps(NamedTuple):
-    """The times of one process at which a step begins or ends, and the step from each on; null after an end."""
+    """The times of one process at which a step begins or ends, and the step that is current from each time on.
+
+    The step is null after an end.
+    """
 
     times: Numbers
     steps: pa.Array
 
 
 def training_parts(steps: pa.Table, outside_steps: pa.Table) -> pa.Table:
-    """``steps``, each step divided into the parts between the checkpoints within it, for :func:`stall_times`.
+    """Return ``steps``, with each step divided into the parts between the checkpoints within it.
 
-    The time of a step leaves these out (``outside_ns``), and so do its exposed and overlapped time.
+    The result is an input of :func:`stall_times`. The time of a step excludes its checkpoints
+    (``outside_ns``), and its exposed and overlapped time also exclude them.
     """
     is_divided = pc.and_(pc.greater(pc.fill_null(steps["outside_ns"], 0), 0), steps["end_ns"].is_valid())
     if not pc.any(is_divided).as_py():
@@ -117,13 +123,14 @@ def training_parts(steps: pa.Table, outside_steps: pa.Table) -> pa.Table:
 def stall_times(
     collectives: pa.Table | Scan, steps: pa.Table, by: Sequence[str] = (), stalls: pa.Table | None = None
 ) -> pa.Table:
-    """One row per process, step and combination of the columns ``by``: exposed_ns, low_ns, high_ns, overlapped_ns.
+    """Return exposed_ns, low_ns, high_ns and overlapped_ns per process, step and combination of ``by``.
 
-    exposed_ns is from the waits of the records; low_ns and high_ns bound what C++ waited in addition (``stalls``);
-    overlapped_ns is an upper bound. The step is -1 before the first step, null after the last and between steps.
+    exposed_ns is from the waits of the records. low_ns and high_ns bound the additional time that C++ waited
+    (``stalls``). overlapped_ns is an upper bound. The step is -1 before the first step, and null after the
+    last step and between steps.
 
     Raises:
-        TraceError: a file cannot be read, or has times that cannot be summed.
+        TraceError: A file cannot be read, or it contains times that cannot be summed.
     """
     return stall_times_by(collectives, steps, [by], stalls)[0]
 
@@ -134,7 +141,7 @@ def stall_times_by(
     several: Sequence[Sequence[str]],
     stalls: pa.Table | None = None,
 ) -> list[pa.Table]:
-    """:func:`stall_times` by each of ``several`` lists of columns, reading the records once."""
+    """Return :func:`stall_times` for each list of columns in ``several``, reading the records once."""
     several = [[name for name in by if name not in (*PROCESS, "step")] for by in several]
     stalled = {} if stalls is None else {key: rows for rows, key in by_process(stalls)}
     stall_columns = ("is_async", "layer", "purpose") if stalled else ()
@@ -160,12 +167,13 @@ def _as_one(by: Sequence[str], tables: Sequence[pa.Table]) -> pa.Table:
 
 
 def _parts(collectives: pa.Table | Scan, columns: list[str]) -> Iterator[pa.Table]:
-    """The rows in batches; all rows of a process are in one."""
+    """Yield the rows in batches. All rows of a process are in the same batch."""
     if not isinstance(collectives, Scan):
         yield collectives.select(columns)
         return
     of_process: dict[tuple[str, ...], list[Path]] = {}
-    for file in collectives.files:  # rank, attempt, process, and a number if it recorded more than once
+    # The name of a file contains rank, attempt and process, and a number if the process recorded more than once.
+    for file in collectives.files:
         of_process.setdefault(tuple(file.stem.split("-")[:4]), []).append(file)
     for files in of_process.values():
         yield pa.concat_tables([read_columns(file, columns) for file in files])
@@ -173,7 +181,7 @@ def _parts(collectives: pa.Table | Scan, columns: list[str]) -> Iterator[pa.Tabl
 
 
 def by_process(rows: pa.Table) -> Iterator[tuple[pa.Table, tuple[int, ...]]]:
-    """The rows of each process and its key."""
+    """Yield the rows of each process and the key of the process."""
     if not len(rows):
         return
     keys = [rows[name].to_numpy() for name in PROCESS]
@@ -181,7 +189,8 @@ def by_process(rows: pa.Table) -> Iterator[tuple[pa.Table, tuple[int, ...]]]:
         yield rows, tuple(int(key[0]) for key in keys)
         return
     order = np.lexsort(keys[::-1])
-    # One take for all processes: each costs as much as there are chunks, and every rank's file is a chunk.
+    # One take for all processes, because the cost of a take grows with the number of chunks, and the file of each rank
+    # is a chunk.
     ordered = rows.take(pa.array(order)) if np.any(np.diff(order) != 1) else rows
     changes = np.any([np.diff(key[order]) != 0 for key in keys], axis=0)
     bounds = [0, *(np.flatnonzero(changes) + 1).tolist(), len(order)]
@@ -248,22 +257,26 @@ def _by(
         (exposed.get(cell, 0), *bounds.get(cell, (0, 0)), covered.get(cell, 0)) for cell in cells.tolist()
     ]
     values = np.array(sums, np.int64).reshape(-1, len(_SUMS))
-    # what is certainly exposed does not overlap
+    # Time that is certainly exposed is not overlapped.
     values[:, -1] = np.maximum(0, values[:, -1] - values[:, 0] - values[:, 1])
     columns |= {name: pa.array(values[:, place]) for place, name in enumerate(_SUMS)}
     return pa.table(columns)
 
 
 def _added_up(table: pa.Table, keys: list[str]) -> pa.Table:
-    """One row per combination: the step null occurs between any two steps."""
+    """Return one row per combination of ``keys``.
+
+    Rows are summed because the step null can occur between any two steps.
+    """
     sums = table.group_by(keys, use_threads=False).aggregate([(name, "sum") for name in _SUMS])
     return sums.rename_columns([*keys, *_SUMS]) if len(sums) else table
 
 
 def _stalled(rows: pa.Table, stalls: pa.Table, blocked: _Intervals) -> _Stalls | None:
-    """The ``stalls`` of a process, and the records without a recorded wait that each bounds.
+    """Return the ``stalls`` of a process, and the records without a recorded wait that each stall bounds.
 
-    The lower bound leaves out time that is known to be exposed, and time that the interval before has counted.
+    The lower bound excludes time that is known to be exposed, and time that was already counted for the
+    previous interval.
     """
     on_device = stalls["device_end_ns"].is_valid().to_numpy(zero_copy_only=False)
     parts = [
@@ -283,7 +296,7 @@ def _stalled(rows: pa.Table, stalls: pa.Table, blocked: _Intervals) -> _Stalls |
 
 
 def _stalled_at(rows: pa.Table, stalls: pa.Table, blocked: _Intervals, on_device: bool) -> _Stalls | None:
-    """:func:`_stalled` for the rows of ``stalls`` of devices, or for those of the host."""
+    """Return the result of :func:`_stalled` for either the device rows or the host rows of ``stalls``."""
     stalls = stalls.take(pa.array(np.argsort(stalls["end_ns"].to_numpy(), kind="stable")))
     since, issue_ends, low, high = (_known(stalls, name).values for name in _OF_STALLS)
     begins, ends = (
@@ -306,7 +319,11 @@ def _stalled_at(rows: pa.Table, stalls: pa.Table, blocked: _Intervals, on_device
 
 
 def _length_until(moments: Numbers, starts: Numbers, stops: Numbers, edges: Numbers) -> Numbers:
-    """The length of disjoint intervals before each moment; ``edges``: their cumulated lengths."""
+    """Return the length of disjoint intervals before each moment.
+
+    Args:
+        edges: The cumulative lengths of the intervals.
+    """
     before = np.searchsorted(starts, moments, "right")
     if not len(starts):
         return np.zeros(len(moments), np.int64)
@@ -316,10 +333,11 @@ def _length_until(moments: Numbers, starts: Numbers, stops: Numbers, edges: Numb
 
 
 def _bounds(stalled: _Stalls, codes: Numbers, cuts: _Steps, places: int) -> dict[int, tuple[int, int]]:
-    """Low and high by combination x ``places`` + place.
+    """Return the lower and upper bound by cell. The number of a cell is combination x ``places`` + place.
 
-    It is not known for which of several combinations an interval blocked the program: each gets the whole upper bound and
-    none of the lower one. Of an interval across the end of a step, each side gets what the other cannot take.
+    It is not known for which of several combinations an interval blocked the program. Each of these
+    combinations gets the whole upper bound and none of the lower bound. If an interval extends across the end
+    of a step, each side gets the part of the lower bound that does not fit into the other side.
     """
     width = int(codes.max(initial=0)) + 1
     pairs = np.unique(stalled.of_record * width + codes[stalled.records])
@@ -342,12 +360,16 @@ def _bounds(stalled: _Stalls, codes: Numbers, cuts: _Steps, places: int) -> dict
 
 
 def _combinations(rows: pa.Table, by: Sequence[str]) -> tuple[Numbers, Numbers]:
-    """The number of each row's combination of the columns ``by``, and the first row of each combination."""
+    """Return the number of the combination of ``by`` of each row, and the first row of each combination."""
     return numbered(rows.select(list(by))) if by else (np.zeros(len(rows), np.int64), np.zeros(1, np.int64))
 
 
 def _blocked_and_covered(rows: pa.Table) -> tuple[_Intervals, _Intervals]:
-    """The blocked intervals of the records; and these together with the intervals under way that extend beyond them."""
+    """Return the blocked intervals of the records, and all covered intervals.
+
+    The covered intervals are the blocked intervals together with the in-progress intervals that extend beyond
+    them.
+    """
     device = rows["device"].combine_chunks()
     on_host = pc.fill_null(pc.equal(device.cast(pa.string()), "cpu"), True).to_numpy(zero_copy_only=False)
     issue, wait_end, device_begin, device_end, exposed = (_known(rows, name) for name in _TIMES)
@@ -365,7 +387,8 @@ def _blocked_and_covered(rows: pa.Table) -> tuple[_Intervals, _Intervals]:
 
 
 def _in_order(intervals: _Intervals) -> _Intervals:
-    order = np.argsort(intervals.starts, kind="stable")  # fast if times are nearly in order
+    # The stable sort is fast if times are nearly in order.
+    order = np.argsort(intervals.starts, kind="stable")
     return _Intervals(*(values[order] for values in intervals))
 
 
@@ -378,7 +401,10 @@ def _either(first: Flags, these: Known, those: Known) -> Known:
 
 
 def _cuts(steps: pa.Table | None) -> _Steps:
-    """The times at which intervals are cut. At equal times a begin of a step takes precedence over an end."""
+    """Return the times at which intervals are cut.
+
+    If a step begins at the time at which a step ends, the begin takes precedence.
+    """
     moments: dict[int, int | None] = {}
     rows = [] if steps is None else steps.select(["step", "begin_ns", "end_ns"]).to_pylist()
     rows = sorted((row for row in rows if row["step"] >= 0), key=lambda row: int(row["step"]))
@@ -393,10 +419,12 @@ def _cuts(steps: pa.Table | None) -> _Steps:
 
 
 def _lengths(intervals: _Intervals, code: Numbers, cuts: _Steps, places: int) -> dict[int, int]:
-    """The length of the union of the intervals of each combination between two cuts, by combination x ``places`` + place.
+    """Return the length of the union of the intervals of each combination between two cuts.
+
+    The keys of the result are combination x ``places`` + place.
 
     Args:
-        code: the combination of each record.
+        code: The combination of each record.
     """
     codes, starts, stops = _union(intervals, code[intervals.records])
     if not len(starts):
@@ -421,11 +449,14 @@ def _lengths(intervals: _Intervals, code: Numbers, cuts: _Steps, places: int) ->
 
 
 def _union(intervals: _Intervals, codes: Numbers) -> tuple[Numbers, Numbers, Numbers]:
-    """The part of each interval that earlier ones of its combination do not cover: code, start, stop. These are disjoint."""
+    """Return the part of each interval that earlier intervals of its combination do not cover.
+
+    The parts are disjoint, and they are returned as codes, starts and stops.
+    """
     _, starts, stops = intervals
     if not len(starts):
         return codes, starts, stops
-    if codes.any():  # else there is one combination
+    if codes.any():  # if not, there is only one combination
         order = placed_by(codes)
         codes, starts, stops = codes[order], starts[order], stops[order]
     before = np.full(len(starts), -(1 << 62))
@@ -444,5 +475,5 @@ def _union(intervals: _Intervals, codes: Numbers) -> tuple[Numbers, Numbers, Num
 
 
 def _shift(codes: Numbers, width: int) -> Numbers:
-    """A multiple of ``width`` for each of the sorted ``codes``, so that the ranges of two codes do not overlap."""
+    """Return a multiple of ``width`` for each of the sorted ``codes``, so that the ranges of codes do not overlap."""
     return np.concatenate(([0], np.cumsum(np.diff(codes) != 0))) * width

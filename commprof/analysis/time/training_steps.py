@@ -1,4 +1,4 @@
-"""Training steps: times, durations, and the sums of what they sent."""
+"""Training steps: their times and durations, and sums of the traffic that they sent."""
 
 from __future__ import annotations
 
@@ -18,48 +18,54 @@ COLUMNS: Final = ("attempt", "step", "op")  # columns of the operations that ste
 
 
 def step_times(steps: pa.Table, exposure: pa.Table, operations: pa.Table) -> pd.DataFrame:
-    """:func:`answer` as a frame."""
+    """Return the result of :func:`answer` as a DataFrame."""
     return as_frame(answer(steps, exposure, operations))
 
 
 def as_frame(answer: pa.Table) -> pd.DataFrame:
-    """An :func:`answer` as a frame, with the declared columns."""
+    """Convert the result of :func:`answer` to a DataFrame with the declared columns."""
     return from_arrow(answer, STEP_TIMES.columns)
 
 
 def answer(steps: pa.Table, exposure: pa.Table, operations: pa.Table) -> pa.Table:
-    """One row per training step and attempt (``queries/step_times.sql``); initialisation is not a step.
+    """Return one row per training step and attempt (``queries/step_times.sql``). Initialization is not a step.
 
     Args:
-        exposure: :func:`commprof.analysis.time.exposure.answer` by attempt and step.
+        exposure: The result of :func:`commprof.analysis.time.exposure.answer` by attempt and step.
     """
     return answer_of_sums(evaluate("step_sums", {"steps": steps}), exposure, operations)
 
 
 def answer_of_sums(sums: pa.Table, exposure: pa.Table, operations: pa.Table) -> pa.Table:
-    """:func:`answer` from rows of the relation step_sums."""
+    """Return the result of :func:`answer` from rows of the relation step_sums."""
     return ask("step_times", {"step_sums": sums, "exposure": exposure, "operations": operations})
 
 
 def durations_after_first(times: pd.DataFrame) -> list[int]:
-    """Step durations in ns, without the first step of each attempt (it warms up) and without steps that did not end."""
+    """Return step durations in ns.
+
+    The first step of each attempt (warm-up) and steps that did not end are excluded.
+    """
     later = times["step"] > times.groupby("attempt")["step"].transform("min")
     return [int(value) for value in times.loc[later, "duration_ns"].dropna()]
 
 
 def final_loss(times: pd.DataFrame) -> float | None:
-    """Loss of the last step that has one, of the last attempt that has any."""
+    """Return the loss of the last step that has a loss, in the last attempt that has one, or None."""
     losses = times["loss"].dropna()
     return None if losses.empty else float(losses.iloc[-1])
 
 
 class StepTotals(NamedTuple):
-    """What ``steps`` training steps sent together, without one-offs (``steady_steps``).
+    """The traffic that ``steps`` training steps sent together, without one-offs (``steady_steps``).
 
-    ``totals`` has a row for each op, intended_op, purpose, and name and size of the group: the number of groups, and their
-    collectives, payload_bytes and wire_bytes; the last are means over the ranks of the job. Divided by ``steps`` they are
-    those of a step. They are not rounded: a mean of 3.5 collectives over two warm steps is 10.5 in three steps.
-    ``weights``: the weight of what a step sent in the mean step, by attempt, step and that key.
+    ``totals`` has one row for each op, intended_op, purpose, and name and size of the group. A row contains
+    the number of groups and their collectives, payload_bytes and wire_bytes. The wire_bytes are means over
+    the ranks of the job. The values divided by ``steps`` are the values of one step. They are not rounded: a
+    mean of 3.5 collectives over two warm steps is 10.5 in three steps.
+
+    ``weights`` contains the weight of the traffic of each step in the mean step, by attempt, step and the
+    columns above.
     """
 
     steps: int
@@ -78,7 +84,7 @@ _WEIGHTS: Final = pa.schema(
 
 
 def whole_steps(times: pd.DataFrame) -> list[Step]:
-    """Attempt and number of the training steps that ended."""
+    """Return the attempt and number of the training steps that ended."""
     ended = times.loc[times["duration_ns"].notna(), ["attempt", "step"]]
     return [(int(attempt), int(step)) for attempt, step in ended.itertuples(index=False)]
 
@@ -86,12 +92,12 @@ def whole_steps(times: pd.DataFrame) -> list[Step]:
 def step_totals(
     steps: pa.Table, operations: pa.Table, times: pd.DataFrame, world_size: int | None
 ) -> StepTotals:
-    """Sums over the whole training steps (``queries/step_totals.sql``), for means of a step.
+    """Return sums over the training steps that ended (``queries/step_totals.sql``), for means of a step.
 
-    The unfinished step of a killed run and one-off traffic are left out.
+    The unfinished step of a killed run and one-off traffic are excluded.
 
     Args:
-        world_size: ranks of the job; None: as many as the largest group has.
+        world_size: The number of ranks of the job. None: the number of ranks of the largest group.
     """
     ranks = world_size or pc.max(operations["group_size"]).as_py() or 1
     rows = ask(

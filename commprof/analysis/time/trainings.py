@@ -1,4 +1,7 @@
-"""Trainings of a run one after the other: a program may train a second model, or the same one in another way."""
+"""Find the successive trainings of a run.
+
+A program may train a second model after the first, or the same model in another way.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +15,11 @@ import pyarrow.compute as pc
 from commprof.analysis.time.intervals import over_steps
 from commprof.trace.reader import Run
 
-_TRAINED: Final = "B"  # in the passes of a wrapper: a backward pass that reduces gradients
+_TRAINED: Final = "B"  # marks a backward pass that reduces gradients in the passes of a wrapper
 
 
 class Training(NamedTuple):
-    """The steps of one training, and the median of their times without the first."""
+    """The steps of one training, and the median of their times without the first step."""
 
     first_step: int
     last_step: int
@@ -24,13 +27,15 @@ class Training(NamedTuple):
 
 
 def trainings(run: Run, times: pd.DataFrame) -> list[Training]:
-    """The trainings of ``run``; empty for a single one, for a restarted run, and where none is known to begin anew.
+    """Return the trainings of ``run``.
 
-    A training begins with the first step after an engine was made, or after DDP or FSDP wrapped a model that is trained.
+    A training begins with the first step after an engine was created, or after DDP or FSDP wrapped a model
+    that is trained. The list is empty for a single training, for a restarted run, and if no second training
+    is known to begin.
 
     Args:
-        run: the run.
-        times: its step_times.
+        run: The run.
+        times: The step_times of the run.
     """
     if times["attempt"].nunique() > 1:
         return []
@@ -51,19 +56,23 @@ def _training(times: pd.DataFrame) -> Training:
 
 
 def _before_engines(engines: Sequence[dict[str, Any]]) -> list[int]:
-    """The last step before each engine; none of engines that share their steps."""
+    """Return the last step before each engine. The list is empty if engines share their steps."""
     if any(each.get("share_steps") for each in engines):
         return []
     return [int(each["after"]) for each in engines]
 
 
 def _before_wrappers(run: Run) -> list[int]:
-    """The last step before each model that was wrapped later than others begins to reduce gradients."""
+    """Return the last step before the first gradient reduction of each model that was wrapped during training.
+
+    Models that begin to reduce gradients in the first step with a reduction are not included.
+    """
     wrappers = run.table("wrappers").select(["rank", "pid", "number", "step"])
     latest = pc.max(wrappers["step"]).as_py()
     if latest is None or latest < 0:
         return []
-    made_in: dict[tuple[Any, ...], int] = {}  # published again when the program changes how it wraps
+    # A wrapper is published again when the program changes how it wraps, so the first step counts.
+    made_in: dict[tuple[Any, ...], int] = {}
     for row in wrappers.to_pylist():
         key = row["rank"], row["pid"], row["number"]
         made_in[key] = min(row["step"], made_in.get(key, row["step"]))
@@ -77,7 +86,7 @@ def _before_wrappers(run: Run) -> list[int]:
 
 
 def sentence(spans: Sequence[Training]) -> str:
-    """Which steps belong to which training, and what that means for values per step."""
+    """Return a sentence that lists the steps of each training and explains the effect on values per step."""
     listed = ", ".join(f"{each.first_step} to {each.last_step}" for each in spans)
     return (
         f"The run has {len(spans)} trainings, one after the other: steps {listed}. Values per step mix them; "

@@ -1,17 +1,21 @@
-"""Durations of collectives and messages, from the time when data could flow to the end. Pure.
+"""Compute the durations of collectives and messages, from the time when data could flow to the end.
 
-Times of the ranks of a collective count from the first arrival, on one clock (lateness_ns). Waiting for a straggler is no
-part of the transfer. So the transfer begins when the last of the ranks that it needs has arrived (on a device: has begun)::
+The functions are pure. The times of the ranks of a collective count from the first arrival, on one clock
+(lateness_ns). Waiting for a straggler is not part of the transfer. The transfer therefore begins when the
+last of the ranks that it needs has arrived (on a device: has begun)::
 
     all_reduce, reduce_scatter, all_gather, all_to_all   all ranks;                end: the last rank has its result
-    reduce, gather                                       all ranks;                end: the root has it
-    broadcast, scatter                                   the root and a receiver;  end: it has it; the longest counts
-    messages                                             sender and receiver;      end: the receiver has it
+    reduce, gather                                       all ranks;                end: the root has the result
+    broadcast, scatter                                   the root and a receiver;  end: the receiver has the data;
+                                                                                   the longest transfer counts
+    messages                                             sender and receiver;      end: the receiver has the data
 
-The end of a record comes from the best source: the device, the backend (sampled), a wait that blocked, or the return of a
-synchronous call on the CPU, which includes the transfer. On a GPU the host's times do not show it.
+The end of a record comes from the best available source. The sources are the device, the backend (sampled), a
+wait that blocked, or the return of a synchronous call on the CPU, which includes the transfer. For a GPU, the
+times of the host do not show the end.
 
-This is not SQL: arrivals are in the order of their collectives, so one pass over each column is enough.
+This is not computed in SQL. Arrivals are in the order of their collectives, so one pass over each column is
+enough.
 """
 
 from __future__ import annotations
@@ -68,10 +72,13 @@ Numbers = npt.NDArray[np.int64]
 
 
 def timed(arrived: pa.Table) -> pa.Table:
-    """One row per collective or message with a payload, among two ranks or more: the first of ``answers.BANDWIDTH_TIMES``.
+    """Return one row per collective or message that has a payload and at least two ranks.
+
+    The columns are the first columns of ``answers.BANDWIDTH_TIMES``.
 
     Args:
-        arrived: see ``arrivals.aligned``, with the columns :data:`ALSO` and all records of each collective.
+        arrived: The arrivals, see ``arrivals.aligned``, with the columns :data:`ALSO` and all records of each
+            collective.
     """
     rows = _among_several(arrived.select(_NEEDED))
     groups = Groups(_numbers(rows, "attempt"), _numbers(rows, "collective"))
@@ -118,7 +125,7 @@ def _among_several(rows: pa.Table) -> pa.Table:
 
 
 def _took(rows: pa.Table, groups: Groups, is_message: Flags) -> tuple[Numbers, Numbers]:
-    """The time of each collective, unknown without a source, and its source."""
+    """Return the time of each collective, which is unknown without a source, and its source."""
     arrival, issue, begin = (_numbers(rows, name) for name in ("lateness_ns", "issue_ns", "device_begin_ns"))
     ready = arrival + np.where(_known(rows, "device_begin_ns"), np.maximum(begin - issue, 0), 0)
     is_root = np.where(
@@ -137,7 +144,7 @@ def _took(rows: pa.Table, groups: Groups, is_message: Flags) -> tuple[Numbers, N
 
 
 def _end(rows: pa.Table) -> tuple[Numbers, Numbers]:
-    """The source of the end of each record, and that time."""
+    """Return the source of the end of each record, and the time of the end."""
     device_ended, waited, returned = (
         _known(rows, name) for name in ("device_end_ns", "wait_end_ns", "return_ns")
     )
@@ -164,7 +171,7 @@ def _end(rows: pa.Table) -> tuple[Numbers, Numbers]:
 
 
 def _last_text(column: pa.ChunkedArray, groups: Groups) -> pa.Array:
-    """For each group the last of the texts of its rows."""
+    """Return for each group the last of the texts of its rows, in sorted order."""
     texts = ranked(column)
     last_codes = groups.reduced(np.maximum, pc.fill_null(texts.indices, -1).to_numpy())
     return pa.DictionaryArray.from_arrays(pa.array(last_codes, mask=last_codes < 0), texts.dictionary)

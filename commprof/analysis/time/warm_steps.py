@@ -1,4 +1,4 @@
-"""Warm steps: the training steps behind the figures of a typical step. Pure."""
+"""Warm steps: the training steps from which the values of a typical step are computed. Pure."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ import pandas as pd
 
 
 def warm_steps(times: pd.DataFrame) -> pd.DataFrame:
-    """The steps that ended, without the first of each attempt, which warms up; the first ones if there are no others.
+    """Return the steps that ended, without the first step of each attempt, which is warm-up.
+
+    If there are no other steps, the first steps are returned.
 
     Args:
-        times: columns attempt, step and duration_ns.
+        times: The steps, with the columns attempt, step and duration_ns.
     """
     ended = times[times["duration_ns"].notna()]
     later = ended[ended["step"] > ended.groupby("attempt")["step"].transform("min")]

@@ -6,5 +6,5 @@ from commprof.moved import attribute
 
 
 def __getattr__(name: str) -> Any:
-    """Names of the former module ``commprof.analysis.traffic``."""
+    """Return a name of the former module ``commprof.analysis.traffic``."""
     return attribute(__name__, name)

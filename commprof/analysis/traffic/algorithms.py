@@ -1,7 +1,7 @@
-"""The algorithm and protocol that NCCL chose for the collectives of a run, from logs that are aligned with it.
+"""Find the algorithm and protocol that NCCL chose for the collectives of a run, from logs aligned with the run.
 
-Two sources: lines of an NCCL log that print the choices, through the alignment of that log with the records; and the log of
-the NCCL Inspector, imported or aligned with the run.
+There are two sources. The first is an NCCL log with lines that print the choices, which the alignment assigns
+to records. The second is the log of the NCCL Inspector, imported or aligned with the run.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _TIMES: Final = ["device_begin_ns", "device_end_ns"]
 
 
 def algorithms(run: Run) -> pd.DataFrame:
-    """One row per operation, group, payload and choice: see :func:`commprof.analysis.api.algorithms`."""
+    """Return one row per operation, group, payload and choice: see :func:`commprof.analysis.api.algorithms`."""
     inspected, printed = _frame(run.table("nccl_algorithms")), _printed(run)
     known = pd.MultiIndex.from_frame(inspected[_RECORD])
     printed = printed[~pd.MultiIndex.from_frame(printed[_RECORD]).isin(known)]  # each record counts once
@@ -52,7 +52,7 @@ def algorithms(run: Run) -> pd.DataFrame:
 
 
 def _printed(run: Run) -> pd.DataFrame:
-    """The choices in the NCCL log of the run, each with the record that its line is aligned with."""
+    """Return the choices in the NCCL log of the run, each with the record with which its line is aligned."""
     tuning = run.table("nccl_tuning")
     tuning = tuning.filter(pc.and_(tuning["op_line"].is_valid(), tuning["algorithm"].is_valid()))
     if not len(tuning):
@@ -73,7 +73,7 @@ def _printed(run: Run) -> pd.DataFrame:
 
 
 def _plain(part: pa.Table) -> pa.Table:
-    """``part`` with dictionary-encoded texts as plain texts."""
+    """Return ``part`` with dictionary-encoded texts as plain texts."""
     for place, field in enumerate(part.schema):
         if pa.types.is_dictionary(field.type):
             part = part.set_column(place, field.name, part.column(place).cast(pa.string()))

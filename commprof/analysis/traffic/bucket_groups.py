@@ -1,7 +1,9 @@
-"""The ranks that reduce gradient buckets together, which distinguish buckets of equal number in several groups. Pure.
+"""Find the ranks that reduce gradient buckets together.
 
-Pipeline stages and tensor-parallel ranks number their buckets alike and reduce them in separate groups. A bucket that is
+These ranks distinguish buckets that have the same number in several groups. Pipeline stages and
+tensor-parallel ranks use the same bucket numbers and reduce the buckets in separate groups. A bucket that is
 reduced along several axes in turn is one bucket of all their ranks, so groups that share a rank are joined.
+The functions are pure.
 """
 
 from __future__ import annotations
@@ -14,15 +16,19 @@ from commprof.schema import format_ranks, parse_ranks
 
 
 def bucket_groups(reducing: pa.Table) -> pa.Table:
-    """For each rank that reduces buckets (attempt, rank), the text of all ranks that it reduces them with (group_ranks).
+    """Return for each rank that reduces buckets the ranks with which it reduces them.
+
+    The columns are attempt, rank and group_ranks. group_ranks is the text of all these ranks.
 
     Args:
-        reducing: attempt and ``group_ranks`` of the collectives that reduce buckets (``queries/reducing_groups.sql``).
+        reducing: The attempt and ``group_ranks`` of the collectives that reduce buckets
+            (``queries/reducing_groups.sql``).
 
     Raises:
-        TraceError: a text has no ranks.
+        TraceError: A text contains no ranks.
     """
-    first_of: dict[tuple[int, int], int] = {}  # a rank of the same set, towards the lowest
+    # A lower rank of the same set, or the rank itself if it is the lowest.
+    first_of: dict[tuple[int, int], int] = {}
 
     def lowest(attempt: int, rank: int) -> int:
         while first_of[attempt, rank] != rank:

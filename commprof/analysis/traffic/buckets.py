@@ -1,4 +1,4 @@
-"""Gradient buckets: contents, fill, reason of the flush, reduction, and duration."""
+"""Gradient buckets: their contents, fill, flush reason, reduction, and duration."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from commprof.schema import parse_ranks
 from commprof.trace.reader import Run, Scan
 
 KEY: Final = ("attempt", "step", "micro_step", "bucket")
-# Of the operations that bucket_flushes is made of:
+# The columns of the operations from which bucket_flushes is computed.
 COLUMNS: Final = relation(BUCKET_FLUSHES.name).requested
 _FEWEST_SCANNED: Final = 100_000  # rows that the engine reads from the files
 _MEAN_KEY: Final = ["micro_step", "bucket", "group_ranks"]
@@ -33,17 +33,21 @@ _SENT: Final = [*_COUNTS, "wire_bytes"]
 
 
 class BucketContent(NamedTuple):
-    """One bucket: its ``parameters``, and the ``operations`` of the lowest rank that reduced it, both in order."""
+    """One bucket.
+
+    ``parameters`` are its parameters, and ``operations`` are the operations of the lowest rank that reduced
+    it. Both are in order.
+    """
 
     parameters: pd.DataFrame
     operations: pd.DataFrame
 
 
 def bucket_flushes(run: Run, operations: pa.Table) -> pa.Table:
-    """The relation ``bucket_flushes`` of ``run``, in order.
+    """Return the relation ``bucket_flushes`` of ``run``, in order.
 
     Args:
-        operations: of the run, with :data:`COLUMNS` at least.
+        operations: The operations of the run, with at least :data:`COLUMNS`.
     """
     tables = {
         "buckets": run.scan("buckets", _FEWEST_SCANNED),
@@ -54,7 +58,10 @@ def bucket_flushes(run: Run, operations: pa.Table) -> pa.Table:
 
 
 def in_order(flushes: pa.Table) -> pa.Table:
-    """Buckets in the order of their numbers, and of the lowest rank of their group; first where that is not known."""
+    """Return buckets in the order of their numbers, and then of the lowest rank of their group.
+
+    Buckets whose group is not known come first.
+    """
     texts = flushes["group_ranks"].combine_chunks().dictionary_encode()
     lowest = pa.array([parse_ranks(text)[0] for text in texts.dictionary.to_pylist()], pa.int32())
     placed = flushes.append_column("lowest_rank", pc.fill_null(lowest.take(texts.indices), -1))
@@ -62,7 +69,7 @@ def in_order(flushes: pa.Table) -> pa.Table:
 
 
 def _names(rows: pd.DataFrame, name: str, key: list[str]) -> pd.DataFrame:
-    """The values of column ``name`` for each bucket, joined where there are several."""
+    """Return the values of column ``name`` for each bucket. Several values are joined with commas."""
     some = rows[[*key, name]].dropna(subset=[name]).drop_duplicates().sort_values([*key, name])
     several = some.duplicated(key, keep=False)
     joined = pd.DataFrame(some[several].groupby(key, as_index=False, dropna=False)[name].agg(", ".join))
@@ -70,15 +77,15 @@ def _names(rows: pd.DataFrame, name: str, key: list[str]) -> pd.DataFrame:
 
 
 def bucket_means(flushes: pd.DataFrame) -> pd.DataFrame:
-    """The buckets of a training step, each the mean over the steps in which it has its most frequent contents.
+    """Return the mean of each bucket of a training step over the steps in which it has its most frequent contents.
 
-    DDP, for example, rebuilds its buckets after the first step: a mean over different buckets would describe none of them,
-    and a bucket of the first step alone is in no mean step (``steady_steps``). Bytes and times leave out the first step of
-    each attempt, which warms up, if there are others. Bytes are those of the steps that send the most frequent amount. If no
-    value has a majority, all steps count.
+    DDP, for example, rebuilds its buckets after the first step. A mean over different buckets would describe
+    none of them. A bucket that occurs only in the first step is in no mean step (``steady_steps``). Bytes and
+    times exclude the first step of each attempt, which is warm-up, if there are other steps. Bytes are means
+    over the steps that send the most frequent amount. If no value has a majority, all steps count.
 
     Args:
-        flushes: the answer of :func:`bucket_flushes`.
+        flushes: The result of :func:`bucket_flushes`.
     """
     steps = flushes[flushes["step"] >= 0]
     is_later = steps["step"] > steps.groupby("attempt")["step"].transform("min")
@@ -107,21 +114,25 @@ def bucket_means(flushes: pd.DataFrame) -> pd.DataFrame:
 
 
 def _recurring(flushes: pd.DataFrame) -> pd.DataFrame:
-    """The rows of buckets that recur in training steps; one-off buckets are in no mean."""
+    """Return the rows of buckets that recur in training steps. One-off buckets are in no mean."""
     moments = flushes[["attempt", "step"]].drop_duplicates()
     ended_steps = [(int(attempt), int(step)) for attempt, step in moments.itertuples(index=False)]
     warm = pd.DataFrame(warm_steps(ended_steps), columns=["attempt", "step"])
     number = flushes.groupby(_MEAN_KEY, dropna=False).ngroup()
     present = flushes[["attempt", "step"]].assign(number=number).drop_duplicates().merge(warm)["number"]
     times = present.value_counts().reindex(number.unique(), fill_value=0)
-    rest = set(times.index[2 * times < len(warm)])  # in fewer than half of the steps: perhaps in every k-th
+    # Buckets in fewer than half of the steps, perhaps in every k-th step.
+    rest = set(times.index[2 * times < len(warm)])
     rows = _plain(flushes.assign(number=number)[number.isin(rest)])
     rest -= {row["number"] for row in steady(rows, ["number"], ended_steps).per_step}
     return flushes[~number.isin(rest)]
 
 
 def _usual(steps: pd.DataFrame) -> pd.Series[Any]:
-    """Which rows have the most frequent contents of their bucket; in a tie, those of the newest row."""
+    """Return which rows have the most frequent contents of their bucket.
+
+    In a tie, the contents of the newest row are chosen.
+    """
     content = steps.groupby([*_MEAN_KEY, "numel", "parameters"], dropna=False).ngroup()
     kinds = steps[_MEAN_KEY].assign(content=content, place=range(len(steps)))
     counted = kinds.groupby([*_MEAN_KEY, "content"], as_index=False, dropna=False).agg(
@@ -132,7 +143,10 @@ def _usual(steps: pd.DataFrame) -> pd.Series[Any]:
 
 
 def _of_most(warm: pd.DataFrame) -> pd.Series[bool]:
-    """Which rows send what most rows of their bucket do; all rows of a bucket without a majority."""
+    """Return which rows send the same amount as most rows of their bucket.
+
+    If a bucket has no majority, all its rows are chosen.
+    """
     rows = warm.groupby(_MEAN_KEY, dropna=False)["bucket"].transform("size")
     alike = warm.groupby([*_MEAN_KEY, *_COUNTS], dropna=False)["bucket"].transform("size")
     of_most = 2 * alike > rows
@@ -140,16 +154,17 @@ def _of_most(warm: pd.DataFrame) -> pd.Series[bool]:
 
 
 def per_step(of_steps: pd.DataFrame, times: pd.DataFrame) -> pd.DataFrame:
-    """The buckets of a training step by the reason of their flush (:mod:`commprof.analysis.traffic.steady_steps`).
+    """Return the buckets of a training step by flush reason (:mod:`commprof.analysis.traffic.steady_steps`).
 
     Args:
-        of_steps: the buckets of each attempt and step, summed by that reason.
-        times: columns attempt, step and duration_ns of the training steps.
+        of_steps: The buckets of each attempt and step, summed by flush reason.
+        times: The training steps, with the columns attempt, step and duration_ns.
     """
     ended = times.loc[times["duration_ns"].notna(), ["attempt", "step"]]
     last = ended.groupby("attempt")["step"].max().to_dict()
     described = set(zip(of_steps["attempt"].tolist(), of_steps["step"].tolist(), strict=True))
-    # A rank writes the buckets of a step when the next one begins, so those of the last step of a killed run are missing.
+    # A rank writes the buckets of a step when the next step begins. The buckets of the last step of a killed run are
+    # therefore missing.
     ended_steps = [
         (int(attempt), int(step))
         for attempt, step in ended.itertuples(index=False)
@@ -161,7 +176,7 @@ def per_step(of_steps: pd.DataFrame, times: pd.DataFrame) -> pd.DataFrame:
 
 
 def _plain(frame: pd.DataFrame) -> list[dict[str, Any]]:
-    """The rows of ``frame`` with None for null."""
+    """Return the rows of ``frame`` with None for null."""
     return [
         {str(name): None if pd.isna(value) else value for name, value in row.items()}
         for row in frame.to_dict("records")
@@ -173,10 +188,10 @@ def _text(value: Any) -> str | None:
 
 
 def content(bucket: pd.Series[Any], parameters: pa.Table, collectives: pa.Table | Scan) -> BucketContent:
-    """The contents of one bucket and its reduction.
+    """Return the contents of one bucket and its reduction.
 
     Args:
-        bucket: its row of :func:`bucket_flushes`.
+        bucket: The row of the bucket in the result of :func:`bucket_flushes`.
     """
     return BucketContent(_parameters(bucket, parameters), _operations(bucket, collectives))
 
@@ -198,7 +213,8 @@ def _parameters(bucket: pd.Series[Any], parameters: pa.Table) -> pd.DataFrame:
         )
         begin += published.get("numel") or 0
     if begin != bucket["numel"] or any(row["numel"] is None for row in rows):
-        # The bucket has shards of parameters, padding, or parameters whose sizes were not published: no place is certain.
+        # The bucket contains shards of parameters, padding, or parameters whose sizes were not published. The position
+        # of its parameters is therefore not certain.
         for row in rows:
             row["first_element"] = None
     return from_rows(rows, BUCKET_PARAMETERS.columns)

@@ -1,4 +1,4 @@
-"""The all_to_alls of each training step: what each rank receives from the others, and how uneven that is."""
+"""The all_to_alls of each training step: the bytes that each rank receives from the others, and their imbalance."""
 
 from __future__ import annotations
 
@@ -18,7 +18,11 @@ COLUMNS: Final = ("step", "op", "purpose", "group_ranks", "sender")
 
 
 def among_experts(operations: pa.Table, layers: pa.Table) -> pa.Table:
-    """Those of ``operations`` of purpose activation that go among ranks which share experts, by the table ``layers``."""
+    """Return the ``operations`` with purpose activation among ranks that share experts.
+
+    Args:
+        layers: The table with the column expert_ranks, which lists the ranks that share experts.
+    """
     sharing = {frozenset(parse_ranks(text)) for text in layers["expert_ranks"].unique().to_pylist()}
     texts = operations["group_ranks"].unique().to_pylist()
     chosen = pa.array([text for text in texts if frozenset(parse_ranks(text)) in sharing], pa.string())
@@ -29,12 +33,13 @@ def among_experts(operations: pa.Table, layers: pa.Table) -> pa.Table:
 def exchange_imbalance(
     operations: pa.Table, groups: pa.Table, purpose: str | None, has_splits: bool = True
 ) -> pd.DataFrame:
-    """See :func:`commprof.analysis.api.exchange_imbalance`.
+    """Return the imbalance of all_to_alls: see :func:`commprof.analysis.api.exchange_imbalance`.
 
     Args:
-        operations: summed by the columns of :func:`commprof.analysis.traffic.matrix.columns`.
-        groups: the table of this name.
-        has_splits: whether they are of records; sums do not tell equal splits from others.
+        operations: The operations, summed by the columns of :func:`commprof.analysis.traffic.matrix.columns`.
+        groups: The table ``groups``.
+        has_splits: Whether the operations are from records. Sums do not distinguish equal splits from unequal
+            splits.
     """
     chosen = pc.and_(pc.equal(operations["op"], Op.ALL_TO_ALL.value), pc.greater_equal(operations["step"], 0))
     frame = operations.select(COLUMNS).filter(chosen).to_pandas()

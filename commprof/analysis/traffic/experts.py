@@ -1,7 +1,8 @@
-"""The load of experts: how many tokens chose each, how uneven that is, and how many were dropped.
+"""Compute the load of experts: how many tokens chose each expert, the imbalance, and the dropped tokens.
 
-The load of an expert in a training step is the number of tokens of all ranks and micro-batches that chose it, before any
-were dropped. The imbalance of a layer is the largest load over the mean load of its experts.
+The load of an expert in a training step is the number of tokens of all ranks and micro-batches that chose the
+expert, before any tokens were dropped. The imbalance of a layer is the largest load divided by the mean load
+of its experts.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from commprof.analysis.storage.answer_cache import answer_cache
 from commprof.trace.reader import Run, Scan
 
 _LAYER: Final = ["attempt", "step", "layer"]
-# Columns of the table that say how a layer is set, in the order in which they are shown.
+# The columns of the table that contain the settings of a layer, in the order in which they are shown.
 SETTING: Final = (
     "num_experts",
     "ep_size",
@@ -43,11 +44,12 @@ class Layer(NamedTuple):
     """The experts of one layer over all training steps. Medians are over the steps.
 
     Attributes:
-        imbalance: median of the largest load over the mean.
-        worst: where it is largest; None if no token chose any expert.
-        rank_imbalance: median of the largest load of a rank over the mean; None if no rank published its layers.
-        dropped_share: dropped over chosen.
-        highest: the least capacity_factor that drops nothing; None if k is not known.
+        imbalance: The median of the largest load divided by the mean load.
+        worst: The step with the largest imbalance. None if no token chose any expert.
+        rank_imbalance: The median of the largest load of a rank divided by the mean. None if no rank
+            published its layers.
+        dropped_share: The number of dropped tokens divided by the number of chosen tokens.
+        highest: The lowest capacity_factor with which no tokens are dropped. None if k is not known.
     """
 
     layer: str
@@ -63,10 +65,10 @@ class Summary(NamedTuple):
     """The experts of a run in a few values.
 
     Attributes:
-        steps: training steps.
-        layers: the layers that ran, the one with the largest median imbalance first.
-        settings: the settings of the layers (:data:`SETTING`), each once.
-        dropped_share: dropped over chosen, of the whole run.
+        steps: The number of training steps.
+        layers: The layers that ran, the layer with the largest median imbalance first.
+        settings: The settings of the layers (:data:`SETTING`), without duplicates.
+        dropped_share: The number of dropped tokens divided by the number of chosen tokens, in the whole run.
     """
 
     steps: int
@@ -75,7 +77,7 @@ class Summary(NamedTuple):
     dropped_share: float | None
 
     def as_json(self) -> dict[str, Any]:
-        """All values as mappings and lists."""
+        """Return all values as mappings and lists."""
         layers = [
             layer._asdict() | {"worst": None if layer.worst is None else layer.worst._asdict()}
             for layer in self.layers
@@ -84,13 +86,13 @@ class Summary(NamedTuple):
 
 
 def has_loads(run: Run) -> bool:
-    """Whether layers of experts published their loads."""
+    """Return whether layers of experts published their loads."""
     rows = run.scan("expert_loads")
     return isinstance(rows, Scan) or len(rows) > 0
 
 
 def sums(run: Run) -> pd.DataFrame:
-    """Tokens by step, layer, expert and the rank that has it; see ``queries/expert_sums.sql``."""
+    """Return tokens by step, layer, expert and the rank that stores the expert. See ``queries/expert_sums.sql``."""
 
     def answer() -> pd.DataFrame:
         tables = {"expert_loads": run.scan("expert_loads"), "expert_layers": run.table("expert_layers")}
@@ -101,7 +103,7 @@ def sums(run: Run) -> pd.DataFrame:
 
 
 def experts(run: Run) -> pd.DataFrame:
-    """See :func:`commprof.analysis.api.experts`."""
+    """Return the load of each expert: see :func:`commprof.analysis.api.experts`."""
     rows = sums(run)
     known = rows[rows["holder"].notna()].astype({"holder": "int64"}).astype({"holder": "string"})
     key = [*_LAYER, "expert"]
@@ -111,7 +113,7 @@ def experts(run: Run) -> pd.DataFrame:
 
 
 def ranks(run: Run) -> pd.DataFrame:
-    """See :func:`commprof.analysis.api.expert_ranks`."""
+    """Return the load of each rank: see :func:`commprof.analysis.api.expert_ranks`."""
     rows = sums(run)
     rows = rows[rows["holder"].notna()].rename(columns={"holder": "rank"})
     by_rank = rows.groupby([*_LAYER, "rank"])
@@ -126,7 +128,7 @@ def _with_load(loads: pd.DataFrame) -> pd.DataFrame:
 
 
 def imbalance(run: Run) -> pd.DataFrame:
-    """See :func:`commprof.analysis.api.expert_imbalance`."""
+    """Return the imbalance of each layer and step: see :func:`commprof.analysis.api.expert_imbalance`."""
     if not has_loads(run):
         return from_rows([], EXPERT_IMBALANCE.columns)
     rows = sums(run)
@@ -134,7 +136,7 @@ def imbalance(run: Run) -> pd.DataFrame:
     by_layer = of_expert.groupby(_LAYER)
     answer = by_layer[["tokens", "dropped"]].sum()
     answer["num_experts"] = by_layer["expert"].nunique()
-    # Each row of an expert counts all tokens of its passes, so those of the layer are seen once for each expert.
+    # Each row of an expert counts all tokens of its passes, so each token of the layer is counted once for each expert.
     answer["seen"] = rows.groupby([*_LAYER, "expert"])["seen"].sum().groupby(_LAYER).max()
     answer["highest"] = rows.groupby(_LAYER)["highest"].max()
     answer["dropped_share"] = (answer["dropped"] / answer["tokens"]).where(answer["tokens"] > 0)
@@ -145,14 +147,17 @@ def imbalance(run: Run) -> pd.DataFrame:
 
 
 def _largest(loads: pd.DataFrame, name: str) -> pd.DataFrame:
-    """The rows with the largest load of each layer and step; of equal ones the first by ``name``."""
+    """Return the row with the largest load of each layer and step.
+
+    Among equal loads, the first row in the order of ``name`` is returned.
+    """
     known = loads[loads["load"].notna()].sort_values([*_LAYER, name])
     at = known.groupby(_LAYER)["load"].idxmax()
     return known.loc[at].set_index(_LAYER)
 
 
 def summary(run: Run) -> Summary | None:
-    """See :func:`commprof.analysis.api.expert_summary`."""
+    """Return a summary of the experts of a run: see :func:`commprof.analysis.api.expert_summary`."""
     if not has_loads(run):
         return None
     rows = imbalance(run)

@@ -1,16 +1,17 @@
-"""The bytes that each rank sends to each other rank, by two models.
+"""Compute the bytes that each rank sends to each other rank, by two models.
 
-``wire_bytes`` models the operations as issued. All ranks of a group together send ``schema.wire_bytes`` times the size
-of the group. A model of the pairs (the relation matrix) distributes these bytes, so that each row and column adds up to
-the modelled bytes of its rank:
+``wire_bytes`` models the operations as issued. All ranks of a group together send ``schema.wire_bytes`` times
+the size of the group. A model of the pairs (the relation matrix) distributes these bytes, so that the sum of
+each row and column is the modeled bytes of its rank:
 
-* reduce, gather: from each other rank to the root; broadcast, scatter: from the root to each other rank, in equal parts;
+* reduce, gather: from each other rank to the root; broadcast, scatter: from the root to each other rank, in
+  equal parts;
 * all_to_all: between each pair, by the splits of its records, or in equal parts;
 * all_reduce, reduce_scatter, all_gather: around a ring in the order of the group, each rank to the next;
 * send: from the sender to the receiver, as recorded.
 
-``executed_wire_bytes`` models what the backend runs. The pairs are known for gloo
-(:mod:`commprof.ledger.records.backends`) and for messages; for anything else it is null.
+``executed_wire_bytes`` models the operations that the backend runs. The pairs are known for gloo
+(:mod:`commprof.ledger.records.backends`) and for messages. For other operations, the value is null.
 
 ``between_hosts_bytes`` is the part of ``wire_bytes`` between ranks on different hosts.
 """
@@ -74,11 +75,11 @@ EXECUTED_MODELS: Final[dict[str, str]] = MODELS | {
     Op.BROADCAST: "along a binomial tree from the root",
 }
 _LIKE_ISSUED: Final = frozenset(op for op in MODELS if MODELS[op] == EXECUTED_MODELS[op])
-_PROBED_BYTES: Final = 1024  # of a rank's segment: any value for which gloo's segments are equal
+_PROBED_BYTES: Final = 1024  # of a segment of a rank: any value for which gloo's segments are equal
 
 
 class _Pairs(NamedTuple):
-    """Pairs of ranks and the share of one flow that each has; empty if the pairs are not known."""
+    """Pairs of ranks and the share of one flow that each pair has. Empty if the pairs are not known."""
 
     senders: Ranks
     receivers: Ranks
@@ -97,15 +98,17 @@ def matrix(
     purpose: str | None = None,
     most_ranks: int | None = None,
 ) -> pd.DataFrame:
-    """Bytes from each rank to each other, for each combination of ``by``: see :func:`commprof.analysis.api.matrix`.
+    """Return the bytes from each rank to each other rank for each combination of ``by``.
+
+    See :func:`commprof.analysis.api.matrix`.
 
     Args:
-        groups: the table of this name, which has the hosts of the ranks.
+        groups: The table ``groups``, which contains the hosts of the ranks.
 
     Raises:
-        UsageError: a column of ``by`` cannot be grouped by.
+        UsageError: A column of ``by`` cannot be grouped by.
     """
-    # An unknown column is refused before anything is evaluated, so that the error names it.
+    # An unknown column is refused before anything is evaluated, so that the error names this column.
     by = tuple(dict.fromkeys(by))
     for name in by:
         if name not in MATRIX_BY:
@@ -118,15 +121,17 @@ def matrix(
     ranks = ranks_of(operations)
     blocks = _Blocks(ranks, most_ranks)
     chosen = _chosen(operations, steps, op, purpose)
-    # Issued model: SQL evaluates it for all backends. Bytes whose root or receiver is unknown have no cell; they are only
-    # summed, so that cells and unplaced bytes together are the total.
+    # Issued model: SQL evaluates the model for all backends. Bytes whose root or receiver is unknown have no cell. They
+    # are only summed, so that cells and unplaced bytes together are the total.
     issued = _issued(chosen, groups, by, blocks)
     is_placed = issued["sender"] >= 0
     cell_tables = [{name: values[is_placed] for name, values in issued.items()}]
     executed_unplaced = float(issued[_EXECUTED][~is_placed].sum())
-    # Executed model: operations that the backend routes like the issued ones are in the cells already (_LIKE_ISSUED).
-    # The others have routes of their own. Flows with equal routes are collected, so that each route is computed once.
-    # A single flow of an unknown backend makes the whole row null, because a partial sum would look like a complete one.
+    # Executed model: operations that the backend routes like the issued ones are already in the cells (_LIKE_ISSUED).
+    # The other operations have different routes. Flows with equal routes are collected, so that each route is computed
+    # once.
+    # A single flow of an unknown backend makes the whole row null, because a partial sum would look like a complete
+    # sum.
     unknown: dict[tuple[Any, ...], set[str]] = {}
     routes: dict[tuple[Any, ...], list[dict[str, Any]]] = defaultdict(list)
     flows = _flows(chosen, tuple(dict.fromkeys((*by, "purpose"))))
@@ -136,7 +141,7 @@ def matrix(
             unknown.setdefault(key, set()).add(f"{flow['op']} on {backend}")
         elif flow["op"] not in _LIKE_ISSUED:
             routes[tuple(flow[name] for name in _ROUTE)].append(flow)
-    # The bytes of all flows of a route are spread over its pairs at once.
+    # The bytes of all flows of a route are distributed over its pairs at once.
     for alike in routes.values():
         pairs = _executed_pairs(alike[0])
         executed_bytes = np.array([_executed_bytes(flow, pairs) for flow in alike])
@@ -147,7 +152,8 @@ def matrix(
             cell_tables.append(named | cells)
         else:
             executed_unplaced += float(executed_bytes.sum())
-    # One row per pair and combination of ``by``, whatever number of flows it has; the attributes say what is in no row.
+    # There is one row per pair and combination of ``by``, regardless of the number of flows. The attributes contain the
+    # bytes that are in no row.
     frame = _added_up(cell_tables, by, unknown.keys())
     names = sorted(set().union(*unknown.values()))
     frame.attrs |= {
@@ -169,7 +175,7 @@ def _named(models: Mapping[str, str], flows: Sequence[Mapping[str, Any]]) -> dic
 
 
 def owners(operations: pa.Table, groups: pa.Table, steps: Steps = EVERY_STEP) -> pd.DataFrame:
-    """What each rank owns and receives in reduces: see :func:`commprof.analysis.api.owners`."""
+    """Return what each rank owns and receives in reduces: see :func:`commprof.analysis.api.owners`."""
     rows_by_rank: dict[int, dict[str, Any]] = {}
     rows = evaluate("rank_hosts", {"groups": groups}).to_pylist()
     hosts = {(row["attempt"], row["rank"]): row["host"] for row in rows}
@@ -199,14 +205,14 @@ def owners(operations: pa.Table, groups: pa.Table, steps: Steps = EVERY_STEP) ->
 
 
 def columns(by: Sequence[str]) -> tuple[str, ...]:
-    """The columns of the operations that :func:`matrix` and :func:`owners` need."""
+    """Return the columns of the operations that :func:`matrix` and :func:`owners` need."""
     known = (name for name in by if name in MATRIX_BY)
     of_groups = ("group_ranks", "group_size", "backend", "call_bytes")
     return ("attempt", "step", "op", "purpose", *of_groups, "root", "sender", "receiver", *known)
 
 
 def ranks_of(operations: pa.Table) -> list[int]:
-    """The ranks of all groups of a run, in order."""
+    """Return the ranks of all groups of a run, in order."""
     texts = operations["group_ranks"].unique().to_pylist()
     return sorted({rank for text in texts for rank in parse_ranks(text)})
 
@@ -214,7 +220,11 @@ def ranks_of(operations: pa.Table) -> list[int]:
 def _chosen(
     operations: pa.Table, steps: Steps, op: str | None = None, purpose: str | None = None
 ) -> pa.Table:
-    """The operations of some steps; ``op``, ``purpose``: only these."""
+    """Return the operations of some steps.
+
+    Args:
+        op, purpose: If passed, only operations with this operation and purpose are returned.
+    """
     first, last = steps
     wanted = [pc.greater_equal(operations["step"], first), pc.less_equal(operations["step"], last)]
     if op is not None:
@@ -228,7 +238,10 @@ def _chosen(
 def _issued(
     operations: pa.Table, groups: pa.Table, by: Sequence[str], blocks: _Blocks
 ) -> dict[str, npt.NDArray[Any]]:
-    """The relation matrix by blocks of ranks, as columns; sender and receiver are -1 where they are not known."""
+    """Return the relation matrix by blocks of ranks, as columns.
+
+    Sender and receiver are -1 if they are not known.
+    """
     ranks = group_members(pa.table({"group_ranks": operations["group_ranks"].unique()}))
     tables = {"groups": groups, "ranks_of_groups": ranks, "blocks": blocks.table()}
     select = query_text("cells").format(by="".join(f"{name}, " for name in by))
@@ -251,14 +264,17 @@ def _flows(operations: pa.Table, by: Sequence[str]) -> list[dict[str, Any]]:
 
 
 def _executed_bytes(flow: Mapping[str, Any], pairs: _Pairs) -> float:
-    """The bytes that the backend sends for ``flow`` along ``pairs``."""
-    if flow["op"] == Op.REDUCE and len(pairs.senders):  # the part of this root is known
+    """Return the bytes that the backend sends for ``flow`` along ``pairs``."""
+    if flow["op"] == Op.REDUCE and len(pairs.senders):  # the bytes for this root are known
         return float(pairs.shares.sum()) * float(flow["collectives"])
     return float(flow["executed_bytes"])
 
 
 def _executed_pairs(flow: Mapping[str, Any]) -> _Pairs:
-    """The pairs between which gloo sends for ``flow``, if they differ from those of the issued operation."""
+    """Return the pairs between which gloo sends for ``flow``.
+
+    This is for operations whose pairs differ from the pairs of the issued operation.
+    """
     members: Ranks = np.array(parse_ranks(flow["group_ranks"]), np.int64)
     places = np.flatnonzero(members == flow["root"])
     if flow["op"] in (Op.REDUCE, Op.BROADCAST) and not len(places):
@@ -271,26 +287,30 @@ def _executed_pairs(flow: Mapping[str, Any]) -> _Pairs:
 
 @lru_cache(maxsize=4096)
 def _on_gloo(op: str, size: int, ranks: int, root: int | None) -> _Pairs:
-    """The positions in the group between which gloo sends for a call, and the bytes of each pair."""
+    """Return the positions in the group between which gloo sends for a call, and the bytes of each pair."""
     sent = backends.flows(backends.Call(backends.GLOO, op, size, ranks, root)).sent or {}
     senders, receivers = (np.array([pair[side] for pair in sent], np.int64) for side in (0, 1))
     return _Pairs(senders, receivers, np.array(list(sent.values()), np.float64))
 
 
 class _Blocks:
-    """Blocks of neighbouring ranks, ``most`` at most; the first rank names the block."""
+    """Blocks of neighboring ranks, at most ``most`` blocks. The first rank names the block."""
 
     def __init__(self, ranks: Sequence[int], most: int | None) -> None:
         self.width = 1 if most is None else max(1, -(-len(ranks) // most))
         self._ranks: Ranks = np.array(ranks, np.int64)
 
     def table(self) -> pa.Table:
-        """The first rank of the block of each rank, for the question cells."""
+        """Return the first rank of the block of each rank, for the query ``cells``."""
         first = np.repeat(self._ranks[:: self.width], self.width)[: len(self._ranks)]
         return pa.table({"rank": pa.array(self._ranks, pa.int32()), "first": pa.array(first, pa.int32())})
 
     def of_pairs(self, pairs: _Pairs, executed_bytes: Shares) -> dict[str, npt.NDArray[Any]]:
-        """The cells of flows over ``pairs``, flow by flow; ``executed_bytes``: of each flow."""
+        """Return the cells of flows over ``pairs``, one flow after another.
+
+        Args:
+            executed_bytes: The executed bytes of each flow.
+        """
         count = -(-len(self._ranks) // self.width)
         places = [np.searchsorted(self._ranks, side) // self.width for side in pairs[:2]]
         cells, which = np.unique(places[0] * count + places[1], return_inverse=True)
@@ -309,7 +329,11 @@ def _added_up(
     by: Sequence[str],
     unknown: Collection[tuple[Any, ...]],
 ) -> pd.DataFrame:
-    """The summed cells of all flows; ``unknown``: the combinations of ``by`` for which the executed bytes are not known."""
+    """Return the summed cells of all flows.
+
+    Args:
+        unknown: The combinations of ``by`` for which the executed bytes are not known.
+    """
     columns = (*(MATRIX_BY[name] for name in by), *MATRIX.columns)
     keys = [*by, "sender", "receiver"]
     frame = pd.DataFrame(
@@ -319,7 +343,7 @@ def _added_up(
     summed[BETWEEN_HOSTS] = summed[BETWEEN_HOSTS].mask(summed[_UNLOCATED] > 0)
     if unknown:
         named = zip(*(summed[name] for name in by), strict=True) if by else [()] * len(summed)
-        # null is not equal to itself, so the combinations have None instead
+        # Null is not equal to itself, so the combinations contain None instead.
         plain = [tuple(None if pd.isna(value) else value for value in values) for values in named]
         summed[_EXECUTED] = summed[_EXECUTED].mask(np.array([one in unknown for one in plain]))
         summed = summed[(summed["wire_bytes"] != 0) | summed[_EXECUTED].notna()]

@@ -10,7 +10,7 @@ import pyarrow.compute as pc
 from commprof.schema import Op, Purpose
 
 _SHARING: Final = (Purpose.ACTIVATION, Purpose.PIPELINE)
-# Purposes of any program beside its training, which commprof itself assigns.
+# Purposes of traffic outside of the training itself, which commprof assigns in any program.
 _BESIDE: Final = (
     Purpose.CONTROL,
     Purpose.OBJECT,
@@ -24,13 +24,15 @@ _NAMELESS: Final = ("", "default_pg", "undefined")  # torch's description of a g
 
 
 def shape(operations: pa.Table) -> str:
-    """Names and sizes of the groups that share a model in training steps, such as ``model 2, pipe 4``; else empty.
+    """Return names and sizes of the groups that share a model in training steps, such as ``model 2, pipe 4``.
 
-    Groups of replicas and of shards of their state do not count: their size does not change the work of a rank. If no
-    collective of the training has a purpose, all groups but the largest count, since their purpose is not known.
+    The result is empty if there are no such groups. Groups of replicas, and groups that shard the state of
+    replicas, do not count, because their size does not change the work of a rank. If no collective of the
+    training has a purpose, all groups except the largest count, because their purpose is not known.
 
     Args:
-        operations: ``run_totals.operations`` by step, op, purpose, group_desc and group_size at least.
+        operations: The result of ``run_totals.operations`` by at least step, op, purpose, group_desc and
+            group_size.
     """
     issued = operations.filter(
         pc.and_(pc.greater_equal(operations["step"], 0), pc.not_equal(operations["op"], Op.BARRIER))
@@ -52,6 +54,6 @@ def shape(operations: pa.Table) -> str:
 
 
 def _name(desc: str | None, purpose: str | None) -> str:
-    """The name of a group; what it carries if it has no name."""
+    """Return the name of a group, or the purpose of its traffic if it has no name."""
     name = desc or ""
     return (purpose or "groups of") if name in _NAMELESS else name

@@ -1,4 +1,4 @@
-"""The moved level: the interface counters of the hosts."""
+"""The moved level: the bytes that the interface counters of the hosts counted."""
 
 from __future__ import annotations
 
@@ -18,13 +18,14 @@ ONE_READING: Final = "the counters were read only once, so no difference can be 
 
 
 def moved(wire: pa.Table, uncovered: Mapping[str, str]) -> pd.DataFrame:
-    """Bytes that each interface of each host moved during the run (``queries/moved.sql``).
+    """Return the bytes that each interface of each host moved during the run (``queries/moved.sql``).
 
-    The counters are those of the whole host: other processes and other traffic are in them. ``frame.attrs["reason"]`` is the
-    reason why there is no sum over all hosts for the whole run; None if there is one.
+    The counters count the whole host, including other processes and other traffic. ``frame.attrs["reason"]``
+    is the reason why there is no sum over all hosts for the whole run, or None if there is a sum.
 
     Args:
-        uncovered: host -> the part of the run that its readings leave out; see :mod:`commprof.trace.coverage`.
+        uncovered: For each host, the part of the run that its readings do not cover. See
+            :mod:`commprof.trace.coverage`.
     """
     rows = ask("moved", {"wire": wire})
     texts = [uncovered.get(host) for host in rows["host"].to_pylist()]
@@ -36,10 +37,10 @@ def moved(wire: pa.Table, uncovered: Mapping[str, str]) -> pd.DataFrame:
 
 
 def moved_per_step(frame: pd.DataFrame, steps: int) -> float | None:
-    """The bytes that the hosts of a run sent per step, by :func:`moved`; None unless the readings cover the run on every
-    host.
+    """Return the bytes that the hosts of a run sent per step, by :func:`moved`.
 
-    On one host these are the bytes of its loopback interface, on several those of the others.
+    The result is None unless the readings cover the run on every host. On one host, these are the bytes of
+    its loopback interface. On several hosts, they are the bytes of the other interfaces.
     """
     if frame.attrs["reason"] is not None or not steps:
         return None

@@ -1,4 +1,4 @@
-"""Sums over deduplicated collectives: payload bytes, wire bytes and times."""
+"""Sum deduplicated collectives: payload bytes, wire bytes and times."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ EVERY_COLUMN: Final = (*GROUPINGS, "root", "sender", "receiver", "call_bytes")
 
 
 def operations(tables: Mapping[str, pa.Table | Scan], columns: Sequence[str] = EVERY_COLUMN) -> pa.Table:
-    """Deduplicated collectives and messages from the records of all ranks, summed by ``columns``.
+    """Return deduplicated collectives and messages from the records of all ranks, summed by ``columns``.
 
     Fewer columns take less time and memory (``relations/operations.sql``).
 
     Args:
-        tables: collectives, aggregates and groups.
+        tables: The tables collectives, aggregates and groups.
     """
     return evaluate("operations", tables, columns)
 
 
 def checked(by: Sequence[str]) -> tuple[str, ...]:
-    """``by``, each column once.
+    """Return ``by`` without duplicates.
 
     Raises:
-        UsageError: a column of ``by`` cannot be grouped by.
+        UsageError: A column of ``by`` cannot be grouped by.
     """
     for name in by:
         if name not in GROUPINGS:
@@ -46,10 +46,12 @@ def checked(by: Sequence[str]) -> tuple[str, ...]:
 
 
 def traffic(operations: pa.Table, by: Sequence[str]) -> pd.DataFrame:
-    """Counts, bytes and times of ``operations`` for each combination of the columns ``by``; without any, one row.
+    """Return counts, bytes and times of ``operations`` for each combination of the columns ``by``.
+
+    Without any columns, there is one row.
 
     Raises:
-        UsageError: a column of ``by`` cannot be grouped by.
+        UsageError: A column of ``by`` cannot be grouped by.
     """
     by = checked(by)
     names = ", ".join(by)

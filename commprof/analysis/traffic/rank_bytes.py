@@ -1,4 +1,7 @@
-"""Bytes that each rank sends and receives per training step, by setting: rooted operations load ranks unevenly. Pure."""
+"""Compute the bytes that each rank sends and receives per training step, by setting.
+
+Rooted operations load the ranks unevenly. The functions are pure.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,10 @@ NO_ROOTS: Final = "the roots of its operations were not kept, so it is not known
 
 
 class Directions(NamedTuple):
-    """Bytes of a step by rank; ``unplaced``: those whose sender and receiver are not known."""
+    """The bytes of a step by rank.
+
+    ``unplaced`` contains the bytes whose sender and receiver are not known.
+    """
 
     sent: Mapping[int, float]
     received: Mapping[int, float]
@@ -29,10 +35,13 @@ class Directions(NamedTuple):
 
 
 class RankTotals(NamedTuple):
-    """What the ranks of one run send and receive in a step; ``steps``: their number, by which repeats are weighted.
+    """The bytes that the ranks of one run send and receive in a step.
 
-    ``issued``: by the model of the operations as issued; ``between_hosts``: its part between ranks on two hosts, NaN if a
-    host is not known. ``executed``: by what the backend runs; None: not known.
+    Attributes:
+        steps: The number of steps, by which repeats are weighted.
+        issued: The bytes by the model of the operations as issued.
+        between_hosts: The part of ``issued`` between ranks on different hosts. NaN if a host is not known.
+        executed: The bytes of the operations that the backend runs. None if they are not known.
     """
 
     label: str
@@ -43,7 +52,7 @@ class RankTotals(NamedTuple):
 
 
 def rank_totals(label: str, totals: StepTotals, operations: pa.Table, groups: pa.Table) -> RankTotals:
-    """What each rank sends and receives in a step of ``totals``, by the models of ``matrix.py``."""
+    """Return what each rank sends and receives in a step of ``totals``, by the models of ``matrix.py``."""
     if not totals.steps or totals.weights is None:
         return RankTotals(label, 0, Directions({}, {}, 0.0), Directions({}, {}, 0.0), None)
     weighted = ask("weighted_operations", {"operations": operations, "weights": totals.weights})
@@ -65,9 +74,10 @@ def _directions(cells: pd.DataFrame, measure: str, unplaced: float) -> Direction
 
 
 def rank_bytes(totals: Sequence[RankTotals]) -> pd.DataFrame:
-    """One row per setting and rank (:data:`setting_answers.RANK_BYTES`); repeats are weighted by their steps.
+    """Return one row per setting and rank (:data:`setting_answers.RANK_BYTES`).
 
-    ``frame.attrs["reasons"]``: by label, why the bytes by rank of a setting are not known.
+    Repeats are weighted by their steps. ``frame.attrs["reasons"]`` contains, by label, the reason why the
+    bytes by rank of a setting are not known.
     """
     of_label: dict[str, list[RankTotals]] = defaultdict(list)
     for one in totals:
@@ -99,7 +109,11 @@ def rank_bytes(totals: Sequence[RankTotals]) -> pd.DataFrame:
 def _columns(
     weighted_totals: Sequence[tuple[Directions, int]], prefix: str
 ) -> dict[str, Mapping[int, float | None]]:
-    """The columns of one model by rank: the mean over the steps of all repeats, and its ratio to the mean of the ranks."""
+    """Return the columns of one model by rank.
+
+    The columns are the mean over the steps of all repeats, and the ratio of this mean to the mean of the
+    ranks.
+    """
     columns: dict[str, Mapping[int, Any]] = {}
     for direction, means in _means(weighted_totals).items():
         mean = fmean(means.values()) if means else 0.0
@@ -111,7 +125,10 @@ def _columns(
 
 
 def _means(weighted_totals: Sequence[tuple[Directions, int]]) -> dict[str, dict[int, float]]:
-    """What each rank sends and receives in a step, by direction: the mean over the steps of all repeats."""
+    """Return the bytes that each rank sends and receives in a step, by direction.
+
+    The values are means over the steps of all repeats.
+    """
     steps = sum(count for _, count in weighted_totals)
     ranks = sorted({rank for part, _ in weighted_totals for rank in (*part.sent, *part.received)})
     return {

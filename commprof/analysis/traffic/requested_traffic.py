@@ -1,4 +1,7 @@
-"""The requested level of a run: what its config should send, by the rules of ``commprof.requested``, without records."""
+"""Compute the requested level of a run: the traffic that its configuration requests.
+
+The rules are those of ``commprof.requested``. Records are not used.
+"""
 
 from __future__ import annotations
 
@@ -25,9 +28,13 @@ NOTHING_REDUCED: Final = "the wrappers of its models reduced no gradients"
 
 
 class Requested(NamedTuple):
-    """``op``: the gradient reduction that is requested, or None and ``reason``: why it is not known.
+    """The requested gradient reduction.
 
-    ``explanation`` is a clause: the keys that request it, and what a runtime sends instead.
+    Attributes:
+        op: The gradient reduction that is requested. None if it is not known.
+        reason: The reason why the reduction is not known, or None.
+        explanation: A clause that contains the keys that request the reduction, and what a runtime sends
+            instead.
     """
 
     op: str | None
@@ -36,9 +43,10 @@ class Requested(NamedTuple):
 
 
 def requested_reduction(run: RecordedRun) -> Requested:
-    """The gradient reduction that the wrappers of the models (DDP, FSDP) request, or without any the keys of the config.
+    """Return the gradient reduction that the wrappers of the models (DDP, FSDP) request.
 
-    As in the ledger, a config counts that an engine has published, whatever wraps its model.
+    Without wrappers, the keys of the configuration determine the reduction. As in the ledger, a configuration
+    that an engine has published takes precedence, regardless of what wraps its model.
     """
     manifest = run.manifest
     if manifest.effective_config is None and run.table("wrappers").num_rows:
@@ -47,7 +55,10 @@ def requested_reduction(run: RecordedRun) -> Requested:
 
 
 def _of_config(config: Mapping[str, Any] | None, effective: Mapping[str, Any] | None) -> Requested:
-    """What the config requests as the user wrote it; of a script without a file what the engine has published."""
+    """Return what the configuration requests as the user wrote it.
+
+    For a script without a configuration file, the configuration that the engine has published is used.
+    """
     if config is None and effective is not None:
         config = without_derived_reduction(effective)
     reason = why_no_zero_config(config)
@@ -58,7 +69,7 @@ def _of_config(config: Mapping[str, Any] | None, effective: Mapping[str, Any] | 
 
 
 def _of_wrappers(run: RecordedRun) -> Requested:
-    """What the wrappers request: several operations, as HSDP does, in order of wire bytes."""
+    """Return what the wrappers request. Several operations, as in HSDP, are in order of wire bytes."""
     try:
         with reading_wrappers():
             models = wrapped_models_of(run, {})
@@ -72,10 +83,10 @@ def _of_wrappers(run: RecordedRun) -> Requested:
 
 
 def requested(run: RecordedRun) -> tuple[pd.DataFrame, str | None]:
-    """What the config of ``run`` should send, one row per purpose (:data:`answers.REQUESTED`), and the reason if there is
-    none.
+    """Return what the configuration of ``run`` requests, and the reason if nothing is returned.
 
-    The rules are those of the runtime that the run used, as in the ledger.
+    There is one row per purpose (:data:`answers.REQUESTED`). The rules are those of the runtime that the run
+    used, as in the ledger.
     """
     request = request_of(run)
     rows = [] if request.reason is not None else request.rows()

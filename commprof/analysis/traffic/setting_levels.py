@@ -1,4 +1,4 @@
-"""The four levels of a training step by setting, from the ledgers of the runs. Pure."""
+"""Compute the four levels of a training step by setting, from the ledgers of the runs. Pure."""
 
 from __future__ import annotations
 
@@ -23,14 +23,18 @@ from commprof.schema import Op, Purpose
 NOTHING_ISSUED: Final = "nothing was issued to reduce gradients in a training step"
 NOT_REQUESTED: Final = "the operation that the config requests is not known"
 NOT_EXECUTED: Final = "the operation that the backend ran is not known"
-_SUMMED: Final = ("payload_bytes", "wire_bytes", *PARTLY_KNOWN)  # not known unless of all
+# A sum is known only if all its terms are known.
+_SUMMED: Final = ("payload_bytes", "wire_bytes", *PARTLY_KNOWN)
 
 
 class Ledger(NamedTuple):
     """The ledger of one run.
 
-    ``totals``: what its steps sent, as in comparisons; ``shares``: the answer of :func:`job_shares`; ``ended_steps``:
-    attempt and step of the steps that ended; ``ranks``: of the job, None if not known.
+    Attributes:
+        totals: The traffic of its steps, as in comparisons.
+        shares: The result of :func:`job_shares`.
+        ended_steps: The attempt and step of the steps that ended.
+        ranks: The number of ranks of the job. None if it is not known.
     """
 
     label: str
@@ -42,14 +46,16 @@ class Ledger(NamedTuple):
 
 
 def job_shares(operations: pa.Table, world_size: int | None) -> dict[str, float]:
-    """By operation, the share of a ledger's gradient bytes, summed over groups, that one rank of the job sends.
+    """Return by operation the share of the ledger's gradient bytes that one rank of the job sends.
 
-    The share is the number of sending ranks over the ranks of the job, averaged over groups by wire bytes: 1 if the group is
-    the job, and 1/2 if two groups of half of the ranks reduce half of the model each.
+    The gradient bytes of a ledger are summed over groups. The share is the number of sending ranks divided by
+    the number of ranks of the job, averaged over groups by wire bytes. The share is 1 if the group is the
+    whole job. It is 1/2 if two groups of half of the ranks reduce half of the model each.
 
     Args:
-        operations: :func:`commprof.analysis.storage.run_totals.operations` by purpose, op, step and group_size at least.
-        world_size: ranks of the job; None: as many as the largest group has.
+        operations: The result of :func:`commprof.analysis.storage.run_totals.operations` by at least purpose,
+            op, step and group_size.
+        world_size: The number of ranks of the job. None: the number of ranks of the largest group.
     """
     ranks = world_size or pc.max(operations["group_size"]).as_py() or 1
     rows = operations.filter(
@@ -68,21 +74,22 @@ def job_shares(operations: pa.Table, world_size: int | None) -> dict[str, float]
 
 
 def reduction_levels(ledgers: Sequence[Ledger]) -> pd.DataFrame:
-    """One row per setting, level and operation (:data:`setting_answers.REDUCTION_LEVELS`).
+    """Return one row per setting, level and operation (:data:`setting_answers.REDUCTION_LEVELS`).
 
     Args:
-        ledgers: that of each run, repeats one after the other or not.
+        ledgers: The ledger of each run. Repeats of a setting do not have to be adjacent.
     """
     return from_rows(_by_setting(ledgers, _of_reduction), REDUCTION_LEVELS.columns)
 
 
 def traffic_levels(ledgers: Sequence[Ledger]) -> pd.DataFrame:
-    """The same of all traffic of a step (:data:`setting_answers.TRAFFIC_LEVELS`).
+    """Return one row per setting, level and operation of all traffic of a step.
 
-    The requested level has what the config requests; traffic without a rule, such as metrics, is not in it.
+    The columns are :data:`setting_answers.TRAFFIC_LEVELS`. The requested level contains what the
+    configuration requests. Traffic without a rule, such as metrics, is not included in it.
 
     Args:
-        ledgers: that of each run, repeats one after the other or not.
+        ledgers: The ledger of each run. Repeats of a setting do not have to be adjacent.
     """
     return from_rows(_by_setting(ledgers, _of_step), TRAFFIC_LEVELS.columns)
 
@@ -102,7 +109,7 @@ def _by_setting(
 
 
 def _of_reduction(repeats: Sequence[Ledger]) -> list[dict[str, Any]]:
-    """The levels of gradient reduction; one that is not known has a row with the reason."""
+    """Return the levels of gradient reduction. A level that is not known has a row with the reason."""
     verdicts = [ledger.verdict for ledger in repeats]
     issued = _issued(repeats, reduces=True)
     reason = next((verdict.request_reason for verdict in verdicts if verdict.request_reason), None)
@@ -115,7 +122,7 @@ def _of_reduction(repeats: Sequence[Ledger]) -> list[dict[str, Any]]:
 
 
 def _of_step(repeats: Sequence[Ledger]) -> list[dict[str, Any]]:
-    """The levels of gradient reduction, then those of all other traffic, as far as it is known."""
+    """Return the levels of gradient reduction, then the levels of all other traffic, if they are known."""
     *reduction, moved = [{"reduces": True, **row} for row in _of_reduction(repeats)]
     others = _issued(repeats, reduces=False)
     if others and not any(row["level"] == "issued" and "op" in row for row in reduction):
@@ -131,7 +138,7 @@ def _of_step(repeats: Sequence[Ledger]) -> list[dict[str, Any]]:
 
 
 def _rows(repeats: Sequence[Ledger], reduces: bool) -> list[LedgerRow]:
-    """The rows of the training steps about gradient reduction, or about all else."""
+    """Return the ledger rows of training steps about gradient reduction, or about all other traffic."""
     return [
         row
         for ledger in repeats
@@ -141,9 +148,10 @@ def _rows(repeats: Sequence[Ledger], reduces: bool) -> list[LedgerRow]:
 
 
 def _issued(repeats: Sequence[Ledger], reduces: bool) -> list[dict[str, Any]]:
-    """The gradient reductions of a step, or all else, by operation: the values of :func:`comparison.traffic_by_setting`.
+    """Return the gradient reductions of a step, or all other traffic, by operation.
 
-    ``executed_wire_bytes_per_step``: of what the backend runs; None if not known.
+    The values are those of :func:`comparison.traffic_by_setting`. ``executed_wire_bytes_per_step`` contains
+    the bytes of the operations that the backend runs, or None if they are not known.
     """
     steps = sum(each.totals.steps for each in repeats)
     sums: dict[tuple[str, str | None], dict[str, float | None]] = {}
@@ -168,7 +176,11 @@ def _issued(repeats: Sequence[Ledger], reduces: bool) -> list[dict[str, Any]]:
 
 
 def _executed(ledger: Sequence[LedgerRow], issued: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """What the backend ran for ``issued``: operations from the ledger, and bytes too if only the ledger has them."""
+    """Return what the backend ran for ``issued``.
+
+    The operations are from the ledger. The bytes are from the ledger only if ``issued`` does not contain
+    them.
+    """
     ran = {row.issued_op: row for row in ledger if row.executed_op and row.executed_wire_bytes is not None}
     rows = []
     for level in issued:
@@ -187,7 +199,7 @@ def _executed(ledger: Sequence[LedgerRow], issued: Sequence[Mapping[str, Any]]) 
 
 
 def _requested(repeats: Sequence[Ledger]) -> list[dict[str, Any]]:
-    """The reductions requested per step, over the same steps and by the same rule as what is issued."""
+    """Return the reductions requested per step, over the same steps and by the same rule as the issued level."""
     steps = sum(len(ledger.ended_steps) for ledger in repeats)
     sums: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
     for ledger in repeats:
@@ -212,7 +224,10 @@ def _requested(repeats: Sequence[Ledger]) -> list[dict[str, Any]]:
 
 
 def _requested_beside(repeats: Sequence[Ledger]) -> list[dict[str, Any]]:
-    """What the config requests beside gradient reductions: the issued bytes, times requested over issued in the ledger."""
+    """Return what the configuration requests in addition to gradient reductions.
+
+    The values are the issued bytes, multiplied by the ratio of requested to issued bytes in the ledger.
+    """
     sums: dict[str, float] = defaultdict(float)
     for ledger in repeats:
         totals = ledger.totals.totals
@@ -232,7 +247,10 @@ def _requested_beside(repeats: Sequence[Ledger]) -> list[dict[str, Any]]:
 
 
 def _moved_of_rank(repeats: Sequence[Ledger], moved: Mapping[str, Any]) -> float | None:
-    """Moved bytes of a step and rank; of counters over the whole run, divided by the steps that ended."""
+    """Return the moved bytes of a step and rank.
+
+    Counters over the whole run are divided by the number of steps that ended.
+    """
     ranks = repeats[0].ranks
     steps = 1.0 if moved.get("moved_over") == "step" else fmean(len(each.ended_steps) for each in repeats)
     if moved.get("moved_bytes") is None or not ranks or not steps:
@@ -241,9 +259,10 @@ def _moved_of_rank(repeats: Sequence[Ledger], moved: Mapping[str, Any]) -> float
 
 
 def _moved(verdicts: Sequence[Verdict]) -> dict[str, Any]:
-    """Mean over the repeats of what all hosts sent: per step if all counters were read at steps, else per run.
+    """Return the mean over the repeats of the bytes that all hosts sent.
 
-    The bytes of a step leave out the modelled bytes of evaluations and checkpoints between the readings.
+    The bytes are per step if all counters were read at steps, and otherwise per run. The bytes of a step
+    exclude the modeled bytes of evaluations and checkpoints between the readings.
     """
     counted = [verdict.moved for verdict in verdicts if verdict.moved]
     if not counted:

@@ -1,13 +1,14 @@
-"""Recurring and one-off traffic of training steps: the rule behind all figures per step.
+"""Distinguish recurring and one-off traffic of training steps. All values per step follow this rule.
 
-The rule uses the warm steps: those that ended, without the first of each attempt if there are others. The traffic of one
-operation, purpose and group
+The rule uses the warm steps: the steps that ended, without the first step of each attempt if there are
+others. The rule applies to the traffic of one operation, purpose and group:
 
-* in each warm step is steady: its value is the most frequent one, and what single steps sent beyond it is one-off. Without a
-  majority it varies, and its value is the mean;
-* in every k-th warm step counts as a k-th part in each;
-* in at least half of them is irregular: its value is the mean over all;
-* in fewer of them is one-off, and so is what only the first step sent. One-off traffic is in no mean.
+* Traffic in each warm step is steady. Its value is the most frequent one, and what single steps sent beyond
+  this value is one-off. Without a majority the traffic varies, and its value is the mean.
+* Traffic in every k-th warm step counts as a k-th part in each step.
+* Other traffic in at least half of the warm steps is irregular. Its value is the mean over all warm steps.
+* Traffic in fewer warm steps is one-off, and traffic that only the first step sent is also one-off. One-off
+  traffic is in no mean.
 """
 
 from __future__ import annotations
@@ -35,11 +36,12 @@ class Steady(NamedTuple):
     """Rows with the columns of the key and the measures.
 
     Attributes:
-        warm: the warm steps.
-        per_step: what a step sends; ``every``: k if every k-th step sends it, null if it is irregular.
-        one_offs: what one ``attempt`` and ``step`` sent beyond that.
-        weights: for each row of ``per_step`` the steps behind it. The sum over them of weight times what the step sent is
-            what a step sends, in any measure.
+        warm: The warm steps.
+        per_step: The traffic that a step sends. The column ``every`` is k if every k-th step sends the
+            traffic, and null if it is irregular.
+        one_offs: The traffic that one ``attempt`` and ``step`` sent in addition to ``per_step``.
+        weights: For each row of ``per_step``, the weight of each step that contributes to the row. The value
+            of the row is the sum of weight times the traffic of the step, in any measure.
     """
 
     warm: list[Step]
@@ -49,7 +51,7 @@ class Steady(NamedTuple):
 
 
 def warm_steps(ended_steps: Sequence[Step]) -> list[Step]:
-    """The steps without the first of each attempt, if there are others."""
+    """Return the steps without the first step of each attempt, or all steps if there are no others."""
     first: dict[int, int] = {}
     for attempt, step in ended_steps:
         first[attempt] = min(step, first.get(attempt, step))
@@ -59,13 +61,15 @@ def warm_steps(ended_steps: Sequence[Step]) -> list[Step]:
 def steady(
     rows: Sequence[Row], key: Sequence[str], ended_steps: Sequence[Step], means: Sequence[str] = ()
 ) -> Steady:
-    """The recurring and the one-off part of ``rows``.
+    """Return the recurring and the one-off part of ``rows``.
 
     Args:
-        rows: ``attempt``, ``step``, the key and the measures of operations; several of one key and step are summed.
-        key: the columns that identify an operation.
-        ended_steps: attempt and step of the steps that ended.
-        means: measures beside :data:`COUNTED`, such as times: their means over the steps that count.
+        rows: The ``attempt``, ``step``, key and measures of operations. Rows with the same key and step are
+            summed.
+        key: The columns that identify an operation.
+        ended_steps: The attempt and step of the steps that ended.
+        means: The measures in addition to :data:`COUNTED`, such as times. Their means are over the steps that
+            count.
     """
     warm = warm_steps(ended_steps)
     sums: dict[tuple[Any, ...], dict[Step, dict[str, float | None]]] = defaultdict(dict)
@@ -87,12 +91,13 @@ def steady(
 
 
 def steady_traffic(traffic: Sequence[Row], times: Sequence[Row]) -> Steady:
-    """The recurring and the one-off part of ``traffic`` in training steps.
+    """Return the recurring and the one-off part of ``traffic`` in training steps.
 
     Args:
-        traffic: rows of :func:`commprof.analysis.api.traffic` by attempt, step, group_size and :data:`TRAFFIC_KEY` at
-            least, with None for null.
-        times: attempt, step and duration_ns of the training steps; None if the step did not end.
+        traffic: Rows of :func:`commprof.analysis.api.traffic` by at least attempt, step, group_size and
+            :data:`TRAFFIC_KEY`, with None for null.
+        times: The attempt, step and duration_ns of the training steps. duration_ns is None if the step did
+            not end.
     """
     ended_steps = sorted((row["attempt"], row["step"]) for row in times if row["duration_ns"] is not None)
     inside = [row for row in traffic if row["step"] >= 0]
@@ -115,7 +120,7 @@ def _judge(named: dict[str, Any], by_step: Mapping[Step, Mapping[str, Any]], ans
         answer.per_step.append({**named, **value, "every": every})
         answer.weights.append(weights)
     expected = {name: (value[name] or 0) * (every or 0) for name in COUNTED} if value is not None else None
-    # Asked once for all steps, not once for each: a run has thousands.
+    # Computed once for all steps and not once for each step, because a run has thousands of steps.
     majority = bool(every) and _most(present, by_step) is not None
     in_warm = set(warm)
     for step, sent in sorted(by_step.items()):
@@ -133,7 +138,10 @@ def _judge(named: dict[str, Any], by_step: Mapping[Step, Mapping[str, Any]], ans
 def _beyond(
     name: str, sent: float | None, value: Mapping[str, Any] | None, every: int | None
 ) -> float | None:
-    """The bytes ``name`` of a step beyond the recurring ones; None if one of them is not known."""
+    """Return the bytes ``name`` of a step in addition to the recurring bytes.
+
+    The result is None if the bytes of the step or the recurring bytes are not known.
+    """
     usual = 0.0 if value is None else value[name]
     if sent is None or sent != sent or usual is None:
         return None
@@ -145,19 +153,22 @@ def _counts(sent: Mapping[str, Any]) -> tuple[Any, ...]:
 
 
 def _most(present: Sequence[Step], by_step: Mapping[Step, Mapping[str, Any]]) -> tuple[Any, ...] | None:
-    """The amount that more than half of the steps send; None if there is none."""
+    """Return the amount that more than half of the steps send, or None if there is none."""
     amount, times = Counter(_counts(by_step[step]) for step in present).most_common(1)[0]
     return amount if 2 * times > len(present) else None
 
 
 def _of_most(present: Sequence[Step], by_step: Mapping[Step, Mapping[str, Any]]) -> Sequence[Step]:
-    """The steps that send the most frequent amount; all steps without a majority."""
+    """Return the steps that send the most frequent amount, or all steps if no amount has a majority."""
     most = _most(present, by_step)
     return present if most is None else [step for step in present if _counts(by_step[step]) == most]
 
 
 def _mean(weights: Mapping[Step, float], by_step: Mapping[Step, Mapping[str, Any]]) -> dict[str, Any]:
-    """What one step sends on average. The weights are equal, so a sum is divided once: integers stay exact."""
+    """Return what one step sends on average.
+
+    The weights are equal, so a sum is divided only once and integers stay exact.
+    """
     divisor = round(1 / next(iter(weights.values())))
     means: dict[str, Any] = {}
     for name in by_step[next(iter(weights))]:
@@ -168,7 +179,7 @@ def _mean(weights: Mapping[Step, float], by_step: Mapping[Step, Mapping[str, Any
 
 
 def _period(present: Sequence[Step], warm: Sequence[Step]) -> int | None:
-    """k if every k-th warm step is among ``present``, at least two; else None."""
+    """Return k if exactly every k-th warm step is in ``present`` and there are at least two, or else None."""
     among = set(present)
     places = [number for number, step in enumerate(warm) if step in among]
     if len(places) < 2:
@@ -179,7 +190,7 @@ def _period(present: Sequence[Step], warm: Sequence[Step]) -> int | None:
 
 
 def when(rows: Sequence[Row]) -> str:
-    """``step 0``, ``steps 0, 3`` or ``steps 0-2``: of all attempts."""
+    """Return the steps of ``rows`` as text, such as ``step 0``, ``steps 0, 3`` or ``steps 0-2``, over all attempts."""
     steps = sorted({int(row["step"]) for row in rows})
     ranges: list[list[int]] = []
     for step in steps:

@@ -9,17 +9,17 @@ import pandas as pd
 from commprof.analysis.columns.detailed_answers import UNTAGGED
 from commprof.analysis.columns.frames import from_rows
 
-# The grouping columns of traffic() that this needs.
+# The grouping columns of traffic() that are needed.
 BY: Final = ("purpose", "phase", "op", "api", "call_site")
 
 
 def none() -> pd.DataFrame:
-    """The answer for a run whose collectives all have a purpose."""
+    """Return the answer for a run whose collectives all have a purpose."""
     return from_rows([], UNTAGGED.columns)
 
 
 def untagged(traffic: pd.DataFrame) -> pd.DataFrame:
-    """The rows of ``traffic`` by :data:`BY` without a purpose, in order of payload, largest first."""
+    """Return the rows of ``traffic`` by :data:`BY` without a purpose, in order of payload, largest first."""
     untagged_rows = traffic[traffic["purpose"].isna()]
     untagged_rows = untagged_rows.sort_values(
         ["payload_bytes", "collectives", "call_site"], ascending=[False, False, True], kind="stable"

@@ -27,7 +27,7 @@ _HINT: Final = (
 
 
 def algorithm_parts(rows: Sequence[Mapping[str, Any]]) -> list[Rows | str]:
-    """Return the table of the algorithms that moved the most payload; empty if no log names any."""
+    """Return the table of the algorithms that moved the most payload; empty if no log contains algorithms."""
     if not rows:
         return []
     cells: list[tuple[str, ...]] = [

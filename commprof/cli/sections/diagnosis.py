@@ -1,4 +1,7 @@
-"""The checks of ``commprof doctor``: what can be recorded on this machine. One function per check; none changes anything."""
+"""The checks of ``commprof doctor``: what can be recorded on this machine.
+
+Each check is one function. No check changes the system.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +38,7 @@ class Level(StrEnum):
 
 
 class Finding(NamedTuple):
-    """One answer."""
+    """The result of one check."""
 
     section: str
     level: Level
@@ -43,7 +46,7 @@ class Finding(NamedTuple):
 
 
 def diagnose() -> list[Finding]:
-    """Yield all findings in the order of the output."""
+    """Return all findings in the order of the output."""
     return [
         *_versions(),
         *_entry_point(),
@@ -66,7 +69,8 @@ def _versions() -> Iterator[Finding]:
         return
     try:
         import torch
-    except Exception as error:  # RuntimeError: an entry point of some package failed; OSError: a library did
+    # RuntimeError: an entry point of a package failed. OSError: a library could not be loaded.
+    except Exception as error:
         text = f"torch cannot be imported: {type(error).__name__}: {error}{_caused_by(error)}"
         yield Finding(section, Level.FAULT, text)
         return
@@ -180,7 +184,10 @@ def _interception() -> Iterator[Finding]:
 
 
 def _operators(section: str) -> Iterator[Finding]:
-    """Report which operators of torch's dispatcher can be recorded, for collectives that bypass ProcessGroup's methods."""
+    """Report which operators of torch's dispatcher can be recorded.
+
+    They are necessary for collectives that bypass the methods of ProcessGroup.
+    """
     from commprof.recorder.dispatcher.functional import FRAMEWORK, FUNCTIONAL
     from commprof.recorder.dispatcher.issuers import CppIssuers
     from commprof.recorder.dispatcher.operators import C10D, unknown_operators
@@ -229,7 +236,7 @@ def _operators(section: str) -> Iterator[Finding]:
 
 
 def unknown_methods(names: list[str], known: set[str]) -> list[str]:
-    """Return the attributes ``names`` of ProcessGroup that look like collectives and are not ``known``.
+    """Return those of the attributes ``names`` of ProcessGroup that look like collectives and are not ``known``.
 
     >>> unknown_methods(["allreduce", "all_permute", "supports_coalescing", "rank"], {"allreduce"})
     ['all_permute']
@@ -273,7 +280,10 @@ def _machine() -> Iterator[Finding]:
 
 
 def _reservation(directory: Path) -> Finding:
-    """Check that space below ``directory`` can be reserved: otherwise a full disk kills a rank that writes to a mapping."""
+    """Check that space below ``directory`` can be reserved.
+
+    Without reserved space, a full disk kills a rank that writes to a memory mapping.
+    """
     section = "this machine"
     try:
         with tempfile.TemporaryFile(dir=directory) as file:

@@ -10,7 +10,7 @@ from commprof.analysis.columns.defaults import NOTABLE_DROPS, UNEVEN_LOAD
 from commprof.cli import rendering
 from commprof.cli.rendering import Heading, Rows
 
-_EVEN: Final = 1.05  # an imbalance that is not worth a line
+_EVEN: Final = 1.05  # an imbalance below this value is not reported
 _HEADINGS: Final = (
     Heading("layer"),
     Heading("experts", number=True),
@@ -29,10 +29,12 @@ _LEGEND: Final = (
 
 
 def expert_parts(answers: Mapping[str, Any]) -> list[Rows | str]:
-    """Return the section; empty for a run without experts whose all_to_alls are even.
+    """Return the section about experts and all_to_alls.
+
+    The section is empty for a run that has no experts and whose all_to_alls are even.
 
     Args:
-        answers: ``experts`` (:meth:`commprof.analysis.traffic.experts.Summary.as_json`, or None) and
+        answers: The answers ``experts`` (:meth:`commprof.analysis.traffic.experts.Summary.as_json`, or None) and
             ``exchange_imbalance`` of :mod:`commprof.analysis.api`.
     """
     summary = answers["experts"]
@@ -71,7 +73,7 @@ def _ratio(value: float | None) -> str:
 
 
 def _traffic(rows: Sequence[Mapping[str, Any]]) -> str:
-    """A sentence about the bytes of the exchanges of tokens; empty if there are none."""
+    """Return a sentence about the bytes that the all_to_alls send; empty if there are none."""
     if not rows:
         return ""
     sent = median([row["wire_bytes"] for row in rows])
@@ -84,7 +86,7 @@ def _traffic(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _advice(summary: Mapping[str, Any], exchanged: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Sentences that say what to try, of those that apply."""
+    """Return the recommendations that apply to the run."""
     hints = []
     layers, dropped = summary["layers"], summary["dropped_share"]
     if dropped is not None and dropped >= NOTABLE_DROPS:
@@ -110,7 +112,7 @@ def _advice(summary: Mapping[str, Any], exchanged: Sequence[Mapping[str, Any]]) 
 
 
 def _exchange_parts(rows: Sequence[Mapping[str, Any]]) -> list[Rows | str]:
-    """A sentence about unequal splits; empty if the ranks receive the same."""
+    """Return a sentence about unequal splits; empty if the ranks receive nearly equal numbers of bytes."""
     known = [row for row in rows if not rendering.is_missing(row["imbalance"])]
     worst = max(known, key=lambda row: row["imbalance"], default=None)
     if worst is None or worst["imbalance"] < _EVEN:

@@ -25,7 +25,10 @@ _LEGEND: Final = (
 
 
 def per_step_parts(rows: Sequence[Mapping[str, Any]]) -> list[Rows | str]:
-    """Return the table of exposed time per step; empty if no step ended, a sentence if the time is not known."""
+    """Return the table of exposed time per step; empty if no step ended.
+
+    If the exposed time is not known, the result is a sentence with the reason.
+    """
     if not rows:
         return []
     union = rows[-1]
@@ -74,11 +77,11 @@ def _cells(row: Mapping[str, Any]) -> tuple[str, ...]:
 def step_texts(
     steps: Sequence[Mapping[str, Any]], exposure: Sequence[Mapping[str, Any]]
 ) -> dict[tuple[int, int], str]:
-    """Return the text about exposed time in the heading of each step, by attempt and step.
+    """Return the text about exposed time for the heading of each step, by attempt and step.
 
     Args:
-        steps: the training steps.
-        exposure: exposure by attempt and step.
+        steps: The training steps.
+        exposure: The exposed and overlapped time by attempt and step.
     """
     from commprof.analysis.columns.exposed_texts import exposed_share, exposed_time, overlapped_time
 

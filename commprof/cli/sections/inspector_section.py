@@ -38,8 +38,8 @@ def align_inspector(
     """Match the collectives of the logs with the records of the run, print the result and store the algorithms.
 
     Raises:
-        UsageError: the run has algorithms already (``force`` replaces them).
-        LogError: the logs have no collective, or the run has records of only some of its collectives.
+        UsageError: the run already has algorithms, and ``force`` is not set.
+        LogError: the logs contain no collective, or some collectives of the run have no record.
     """
     from commprof.align.inspector_matching import align_inspected
     from commprof.imports.inspector import collectives_of, dropped_collectives, remarks
@@ -88,7 +88,10 @@ def _keep(run: Run, alignment: InspectedAlignment) -> None:
 
 
 def _check_whole(run: Run) -> None:
-    """Raise LogError for a run with gaps: its nth record of an operation need not be the nth collective."""
+    """Raise LogError if some collectives of the run have no record.
+
+    In such a run, the nth record of an operation may not be the nth collective.
+    """
     health = run.health
     for count, what in (
         (health.lost, "were dropped while recording"),

@@ -1,4 +1,4 @@
-"""The tables and sentences of ``plan``: one setting in full, or several beside each other with a recommendation."""
+"""The tables and sentences of ``plan``: one setting in full, or several settings compared, with a recommendation."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
     from commprof.plan.rank_classes import RankClass
     from commprof.plan.traffic import Totals, Traffic
 
-_MOST_CLASSES: Final = 4  # of ranks, in a sentence
+_MOST_CLASSES: Final = 4  # the most classes of ranks in a sentence
 
 
 def show_one(prediction: Prediction, plan: Plan) -> None:
-    """Print memory, messages and sentences of the only setting of ``plan``."""
+    """Print the memory, the messages and the sentences of the only setting of ``plan``."""
     from commprof.plan.api import latency_sentences
     from commprof.plan.traffic import histogram, totals_of, traffic_of
 
@@ -72,7 +72,7 @@ def show_one(prediction: Prediction, plan: Plan) -> None:
 
 
 def _expert_sentences(prediction: Prediction) -> list[str]:
-    """What a rank holds of the layers with experts, and what the load of the experts means."""
+    """Return sentences about the experts that a rank stores, and about the load of the experts."""
     sentences = []
     shown = rendering.number_of_bytes
     for each in prediction.loads:
@@ -225,7 +225,7 @@ def _gathers(prediction: Prediction, job: Job) -> list[str]:
 
 
 def show_comparison(plan: Plan) -> None:
-    """Print a row for each setting, those that are refused with the reason, and which one to use."""
+    """Print a row for each setting, the reason why settings are refused, and the recommended setting."""
     from commprof.plan.api import compare, recommendation
 
     compared = compare(plan)

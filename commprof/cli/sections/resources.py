@@ -1,4 +1,4 @@
-"""The part of ``commprof report`` about resources: memory, processors, and the share of communication, over the steps."""
+"""The part of ``commprof report`` about resources: memory, CPU cores and GPU utilization over the steps."""
 
 from __future__ import annotations
 
@@ -21,14 +21,16 @@ _HEADINGS: Final = (
 
 
 def resource_parts(rows: Sequence[Mapping[str, Any]]) -> list[Rows | str]:
-    """Return the table of resources of the steps that ended, the warm ones apart; empty if none is known.
+    """Return the table of the resources of the steps that ended; empty if no resource is known.
+
+    The median and the largest value are those of the warm steps. The first and the last step are those of all steps.
 
     Args:
-        rows: the answer of ``api.resource_use``.
+        rows: The answer of ``api.resource_use``.
     """
     from commprof.analysis.traffic.steady_steps import warm_steps
 
-    # The steps of the means of traffic: the one in which a run failed is not among them.
+    # These are the steps that the means of traffic use. A step in which a run failed has no duration.
     rows = [row for row in rows if not rendering.is_missing(row["duration_ns"])]
     warm = set(warm_steps([(row["attempt"], row["step"]) for row in rows]))
     later = [row for row in rows if (row["attempt"], row["step"]) in warm]

@@ -1,4 +1,4 @@
-"""The times of a plan: of messages by purpose, and the bounds of a step."""
+"""The times of a plan: the time of messages by purpose, and the bounds of the step time."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from commprof.cli.rendering import Heading, Rows
 if TYPE_CHECKING:
     from commprof.plan.durations import StepTime, Timing
 
-_SMALL: Final = 0.05  # of all communication, below which a row has no sentence
+_SMALL: Final = 0.05  # a row below this share of all communication gets no sentence
 
 
 def show_time(timed: StepTime | str, timing: Timing) -> None:
-    """Print the time of the messages of one setting and the bounds of its step, or why they are not known."""
+    """Print the time of the messages of one setting and the bounds of its step time, or why they are not known."""
     if isinstance(timed, str):
         rendering.show(rendering.paragraph(f"Times of messages are not known: {timed}."))
         return
@@ -64,7 +64,10 @@ def _time_sentences(timed: StepTime, timing: Timing) -> list[str]:
 
 
 def _latency_sentences(timed: StepTime) -> list[str]:
-    """Which messages take longer to start than to transfer, if that is a part of the time that matters."""
+    """Return a sentence for each kind of message whose latency exceeds half of its time.
+
+    Kinds with a small share of the communication are left out.
+    """
     rows = [row for row in timed.rows if 2 * row.latency_ns > row.time_ns > _SMALL * timed.communication_ns]
     shown = rendering.duration
     return [
@@ -80,7 +83,7 @@ def _bounds(timed: StepTime) -> str:
 
 
 def time_headings(timing: Timing) -> list[Heading]:
-    """Return the headings of the columns with times, beside several settings."""
+    """Return the headings of the columns with times in a comparison of settings."""
     if timing.source is None:
         return []
     names = ["communication"] if timing.compute_ns is None else ["communication", "step"]
@@ -88,7 +91,7 @@ def time_headings(timing: Timing) -> list[Heading]:
 
 
 def time_cells(timed: StepTime | str, timing: Timing) -> list[str]:
-    """Return the cells of a setting below :func:`time_headings`."""
+    """Return the cells of a setting in the columns of :func:`time_headings`."""
     shown = rendering.duration
     cells = [rendering.MISSING, rendering.MISSING]
     if not isinstance(timed, str):
@@ -97,7 +100,7 @@ def time_cells(timed: StepTime | str, timing: Timing) -> list[str]:
 
 
 def show_missing_times(times: Sequence[StepTime | str], shown: Sequence[str], timing: Timing) -> None:
-    """Print why times are not known, unless that is ``shown`` already, and what the others are taken from."""
+    """Print why times are not known, except for reasons in ``shown``, and print the source of the known times."""
     if timing.source is None:
         return
     for problem in dict.fromkeys(each for each in times if isinstance(each, str)):

@@ -25,10 +25,10 @@ _UNKNOWN: Final = "not known"
 
 
 def untagged_parts(rows: Sequence[Mapping[str, Any]]) -> list[Rows | str]:
-    """Return the table of call sites that sent the most without a purpose; empty if there are none."""
+    """Return the table of the call sites that sent the most bytes without a purpose; empty if there are none."""
     if not rows:
         return []
-    # A message counts at its send: the place that receives it adds nothing, and is left out where the sends are recorded.
+    # A message counts at its send. So call sites that only receive are left out, unless there are no other call sites.
     rows = [row for row in rows if row["collectives"]] or rows
     cells = [
         (

@@ -1,8 +1,8 @@
-"""Starts the recorder in every Python process of a recorded program: Python imports it before the program.
+"""Starts the recorder in every Python process of a recorded program. Python imports this module before the program.
 
-commprof puts this directory first on PYTHONPATH. Uses only the standard library until the program itself has
-imported torch.distributed, never raises into the program, and leaves nothing on ``sys.path``. It also imports the user's
-sitecustomize, which this one hides.
+commprof puts this directory first on PYTHONPATH. The module uses only the standard library until the program has
+imported torch.distributed. The module never raises into the program and leaves no entry on ``sys.path``. It also
+imports the user's sitecustomize, which this module hides.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _NOTES_MAX_BYTES = 1 << 16  # a program may start very many processes
 
 
 def _note(state: str, text: str = "") -> None:
-    """Write a line for the launcher, which uses it to explain why nothing was recorded. Best effort."""
+    """Write a note for the launcher, which uses the notes to explain why nothing was recorded. Errors are ignored."""
     try:
         path = os.path.join(os.environ["COMMPROF_RUN"], _NOTES)  # noqa: PTH118
         descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
@@ -39,10 +39,10 @@ def _note(state: str, text: str = "") -> None:
 
 
 class _Arming:
-    """A meta path finder that finds nothing, but arms the recorder once torch and torch.distributed are imported.
+    """A meta path finder that arms the recorder when torch and torch.distributed have been imported.
 
-    torch imports torch.distributed during its own import, before much of torch can be used. Then the recorder is armed when
-    torch's import is done.
+    torch imports torch.distributed during its own import, when large parts of torch cannot be used yet. In this case,
+    the recorder is armed at the end of the import of torch.
     """
 
     def __init__(self) -> None:
@@ -82,7 +82,7 @@ class _Arming:
             if not self.torch_is_loading and "torch.distributed" in sys.modules:
                 self._arm_once()
 
-        # Set on the instance, which belongs to this module only: the loader's class stays unchanged.
+        # Set the function on the loader instance, which belongs to this module only, not on the loader's class.
         loader.exec_module = execute_and_look  # type: ignore[method-assign]
         return spec
 
@@ -93,7 +93,10 @@ class _Arming:
 
 
 class _package_in_sight:  # noqa: N801 - reads as a statement; contextlib would cost every process its import
-    """Put commprof's folder last on ``sys.path`` while commprof is imported, so that the user's packages take precedence."""
+    """Put commprof's directory last on ``sys.path`` while commprof is imported.
+
+    The last position gives the packages of the user precedence.
+    """
 
     def __enter__(self) -> None:
         self._added = _PACKAGE_PARENT not in sys.path
@@ -116,7 +119,7 @@ def _arm() -> None:
 
 
 def _watch_config() -> None:
-    """In a sweep, note whether this process opened the config that was derived for it."""
+    """In a sweep, write a note when this process opens the config that was derived for the run."""
     wanted = os.environ.get("COMMPROF_WATCHED_FILE")
     if not wanted:
         return
@@ -140,7 +143,7 @@ def _watch_config() -> None:
 
 
 def _choose_engine() -> None:
-    """Apply ``commprof run --engine``: set what ``import deepspeed`` means in this process."""
+    """Apply ``commprof run --engine``, which selects the package that ``import deepspeed`` imports in this process."""
     if not os.environ.get("COMMPROF_ENGINE"):
         return
     with _package_in_sight():
@@ -161,7 +164,7 @@ def _start() -> None:
 
 
 def _import_hidden_sitecustomize() -> None:
-    """Import the sitecustomize that this one hides. Its exceptions belong to the user and reach site.py as usual."""
+    """Import the user's sitecustomize, which this module hides. Its exceptions reach site.py as usual."""
     sys.path[:] = [entry for entry in sys.path if os.path.abspath(entry or ".") != _HERE]  # noqa: PTH100
     ours = sys.modules.pop("sitecustomize", None)
     try:

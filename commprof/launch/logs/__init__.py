@@ -1,1 +1,1 @@
-"""NCCL's log of a job: how it is requested, collected and counted."""
+"""The NCCL log of a job: requests the log from NCCL, collects it, and counts its bytes and lines."""

@@ -1,4 +1,4 @@
-"""The NCCL log of a job: requested at its start, collected and counted at its end; one line reports each of these."""
+"""The NCCL log of a job: requested at the start of the job, collected and counted at its end, and reported."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from commprof.trace import manifest
 
 
 def ask(mode: nccl_log.Mode, run: Path) -> nccl_log.Request:
-    """What NCCL is asked to print in the ranks of ``run``."""
+    """Return the variables that request a log from NCCL in the ranks of ``run``."""
     gpus = mode is nccl_log.Mode.AUTO and environment.visible_gpus(os.environ) > 0
     known = nccl_log.with_user_file(os.environ, nccl_log.user_file(os.environ))
     return nccl_log.request(known, run, mode, gpus=gpus)
 
 
 def begin(log: nccl_log.Request, run: Path, say: Callable[[str], None]) -> None:
-    """Say what was set for the log of NCCL, and make the directory that it goes to."""
+    """Report which variables were set for the log of NCCL, and create the directory of the log."""
     if nccl_log.FILE in log.set:
         nccl_files.make_directory(run)
     for sentence in log.sentences(last_line.shown(run)):
@@ -32,8 +32,10 @@ def collect(log: nccl_log.Request, run: Path, since_ns: int, pids: Collection[in
     """Copy the log that the user's own NCCL_DEBUG_FILE names into the run.
 
     Args:
-        since_ns: when the job started, on the real-time clock.
-        pids: the processes whose files are meant; None for those that were recorded.
+        log: The variables of the job's log.
+        run: The run directory.
+        since_ns: The time in ns on the real-time clock at which the job started.
+        pids: The processes whose files are copied. None means the recorded processes.
     """
     if log.own_file is not None:
         chosen = nccl_files.rank_processes(run) if pids is None else pids
@@ -41,7 +43,7 @@ def collect(log: nccl_log.Request, run: Path, since_ns: int, pids: Collection[in
 
 
 def end(log: nccl_log.Request, run: Path, say: Callable[[str], None]) -> None:
-    """Say how much NCCL has printed. Where it was asked and has printed nothing, say that, and what that may mean."""
+    """Report how much NCCL has printed. If a log was requested and is empty, report this and the possible reasons."""
     cost = nccl_files.measure(run)
     if cost is not None:
         _note(run, log, cost)
@@ -53,7 +55,7 @@ def end(log: nccl_log.Request, run: Path, say: Callable[[str], None]) -> None:
 
 
 def _note(run: Path, log: nccl_log.Request, cost: nccl_files.Cost) -> None:
-    """Write into the manifest how much NCCL has printed."""
+    """Write the size of the log into the manifest."""
     try:
         described = manifest.read_manifest(run)
         written = {"nccl_log": {**log.described(), "written": cost._asdict()}}

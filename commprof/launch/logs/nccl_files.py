@@ -19,16 +19,20 @@ _CLOCK_SLACK_NS: Final = 20_000_000
 
 
 class Cost(NamedTuple):
-    """The size of a log; the counts are lines."""
+    """The size of a log."""
 
     files: int
     size: int  # bytes
     lines: int
-    operations: int  # COLL lines; CALL lines if there are no COLL lines
-    warnings: int
+    operations: int  # the number of COLL lines, or of CALL lines if there are no COLL lines
+    warnings: int  # lines with NCCL WARN
 
     def sentence(self, shown_run: str) -> str:
-        """One line for people."""
+        """Return one line of text about the log.
+
+        Args:
+            shown_run: The run directory as messages show it.
+        """
         files = f"{self.files} {'file' if self.files == 1 else 'files'}"
         text = f"NCCL log: {self.size:,} bytes, {self.lines:,} lines in {files} in {shown_run}/{DIRECTORY}"
         if self.operations:
@@ -42,21 +46,23 @@ class Cost(NamedTuple):
 
 
 def make_directory(run: Path) -> None:
-    """Create the directory of the log: NCCL does not, and would print to standard output instead."""
+    """Create the directory of the log. Without the directory, NCCL prints to standard output."""
     with contextlib.suppress(OSError):
         (run / DIRECTORY).mkdir(exist_ok=True)
 
 
 def collect(pattern: str, run: Path, since_ns: int, pids: Collection[int] | None = None) -> list[Path]:
-    """Copy the files that this host's processes wrote by ``pattern`` into ``run``.
+    """Copy the files of this host's processes whose names match ``pattern`` into ``run``.
 
     Args:
-        pattern: a value of NCCL_DEBUG_FILE: ``%h`` is the host, ``%p`` a process.
-        since_ns: when the job started, on the real-time clock; files last written before are skipped.
-        pids: copy only the files of these processes; None for all.
+        pattern: A value of NCCL_DEBUG_FILE, in which ``%h`` is the host and ``%p`` is the process id.
+        run: The run directory.
+        since_ns: The time in ns on the real-time clock at which the job started. Files that were last written before
+            this time are skipped.
+        pids: The processes whose files are copied. None means all processes.
 
     Returns:
-        The copies. A file that cannot be read is left out.
+        The paths of the copies. A file that cannot be read is left out.
     """
     copies = []
     for file in _written(pattern, since_ns, pids):
@@ -81,7 +87,7 @@ def _written(pattern: str, since_ns: int, pids: Collection[int] | None) -> Itera
 
 
 def _expanded(pattern: str, host: str) -> tuple[str, re.Pattern[str]]:
-    """Return ``pattern`` as a glob pattern and as a regular expression with a group for each process id."""
+    """Return ``pattern`` as a glob pattern, and as a regular expression with a capture group for each process id."""
     searched, exact = "", ""
     for part in re.findall(r"%.|[^%]+|%", pattern):
         text = {"%h": host, "%%": "%"}.get(part, part)
@@ -99,7 +105,7 @@ def _free(file: Path) -> Path:
 
 
 def measure(run: Path) -> Cost | None:
-    """Count the logs in ``run``; None if there are none. An empty log directory is removed."""
+    """Return the size of the logs in ``run``, or None if there are no logs. Remove the log directory if it is empty."""
     directory = run / DIRECTORY
     with contextlib.suppress(OSError):
         directory.rmdir()
@@ -113,7 +119,7 @@ def measure(run: Path) -> Cost | None:
 
 
 def _count(file: Path) -> tuple[int, int, int, int, int]:
-    """Count bytes, lines, COLL lines, CALL lines and warnings in ``file``, as far as it can be read."""
+    """Return the bytes, lines, COLL lines, CALL lines and warnings of the part of ``file`` that can be read."""
     words = (b"\n", b": opCount ", b" NCCL CALL ", b" NCCL WARN ")
     size, counts, rest = 0, [0] * len(words), b""
     with contextlib.suppress(OSError), file.open("rb") as stream:
@@ -129,7 +135,7 @@ def _count(file: Path) -> tuple[int, int, int, int, int]:
 
 
 def rank_processes(run: Path) -> set[int] | None:
-    """Return the processes of this host that are recorded in ``run``; None if there are none."""
+    """Return the ids of the processes that are recorded in ``run``, or None if there are no such processes."""
     from commprof.trace.directory import COLLECTIVES_DIRECTORY
     from commprof.trace.rank_files.layout import parse_stem
 

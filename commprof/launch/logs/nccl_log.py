@@ -1,8 +1,8 @@
-"""Chooses the NCCL_DEBUG variables that make NCCL write a log which can be aligned; respects the user's values. Pure.
+"""Chooses the NCCL_DEBUG variables that make NCCL write a log for the alignment. Keeps the user's values. Pure.
 
-NCCL defines the variables (``src/debug.cc``). Lines of operations have subsystem COLL and level INFO, CALL lines level
-TRACE. Only INIT lines name ranks. Each process truncates its file when it opens it, so two processes with one file name
-overwrite each other.
+NCCL defines the variables (``src/debug.cc``). Lines of operations have subsystem COLL and level INFO. CALL lines have
+level TRACE. Only INIT lines name ranks. Each process truncates its log file when it opens the file. So two processes
+with the same file name overwrite each other's log.
 """
 
 from __future__ import annotations
@@ -15,17 +15,11 @@ from typing import Any, Final, NamedTuple
 LEVEL: Final = "NCCL_DEBUG"
 SUBSYSTEMS: Final = "NCCL_DEBUG_SUBSYS"
 FILE: Final = "NCCL_DEBUG_FILE"
-DIRECTORY: Final = "nccl"  # in the run
+DIRECTORY: Final = "nccl"  # the name of the log directory in the run
 WANTED_SUBSYSTEMS: Final = ("INIT", "COLL", "CALL", "TUNING")
 _VARIABLES: Final = (LEVEL, SUBSYSTEMS, FILE)
-_LEVELS: Final = (
-    "NONE",
-    "VERSION",
-    "WARN",
-    "INFO",
-    "ABORT",
-    "TRACE",
-)  # each level includes those before it
+# Each level includes the levels before it.
+_LEVELS: Final = ("NONE", "VERSION", "WARN", "INFO", "ABORT", "TRACE")
 _LOST_WITHOUT: Final = {
     "INIT": "which rank a communicator's address stands for",
     "COLL": "the lines of operations",
@@ -35,15 +29,22 @@ _LOST_WITHOUT: Final = {
 
 
 class Mode(StrEnum):
-    """What ``--nccl-log`` says."""
+    """The values of ``--nccl-log``."""
 
-    AUTO = "auto"  # where a GPU is visible
+    AUTO = "auto"  # request a log if a GPU is visible
     ON = "on"
     OFF = "off"
 
 
 class Request(NamedTuple):
-    """The variables that commprof sets for the ranks, those that the user has set, and what the log lacks due to these."""
+    """The variables for the log of NCCL.
+
+    Attributes:
+        mode: The value of ``--nccl-log``.
+        set: The variables that commprof sets for the ranks.
+        left: The variables that the user has set.
+        warnings: A sentence for each part of the log that is missing because of the user's variables.
+    """
 
     mode: Mode
     set: dict[str, str]
@@ -56,14 +57,14 @@ class Request(NamedTuple):
         return None if self.mode is Mode.OFF else self.left.get(FILE)
 
     def described(self) -> dict[str, Any]:
-        """For the manifest."""
+        """Return the request as JSON values for the manifest."""
         return {"mode": str(self.mode), "set": self.set, "left": self.left, "warnings": list(self.warnings)}
 
     def sentences(self, shown_run: str) -> list[str]:
-        """Return one line with the variables that are set and those left unchanged, and one line per loss.
+        """Return a line with the variables that are set and left unchanged, and a line for each warning.
 
         Args:
-            shown_run: the run directory as messages show it.
+            shown_run: The run directory as messages show it.
         """
         if not self.set and not self.warnings:
             return []
@@ -81,12 +82,14 @@ _FILE_NAME: Final = "%h.%p.log"
 def request(environment: Mapping[str, str], run: Path, mode: Mode, *, gpus: bool) -> Request:
     """Choose the variables for the ranks of ``run``.
 
-    A variable that is set, in the environment or in the user's NCCL configuration file, is not changed. An empty one
-    counts as not set.
+    A variable that the user has set, in the environment or in the NCCL configuration file, is not changed. An empty
+    variable counts as not set.
 
     Args:
-        environment: environment of the ranks without these variables; see :func:`with_user_file`.
-        gpus: whether the ranks see a GPU. Without one there is no NCCL, and ``auto`` sets nothing.
+        environment: The environment of the ranks with the user's configuration file (see :func:`with_user_file`).
+        run: The run directory.
+        mode: The value of ``--nccl-log``.
+        gpus: Whether the ranks see a GPU. Without a GPU, NCCL is not used, and the mode ``auto`` sets no variable.
     """
     user_values = {name: environment[name] for name in _VARIABLES if environment.get(name)}
     if mode is Mode.OFF or (mode is Mode.AUTO and not gpus):
@@ -105,13 +108,19 @@ def request(environment: Mapping[str, str], run: Path, mode: Mode, *, gpus: bool
 
 
 def with_user_file(environment: Mapping[str, str], text: str) -> dict[str, str]:
-    """Add the NAME=VALUE lines of the user's NCCL configuration file that ``environment`` does not set."""
+    """Return ``environment`` with the variables of the user's NCCL configuration file that it does not set.
+
+    ``text`` is the content of the file, which has NAME=VALUE lines.
+    """
     pairs = (line.partition("=") for line in text.splitlines() if not line.startswith("#"))
     return {**{name: value for name, equals, value in pairs if equals}, **environment}
 
 
 def user_file(environment: Mapping[str, str]) -> str:
-    """Read the user's NCCL configuration file (NCCL_CONF_FILE, else ``~/.nccl.conf``); empty if there is none."""
+    """Return the text of the user's NCCL configuration file; empty if there is no such file.
+
+    The file is NCCL_CONF_FILE, or else ``~/.nccl.conf``.
+    """
     home = environment.get("HOME")
     named = environment.get("NCCL_CONF_FILE") or (f"{home}/.nccl.conf" if home else "")
     try:
@@ -121,7 +130,10 @@ def user_file(environment: Mapping[str, str]) -> str:
 
 
 def subsystems(text: str) -> frozenset[str]:
-    """Return the ``WANTED_SUBSYSTEMS`` that a value of NCCL_DEBUG_SUBSYS enables: a list, ALL, or ``^`` and exceptions."""
+    """Return the ``WANTED_SUBSYSTEMS`` that a value of NCCL_DEBUG_SUBSYS enables.
+
+    The value is a list, ALL, or ``^`` and a list of exceptions.
+    """
     inverted = text.startswith("^")
     named = {word.strip().upper() for word in text.removeprefix("^").split(",")}
     on = frozenset(name for name in WANTED_SUBSYSTEMS if name in named or "ALL" in named)
@@ -129,7 +141,7 @@ def subsystems(text: str) -> frozenset[str]:
 
 
 def _losses(user_values: Mapping[str, str]) -> list[str]:
-    """Return what the log lacks due to the user's own values, a sentence for each variable."""
+    """Return a sentence for each part of the log that is missing because of the user's values."""
     level = user_values.get(LEVEL, "TRACE").upper()
     rank = _LEVELS.index(level) if level in _LEVELS else 0
     sentences = []

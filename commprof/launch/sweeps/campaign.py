@@ -1,4 +1,4 @@
-"""Runs the points of a sweep: each with its derived config, and with a check that the run used it."""
+"""Runs the points of a sweep, each with its derived config, and checks that each run used this config."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ _TAIL_LINES: Final = 15
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Campaign:
-    """A sweep: the program, the varied settings, and the directory of its runs.
+    """A sweep: the program, the varied settings, and the directory of the runs.
 
-    ``argument`` is the position in ``program.arguments`` of the word that the derived config replaces.
+    ``argument`` is the position in ``program.arguments`` of the word that the path of the derived config replaces.
     """
 
     program: Program
@@ -50,7 +50,7 @@ class Campaign:
 
 
 class TurnResult(NamedTuple):
-    """The result of one run of a sweep; ``problem`` is None if it can be compared."""
+    """The result of one run of a sweep. ``problem`` is None if the run can be compared."""
 
     turn: Turn
     run: Path
@@ -62,10 +62,11 @@ def find_config_argument(program: Program, name: str | None) -> tuple[int, Confi
     """Return the argument of ``program`` that names its config, and that config.
 
     Args:
-        name: the argument's name (``--config-arg``); by default one of ``CONFIG_ARGUMENTS``.
+        program: The program of the sweep.
+        name: The name of the argument (``--config-arg``). None means any of ``CONFIG_ARGUMENTS``.
 
     Raises:
-        UsageError: there is no such argument, or its file is not a JSON object.
+        UsageError: there is no such argument, or the file that it names is not a JSON object.
     """
     names = CONFIG_ARGUMENTS if name is None else (name if name.startswith("-") else f"--{name}",)
     argument = find_argument(program.arguments, names)
@@ -96,10 +97,10 @@ def check_launch(program: Program, ranks: int | None) -> None:
 
 
 def check_room(out: Path, force: bool) -> list[Path]:
-    """Return the earlier runs in ``out``, which :func:`make_room` removes. Changes nothing.
+    """Return the earlier runs in ``out``, which :func:`make_room` removes. Changes no files.
 
     Raises:
-        UsageError: ``out`` is not empty; with ``force``, it contains something that is not a run, or predictions.
+        UsageError: ``out`` is not empty. With ``force``, ``out`` contains predictions or an entry that is not a run.
         TraceError: ``out`` cannot be read.
     """
     try:
@@ -131,7 +132,7 @@ def make_room(out: Path, force: bool) -> None:
     """Remove the earlier runs from ``out``, so that it contains only the runs of this sweep.
 
     Raises:
-        UsageError, TraceError: as :func:`check_room`, or an earlier run cannot be removed.
+        UsageError, TraceError: as in :func:`check_room`, or an earlier run cannot be removed.
     """
     try:
         for child in check_room(out, force):
@@ -144,7 +145,7 @@ def carry_out(campaign: Campaign, say: Callable[[str], None]) -> Iterator[TurnRe
     """Run each turn of ``campaign`` in order, and yield its result.
 
     Raises:
-        UsageError, TraceError, LaunchError: as :func:`commprof.launch.job.run_job`.
+        UsageError, TraceError, LaunchError: as in :func:`commprof.launch.job.run_job`.
     """
     for turn in campaign.turns:
         run = campaign.out / directory_name(turn)
@@ -172,7 +173,10 @@ def carry_out(campaign: Campaign, say: Callable[[str], None]) -> Iterator[TurnRe
 
 
 def directory_name(turn: Turn) -> str:
-    """Return ``03-reduce_scatter_true-stage_2``: order and point, for people. The manifest is authoritative."""
+    """Return the name of a run directory from its order and point, such as ``03-reduce_scatter_true-stage_2``.
+
+    The name is for readability only. The manifest of the run is authoritative.
+    """
     words = re.sub(r"[^A-Za-z0-9.]+", "_", label(turn.point).replace(" ", "-space-")).replace("_space_", "-")
     return f"{turn.number + 1:02d}-{words.strip('_')[:80]}"
 
@@ -191,13 +195,15 @@ def _problem(finished: Finished, turn: Turn, campaign: Campaign) -> str | None:
 def unused(
     run: Path, point: Mapping[str, Any], argument: str, engine: Mapping[str, Any] | None
 ) -> str | None:
-    """Return why the run at ``run`` cannot have used its derived config; None if it did.
+    """Return why ``run`` cannot have used its derived config, or None if the run can have used it.
 
-    Two sources: the config that the engine published, and the processes of the script, which note whether they
-    opened the file.
+    There are two sources: the config that the engine published, and the notes of processes that opened the file.
 
     Args:
-        engine: the config that the engine published; None if none did.
+        run: The run directory.
+        point: The dotted keys that the sweep sets, with their values.
+        argument: The name of the argument that names the config.
+        engine: The config that the engine published, or None if no engine published a config.
     """
     if engine is not None:
         wrong = mismatches(point, engine)
@@ -213,7 +219,7 @@ def unused(
 
 
 def engine_config(run: Path) -> dict[str, Any] | None:
-    """Return the config that an engine published in the run; None if there is none, or it cannot be read here."""
+    """Return the config that an engine published in the run, or None if there is none or the run cannot be read."""
     try:
         from commprof.trace.reader import open_run
 

@@ -1,7 +1,7 @@
-"""Reads the JSON config of a script, with errors that name line and column.
+"""Reads the JSON config of a script, with error messages that contain the line and the column.
 
-People who write Python write configs by hand. So errors name the usual mistakes: ``True``, comments, trailing commas,
-``500_000_000``, single quotes.
+Users write configs by hand and often use Python syntax. So the messages explain the usual mistakes: ``True``, comments,
+trailing commas, ``500_000_000``, single quotes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class _DuplicateError(Exception):
 
 
 class Slip(NamedTuple):
-    """The position of an error in a JSON text, and what is wrong."""
+    """The position of an error in a JSON text, and its description."""
 
     line: int
     column: int
@@ -30,7 +30,7 @@ class Slip(NamedTuple):
 
 
 class ConfigFile(NamedTuple):
-    """The config file in the program's arguments; commprof only reads it."""
+    """The config file in the program's arguments. commprof only reads this file."""
 
     argument: str
     path: Path
@@ -39,7 +39,10 @@ class ConfigFile(NamedTuple):
 
 
 def find_config(program: Program) -> ConfigFile | None:
-    """Return the config file in the program's arguments; None without one, or if it is clearly not JSON (YAML, a name)."""
+    """Return the config file in the program's arguments, or None if there is none.
+
+    The result is also None if the argument is clearly not a JSON file, such as a YAML file or a name.
+    """
     argument = find_argument(program.arguments, CONFIG_ARGUMENTS)
     if argument is None:
         return None
@@ -56,7 +59,8 @@ def read_config(path: str | Path) -> dict[str, Any]:
     """Read the JSON object in file ``path``.
 
     Raises:
-        UsageError: the file cannot be read, or is not a JSON object; says line, column and what to write instead.
+        UsageError: the file cannot be read, or is not a JSON object. The message contains the line, the column and the
+            correction.
     """
     try:
         text = Path(path).read_text(encoding="utf-8-sig")
@@ -74,10 +78,10 @@ def read_config(path: str | Path) -> dict[str, Any]:
 
 
 def parse_config(text: str, name: str) -> dict[str, Any]:
-    """Parse the JSON object in ``text``; errors call it ``name``.
+    """Parse the JSON object in ``text``. Error messages use ``name`` for the text.
 
     Raises:
-        UsageError: as :func:`read_config`.
+        UsageError: as in :func:`read_config`.
     """
     try:
         config = json.loads(text, object_pairs_hook=_object, parse_constant=_constant)
@@ -96,7 +100,10 @@ def parse_config(text: str, name: str) -> dict[str, Any]:
 
 
 def find_slip(text: str, position: int, complete: bool = False) -> Slip:
-    """Return what is wrong at ``position``, where the JSON decoder failed; ``complete``: a complete value precedes it."""
+    """Return the mistake at ``position``, where the JSON decoder failed.
+
+    ``complete`` means that a complete value precedes the position.
+    """
     if complete:
         start, what = position, f"more text after the end of the value: {_beginning(text[position:])}"
     else:

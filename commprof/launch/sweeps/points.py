@@ -1,4 +1,4 @@
-"""The plan of a sweep: parses settings, builds their product, derives the config of each point, orders the runs. Pure."""
+"""Plans a sweep: parses settings, builds their product, derives the config of each point, orders the runs. Pure."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _MISSING: Final = object()
 
 
 class Turn(NamedTuple):
-    """One run of a sweep: a point and the number of its repetition, from 0."""
+    """One run of a sweep: a point and the number of the repetition, counted from 0."""
 
     number: int
     point: dict[str, Any]  # dotted key -> value
@@ -25,7 +25,7 @@ class Turn(NamedTuple):
 
 
 class Mismatch(NamedTuple):
-    """A swept key whose requested value differs from the engine's."""
+    """A key of the sweep whose requested value differs from the value that the engine used."""
 
     key: str
     asked: Any
@@ -33,13 +33,13 @@ class Mismatch(NamedTuple):
 
 
 def parse_setting(text: str) -> tuple[str, list[Any]]:
-    """Parse ``key=v1,v2`` into a dotted key and its values, which are JSON or else text.
+    """Parse ``key=v1,v2`` into a dotted key and its values. A value that is not JSON is text.
 
     >>> parse_setting("zero_optimization.reduce_scatter=true,false")
     ('zero_optimization.reduce_scatter', [True, False])
 
     Raises:
-        UsageError: no key, no value, an empty or repeated value, or a value in Python's spelling.
+        UsageError: there is no key or no value, a value is empty or repeated, or a value has Python syntax.
     """
     key, equals, listed = text.partition("=")
     key = key.strip()
@@ -57,7 +57,7 @@ def parse_setting(text: str) -> tuple[str, list[Any]]:
 
 
 def _split_values(text: str) -> Iterator[str]:
-    """Split at commas outside of brackets and quotes."""
+    """Yield the parts of ``text`` between commas that are outside of brackets and quotes."""
     depth, quoted, word = 0, False, ""
     for position, letter in enumerate(text):
         if letter == '"' and text[position - 1 : position] != "\\":
@@ -90,24 +90,22 @@ def _parse_value(key: str, word: str) -> Any:
             slip = find_slip(word, error.pos)
             raise UsageError(f"--set {key}={word}: not JSON at column {slip.column}: {slip.what}") from None
         return word
-    except (
-        RecursionError,
-        ValueError,
-    ) as error:  # nested too deeply, or an integer of more than 4,300 digits
+    # The text is nested too deeply, or is an integer of more than 4,300 digits.
+    except (RecursionError, ValueError) as error:
         raise UsageError(f"--set {key}={word[:40]} ...: no usable JSON: {error}") from None
 
 
 def _real(text: str) -> int | float:
-    """Return the value of a JSON number. Sizes are written as 1e5, so that is an integer; 1.0 is not."""
+    """Return the value of a JSON number. 1e5 is an integer, because users write sizes in this form; 1.0 is a float."""
     value = float(text)
     return int(value) if "e" in text.lower() and value.is_integer() and abs(value) < 2**53 else value
 
 
 def points(settings: Sequence[str]) -> list[dict[str, Any]]:
-    """Return every combination of the values of ``settings`` (texts of ``--set``), the last one varying fastest.
+    """Return all combinations of the values of ``settings`` (texts of ``--set``). The last setting varies fastest.
 
     Raises:
-        UsageError: as :func:`parse_setting`, or a key is given twice or is within another.
+        UsageError: as in :func:`parse_setting`, or a key is given twice or is within another key.
     """
     parsed = [parse_setting(text) for text in settings]
     keys = [key for key, _ in parsed]
@@ -120,10 +118,10 @@ def points(settings: Sequence[str]) -> list[dict[str, Any]]:
 
 
 def derive(config: Mapping[str, Any], point: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of ``config`` with the dotted keys of ``point`` set; missing objects are created.
+    """Return a copy of ``config`` in which the dotted keys of ``point`` are set. Missing objects are created.
 
     Raises:
-        UsageError: a key leads through a value that is not an object.
+        UsageError: a parent of a key is not an object in ``config``.
     """
     derived: dict[str, Any] = copy.deepcopy(dict(config))
     for key, value in point.items():
@@ -142,7 +140,10 @@ def derive(config: Mapping[str, Any], point: Mapping[str, Any]) -> dict[str, Any
 
 
 def turns(listed: Sequence[dict[str, Any]], repeats: int) -> list[Turn]:
-    """Return the runs in order: every point once, then every point again, so that a drift of the machine affects all."""
+    """Return the runs in order: all points once, then all points again.
+
+    In this order, a drift in the speed of the machine affects all points.
+    """
     return [
         Turn(number, point, repeat)
         for number, (repeat, point) in enumerate(itertools.product(range(repeats), listed))
@@ -150,7 +151,7 @@ def turns(listed: Sequence[dict[str, Any]], repeats: int) -> list[Turn]:
 
 
 def label(point: Mapping[str, Any]) -> str:
-    """Return ``point`` as text: the last part of each key with its value, or full keys if last parts are equal.
+    """Return ``point`` as text: the last part of each key with its value, or the full keys if last parts are equal.
 
     >>> label({"zero_optimization.reduce_scatter": True, "train_batch_size": 8})
     'reduce_scatter=true train_batch_size=8'
@@ -164,7 +165,10 @@ def label(point: Mapping[str, Any]) -> str:
 
 
 def mismatches(point: Mapping[str, Any], used: Mapping[str, Any]) -> list[Mismatch]:
-    """Return where the engine's config ``used`` contradicts ``point``. A missing key and ``auto`` contradict nothing."""
+    """Return the keys of ``point`` whose value differs in the config ``used`` of the engine.
+
+    A key that ``used`` lacks is not a difference, and neither is a requested value ``auto``.
+    """
     differences = []
     for key, asked in point.items():
         value = _look_up(used, key)
@@ -183,5 +187,5 @@ def _look_up(config: Mapping[str, Any], key: str) -> Any:
 
 
 def _same(left: Any, right: Any) -> bool:
-    """Whether two config values are equal: 5e8 equals 500000000, but true does not equal 1."""
+    """Return whether two config values are equal: 5e8 equals 500000000, but true does not equal 1."""
     return isinstance(left, bool) == isinstance(right, bool) and bool(left == right)

@@ -1,4 +1,4 @@
-"""The predictions of a sweep: made before its first run from a recorded one, and compared with what was measured."""
+"""The predictions of a sweep, which are made from a recorded run and compared with the measured step times."""
 
 from __future__ import annotations
 
@@ -24,13 +24,15 @@ from commprof.trace.reader import Run, open_run
 
 
 class Outcome(NamedTuple):
-    """One point of a sweep: predicted and measured. Times are ns per step: mean over ranks, median over steps.
+    """The predicted and the measured step time of one point of a sweep.
+
+    Times are in ns per step: the mean over the ranks, then the median over the steps.
 
     Attributes:
-        setting: the point as text.
-        predicted_ns, low_ns, high_ns: None if it was not predicted.
-        measured_ns: median over the runs of the point; None if none of them can be evaluated.
-        remarks: why a figure is missing, and what to know about the others.
+        setting: The point as text.
+        predicted_ns, low_ns, high_ns: The predicted time and its interval, or None if the point was not predicted.
+        measured_ns: The median over the runs of the point, or None if no run can be evaluated.
+        remarks: The reasons for missing values, and remarks about the other values.
     """
 
     setting: str
@@ -42,7 +44,7 @@ class Outcome(NamedTuple):
 
     @property
     def is_inside(self) -> bool | None:
-        """Whether the measured step is in the predicted interval; None if one of them is missing."""
+        """Whether the measured step time is in the predicted interval, or None if a value is missing."""
         if self.low_ns is None or self.high_ns is None or self.measured_ns is None:
             return None
         return self.low_ns <= self.measured_ns <= self.high_ns
@@ -54,8 +56,10 @@ def predicted_points(
     """Predict every point of ``campaign`` from ``run``.
 
     Args:
-        calibration: of the run's hosts, for messages that the run does not have.
-        now: with an offset.
+        campaign: The sweep.
+        run: The recorded run.
+        calibration: The calibration of the run's hosts, for messages that the run does not contain.
+        now: The current time with its UTC offset.
 
     Raises:
         UsageError: the run was recorded with another config, cannot be replayed, or no point can be predicted.
@@ -80,7 +84,10 @@ def predicted_points(
 def _check_config(
     config: Mapping[str, Any], points: Sequence[Mapping[str, Any]], run: Run, name: str
 ) -> None:
-    """Refuse a config that differs from the one of ``run`` in more than the keys of ``points``: they would be ignored."""
+    """Raise UsageError if ``config`` differs from the config of ``run`` in keys that ``points`` does not set.
+
+    The prediction would ignore such a difference.
+    """
     swept = set(points[0])
     here = dict(_leaves(config, ""))
     recorded = run.manifest.config
@@ -113,7 +120,7 @@ def _value(leaves: Mapping[str, Any], key: str) -> str:
 
 
 def outcomes(content: PredictionsFile, results: Sequence[TurnResult]) -> list[Outcome]:
-    """Each point of ``content`` beside what the runs of ``results`` measured."""
+    """Return each predicted point of ``content`` with the step time that the runs of ``results`` measured."""
     return [
         _outcome(setting, [each for each in results if each.turn.point == setting["set"]], content.world_size)
         for setting in content.predictions["settings"]
@@ -148,10 +155,12 @@ def _outcome(setting: Mapping[str, Any], results: Sequence[TurnResult], world: i
 
 
 def measured_step(path: Path) -> tuple[float, int]:
-    """The median step of the run at ``path`` in ns, as predictions define it, and the number of its ranks.
+    """Return the median step time of the run at ``path`` in ns, and the number of ranks.
+
+    The step time has the same definition as in predictions.
 
     Raises:
-        UsageError, TraceError: it has too few equal steps, or cannot be read.
+        UsageError, TraceError: the run has too few equal steps, or cannot be read.
     """
     recorded = recorded_steps(open_run(path))
     return float(np.median(recorded.step_ns)), recorded.world_size

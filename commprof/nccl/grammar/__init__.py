@@ -1,1 +1,1 @@
-"""The forms of the lines that NCCL 2.4 to 2.30 prints, and their meanings."""
+"""Parses single lines in all forms that NCCL 2.4 to 2.30 prints."""

@@ -1,4 +1,4 @@
-"""The meanings of the texts that the compiled scanner numbers: heads, messages and tails of operation lines."""
+"""Interprets the texts that the compiled scanner numbers: heads, messages, and tails of operation lines."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ from commprof.nccl.grammar.topology import Link
 from commprof.nccl.tables.op_buffer import NONE
 from commprof.schema import Op
 
-# MESSAGE: the line reader reads a line with such a text.
+# The meanings of texts. MESSAGE means that the line reader must read a line with such a text.
 IGNORED, MESSAGE, OPERATION, GROUP_START, GROUP_END, REMARK, LINK = range(7)
-# Lines without texts have these numbers: blank, of another program, not text; and those that are not regular.
+# The first numbers are reserved for lines without numbered texts: blank lines, lines of another program, and lines that
+# are not text. The next number is reserved for lines that are not regular.
 _WITHOUT_TEXT: Final = (BLANK, NO_HEAD, NOT_TEXT)
 RESERVED: Final = len(_WITHOUT_TEXT) + 1
 _NO_KIND: Final = -1
@@ -28,7 +29,13 @@ _LEVELS: Final = {b"I": b"INFO", b"S": b"INFO", b"C": b"CALL"}
 
 
 class Head(NamedTuple):
-    """The text before the fields of a regular line: its writer, the operation, if it is one, and the level."""
+    """The content of the text before the fields of a regular line.
+
+    Attributes:
+        origin: The host, process, thread and device that wrote the line.
+        op: The operation; None if the line is not an operation line.
+        is_call: Whether the level of the line is CALL.
+    """
 
     origin: Origin
     op: Op | None
@@ -36,7 +43,7 @@ class Head(NamedTuple):
 
 
 class Tail(NamedTuple):
-    """The values in the tail of an operation line, with the texts of addresses; NONE for absent ones."""
+    """The values in the tail of an operation line. Addresses are texts, and absent numbers are ``NONE``."""
 
     datatype: int
     reduction: int
@@ -48,15 +55,19 @@ class Tail(NamedTuple):
 
 
 class Lexicon:
-    """The meaning of each text by its number.
+    """Stores the meaning of each text, by the number of the text.
 
     Attributes:
-        meanings: one of the numbers above; MESSAGE for irregular lines, heads and tails, which the line reader reads.
-        kinds: for texts without values, the number of their kind in ``kind_names``.
-        has_form: whether ``forms`` has an entry: kind and form (a key of :data:`commprof.nccl.grammar.versions.FORMS`).
-        heads: the heads that are known.
-        tails: the ends of operation lines that are known.
-        remarks: messages about topology, tuning and errors.
+        meanings: The meaning of each text, such as IGNORED or MESSAGE. MESSAGE is the meaning of irregular lines, heads
+            and tails, which the line reader reads.
+        kind_names: The names of the kinds of lines, by number.
+        kinds: For each message that goes to no table, the number of its kind in ``kind_names``; -1 for other texts.
+        has_form: For each text, whether ``forms`` has an entry.
+        forms: The kind and the form of texts whose form depends on the version of NCCL. The form is a key of
+            :data:`commprof.nccl.grammar.versions.FORMS`.
+        heads: The parsed heads.
+        tails: The parsed tails of operation lines.
+        remarks: The messages about topology, tuning and errors.
     """
 
     def __init__(self) -> None:
@@ -70,7 +81,10 @@ class Lexicon:
         self.remarks: dict[int, bytes] = {}
 
     def learn(self, texts: Sequence[bytes]) -> None:
-        """Read texts that are new; they have the next numbers. The first byte of each is its type: see the scanner."""
+        """Interpret new texts, whose numbers follow the numbers of earlier texts.
+
+        The first byte of each text is its type (see ``_scanner.c``).
+        """
         first = len(self.meanings)
         meanings = [self._learn(first + place, text[:1], text[1:]) for place, text in enumerate(texts)]
         kinds = [
@@ -83,7 +97,7 @@ class Lexicon:
         self.has_form = np.append(self.has_form, np.array(has_form, bool))
 
     def _learn(self, number: int, tag: bytes, text: bytes) -> int:
-        """Read one text; its meaning."""
+        """Interpret one text, and return its meaning."""
         if tag == b"H":
             head = _read_head(text)
             if head is None:
@@ -104,7 +118,7 @@ class Lexicon:
         return meaning
 
     def _kind(self, number: int, text: bytes) -> int:
-        """The number of the kind of a message without values."""
+        """Return the number of the kind of a message that goes to no table."""
         kind, form = kind_of_message(_LEVELS[text[:1]], text[1:]), form_of_message(text[1:])
         if form is not None:
             self.forms[number] = kind, form
@@ -125,7 +139,7 @@ def _read_body(text: bytes, level: bytes) -> int:
 
 
 def _read_head(text: bytes) -> Head | None:
-    """The head that ``text`` is, up to where the fields begin; None where the line reader must read it."""
+    """Return the head in ``text``, the part of a line before its fields; None if the line reader must read the line."""
     head = HEAD.search(text)
     if head is None:
         return None
@@ -146,7 +160,7 @@ def _read_head(text: bytes) -> Head | None:
 
 
 def read_tail(text: bytes) -> Tail | None:
-    """The values in the tail of an operation line, after the count; None where the line is truncated.
+    """Return the values in the tail of an operation line, after the count; None if the line is truncated.
 
     >>> read_tail(b",7,0,0,0x3,0x4)").datatype
     7

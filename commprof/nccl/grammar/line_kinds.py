@@ -1,9 +1,9 @@
-"""The kinds of lines that go to no table: recognized messages by topic, and unrecognized lines by reason.
+"""Classifies the lines that go to no table: recognized messages by topic, and unrecognized lines by reason.
 
-Messages of NCCL 2.4 to 2.30 that have no table, by topic, from ``src/`` of NVIDIA/nccl. A message is recognized only if it
-begins like one of these; all others are of unknown form.
+The module lists the messages of NCCL 2.4 to 2.30 that have no table, by topic, from ``src/`` of NVIDIA/nccl. A message
+is recognized only if it begins like one of these messages. All other messages are of unknown form.
 
-Pure: bytes in, names out.
+The functions are pure: they take bytes and return names.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ NO_HEAD: Final = "line of another program"
 NOT_TEXT: Final = "binary or invalid UTF-8"
 TOO_LONG: Final = "longer than 16 MiB"
 
-# The beginnings of messages by topic.
+# Patterns for the beginnings of messages, by topic.
 _BEGINNINGS: Final[dict[str, tuple[bytes, ...]]] = {
     "operations": (
         rb"Launch mode ",
@@ -141,7 +141,7 @@ _BEGINNINGS: Final[dict[str, tuple[bytes, ...]]] = {
 }
 KNOWN: Final = tuple(_BEGINNINGS)
 """The topics of recognized messages that have no table."""
-# One group for each topic: one match of a message instead of eleven.
+# One group for each topic, so that one match per message finds its topic.
 _ANY_KNOWN: Final = re.compile(rb"|".join(rb"(%s)" % rb"|".join(texts) for texts in _BEGINNINGS.values()))
 RECOGNIZED: Final = frozenset({READ, BLANK, *KNOWN})
 _LOOKED_AT: Final = 300
@@ -150,7 +150,7 @@ _DIGITS_ALIKE: Final = bytes.maketrans(b"0123456789", b"0" * 10)
 
 
 def shape(text: bytes) -> bytes:
-    """``text`` with all digits as 0: the topic of a message does not depend on them.
+    """Return ``text`` with all digits replaced by 0. The topic of a message does not depend on its digits.
 
     >>> shape(b"localRank 12 -> 7")
     b'localRank 00 -> 0'
@@ -159,11 +159,11 @@ def shape(text: bytes) -> bytes:
 
 
 def kind_of_message(level: bytes, body: bytes) -> str:
-    """The kind of a message that goes to no table: its topic, or why it is unrecognized.
+    """Return the kind of a message that goes to no table: its topic, or the reason why it is unrecognized.
 
     Args:
         level: ``INFO``, ``CALL``, ``WARN``, ``ABORT`` or ``TRACE``.
-        body: the text after the head; only its beginning is read.
+        body: The text after the head. Only its beginning is read.
 
     >>> kind_of_message(b"INFO", b"Using network Socket")
     'network and plugins'
@@ -175,12 +175,15 @@ def kind_of_message(level: bytes, body: bytes) -> str:
 
 
 def form_of_message(body: bytes) -> str | None:
-    """The form of such a message, where it depends on the version."""
+    """Return the form of a message that goes to no table; None if the form does not depend on the version of NCCL."""
     return form_of(shape(body[:_LOOKED_AT]))
 
 
 def kind_of_line(raw: bytes) -> tuple[str, bytes | None]:
-    """The kind of a line in which no message was read, and the message that decides it; None without a head."""
+    """Return the kind of a line from which the line reader read no message, and the text of the deciding message.
+
+    If a line has several messages, an unrecognized message decides. The text is None if the line has no head.
+    """
     line = nccl_lines.clean_line(raw)
     messages = split_messages(line, KnownHosts())
     if messages:
@@ -191,7 +194,7 @@ def kind_of_line(raw: bytes) -> tuple[str, bytes | None]:
 
 
 def kind_of_headless(raw: bytes) -> str:
-    """The kind of a line without a head."""
+    """Return the kind of a line without a head."""
     if not raw.strip(b"\r"):
         return BLANK
     if b"\0" in raw or not is_text(raw):
@@ -202,7 +205,7 @@ def kind_of_headless(raw: bytes) -> str:
 
 
 def kind_of_messages(messages: Sequence[nccl_lines.Line]) -> str:
-    """The kind of a line in which these messages were read."""
+    """Return the kind of a line from which the line reader read ``messages``."""
     if any(isinstance(message, _TORN_LINES) for message in messages):
         return TORN
     if any(isinstance(message, nccl_lines.UnknownOpLine) for message in messages):
@@ -211,7 +214,7 @@ def kind_of_messages(messages: Sequence[nccl_lines.Line]) -> str:
 
 
 def is_text(data: bytes) -> bool:
-    """Whether ``data`` is UTF-8; a truncated character at its end is allowed."""
+    """Return whether ``data`` is UTF-8. A truncated character at the end of ``data`` is allowed."""
     if data.isascii():
         return True
     try:

@@ -1,6 +1,7 @@
-"""Splits a line into messages at the heads ``host:pid:tid [device] NCCL INFO`` of messages.
+"""Splits a line into messages at their heads, ``host:pid:tid [device] NCCL INFO``.
 
-Writer: ``src/debug.cc`` of NVIDIA/nccl. The form is the same in all versions; text before it is not NCCL's.
+``src/debug.cc`` of NVIDIA/nccl writes the heads. Their form is equal in all versions. Text before a head is not from
+NCCL.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ HEAD: Final = re.compile(
 
 
 class Origin(NamedTuple):
-    """The ``host:pid:tid [device]`` before a message; ``clean`` when the beginning of the host is certain."""
+    """The ``host:pid:tid [device]`` before a message. ``clean``: whether it is certain where the host name begins."""
 
     host: bytes
     pid: int
@@ -26,9 +27,14 @@ class Origin(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """One message of a physical line: where its head starts, the head, its level, and the text.
+    """One message of a physical line.
 
-    ``source`` is the text between the device and the level: the position in NCCL's source, for warnings.
+    Attributes:
+        start: The position of the head in the line.
+        origin: The head.
+        level: The level: INFO, WARN, TRACE, ABORT or CALL.
+        source: The text between the device and the level. For warnings it is the position in NCCL's source.
+        body: The text of the message.
     """
 
     start: int
@@ -39,7 +45,7 @@ class Piece(NamedTuple):
 
 
 class KnownHosts:
-    """Hosts that were seen at a certain beginning, and their processes."""
+    """The hosts whose names were read with certainty, and their processes."""
 
     def __init__(self) -> None:
         self._hosts: set[bytes] = set()
@@ -51,7 +57,13 @@ class KnownHosts:
         self._by_pid.setdefault(pid, set()).add(host)
 
     def end_of(self, token: bytes, pid: int, any_process: bool) -> bytes | None:
-        """The longest known host at the end of ``token``: one that has process ``pid``, else any if allowed."""
+        """Return the longest known host at the end of ``token``; None if there is none.
+
+        Args:
+            token: A text that ends with the name of a host.
+            pid: The process id. Hosts with this process have priority.
+            any_process: Whether hosts without this process are allowed too.
+        """
         for hosts in (self._by_pid.get(pid, ()), self._hosts if any_process else ()):
             matching = [host for host in hosts if token.endswith(host)]
             if matching:
@@ -60,10 +72,10 @@ class KnownHosts:
 
 
 def split_messages(line: bytes, hosts: KnownHosts) -> list[Piece]:
-    """The messages of one physical line, split before each head.
+    """Return the messages of one physical line, split before each head.
 
-    Where two messages are interleaved, the end of the first may look like the beginning of the host: then a host that
-    is known from other lines decides.
+    If two messages are interleaved, the end of the first may look like a part of the host name of the second. In this
+    case the host name is a host that is known from other lines.
     """
     if line.count(b" NCCL ") == 1:
         head_match = HEAD.search(line)
@@ -83,7 +95,14 @@ def split_messages(line: bytes, hosts: KnownHosts) -> list[Piece]:
 
 
 def _origin(line: bytes, head: re.Match[bytes], hosts: KnownHosts, *, glued: bool) -> tuple[int, Origin]:
-    """Where the head's host begins, and the head as a record; ``glued``: another message precedes it."""
+    """Return the position at which the host of a head begins, and the head as a record.
+
+    Args:
+        line: The line.
+        head: The match of the head.
+        hosts: The known hosts, which are updated with the host of this head.
+        glued: Whether another message precedes the head in the line.
+    """
     host, pid, tid, device = head["host"], head["pid"], head["tid"], head["device"]
     start, number = head.start(), int(pid)
     clean = not glued and (start == 0 or line[start - 1 : start].isspace())

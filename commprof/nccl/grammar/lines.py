@@ -1,12 +1,13 @@
 """The line reader: parses lines about operations and communicators into immutable records.
 
 Formats of NCCL 2.4 to 2.30 and RCCL, from ``src/debug.cc``, ``src/enqueue.cc`` and ``src/init.cc`` of NVIDIA/nccl.
-Messages are searched, not anchored at the start of the line: launchers, agents and terminals write text before
-them. Where processes share a stdout, or flush it in blocks, lines are interleaved or truncated: a line may have two
-messages, and a message may lack its head or its tail. A message that begins like an operation and does not parse
-completely is a :class:`TornLine`. It is never repaired.
+The reader searches messages anywhere in a line, because launchers, agents and terminals write text before them. If
+processes share a stdout, or flush it in blocks, lines are interleaved or truncated. A line may then have two messages,
+and a message may lack its head or its tail. A message that begins like an operation and does not parse completely is a
+:class:`TornLine`. It is never repaired.
 
-Pure: bytes in, tuples out. Text fields stay bytes, as they are repeated millions of times; numbers are ints.
+The functions are pure: they take bytes and return tuples. Numbers are ints. Text fields stay bytes, because the same
+texts are repeated millions of times.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from commprof.schema import Op
 
 
 class CollLine(NamedTuple):
-    """``AllReduce: opCount 3f sendbuff ..``: printed when the operation is called, subsystem COLL."""
+    """An operation line of subsystem COLL: ``AllReduce: opCount 3f sendbuff ..``. NCCL prints it for each call."""
 
     origin: Origin
     op: Op
@@ -42,7 +43,10 @@ class CollLine(NamedTuple):
 
 
 class CallLine(NamedTuple):
-    """``NCCL CALL ncclAllReduce(..)``: the same call again, subsystem CALL at level TRACE, without opCount and nranks."""
+    """An operation line of subsystem CALL, ``NCCL CALL ncclAllReduce(..)``, printed at level TRACE.
+
+    NCCL prints this line in addition to the COLL line of the same call. It has neither opCount nor nranks.
+    """
 
     origin: Origin
     op: Op
@@ -57,7 +61,10 @@ class CallLine(NamedTuple):
 
 
 class InitLine(NamedTuple):
-    """A communicator begins: its address, rank and size. ``stage`` is start, complete or call."""
+    """A line about the initialization of a communicator, with its address, rank and size.
+
+    ``stage`` is ``start``, ``complete`` or ``call``.
+    """
 
     origin: Origin
     stage: str
@@ -69,29 +76,29 @@ class InitLine(NamedTuple):
     bus_id: bytes | None
     comm_id: bytes | None
     parent: bytes | None
-    split: bytes | None  # splitCount or childCount: equal on all ranks of one split
+    split: bytes | None  # splitCount or childCount, which is equal on all ranks of one split
     color: int | None
-    form: str  # a key of versions.FORMS: which versions print this form
+    form: str  # a key of versions.FORMS, which lists the versions that print this form
 
 
 class EndLine(NamedTuple):
-    """A communicator ends: ``how`` is destroy or abort. Its address may be reused."""
+    """A line about the end of a communicator. ``how`` is ``destroy`` or ``abort``. NCCL may reuse the address later."""
 
     origin: Origin
     how: str
     comm: bytes
-    form: str | None = None  # a key of versions.FORMS: which versions print this form
+    form: str | None = None  # a key of versions.FORMS, which lists the versions that print this form
 
 
 class VersionLine(NamedTuple):
-    """The banner; ``origin`` is None for the bare form that rank 0 of a job prints."""
+    """The banner with the version of NCCL. ``origin`` is None for the form without a head, which rank 0 prints."""
 
     origin: Origin | None
     version: str
 
 
 class TorchCommLine(NamedTuple):
-    """torch's line that names the process group of a communicator's address."""
+    """A line of torch that names the process group of a communicator, by the address of the communicator."""
 
     comm: bytes
     pg: bytes | None
@@ -100,7 +107,7 @@ class TorchCommLine(NamedTuple):
 
 
 class TornLine(NamedTuple):
-    """A message that begins like an operation and is truncated; ``origin`` is None when its head is missing."""
+    """A truncated message that begins like an operation. ``origin`` is None if the head of the message is missing."""
 
     origin: Origin | None
     op: Op
@@ -108,28 +115,34 @@ class TornLine(NamedTuple):
 
 
 class UnknownOpLine(NamedTuple):
-    """An operation line of a name that the tables do not know (one-sided operations, forks of NCCL)."""
+    """An operation line with an unknown name, such as a one-sided operation or an operation of a fork of NCCL."""
 
     name: str
 
 
 class GroupLine(NamedTuple):
-    """``ncclGroupStart()`` (``step`` 1) or ``ncclGroupEnd()`` (-1): operations between them are launched together."""
+    """A call of ``ncclGroupStart()`` (``step`` is 1) or ``ncclGroupEnd()`` (``step`` is -1).
+
+    NCCL launches the operations between the two calls together.
+    """
 
     origin: Origin
     step: int
 
 
 class RemarkLine(NamedTuple):
-    """A line of topology or tuning, or a warning, which names no communicator."""
+    """A line about topology or tuning, a warning or a trace. Such lines do not name their communicator."""
 
     origin: Origin
     record: Topology | TuningLine | TuningModelLine | Message
-    form: str | None = None  # a key of versions.FORMS: which versions print this form
+    form: str | None = None  # a key of versions.FORMS, which lists the versions that print this form
 
 
 class FragmentLine(NamedTuple):
-    """A fragment of an operation's line without a beginning: its fields without its name, or its name without a head."""
+    """A fragment of an operation line without its beginning.
+
+    The fragment has the fields without the name of the operation, or the name without the head.
+    """
 
 
 Line = (
@@ -146,8 +159,8 @@ Line = (
     | FragmentLine
 )
 
-# Repeats are bounded or possessive: a line of megabytes must not take quadratic time, and an edited number must
-# not overflow the column that it goes to.
+# Repeats are bounded or possessive, so that a line of several megabytes does not take quadratic time, and an edited
+# number does not overflow its column.
 _POINTER = rb"(?:0x[0-9a-f]{1,16}+|\(nil\))"
 _ADDRESS = rb"0x[0-9a-f]{1,16}+"
 _COLL = re.compile(
@@ -156,7 +169,7 @@ _COLL = re.compile(
     + rb") recvbuff ("
     + _POINTER
     + rb")"
-    # acc is RCCL's, and so are task and globalrank
+    # only RCCL prints acc, task and globalrank
     + rb"(?: acc \S{1,20})? count (\d{1,18}) datatype (\d{1,3}) op (\d{1,10}) root (-?\d{1,9})"
     rb" comm (" + _ADDRESS + rb") \[nranks=(\d{1,9})\] stream (" + _POINTER + rb")(?!\w)"
     rb"(?: task -?\d{1,9} globalrank (\d{1,9})(?!\w))?"
@@ -173,7 +186,7 @@ _CALL = re.compile(
 )
 _CALL_BEGIN = re.compile(rb"nccl(\w{1,40}+)\(")
 _NAMES = b"|".join(sorted(OPERATIONS, reverse=True))
-# An operation that is named where no message begins: its head is missing.
+# The name of an operation at a position where no message begins. The head of this operation is missing.
 _MENTION = re.compile(rb"(?<!\w)(?:" + _NAMES + rb"): opCount |NCCL CALL nccl(?:" + _NAMES + rb")\(")
 _COMM = re.compile(
     rb"(?P<marked>\[Rank \d+\] )?(?:(?P<api>\w+) )?comm (?P<comm>" + _ADDRESS + rb") rank (?P<rank>\d{1,9})"
@@ -208,7 +221,7 @@ _NO_OPERATIONS: Final = (InitLine, EndLine, VersionLine, TorchCommLine, GroupLin
 
 
 def clean_line(line: bytes) -> bytes:
-    """``line`` without terminal colors, control bytes and text that a carriage return has overwritten."""
+    """Return ``line`` without terminal colors, control bytes, and text that is overwritten after a carriage return."""
     line = line.rstrip(b"\r")
     if b"\r" in line:
         line = line.rpartition(b"\r")[2]
@@ -218,9 +231,13 @@ def clean_line(line: bytes) -> bytes:
 
 
 def read_line(line: bytes, hosts: KnownHosts) -> list[Line]:
-    """The messages of one physical line about operations and communicators, in order.
+    """Return the messages of one physical line that go to a table or are counted, in order.
 
-    Text before the first head is a launcher's label or the rest of a truncated line.
+    Text before the first head is a label of a launcher, or the rest of a truncated line.
+
+    Args:
+        line: The line after :func:`clean_line`.
+        hosts: The known hosts, which are updated with the hosts in this line.
     """
     messages = split_messages(line, hosts)
     lines: list[Line] = []
@@ -233,20 +250,20 @@ def read_line(line: bytes, hosts: KnownHosts) -> list[Line]:
 
 
 def read_piece(origin: Origin, body: bytes, level: bytes, source: bytes = b"") -> list[Line]:
-    """The text after one head, up to the next one: a message, and what is interleaved with it."""
+    """Return the messages in the text between one head and the next: a message, and fragments interleaved with it."""
     message = read_message(origin, body, level, source)
     if message is None:
         return []
-    # interleaved after or within it
+    # An operation is interleaved after or within the message.
     if isinstance(message, _NO_OPERATIONS) and _MENTION.search(body):
         return [message, FragmentLine()]
     return [message]
 
 
 def read_message(origin: Origin, body: bytes, level: bytes, source: bytes = b"") -> Line | None:
-    """The message after one head, None when it goes to no table."""
+    """Return the message after one head; None if the message goes to no table."""
     if level == b"TRACE":
-        # Builds with TRACE=1 repeat in these lines what INFO lines say: starts of communicators, choices of algorithms.
+        # Builds with TRACE=1 repeat the content of INFO lines here: starts of communicators, choices of algorithms.
         return FragmentLine() if _MENTION.search(body) else None
     message = _call(origin, body) if level == b"CALL" else _info(origin, body)
     if message is None and _MENTION.search(body):
@@ -265,7 +282,7 @@ def read_message(origin: Origin, body: bytes, level: bytes, source: bytes = b"")
 
 
 def read_headless(text: bytes) -> list[Line]:
-    """The messages before the first head: banners, torch's lines, and lines that lost their head."""
+    """Return the messages before the first head: banners, lines of torch, and operation lines without their head."""
     lines: list[Line] = []
     lines.extend(VersionLine(None, banner[1].decode()) for banner in _VERSION.finditer(text))
     if created := _TORCH.search(text):
@@ -284,7 +301,7 @@ def _torn(origin: Origin | None, name: bytes, kind: str) -> TornLine | UnknownOp
 
 
 def _info(origin: Origin, body: bytes) -> Line | None:
-    """A message of level INFO (or in its form)."""
+    """Return a message of level INFO (or in the form of this level) about an operation or a communicator."""
     match = _COLL.match(body)
     if match:
         name, opcount, sendbuff, recvbuff, count, datatype, reduction, root, comm, nranks, stream, rank = (
@@ -318,7 +335,7 @@ def _info(origin: Origin, body: bytes) -> Line | None:
 
 
 def _comm(origin: Origin, body: bytes) -> Line | None:
-    """A line about the life of a communicator."""
+    """Return a message about the begin or the end of a communicator."""
     match = _COMM.match(body)
     if match is None:
         return None
@@ -348,7 +365,7 @@ def _comm(origin: Origin, body: bytes) -> Line | None:
 
 
 def _form(match: re.Match[bytes]) -> str:
-    """The form of an Init line, from the fields that it has."""
+    """Return the form of an Init line (a key of versions.FORMS), which follows from its fields."""
     if match["marked"] or (match["split"] or b"").startswith(b"child"):
         return "init_marked"
     if match["split"]:
@@ -367,7 +384,7 @@ def _form(match: re.Match[bytes]) -> str:
 
 
 def _call(origin: Origin, body: bytes) -> Line | None:
-    """A message of level CALL."""
+    """Return a message of level CALL."""
     match = _CALL.match(body)
     if match:
         name, sendbuff, recvbuff, count, datatype, reduction, root, comm, stream = match.groups()
@@ -398,6 +415,6 @@ def _call(origin: Origin, body: bytes) -> Line | None:
 
 
 def _color(text: bytes) -> int | None:
-    """The color of a split; None for a number that NCCL's int does not hold, as in damaged lines."""
+    """Return the color of a split; None if the number exceeds NCCL's int, which occurs in damaged lines."""
     color = int(text)
     return color if -(2**31) <= color < 2**31 else None

@@ -1,7 +1,8 @@
 """Maps NCCL's names of operations, element types and reductions to the terms of the tables.
 
-Numbers are those of ``nccl.h``: the types 0 to 9 are equal in all versions since bfloat16 came (2.10), 10 and 11 are
-the two float8 types of 2.24. RCCL's float8 types have the same sizes, and only the sizes are used.
+The numbers of element types and reductions are from ``nccl.h``. The types 0 to 9 are equal in all versions since 2.10,
+which added bfloat16. The types 10 and 11 are the two float8 types of 2.24. RCCL's float8 types have the same sizes, and
+only the sizes are used.
 """
 
 from __future__ import annotations
@@ -51,13 +52,13 @@ DATATYPES: Final[tuple[Datatype, ...]] = (
 
 REDUCTIONS: Final[tuple[str, ...]] = ("SUM", "PRODUCT", "MAX", "MIN", "AVG")
 
-# Numbers from 5 on are made by ncclRedOpCreatePreMulSum; they are mixed with a hash of the communicator's address, so
-# they differ from rank to rank and only the kind is known.
+# ncclRedOpCreatePreMulSum creates numbers from 5 on. It mixes them with a hash of the communicator's address, so they
+# differ from rank to rank, and only the kind is known.
 PRE_MULTIPLIED: Final = "PREMUL_SUM"
 
 REDUCING: Final = frozenset({Op.ALL_REDUCE, Op.REDUCE, Op.REDUCE_SCATTER})
 ROOTED: Final = frozenset({Op.BROADCAST, Op.REDUCE, Op.GATHER, Op.SCATTER})
 POINT_TO_POINT: Final = frozenset({Op.SEND, Op.RECV})
 
-# NCCL prints the count of one rank for these; the collective moves it once per rank.
+# For these operations NCCL prints the count of one rank. The payload is the count times the number of ranks.
 COUNTED_PER_RANK: Final = frozenset({Op.ALL_GATHER, Op.REDUCE_SCATTER, Op.ALL_TO_ALL, Op.GATHER, Op.SCATTER})

@@ -1,10 +1,11 @@
-"""Parses the lines about how NCCL connects the ranks of a communicator: rings, trees, and the link of each pair.
+"""Parses the lines about the connections of the ranks of a communicator: rings, trees, and links between pairs.
 
 Formats of NCCL 2.4 to 2.30, from ``src/init.cc``, ``src/graph/connect.cc`` and ``src/transport/*.cc`` of NVIDIA/nccl.
-RCCL appends the communicator's address to some of them. A message matches a form completely or
-not at all: truncated ones are dropped. :mod:`commprof.nccl.tables.topology_tables` collects them.
+RCCL appends the communicator's address to some of the lines. A message must match a form completely. Truncated messages
+are dropped. :mod:`commprof.nccl.tables.topology_tables` collects the results.
 
-Pure: bytes in, tuples out. ``-1`` in a tree or a ring means that there is no such rank, and becomes None.
+The functions are pure: they take bytes and return tuples. ``-1`` in a tree or a ring means that there is no such rank,
+and becomes None.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import NamedTuple
 
 
 class RingOrder(NamedTuple):
-    """``Channel 00/02 : 0 1``: all ranks in the order of the ring, printed by rank 0."""
+    """All ranks in the order of a ring, which rank 0 prints: ``Channel 00/02 : 0 1``."""
 
     channel: int
     channels: int | None
@@ -22,7 +23,7 @@ class RingOrder(NamedTuple):
 
 
 class RingNeighbours(NamedTuple):
-    """``Ring 00 : 1 -> 0 -> 1``: one rank with the rank that it receives from and the rank that it sends to."""
+    """One rank of a ring, with the ranks that it receives from and sends to: ``Ring 00 : 1 -> 0 -> 1``."""
 
     channel: int
     previous: int | None
@@ -31,7 +32,7 @@ class RingNeighbours(NamedTuple):
 
 
 class TreeLine(NamedTuple):
-    """One rank of one tree: the rank above it, None at the root, and the ranks below it."""
+    """One rank of one tree. ``parent`` is the rank above, or None at the root. ``children`` are the ranks below."""
 
     tree: int
     rank: int
@@ -40,7 +41,7 @@ class TreeLine(NamedTuple):
 
 
 class Link(NamedTuple):
-    """``Channel 00/0 : 0[0] -> 1[1] [send] via NET/IB/0``: how one rank reaches another in one channel."""
+    """The connection from one rank to another in a channel: ``Channel 00/0 : 0[0] -> 1[1] [send] via NET/IB/0``."""
 
     channel: int
     connection: int | None
@@ -55,13 +56,14 @@ class Link(NamedTuple):
 
 Topology = RingOrder | RingNeighbours | tuple[TreeLine, ...] | Link
 
-# Repeats are bounded or possessive: a line of megabytes is read in linear time.
+# Repeats are bounded or possessive, so that a line of several megabytes is read in linear time.
 _RCCL_TAIL = rb"(?: comm 0x[0-9a-f]{1,16} nRanks \d{1,9}(?: busId [0-9a-f]{1,16})?)?"
 _RING_ORDER = re.compile(rb"Channel (\d{1,4})(?:/(\d{1,4}))? :((?: ++\d{1,9}+)++)")
 _NEIGHBOURS = re.compile(rb"Ring (\d{1,4}) : (-?\d{1,9}) -> (\d{1,9}) -> (-?\d{1,9})" + _RCCL_TAIL)
 _BELOW = rb"-?\d{1,9}(?:/-?\d{1,9}){1,3}"
 _TREE = re.compile(rb"Tree (\d{1,4}) : (-?\d{1,9}) -> (\d{1,9}) -> (" + _BELOW + rb")" + _RCCL_TAIL)
-# 2.8 and newer: below->rank->above; 2.4: above->rank->below; 2.5 to 2.7: the tree up and the tree down.
+# 2.8 and newer print below->rank->above, and 2.4 prints above->rank->below. 2.5 to 2.7 print the tree up and the tree
+# down.
 _TREES_ENTRY = re.compile(
     rb" \[(\d{1,4})\] (?:"
     rb"(?P<below>" + _BELOW + rb")->(?P<rank>\d{1,9})->(?P<above>-?\d{1,9})"
@@ -69,7 +71,7 @@ _TREES_ENTRY = re.compile(
     rb"|(?P<old_above>-?\d{1,9})->(?P<old_rank>\d{1,9})->(?P<old_below>" + _BELOW + rb"))(?= |$)"
 )
 _TAIL = re.compile(_RCCL_TAIL)
-# The transports are listed, so that a truncated one does not match another.
+# All transports are listed, so that a truncated name does not match another transport.
 _TRANSPORT = (
     rb"P2P/(?:direct pointer|direct|IPC|CUMEM|MNNVL|indirect/\d{1,9}\[[0-9a-f]{1,16}\])(?:/read)?(?:/CE)?"
     rb"|SHM(?:/(?:direct|CE)){0,2}|direct shared memory"
@@ -82,10 +84,10 @@ _LINK = re.compile(
 
 
 def read_topology(body: bytes) -> Topology | None:
-    """The ring, trees or link of one message; None for any other, and for a truncated one.
+    """Return the ring, trees or link in one message; None for other messages and truncated ones.
 
     Args:
-        body: the text after ``NCCL INFO ``.
+        body: The text after ``NCCL INFO ``.
 
     >>> read_topology(b"Ring 00 : 1 -> 0 -> 1")
     RingNeighbours(channel=0, previous=1, rank=0, next=1)
@@ -126,7 +128,7 @@ def _ring_order(body: bytes) -> RingOrder | None:
     if match is None:
         return None
     ranks = tuple(map(int, match[3].split()))
-    # A ring has every rank once; another one is truncated.
+    # A complete ring has every rank exactly once. Otherwise the line is truncated.
     if sorted(ranks) != list(range(len(ranks))):
         return None
     return RingOrder(int(match[1]), None if match[2] is None else int(match[2]), ranks)

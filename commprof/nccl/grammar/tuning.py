@@ -1,10 +1,10 @@
-"""Parses the lines about which algorithm NCCL chose for an operation, and the table of its model.
+"""Parses the lines with the algorithm that NCCL chose for an operation, and the table of NCCL's performance model.
 
-Formats of ``src/enqueue.cc`` and ``src/graph/tuning.cc`` of NVIDIA/nccl. One line per operation exists since 2.20.3. Up to
-2.23 it gives the bytes of the whole operation and a time that the model predicts, which is no measurement; from 2.24 on
-the bytes of one rank's count, and names instead of numbers. No line names its communicator.
+Formats of ``src/enqueue.cc`` and ``src/graph/tuning.cc`` of NVIDIA/nccl. NCCL prints one line per operation since
+2.20.3. Up to 2.23 the line has the bytes of the whole operation and a predicted time, which is not a measurement. From
+2.24 on it has the bytes of one rank's count, and names instead of numbers. No line names its communicator.
 
-Pure: bytes in, tuples out.
+The functions are pure: they take bytes and return tuples.
 """
 
 from __future__ import annotations
@@ -20,7 +20,17 @@ PROTOCOLS: Final = ("LL", "LL128", "SIMPLE")
 
 
 class TuningLine(NamedTuple):
-    """The choice for one operation. ``op`` is None where the version prints no name (2.20 to 2.22)."""
+    """The choice of an algorithm for one operation.
+
+    Attributes:
+        op: The operation; None for versions that print no name (2.20 to 2.22).
+        num_bytes: The printed bytes: of the whole operation up to 2.23, of one rank's count from 2.24 on.
+        algorithm: The algorithm, or the kernel or copy method of a symmetric or copy engine operation.
+        protocol: The protocol; None if the line has none.
+        first_channel: The first channel; None if unknown.
+        last_channel: The last channel; None if unknown.
+        predicted_us: The time that the model predicts, in microseconds; None from 2.24 on.
+    """
 
     op: Op | None
     num_bytes: int
@@ -32,7 +42,7 @@ class TuningLine(NamedTuple):
 
 
 class TuningModelLine(NamedTuple):
-    """A row of the model's table, printed when a communicator begins: its title and its cells."""
+    """A row of the table of NCCL's model, which NCCL prints when a communicator begins: its title and its cells."""
 
     title: str
     cells: tuple[str, ...]
@@ -64,10 +74,10 @@ _THRESHOLDS = re.compile(rb"(threadThresholds) ((?:[\d/]{1,40}+(?: \| )?+)++)")
 
 
 def read_tuning(body: bytes) -> TuningLine | TuningModelLine | None:
-    """The choice, or the row of the model, in one message; None for any other, and for a truncated one.
+    """Return the choice or the row of the model in one message; None for other messages and truncated ones.
 
     Args:
-        body: the text after ``NCCL INFO ``.
+        body: The text after ``NCCL INFO ``.
 
     >>> read_tuning(b"262144 Bytes -> Algo 0 proto 1 time 54.7").algorithm
     'TREE'

@@ -1,6 +1,6 @@
-"""Determines the NCCL version of a log: by its banner, or by the releases that print the forms of its lines.
+"""Determines the NCCL version of a log, from its banner or from the releases that print the forms of its lines.
 
-The table of forms is read off the release tags of NVIDIA/nccl (``src/init.cc``, ``src/enqueue.cc``, ``src/graph/``,
+The table of forms is derived from the release tags of NVIDIA/nccl (``src/init.cc``, ``src/enqueue.cc``, ``src/graph/``,
 ``src/transport/``).
 """
 
@@ -24,7 +24,7 @@ RELEASES: Final[tuple[Release, ...]] = tuple(
 )  # fmt: skip
 _FIRST, _LAST = RELEASES[0], (99, 0, 0)
 
-# Each form of a line: the first and the last release that print it. (99, 0, 0): still printed.
+# For each form of a line, the first and the last release that print it. (99, 0, 0) means that NCCL still prints it.
 FORMS: Final[dict[str, tuple[Release, Release]]] = {
     "init_nvml": (_FIRST, (2, 4, 8)),
     "init_bus": ((2, 5, 6), (2, 15, 5)),
@@ -80,7 +80,7 @@ FORMS: Final[dict[str, tuple[Release, Release]]] = {
 }
 
 _LINK = rb"[\d/]{1,9} : \d{1,9}(?:\[\w{1,16}\])? -> \d{1,9}(?:\[\w{1,16}\])? (?:\[\w{4,7}\] )?via "
-# Beginnings of messages and their forms; the first match counts.
+# Beginnings of messages and their forms. The first match determines the form.
 _SHAPES: Final[tuple[tuple[bytes, tuple[tuple[str, re.Pattern[bytes]], ...]], ...]] = tuple(
     (begin, tuple((form, re.compile(pattern)) for form, pattern in shapes))
     for begin, shapes in (
@@ -143,10 +143,12 @@ BYTE_TYPED_OPS: Final = frozenset({Op.ALL_GATHER, Op.BROADCAST})
 
 
 def form_of(body: bytes) -> str | None:
-    """The form of a message that is neither an operation nor an Init line; None where it does not depend on the version.
+    """Return the form of a message that is neither an operation nor an Init line (a key of ``FORMS``).
+
+    The result is None if the form does not depend on the version of NCCL.
 
     Args:
-        body: the text after ``NCCL INFO ``.
+        body: The text after ``NCCL INFO ``.
 
     >>> form_of(b"Launch mode Parallel")
     'launch_mode'
@@ -160,12 +162,12 @@ def form_of(body: bytes) -> str | None:
 
 
 def between(first: Release, last: Release) -> frozenset[Release]:
-    """The releases from ``first`` up to and including ``last``."""
+    """Return the releases from ``first`` up to and including ``last``."""
     return frozenset(release for release in RELEASES if first <= release <= last)
 
 
 def parse_version(text: str) -> Release:
-    """``2.23.4`` as a tuple; a version of two parts counts as its first release.
+    """Return a version such as ``2.23.4`` as a tuple. The third number of a version with two parts is 0.
 
     >>> parse_version("2.23.4"), parse_version("2.18")
     ((2, 23, 4), (2, 18, 0))
@@ -175,11 +177,13 @@ def parse_version(text: str) -> Release:
 
 
 def candidates(forms: set[str], typed_bytewise_op_seen: bool) -> frozenset[Release]:
-    """The releases that print every one of ``forms``; empty when no single release does (several wrote the log).
+    """Return the releases that print all of ``forms``.
+
+    The result is empty if no release prints all of them, because several releases wrote the log.
 
     Args:
-        forms: keys of :data:`FORMS`.
-        typed_bytewise_op_seen: an AllGather or Broadcast of another type than int8 was printed.
+        forms: Keys of :data:`FORMS`.
+        typed_bytewise_op_seen: Whether the log has an AllGather or Broadcast with a type other than int8.
     """
     left = frozenset(RELEASES)
     for form in forms:
@@ -190,7 +194,7 @@ def candidates(forms: set[str], typed_bytewise_op_seen: bool) -> frozenset[Relea
 
 
 def describe(releases: frozenset[Release]) -> str | None:
-    """``2.21.5..2.22.3 (inferred)``; None when nothing, or everything, is possible.
+    """Return releases as text, such as ``2.21.5..2.22.3 (inferred)``; None if no release or all releases are possible.
 
     >>> describe(between((2, 21, 5), (2, 22, 3)))
     '2.21.5..2.22.3 (inferred)'
@@ -214,11 +218,11 @@ def _text(release: Release) -> str:
 
 
 def prints_bytes(version: Release | None, possible: frozenset[Release]) -> bool:
-    """Whether int8 on an AllGather or Broadcast line may be any type.
+    """Return whether int8 on an AllGather or Broadcast line may mean any type.
 
     Args:
-        version: from the banner, None without one.
-        possible: the releases that may have written the log, where there is no banner.
+        version: The version in the banner; None without a banner.
+        possible: The releases that may have written the log. They are used only without a banner.
     """
     if version is not None:
         return BYTE_TYPED[0] <= version <= BYTE_TYPED[1]

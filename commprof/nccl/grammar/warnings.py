@@ -1,6 +1,8 @@
-"""Parses warnings of NCCL, and the trace lines of an error from the failing function up to the called one.
+"""Parses warnings of NCCL, and the trace lines of an error.
 
-Formats of ``src/debug.cc`` and ``src/include/checks.h`` of NVIDIA/nccl. Pure: bytes in, tuples out.
+NCCL prints a trace line for each function on the stack, from the failing function up to the function that the program
+called. Formats of ``src/debug.cc`` and ``src/include/checks.h`` of NVIDIA/nccl. The functions are pure: they take bytes
+and return tuples.
 """
 
 from __future__ import annotations
@@ -10,7 +12,15 @@ from typing import NamedTuple
 
 
 class Message(NamedTuple):
-    """One warning, abort or trace. ``result`` is the ncclResult of a trace; ``function`` is printed since 2.30.7."""
+    """One warning, abort or trace.
+
+    Attributes:
+        level: ``warn``, ``abort`` or ``trace``.
+        source: The position in NCCL's source, for example ``init.cc:123``; None if the message has none.
+        function: The function that printed the message. NCCL prints it since 2.30.7.
+        result: The ncclResult of a trace; None for warnings and aborts.
+        text: The text of the message.
+    """
 
     level: str
     source: str | None
@@ -27,16 +37,16 @@ _TRACE = re.compile(
 
 
 def read_warning(head_extra: bytes, body: bytes, level: str = "warn") -> Message | None:
-    """The warning after a head of level WARN (or ABORT).
+    """Return the warning after a head of level WARN (or ABORT).
 
     Args:
-        head_extra: the text between ``[device]`` and ``NCCL WARN``: ``init.cc:123`` or ``init.cc:123 (function)``;
-            empty for a plugin.
-        body: the text after ``NCCL WARN ``.
+        head_extra: The text between ``[device]`` and ``NCCL WARN``: ``init.cc:123`` or ``init.cc:123 (function)``. It
+            is empty for a plugin.
+        body: The text after ``NCCL WARN ``.
         level: ``warn`` or ``abort``.
 
     Returns:
-        None where ``head_extra`` is neither: then the head is damaged.
+        The warning; None if ``head_extra`` has another form, because the head is then damaged.
     """
     where = _WHERE.fullmatch(head_extra.strip())
     if where is None and head_extra.strip():
@@ -51,7 +61,9 @@ def read_warning(head_extra: bytes, body: bytes, level: str = "warn") -> Message
 
 
 def read_trace(body: bytes) -> Message | None:
-    """The trace of an error: ``init.cc:1234 -> 3``, with the kind of the thread if it is not the caller's.
+    """Return the trace line of an error, such as ``init.cc:1234 -> 3``; None if ``body`` has another form.
+
+    The line ends with the kind of the thread if the error occurred in a thread of NCCL.
 
     >>> read_trace(b"misc/socket.cc:47 -> 3").result
     3

@@ -1,1 +1,1 @@
-"""The state while a log is parsed: communicators, their ranks, grouped calls, choices of algorithms."""
+"""Tracks state while a log is parsed: communicators, their ranks, grouped calls, choices of algorithms."""

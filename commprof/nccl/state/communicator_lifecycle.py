@@ -1,7 +1,7 @@
 """Tracks the creation and destruction of communicators in the order of the log, and updates the registry.
 
-Operations that name one address between two events of that address belong to one communicator, so the registry is
-queried once for each such set of rows and not for each line.
+Operations with the same address between two events of this address belong to one communicator. The registry is
+therefore queried once for each such set of rows, and not for each line.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from commprof.nccl.tables.op_buffer import NONE, WHOLE, Rows
 from commprof.nccl.tables.remark_tables import MessageRows, TuningRows
 from commprof.nccl.tables.topology_tables import TopologyRows
 
-# The place of a message: its line times this, plus its number in the line.
+# The place of a message is the number of its line times PER_LINE, plus the number of the message in the line.
 PER_LINE: Final = 1 << 12
 Numbers = npt.NDArray[np.int64]
 _NOBODY: Final = Origin(b"", 0, 0, None, True)
 _MOST_REMEMBERED: Final = 20_000
 _LIFE: Final = (nccl_lines.InitLine, nccl_lines.EndLine)
 _TUNING_RECORDS: Final = (TuningLine, TuningModelLine)
-_PLACES: Final = 1 << 40  # no place in a block is larger
+_PLACES: Final = 1 << 40  # larger than any place in a block
 
 
 class Event(NamedTuple):
@@ -43,7 +43,7 @@ class Event(NamedTuple):
 
 
 class _CommunicatorRows(NamedTuple):
-    """Rows of one block that name one communicator."""
+    """Operation rows of one block that belong to one communicator."""
 
     place: int
     process: int
@@ -53,7 +53,7 @@ class _CommunicatorRows(NamedTuple):
 
 
 class _Remark(NamedTuple):
-    """A warning or a trace, or a line of topology or tuning from the line reader."""
+    """A warning or a trace, or a line about topology or tuning from the line reader."""
 
     place: int
     origin: Origin
@@ -63,7 +63,10 @@ class _Remark(NamedTuple):
 
 
 class _Links(NamedTuple):
-    """Lines of topology of one thread between two events of its process: ``begin`` to ``end`` of the block's."""
+    """Lines about topology that one thread printed between two events of its process.
+
+    ``begin`` and ``end`` are the range of the lines in the sorted lines about topology of the block.
+    """
 
     place: int
     process: Process
@@ -73,7 +76,7 @@ class _Links(NamedTuple):
 
 
 class _RemarksOfTexts:
-    """The distinct remarks of a block by number, in lists by kind; None where a remark is of another kind."""
+    """The distinct remarks of a block by number, in one list for each kind. Remarks of other kinds are None."""
 
     def __init__(self, remarks: Sequence[nccl_lines.RemarkLine | None]) -> None:
         self.forms = [None if remark is None else remark.form for remark in remarks]
@@ -89,19 +92,19 @@ class _RemarksOfTexts:
 
 
 def _rows(scan: Scan, of_kind: Sequence[object]) -> list[Numbers]:
-    """Line, head, text and times of the remarks of a block whose texts are of a kind: those that are not None."""
+    """Return line, head, text and times of the remarks of a block whose entry in ``of_kind`` is not None."""
     chosen = np.array([record is not None for record in of_kind], bool)[scan.remarks["text"]]
     return [scan.remarks[name][chosen] for name in ("line", "head", "text", "times")]
 
 
 class Chronicle:
-    """Follows the communicators of a parse, and collects what lines say about topology, tuning and errors."""
+    """Tracks the communicators of a parse, and collects the lines about topology, tuning and errors."""
 
     def __init__(self, registry: Registry, counts: Counter[str]) -> None:
         """
         Args:
-            registry: the processes and communicators of the parse.
-            counts: gets the lines of topology and tuning, and the messages.
+            registry: The processes and communicators of the parse.
+            counts: The counter for the lines about topology and tuning, and for messages.
         """
         self.registry, self.counts = registry, counts
         self.topology, self.tuning, self.messages = TopologyRows(), TuningRows(), MessageRows()
@@ -109,11 +112,11 @@ class Chronicle:
         self._remark_of_text: dict[bytes, nccl_lines.RemarkLine | None] = {}
 
     def begin_block(self, file: int, lines: int) -> None:
-        """The next block is in ``file`` after ``lines`` lines."""
+        """Set the position of the next block, which is in ``file`` after ``lines`` lines."""
         self.file, self.lines = file, lines
 
     def _messages(self, scan: Scan, heads: list[Origin], remarks: _RemarksOfTexts) -> list[_Remark]:
-        """The warnings and traces of regular lines."""
+        """Return the warnings and traces of regular lines."""
         columns = (column.tolist() for column in _rows(scan, remarks.messages))
         return [
             _Remark(line * PER_LINE, heads[head], message, times, remarks.forms[text])
@@ -124,7 +127,10 @@ class Chronicle:
     def _writers(
         self, head: Numbers, text: Numbers, heads: list[Origin], remarks: _RemarksOfTexts
     ) -> dict[int, Process]:
-        """The processes of some heads, by number of the head. Their forms limit the NCCL version."""
+        """Return the processes of some heads by number of the head, and add the forms of the remarks to the processes.
+
+        The forms restrict the possible NCCL versions of a process.
+        """
         writers = {number: self.registry.process(heads[number], self.file) for number in numbered(head)[0]}
         for code in numbered(head * len(remarks.forms) + text)[0]:
             form = remarks.forms[code % len(remarks.forms)]
@@ -133,7 +139,7 @@ class Chronicle:
         return writers
 
     def _tune(self, scan: Scan, heads: list[Origin], remarks: _RemarksOfTexts) -> None:
-        """Add all remarks about tuning, which do not depend on the lives of communicators."""
+        """Add all remarks about tuning. They do not depend on the begin and end of communicators."""
         line, head, text, times = _rows(scan, remarks.tuning)
         if not len(line):
             return
@@ -155,7 +161,7 @@ class Chronicle:
         )
 
     def _remark(self, text: bytes) -> nccl_lines.RemarkLine | None:
-        """The remark in a message, from any process."""
+        """Return the remark in a message, without its writer; None if the message is not a remark."""
         if text not in self._remark_of_text:
             if len(self._remark_of_text) >= _MOST_REMEMBERED:
                 self._remark_of_text.clear()
@@ -171,14 +177,14 @@ class Chronicle:
         scan: Scan,
         heads: list[Origin],
     ) -> Numbers:
-        """The communicator of each row, after the registry was updated in the order of the log.
+        """Update the registry in the order of the log, and return the number of the communicator of each row.
 
         Args:
-            columns: rows of a block.
-            comms: addresses of communicators by text, with the numbers that the rows have for them.
-            events: the other messages of the block.
-            scan: the block, whose remarks are added.
-            heads: its heads.
+            columns: The operation rows of a block.
+            comms: The addresses of communicators, with the numbers that the rows use for them.
+            events: The other messages of the block.
+            scan: The scan of the block, whose remarks are added to the tables.
+            heads: The heads of the block.
         """
         remarks_of_texts = _RemarksOfTexts([self._remark(text) for text in scan.texts])
         self._tune(scan, heads, remarks_of_texts)
@@ -237,7 +243,10 @@ class Chronicle:
             self.topology.add(process.index, number, record, file, line, times, tid)
 
     def _address(self, life: Event, comms: Mapping[bytes, int]) -> int:
-        """A number for the process and the address of an Init line or an end, as rows have it; -1 where no row does."""
+        """Return a number for the process and the address of an Init line or an end.
+
+        The rows with the same process and address have the same number. The number is -1 if no row has the address.
+        """
         message = life.message
         code = comms.get(message.comm) if isinstance(message, _LIFE) else None
         if code is None or not isinstance(message, _LIFE):
@@ -245,7 +254,7 @@ class Chronicle:
         return self.registry.process(message.origin, self.file).index * len(comms) + code
 
     def place_in_process(self, event: _CommunicatorRows | Event) -> int:
-        """A number that grows with the process and the place of what changes its communicators."""
+        """Return a number that increases with the process, and then with the place of the event."""
         if isinstance(event, _CommunicatorRows):
             return event.process * _PLACES + event.place
         origin = getattr(event.message, "origin", None)
@@ -255,7 +264,11 @@ class Chronicle:
     def _rows_of_communicators(
         self, columns: Rows, comms: Mapping[bytes, int], lives: list[Event]
     ) -> list[_CommunicatorRows]:
-        """The rows of each communicator, divided where it may become another one."""
+        """Return the rows of each communicator.
+
+        The rows with one process and address are divided at each begin or end of a communicator at this address, and if
+        the number of ranks changes.
+        """
         rows = np.flatnonzero(columns["state"] == WHOLE)
         if not len(rows):
             return []
@@ -264,14 +277,14 @@ class Chronicle:
         rows, key = rows[order], key[order]
         place, nranks = columns["place"][rows], columns["nranks"][rows]
         cut = np.append(True, key[1:] != key[:-1])
-        # The first row of its address after each life, by one number for address and row.
+        # Find the first row with the address of an event after this event, by one number for address and row.
         step = len(columns["place"]) + 1
         wanted = np.array([self._address(event, comms) for event in lives], np.int64)
         behind = np.searchsorted(columns["place"], np.array([event.place for event in lives], np.int64))
         at = np.searchsorted(key * step + rows, (wanted * step + behind)[wanted >= 0])
         at = at[at < len(key)]
         cut[at] = True
-        # CALL lines do not have the number of ranks: they take that of the COLL line before them.
+        # CALL lines have no number of ranks. They take the number of ranks from the COLL line before them.
         with_size = np.where(cut | (nranks != NONE), np.arange(len(rows)), 0)
         size = nranks[np.maximum.accumulate(with_size)]
         cut[1:] |= size[1:] != size[:-1]
@@ -289,7 +302,7 @@ class Chronicle:
 
 
 class _Topology:
-    """The lines of topology of a block; they belong to communicators that begin at the same time."""
+    """The lines about topology of a block, which belong to the communicators that are initialized at that time."""
 
     def __init__(
         self,
@@ -301,18 +314,18 @@ class _Topology:
     ) -> None:
         """
         Args:
-            chronicle: receives them.
-            scan: the block.
-            heads: its heads.
-            remarks: its remarks.
-            events: what changes the communicators of a process.
+            chronicle: The object that receives the lines.
+            scan: The scan of the block.
+            heads: The heads of the block.
+            remarks: The remarks of the block.
+            events: The events that change the communicators of a process.
         """
         self._chronicle, self._remarks = chronicle, remarks
         line, head, text, times = _rows(scan, remarks.topology)
         writers = chronicle._writers(head, text, heads, remarks)
         process = np.zeros(len(heads), np.int64)
         process[list(writers)] = [writer.index for writer in writers.values()]
-        # Numbers that grow with the process and the place
+        # These numbers increase with the process, and then with the place of the event.
         changes = np.sort(np.array([chronicle.place_in_process(event) for event in events], np.int64))
         stage = np.searchsorted(changes, process[head] * _PLACES + line * PER_LINE)
         key = stage * len(heads) + head
@@ -336,7 +349,10 @@ class _Topology:
         ]
 
     def find_owners(self, links: _Links) -> None:
-        """Find the communicator of some lines; call it after the registry has all lines before them."""
+        """Find the communicator of each line of ``links``.
+
+        Call this method after the registry was updated with all earlier lines.
+        """
         registry = self._chronicle.registry
         running = registry.running_initialization(links.process, links.tid)
         if running is not None:
@@ -348,7 +364,7 @@ class _Topology:
             self._owner[place] = -1 if owner is None else owner.index
 
     def keep(self) -> None:
-        """Add all of them to the tables."""
+        """Add all lines about topology to the tables."""
         if not len(self._line):
             return
         chronicle = self._chronicle

@@ -1,7 +1,8 @@
-"""Communicators as the log shows them: intervals in which one address means one communicator in one process.
+"""Tracks the communicators of a log: intervals in which an address refers to one communicator in one process.
 
-NCCL never prints a rank with an operation. The only link is the address: an Init line of the same process has its rank
-and number of ranks, which hold until the communicator is destroyed or the address is reused.
+NCCL never prints a rank with an operation. The only link is the address of the communicator. An Init line of the same
+process has the rank and the number of ranks for this address. They are valid until the communicator is destroyed or
+the address is reused.
 """
 
 from __future__ import annotations
@@ -25,10 +26,20 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Process:
-    """One process of one file, by host and pid, and what its lines show about the NCCL version.
+    """One process of one file, identified by host and pid, and the evidence on its NCCL version.
 
-    ``namesake`` is the first process of the same host and pid, itself if there is none before it: containers on one
-    machine share host names and pids, and so do the files of a rotated log.
+    Several processes can have the same host and pid, because containers on one machine can share host names and pids.
+    The files of a rotated log have the same host and pid too.
+
+    Attributes:
+        index: The number of the process in the registry.
+        host: The host.
+        pid: The process id.
+        files: The numbers of the files with lines of the process.
+        banner: The version in the banner of the process; None without a banner.
+        forms: The forms of the lines of the process, which are keys of versions.FORMS.
+        typed_bytewise_op_seen: Whether the process printed an AllGather or Broadcast with a type other than int8.
+        namesake: The index of the first process with the same host and pid, which may be the process itself.
     """
 
     index: int
@@ -42,7 +53,7 @@ class Process:
 
 
 class Place(NamedTuple):
-    """The position of a line: number of the file, number of the line, and the thread that printed it."""
+    """The position of a line: number of the file, number of the line, and the thread that printed the line."""
 
     file: int
     line: int
@@ -53,7 +64,9 @@ class Place(NamedTuple):
 class Communicator:
     """One use of one communicator address in one process.
 
-    ``epoch`` counts the earlier uses of the address in the process. ``rank`` is None when no line has it.
+    ``index`` is the number of this entry. ``process``, ``file`` and ``parent`` are the numbers of the process, of the
+    file and of the entry of the parent communicator. ``epoch`` is the number of earlier uses of the address in the
+    process. ``rank`` is None if no line contains the rank.
     """
 
     index: int
@@ -88,7 +101,7 @@ class Communicator:
 
 
 class Registry:
-    """Follows the life of every communicator while a log is parsed, in the order of the log."""
+    """Tracks the begin and the end of every communicator while a log is parsed, in the order of the log."""
 
     def __init__(self) -> None:
         self.processes: list[Process] = []
@@ -103,7 +116,10 @@ class Registry:
         self._initialising: dict[int, list[tuple[int, Communicator]]] = {}
 
     def process(self, origin: Origin, file: int) -> Process:
-        """The process that wrote a message: host and pid within one file, until a file turns out to continue another."""
+        """Return the process that wrote a message.
+
+        Equal host and pid in two files are two processes, until a line shows that one file continues the other.
+        """
         process = self._by_file.get((origin.host, origin.pid, file))
         if process is None:
             process = Process(len(self.processes), origin.host.decode("utf-8", "replace"), origin.pid)
@@ -118,7 +134,10 @@ class Registry:
     def operation(
         self, process: Process, comm: bytes, nranks: int | None, file: int, line: int
     ) -> Communicator:
-        """The communicator that an operation line of ``process`` names."""
+        """Return the communicator of an operation line of ``process``, and count the operation.
+
+        A new communicator is registered if no communicator is open at this address, or if its number of ranks differs.
+        """
         communicator = self._find(process, comm)
         if communicator is None or (
             nranks is not None and communicator.nranks is not None and communicator.nranks != nranks
@@ -130,7 +149,10 @@ class Registry:
         return communicator
 
     def init(self, process: Process, line: InitLine, file: int, number: int) -> Communicator:
-        """Open a communicator, or add to the one that an earlier line of the same initialization opened."""
+        """Register the communicator of an Init line, or update it if an earlier line of its initialization exists.
+
+        Return the communicator.
+        """
         comm_id = None if line.comm_id is None else line.comm_id.decode()
         communicator = self._open.get((self._number(process), line.comm))
         if communicator is None or not _same_initialization(communicator, line, comm_id):
@@ -159,17 +181,19 @@ class Registry:
     def current_initialization(
         self, process: Process, tid: int, record: Topology | None = None
     ) -> Communicator | None:
-        """The communicator of a line of topology, which names none; None where it is not certain.
+        """Return the communicator of a line about topology, which does not name it; None if it is not certain.
 
-        It is the initialization that began last in that thread and has not completed, else the only one open in the
-        process. Connections that are made late come from any thread, after the initialization: then it is the only
-        communicator of a process that prints when an initialization starts, or the only one in which this process has a
-        rank that the line names.
+        The communicator is the one whose initialization began last in the thread and has not completed. Without such an
+        initialization in the thread, the initializations that are running in other threads of the process are
+        candidates. NCCL also prints connections after an initialization, from any thread. If no initialization is
+        running, all open communicators of the process are therefore candidates, provided that the process prints the
+        start of initializations. A candidate is returned if it is the only one whose rank in this process may print
+        such a line.
 
         Args:
-            process: the process that printed the line.
-            tid: the thread that printed it.
-            record: the content of the line; without it only an unambiguous communicator is returned.
+            process: The process that printed the line.
+            tid: The thread that printed the line.
+            record: The content of the line. Without the content, a candidate is returned only if there is no other one.
         """
         communicator = self.running_initialization(process, tid)
         if communicator is not None:
@@ -185,14 +209,14 @@ class Registry:
         return fitting[0] if len(fitting) == 1 else None
 
     def running_initialization(self, process: Process, tid: int) -> Communicator | None:
-        """The initialization that began last in a thread and has not completed."""
+        """Return the communicator whose initialization began last in a thread and has not completed; None if none."""
         for thread, communicator in reversed(self._initialising.get(self._number(process), [])):
             if thread == tid:
                 return communicator
         return None
 
     def _follow(self, communicator: Communicator, place: Place, stage: str) -> None:
-        """Keep track of which initializations are running in which thread."""
+        """Update the list of the initializations that are running, with their threads."""
         running = self._initialising.setdefault(communicator.process, [])
         if stage == "start":
             running.append((place.tid, communicator))
@@ -201,7 +225,7 @@ class Registry:
             running[:] = [entry for entry in running if entry[1] is not communicator]
 
     def end(self, process: Process, line: EndLine) -> None:
-        """Close the communicator at this address, if one is open."""
+        """Mark the communicator at the address of ``line`` as ended, if a communicator is open there."""
         if line.form is not None:
             process.forms.add(line.form)
         communicator = self._find(process, line.comm)
@@ -211,11 +235,11 @@ class Registry:
             self._forget(communicator)
 
     def torch_line(self, line: TorchCommLine, file: int) -> None:
-        """Store torch's group of an address until all lines are read: the line names no process."""
+        """Store a line of torch until all lines are read, because it names an address but no process."""
         self._torch.setdefault((file, line.comm), []).append(line)
 
     def apply_torch_lines(self) -> None:
-        """Give communicators the process group that torch named, where address and order are unambiguous."""
+        """Set the process group that torch named on communicators, if address and order are unambiguous."""
         by_address: dict[tuple[int, bytes], list[Communicator]] = {}
         for communicator in self.communicators:
             by_address.setdefault((communicator.file, communicator.comm.encode()), []).append(communicator)
@@ -227,14 +251,14 @@ class Registry:
                 _apply_torch_line(communicator, line)
 
     def _number(self, process: Process) -> int:
-        """Number of the process that this one is, where its file continues that of another."""
+        """Return the number of the process that ``process`` continues, or its own number."""
         return self._continued.get(process.index, process.index)
 
     def _find(self, process: Process, comm: bytes) -> Communicator | None:
-        """The communicator that is open at this address.
+        """Return the communicator that is open at this address; None if there is none.
 
-        A process that names an address which only a namesake in an earlier file has initialized is that namesake: its
-        log continues in this file.
+        If only a namesake in an earlier file has initialized the address, ``process`` is merged into this namesake. The
+        log of the namesake continues in the later file.
         """
         communicator = self._open.get((self._number(process), comm))
         if communicator is not None or process.namesake == process.index:
@@ -248,7 +272,7 @@ class Registry:
         return open_at_address[0]
 
     def _continue(self, process: Process, earlier: int) -> None:
-        """Merge ``process`` into ``earlier``, with all that it has begun."""
+        """Merge ``process`` into the process with number ``earlier``, with all its communicators."""
         late = self._number(process)
         for number, known in self._continued.items():
             if known == late:
@@ -264,7 +288,7 @@ class Registry:
 
     def _begin(self, process: Process, comm: bytes, file: int, line: int) -> Communicator:
         number = self._number(process)
-        # Namesakes share the count, so that host, pid, address and epoch name one communicator of the logs.
+        # Namesakes share the count, so that host, pid, address and epoch identify one communicator of the logs.
         epoch = self._uses.get((process.namesake, comm), 0)
         self._uses[process.namesake, comm] = epoch + 1
         communicator = Communicator(len(self.communicators), number, comm.decode(), epoch, file, line)
@@ -277,16 +301,17 @@ class Registry:
         return communicator
 
     def _forget(self, communicator: Communicator) -> None:
-        """Remove a communicator whose address is free again from the lists of open ones."""
+        """Remove a communicator from the lists of open communicators, because its address is free again."""
         self._alive.get(communicator.process, {}).pop(communicator.comm.encode(), None)
         running = self._initialising.get(communicator.process, [])
         running[:] = [entry for entry in running if entry[1] is not communicator]
 
 
 class Completions:
-    """Initialisations that print their end and not their start (2.4.6 to 2.18.1), by thread.
+    """Initializations that print their end and not their start (2.4.6 to 2.18.1), by thread.
 
-    Lines of such a thread up to the end of an initialization belong to it, if no other one began there.
+    The lines of such a thread before the end of an initialization, and after the previous end, belong to this
+    initialization.
     """
 
     def __init__(self, communicators: Sequence[Communicator]) -> None:
@@ -301,19 +326,22 @@ class Completions:
             ends.sort()
 
     def owners(self, process: int, tid: int, file: int, lines: np.ndarray) -> np.ndarray:
-        """For each of ``lines``, the number of the communicator whose initialization is the next to end there; else -1."""
+        """Return for each line the number of the communicator whose initialization ends next in the thread.
+
+        The number is -1 if no initialization ends after the line.
+        """
         ends = self._ends.get((process, tid, file), [])
         numbers = np.array([*(communicator for _, communicator in ends), -1], np.int64)
         return numbers[np.searchsorted(np.array([line for line, _ in ends], np.int64), lines)]
 
 
 def note_operation_form(process: Process, line: CollLine, bytewise: bool) -> None:
-    """Note what an operation line shows about the version of NCCL.
+    """Add the evidence of an operation line on the version of NCCL to ``process``.
 
     Args:
-        process: the process that wrote it.
-        line: the operation.
-        bytewise: whether it is one of the operations that some versions print as bytes.
+        process: The process that wrote the line.
+        line: The operation line.
+        bytewise: Whether some versions print this operation as bytes.
     """
     if bytewise and line.datatype != 0:
         process.typed_bytewise_op_seen = True
@@ -324,7 +352,10 @@ def note_operation_form(process: Process, line: CollLine, bytewise: bool) -> Non
 
 
 def _may_print(communicator: Communicator, record: Topology | None) -> bool:
-    """Whether this rank of ``communicator`` prints such a line: each rank prints its own position and links."""
+    """Return whether the rank of ``communicator`` may print ``record``.
+
+    Each rank prints only its own position and links.
+    """
     rank, nranks = communicator.rank, communicator.nranks
     if record is None or rank is None or nranks is None:
         return True
@@ -342,12 +373,12 @@ def _may_print(communicator: Communicator, record: Topology | None) -> bool:
 
 
 def _same_initialization(communicator: Communicator, line: InitLine, comm_id: str | None) -> bool:
-    """Whether ``line`` belongs to the initialization that opened ``communicator``, and not to a later one."""
+    """Return whether ``line`` belongs to the initialization of ``communicator``, and not to a later one."""
     if not communicator.stages or communicator.operations or line.stage in communicator.stages:
         return False
     if (communicator.rank, communicator.nranks) != (line.rank, line.nranks):
         return False
-    # A new start means a new communicator, whatever the address had been assigned to.
+    # A new start always means a new communicator, even if a communicator was registered at this address.
     if line.stage == "start":
         return False
     return comm_id is None or communicator.comm_id is None or communicator.comm_id == comm_id
@@ -359,7 +390,8 @@ def _apply_torch_line(communicator: Communicator, line: TorchCommLine) -> None:
     communicator.pg_description = description
     if communicator.rank is None and line.pg is not None:
         communicator.rank = line.rank
-    # Prefixes without a group, of old builds, carry the global rank; the default group's ranks are global.
+    # Old builds of torch print a prefix without a group, which has the global rank. The ranks of the default group are
+    # global too.
     if line.pg is None or description == "default_pg":
         communicator.global_rank = line.rank
 
@@ -371,7 +403,7 @@ NO_WORLD: Final = "no communicator of the log holds every process once, so no ra
 
 
 def _reason(communicator: Communicator) -> str | None:
-    """Why rank, family or global_rank is null."""
+    """Return the reasons why rank, family or global_rank is null; None if none of them is null."""
     if communicator.rank is None:
         return NO_INIT_LINE
     reasons = []
@@ -388,13 +420,13 @@ def communicators_table(
     files: Sequence[str],
     versions: Sequence[str | None] | None = None,
 ) -> pa.Table:
-    """The table ``nccl_communicators``: one row per use of an address in a process.
+    """Return the table ``nccl_communicators``: one row per use of an address in a process.
 
     Args:
-        entries: the communicators.
-        processes: the processes that they count.
-        files: the files that they count.
-        versions: the version of each process, as text.
+        entries: The communicators.
+        processes: The processes, by number.
+        files: The files, by number.
+        versions: The version of each process as text. The default is the version in its banner.
     """
     owners = [processes[entry.process] for entry in entries]
     names = versions if versions is not None else [process.banner for process in processes]

@@ -1,7 +1,7 @@
 """Joins operation lines of one thread: the two lines of one call, and the calls of a group.
 
-COLL and CALL lines of one call follow each other directly. Between ``ncclGroupStart`` and the ``ncclGroupEnd`` that
-closes it, all operations of a thread are launched together.
+The COLL line and the CALL line of one call follow each other directly. NCCL launches all operations of a thread
+between ``ncclGroupStart`` and the matching ``ncclGroupEnd`` together.
 """
 
 from __future__ import annotations
@@ -30,27 +30,28 @@ class _Last(NamedTuple):
 
 
 class Twins:
-    """Joins COLL and CALL lines, block by block."""
+    """Joins the COLL line and the CALL line of each call, block by block."""
 
     def __init__(self) -> None:
         self._last: dict[int, _Last] = {}
 
     def forget(self) -> None:
-        """A new log begins."""
+        """Reset the state of all threads, because a new log begins."""
         self._last.clear()
 
     def join(
         self, columns: Mapping[str, Column], threads: Numbers, first_row: int
     ) -> tuple[Numbers, list[tuple[int, int]]]:
-        """The other line of each row's call, -1 where there is none.
+        """Find the twin of each row: the other line of the same call.
 
         Args:
-            columns: rows of one block, in order.
-            threads: the number of each row's thread, -1 where it is not known.
-            first_row: the number of the first row in the whole parse.
+            columns: The rows of one block, in order.
+            threads: The number of the thread of each row; -1 if unknown.
+            first_row: The number of the first row in the whole parse.
 
         Returns:
-            Line numbers, and pairs of a row of an earlier block and the line of this one that is its twin.
+            The line number of the twin of each row, -1 if there is none. Then pairs of a row of an earlier block and
+            the line number of its twin in this block.
         """
         lines = columns["line"].astype(np.int64)
         twins = np.full(len(lines), -1, np.int64)
@@ -85,7 +86,7 @@ def _fields(columns: Mapping[str, Column], row: int, kind: int) -> tuple[int, ..
 
 
 class Groups(NamedTuple):
-    """Lines that begin (step 1) and end (step -1) groups: thread, place in the block, line of the log."""
+    """The lines that begin (step 1) and end (step -1) groups: thread, place in the block, and line in the log."""
 
     threads: Numbers
     places: Numbers
@@ -94,22 +95,25 @@ class Groups(NamedTuple):
 
 
 class Launches:
-    """Numbers the groups of operations, block by block: by the line of the ``ncclGroupStart`` that opens them."""
+    """Numbers the groups of operations, block by block.
+
+    The number of a group is the line number of the outermost ``ncclGroupStart``.
+    """
 
     def __init__(self) -> None:
-        self._open: dict[int, tuple[int, int]] = {}  # by thread: depth, number of the launch
+        self._open: dict[int, tuple[int, int]] = {}  # by thread: nesting depth, number of the launch
 
     def forget(self) -> None:
-        """A new log begins."""
+        """Reset the state of all threads, because a new log begins."""
         self._open.clear()
 
     def number(self, threads: Numbers, places: Numbers, groups: Groups) -> Numbers:
-        """The launch of each row, -1 where it is in none.
+        """Return the number of the launch of each row; -1 if the row is in no group.
 
         Args:
-            threads: the number of each row's thread.
-            places: the position of each row in the block.
-            groups: the lines that begin and end groups, in order.
+            threads: The number of the thread of each row.
+            places: The position of each row in the block.
+            groups: The lines that begin and end groups, in order.
         """
         launches = np.full(len(threads), -1, np.int64)
         for thread in {*groups.threads.tolist(), *self._open} - {-1}:
@@ -121,7 +125,7 @@ class Launches:
             step = np.append(np.zeros(len(rows), np.int64), groups.steps[marks])[order]
             line = np.append(np.full(len(rows), -1), groups.lines[marks])[order]
             level = depth + np.cumsum(step)
-            # An end without a start, in a log that begins late, is ignored.
+            # An end without a start is ignored, because the log may begin after the start.
             level -= np.minimum(np.minimum.accumulate(level), 0)
             began = (step > 0) & (level == 1)
             number = np.maximum.accumulate(np.where(began, line, current))

@@ -1,4 +1,4 @@
-"""The state of a parse: numbers processes and threads, completes, counts and stores the rows of blocks in log order."""
+"""The state of a parse. Numbers processes and threads, and completes, counts and stores the rows of blocks in order."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _COUNT_OF: Final = {
 
 
 class Assembly:
-    """The state of one parse."""
+    """The state of one parse, to which the scans of blocks are added in the order of the logs."""
 
     def __init__(self, scratch: Path | None = None) -> None:
         self.hosts = KnownHosts()
@@ -56,7 +56,7 @@ class Assembly:
         self.lines = 0
 
     def begin_file(self) -> None:
-        """The next blocks are of the next log."""
+        """Begin the next log, which the following blocks belong to."""
         self.file += 1
         self.lines = 0
         self._twins.forget()
@@ -94,7 +94,7 @@ class Assembly:
         operations: list[tuple[int, OperationLine]],
         events: list[Event],
     ) -> None:
-        """Number the processes in the order of their first lines."""
+        """Register the processes in the order of their first lines."""
         met: list[tuple[int, Origin]] = []
         for columns in (scan.operations, scan.groups, scan.remarks):
             used, first, _ = first_of_each(columns["head"])
@@ -110,12 +110,15 @@ class Assembly:
             self.registry.process(origin, self.file)
 
     def _resolved(self, origin: Origin) -> Origin:
-        """``origin`` with a known host, where the beginning of the host is uncertain."""
+        """Return ``origin`` with a known host if it is uncertain where the host name begins."""
         known = None if origin.clean else self.hosts.end_of(origin.host, origin.pid, any_process=False)
         return origin if known is None else origin._replace(host=known, clean=True)
 
     def _messages(self, scan: Scan) -> tuple[list[tuple[int, OperationLine]], list[Event]]:
-        """The messages from the line reader: operations, and all others; adds their hosts."""
+        """Return the messages from the line reader, operations and other messages separately.
+
+        Lines that depend on earlier hosts are read here, after the hosts of all earlier lines were added.
+        """
         operations: list[tuple[int, OperationLine]] = []
         events: list[Event] = []
         hosts = iter([*scan.hosts, (scan.lines, b"", 0)])
@@ -139,7 +142,7 @@ class Assembly:
         return operations, events
 
     def _columns(self, scan: Scan, heads: list[Origin], operations: list[tuple[int, OperationLine]]) -> Rows:
-        """All operation lines of the block as columns, in order."""
+        """Return all operation lines of the block as columns, in order."""
         fast = scan.operations
         by_head = self._by_head(scan, heads)
         columns: Rows = {name: fast[name] for name in ("opcount", "sendbuff", "recvbuff", "elements")}
@@ -160,7 +163,7 @@ class Assembly:
         return columns
 
     def _by_tail(self, tails: list[Tail]) -> dict[str, Numbers]:
-        """The values of tails, as columns by number."""
+        """Return the values of tails as columns, by the number of the tail."""
         columns = {
             name: np.array([getattr(tail, name) for tail in tails], np.int64)
             for name in ("datatype", "reduction", "root", "nranks", "global_rank")
@@ -171,7 +174,7 @@ class Assembly:
         return columns
 
     def _by_head(self, scan: Scan, heads: list[Origin]) -> dict[str, Numbers]:
-        """The values of heads, as columns by number."""
+        """Return the values of heads as columns, by the number of the head."""
         speaking = [scan.operations["head"], scan.groups["head"], scan.remarks["head"]]
         used = set(numbered(np.concatenate(speaking))[0])
         processes = [self._process(head) if number in used else -1 for number, head in enumerate(heads)]
@@ -192,7 +195,7 @@ class Assembly:
         return -1 if process < 0 else self._threads.setdefault((process, origin.tid), len(self._threads))
 
     def _row(self, place: int, line: OperationLine) -> dict[str, int]:
-        """A line from the line reader, as a row of columns."""
+        """Return an operation line from the line reader as a row. Missing keys are absent values."""
         torn = isinstance(line, nccl_lines.TornLine)
         origin = line.origin
         process = -1 if origin is None else self._process(origin)
@@ -219,7 +222,7 @@ class Assembly:
         return row
 
     def _count(self, columns: Rows, events: list[Event], groups: int) -> None:
-        """Count messages by kind, and store those that belong to no communicator."""
+        """Count messages by kind, and store banners, lines of torch and unknown operations."""
         is_complete = columns["state"] == WHOLE
         self.counts["coll"] += int((is_complete & (columns["kind"] == COLL)).sum())
         self.counts["call"] += int((is_complete & (columns["kind"] == CALL)).sum())
@@ -238,18 +241,22 @@ class Assembly:
                 case nccl_lines.UnknownOpLine():
                     self.unknown_ops[message.name] += 1
                 case nccl_lines.RemarkLine():
-                    pass  # counted where it is kept
+                    pass  # counted when the chronicle adds it to a table
                 case _:
                     self.counts[_COUNT_OF[type(message)]] += 1
 
     def hides_types(self, prints_bytes: Sequence[bool]) -> bool:
-        """Whether some operation line has int8 where that may be any type."""
+        """Return whether some operation line has int8 although the type may be any other type.
+
+        Args:
+            prints_bytes: For each process, whether its version of NCCL may print int8 for any type.
+        """
         return any(prints_bytes[process] for process in self._int8)
 
     def _note_forms(
         self, scan: Scan, heads: list[Origin], operations: list[tuple[int, OperationLine]]
     ) -> None:
-        """Note what operation lines show about the version of NCCL."""
+        """Add the evidence of operation lines on the version of NCCL to their processes."""
         fast = scan.operations
         typed = np.array([tail.datatype != 0 for tail in scan.tails], bool)[fast["tail"]]
         combined = fast["head"].astype(np.int64) * 4 + typed * 2 + (fast["sendbuff"] == 0)
@@ -273,7 +280,7 @@ class Assembly:
                 note_operation_form(process, line, line.op in BYTE_TYPED_OPS)
 
     def _groups(self, scan: Scan, heads: list[Origin], events: list[Event]) -> Groups:
-        """Threads, places and steps of the lines that begin and end groups."""
+        """Return the lines of the block that begin and end groups, in order."""
         fast = scan.groups
         by_head = {n: self._thread(self._process(heads[n]), heads[n]) for n in numbered(fast["head"])[0]}
         threads = [by_head[number] for number in fast["head"].tolist()]

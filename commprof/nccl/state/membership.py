@@ -1,8 +1,8 @@
 """Groups the communicators of all ranks into families, and finds the rank of each process in the job.
 
-A family is one communicator of the job: its members are the uses of it in each process. The world is the largest
-family that has every process once; its ranks are the global ranks. Communicators that match two families get none, with
-the reason.
+A family is one communicator of the job. Its members are the entries of the processes that use this communicator. The
+world is the largest family that contains every process once. The ranks in the world are the global ranks. A
+communicator that matches two families gets no family, but a reason.
 """
 
 from __future__ import annotations
@@ -28,17 +28,23 @@ CROWDED: Final = "several ranks share a process and a device, so they cannot be 
 
 
 class Membership(NamedTuple):
-    """The result of :func:`find_families`: members of each family, and the indices that match more than one."""
+    """The result of :func:`find_families`: the indices of the members of each family, and the ambiguous indices.
+
+    An ambiguous communicator matches more than one family.
+    """
 
     families: tuple[tuple[int, ...], ...]
     ambiguous: tuple[int, ...]
 
 
 class _Logs(NamedTuple):
-    """Facts from all communicators together: the processes that have a rank, the largest size, starts of the job.
+    """Facts about all communicators of the logs together.
 
-    A restart puts a new process on a card that an earlier process of the same file had: ``attempts`` counts the
-    earlier ones, by process. Two processes that live at one time have two cards.
+    Attributes:
+        processes: The processes with a rank in a communicator.
+        largest: The largest number of ranks of a communicator.
+        attempts: For each process, the number of earlier processes of the same file on the same GPU. A restart starts a
+            new process on a GPU that an earlier process used. Two processes that run at the same time use two GPUs.
     """
 
     processes: set[int]
@@ -47,7 +53,7 @@ class _Logs(NamedTuple):
 
     @classmethod
     def of(cls, communicators: Sequence[Communicator]) -> _Logs:
-        """Collect them from the communicators of the logs, in their order."""
+        """Collect the facts from the communicators of the logs, in the order of the logs."""
         ranked = [communicator for communicator in communicators if communicator.rank is not None]
         cards: dict[tuple[object, ...], int] = {}
         attempts: dict[int, int] = {}
@@ -65,11 +71,12 @@ class _Logs(NamedTuple):
 
 
 def find_families(communicators: Sequence[Communicator]) -> Membership:
-    """Group communicators into families, set ``family`` on each member, or ``family_reason``.
+    """Group communicators into families, and set ``family`` or ``family_reason`` on each communicator.
 
-    By commId where there is one; by parent, number of the split and color for split communicators; else by size and
-    order of appearance within each process, where every rank is there exactly once. Two members with one rank in a family
-    mean that communicators look alike: then none of them gets a family, nor does what was split from them.
+    Communicators with a commId are grouped by commId. Split communicators are grouped by parent, number of the split
+    and color. Other communicators are grouped by size and order of appearance within each process. Such a group is a
+    family only if it has every rank exactly once. If two members of a group have the same rank, several communicators
+    look alike. These communicators get no family, and neither do communicators that were split from them.
     """
     members: dict[FamilyKey, list[Communicator]] = {}
     keys: dict[int, FamilyKey] = {}
@@ -105,7 +112,7 @@ def _objection(
     logs: _Logs,
     refused: set[FamilyKey],
 ) -> str | None:
-    """Why the communicators of one key may be more than one family; None where they are one."""
+    """Return the reason why the communicators of one key may be several families; None if they are one family."""
     identity = key[0]
     assert isinstance(identity, tuple)
     if identity[0] == "split" and identity[1] in refused:
@@ -114,7 +121,8 @@ def _objection(
     if len(ranks) < len(group):
         return REPEATED if identity[0] == "id" else LOOK_ALIKE
     if identity[0] in ("plain", "grow") and not _is_complete(group):
-        # The first and largest communicator of every process of the logs is assumed to be one, as the notes say.
+        # The first communicators with the largest size in the logs are assumed to be one communicator if every process
+        # has one of them. The notes of the parse mention this assumption.
         if key[2] == 0 and group[0].nranks == logs.largest and {c.process for c in group} == logs.processes:
             return None
         return INCOMPLETE
@@ -122,7 +130,10 @@ def _objection(
 
 
 def _attempts(group: list[Communicator], logs: _Logs) -> list[list[Communicator]]:
-    """``group`` by start of the job, where each start has every rank once; else ``group`` alone."""
+    """Divide ``group`` by start of the job.
+
+    If a start does not have every rank exactly once, ``group`` is not divided.
+    """
     by_attempt: dict[int, list[Communicator]] = {}
     for communicator in group:
         by_attempt.setdefault(logs.attempts[communicator.process], []).append(communicator)
@@ -134,7 +145,7 @@ def _attempts(group: list[Communicator], logs: _Logs) -> list[list[Communicator]
 
 
 def _is_complete(group: Sequence[Communicator]) -> bool:
-    """Whether every rank is there exactly once."""
+    """Return whether the group has every rank exactly once."""
     size = group[0].nranks or 0
     return len(group) == size and {communicator.rank for communicator in group} == set(range(size))
 
@@ -142,7 +153,7 @@ def _is_complete(group: Sequence[Communicator]) -> bool:
 def _family_key(
     communicator: Communicator, keys: dict[int, FamilyKey], earlier: dict[FamilyKey, int]
 ) -> FamilyKey | None:
-    """A key that is equal in all members of one family and differs between families; None where it is not known."""
+    """Return a key that is equal in all members of one family and differs between families; None if unknown."""
     if communicator.rank is None or communicator.nranks is None:
         return None
     if communicator.api == "ncclCommGrow":
@@ -157,7 +168,8 @@ def _family_key(
         identity = ("split", keys[communicator.parent], communicator.split, communicator.color)
     else:
         identity = ("plain",)
-    # A process may have several ranks, hence the rank; and a split with the same color repeats its commId.
+    # The rank is part of the use, because a process may have several ranks. The uses are counted, because a repeated
+    # split with the same color has the same commId.
     use = ("use", communicator.process, communicator.rank, communicator.nranks, identity)
     nth = earlier.get(use, 0)
     earlier[use] = nth + 1
@@ -165,21 +177,22 @@ def _family_key(
 
 
 class World(NamedTuple):
-    """The family that gives the global ranks of one job: its size, and how many of its ranks the logs hold."""
+    """The family that determines the global ranks of one job: its size, and the number of its ranks in the logs."""
 
     nranks: int
     members: int
 
 
-# A process, and the device where one process holds several ranks.
+# A process, with device and bus id if the process has several ranks.
 Seat = tuple[int, int | None, str | None]
 
 
 def find_global_ranks(communicators: Sequence[Communicator], membership: Membership) -> tuple[World, ...]:
-    """Set ``global_rank`` wherever it can be known, else ``global_rank_reason``; returns the world of each job in the logs.
+    """Set ``global_rank`` or ``global_rank_reason`` on each communicator, and return the world of each job in the logs.
 
-    Processes that share a family belong to one job. Device and bus distinguish the ranks of a process with several ranks.
-    Namesakes (equal host and pid in two files) are two processes where a family holds both, else one.
+    Processes that share a family belong to one job. Device and bus distinguish the ranks of a process with several
+    ranks. Namesakes are processes with equal host and pid in two files. They count as two processes if a family
+    contains both, and as one process otherwise.
     """
     seats = _seats(communicators, membership)
     worlds = []
@@ -213,7 +226,7 @@ def _by_rank(family: Sequence[Communicator]) -> list[Communicator]:
 
 
 def _identities(communicators: Sequence[Communicator], membership: Membership) -> dict[int, int]:
-    """The identity of each process: its namesake, unless a family has two of that name."""
+    """Return the identity of each process: its first namesake, or itself if a family contains two of the namesakes."""
     names = {c.process: c.namesake for c in communicators}
     distinct = set()
     for family in membership.families:
@@ -224,7 +237,7 @@ def _identities(communicators: Sequence[Communicator], membership: Membership) -
 
 
 def _seats(communicators: Sequence[Communicator], membership: Membership) -> dict[int, Seat]:
-    """The seat of each communicator, by index."""
+    """Return the seat of each communicator, by index."""
     identities = _identities(communicators, membership)
     seat_counts = Counter(
         (number, identities[communicators[index].process])
@@ -243,7 +256,7 @@ def _seats(communicators: Sequence[Communicator], membership: Membership) -> dic
 
 
 def _is_crowded(job: Sequence[Communicator], membership: Membership, seats: Mapping[int, Seat]) -> bool:
-    """Whether two ranks of one family share a seat."""
+    """Return whether two ranks of one family share a seat."""
     for number in {c.family for c in job if c.family is not None}:
         its_seats = [seats[index] for index in membership.families[number]]
         if len(set(its_seats)) < len(its_seats):
@@ -252,7 +265,7 @@ def _is_crowded(job: Sequence[Communicator], membership: Membership, seats: Mapp
 
 
 def _jobs(communicators: Sequence[Communicator], membership: Membership) -> list[list[Communicator]]:
-    """The communicators of each job: processes joined by families."""
+    """Return the communicators of each job. Processes that share a family belong to the same job."""
     identities = _identities(communicators, membership)
     joined = {person: person for person in identities.values()}
 
@@ -278,7 +291,7 @@ def _worlds(
     membership: Membership,
     seats: Mapping[int, Seat],
 ) -> list[list[Communicator]]:
-    """The families of ``job`` that have every seat once and are the largest, the earliest first."""
+    """Return the largest families of ``job`` that have every seat once, the earliest family first."""
     taken = {seats[c.index] for c in job if c.rank is not None or seats[c.index][1:] == (None, None)}
     numbers = sorted({c.family for c in job if c.family is not None})
     complete: list[list[Communicator]] = []

@@ -1,4 +1,7 @@
-"""Attributes each printed choice of an algorithm to an operation: NCCL prints neither it nor its communicator."""
+"""Attributes each printed choice of an algorithm to an operation.
+
+NCCL prints a choice without its operation line and without its communicator.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ Flags = npt.NDArray[np.bool_]
 
 
 class _Keys(NamedTuple):
-    """The keys that a choice and its operation share: the run, the operation, and bytes."""
+    """The keys that a choice and its operation line share, as columns: the run of lines, the operation, and bytes."""
 
     run: Numbers
     op: Numbers
@@ -29,17 +32,17 @@ class _Keys(NamedTuple):
 
 
 def attribute_tuning(tuning: pa.Table, ops: pa.Table) -> pa.Table:
-    """``tuning`` with ``comm`` and ``op_line`` filled where order and bytes are unambiguous.
+    """Return ``tuning`` with ``comm`` and ``op_line`` filled if order and bytes are unambiguous.
 
-    A thread prints the COLL lines of one launch, then the choices for them: so its lines fall into runs, of operations
-    followed by choices. Within a run a choice belongs to the operation of its name and bytes. Bytes are those of the
-    whole collective where a time is printed (up to 2.23), else those of one rank's count. Only rank 0 of a communicator
-    prints choices, except for symmetric kernels. Where several operations match, only a communicator that
-    they share is known, not the operation.
+    A thread prints the COLL lines of one launch, and then the choices for these operations. The lines of a thread
+    therefore form runs of operations followed by choices. Within a run, a choice belongs to the operation with the same
+    name and bytes. Choices with a printed time (up to 2.23) have the bytes of the whole collective. Other choices have
+    the bytes of one rank's count. Only rank 0 of a communicator prints choices, except for symmetric kernels. If
+    several operations match, ``op_line`` stays null, and ``comm`` is filled if they share a communicator.
 
     Args:
-        tuning: table ``nccl_tuning``.
-        ops: table ``nccl_ops`` of the same logs.
+        tuning: The table ``nccl_tuning``.
+        ops: The table ``nccl_ops`` of the same logs.
     """
     if tuning.num_rows == 0 or ops.num_rows == 0:
         return tuning
@@ -59,7 +62,7 @@ def attribute_tuning(tuning: pa.Table, ops: pa.Table) -> pa.Table:
     for column, of_size in (("message_bytes", of_whole_collective), ("bytes", ~of_whole_collective)):
         size = numbers_of(ops[column], _NONE)[chosen]
         calls = _Keys(call_runs, op, size)
-        # A call whose bytes are not known matches no choice.
+        # A call with unknown bytes matches no choice.
         for is_named, of_name in ((True, names >= 0), (False, names < 0)):
             for any_rank, of_rank in ((True, every_rank), (False, ~every_rank)):
                 wanted = np.flatnonzero(of_size & of_name & of_rank)
@@ -82,7 +85,7 @@ def attribute_tuning(tuning: pa.Table, ops: pa.Table) -> pa.Table:
 
 
 def _has(ops: pa.Table, name: str, values: set[str]) -> Flags:
-    """Where column ``name`` holds one of ``values``."""
+    """Return for each row whether column ``name`` has one of ``values``."""
     codes, texts = codes_of(ops[name])
     return np.array([*(text in values for text in texts), False], bool)[codes]
 
@@ -90,7 +93,10 @@ def _has(ops: pa.Table, name: str, values: set[str]) -> Flags:
 def _shared_codes(
     of_choices: pa.ChunkedArray, of_calls: pa.ChunkedArray, chosen: Flags
 ) -> tuple[Numbers, Numbers]:
-    """A number for each value of a column, the same in both tables; -1 for null."""
+    """Return a column of both tables as numbers. Equal values have equal numbers in both tables.
+
+    Null is -1 for strings and ``_NONE`` for integers.
+    """
     if not pa.types.is_integer(of_choices.type):
         (codes, texts), (others, more) = codes_of(of_choices), codes_of(of_calls)
         place = {text: number for number, text in enumerate(dict.fromkeys([*texts, *more]))}
@@ -100,7 +106,10 @@ def _shared_codes(
 
 
 def _runs(tuning: pa.Table, ops: pa.Table, chosen: Flags) -> tuple[Numbers, Numbers]:
-    """The run of each choice and of each chosen operation: numbers that are equal within one run of one thread."""
+    """Return the number of the run of each choice and of each chosen operation.
+
+    A run is a sequence of operations and the choices that follow them, in one thread.
+    """
     num_calls = int(chosen.sum())
     thread = np.zeros(num_calls + tuning.num_rows, np.int64)
     for name in _THREAD:
@@ -118,7 +127,7 @@ def _runs(tuning: pa.Table, ops: pa.Table, chosen: Flags) -> tuple[Numbers, Numb
 
 
 def _mixed(codes: Numbers, values: Numbers) -> Numbers:
-    """One number for each pair of a code and a value, from 0 on."""
+    """Return one number for each pair of a code and a value, from 0 on."""
     distinct, number = np.unique(values, return_inverse=True)
     if len(distinct) == 1:
         return codes
@@ -129,14 +138,14 @@ def _mixed(codes: Numbers, values: Numbers) -> Numbers:
 def _pair(
     choices: _Keys, calls: _Keys, comm: Numbers, line: Numbers, by_name: bool
 ) -> tuple[Numbers, Numbers]:
-    """The communicator and the line of the operation of each choice, -1 where that is not known.
+    """Return the communicator and the line of the operation of each choice; -1 for unknown values.
 
     Args:
-        choices: the choices to attribute.
-        calls: the candidate operations.
-        comm: the communicators of these, by number.
-        line: their lines.
-        by_name: whether the choices name the operation.
+        choices: The choices to attribute.
+        calls: The candidate operations.
+        comm: The number of the communicator of each candidate.
+        line: The line of each candidate.
+        by_name: Whether the choices name the operation.
     """
     number = len(choices.run)
     key = _mixed(np.concatenate([choices.run, calls.run]), np.concatenate([choices.size, calls.size]))

@@ -1,4 +1,4 @@
-"""Attributes tuning lines in windows of operations, so that neither table must fit into memory."""
+"""Attributes choices of algorithms to operations in windows, so that the operations need not fit into memory."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pyarrow as pa
 from commprof.nccl.state.tuning_attribution import attribute_tuning
 from commprof.nccl.tables.arrow_columns import codes_of, numbers_of
 
-# A choice follows its operation closely: so many operations before a window are searched again.
+# The number of operations before a window that are searched again. A choice follows its operation closely.
 _OVERLAP: Final = 4096
 NEEDED: Final = (
     "op", "kind", "state", "host", "pid", "tid", "file", "line", "rank", "comm", "bytes", "message_bytes",
@@ -19,12 +19,12 @@ NEEDED: Final = (
 
 
 def attribute_in_windows(tuning: pa.Table, operations: Iterable[pa.Table]) -> pa.Table:
-    """``tuning`` with ``comm`` and ``op_line`` filled as :func:`attribute_tuning` does.
+    """Return ``tuning`` with ``comm`` and ``op_line`` filled in the same way as by :func:`attribute_tuning`.
 
     Args:
-        tuning: table ``nccl_tuning``, in the order of files and lines.
-        operations: the columns ``NEEDED`` of the COLL lines of the processes that print choices, in order, some rows at
-            a time.
+        tuning: The table ``nccl_tuning``, in the order of files and lines.
+        operations: Batches of the COLL lines of the processes that print choices, in order, with the columns
+            ``NEEDED``.
     """
     if not tuning.num_rows:
         return tuning
@@ -45,13 +45,16 @@ def attribute_in_windows(tuning: pa.Table, operations: Iterable[pa.Table]) -> pa
 
 
 def _attributed(tuning: pa.Table, begin: int, end: int, operations: pa.Table) -> pa.Table:
-    """The choices from ``begin`` to ``end``, attributed to ``operations``, after earlier choices have taken theirs."""
+    """Return the choices from ``begin`` to ``end``, attributed to ``operations``.
+
+    Some earlier choices are attributed again first, because they compete for the same operations.
+    """
     first = max(begin - _OVERLAP, 0)
     return attribute_tuning(tuning.slice(first, end - first), operations).slice(begin - first)
 
 
 def _places(table: pa.Table, files: list[str]) -> np.ndarray:
-    """A number for each row that grows with file and line; -1 for files without a choice."""
+    """Return a number for each row that increases with file and line; -1 for files without a choice."""
     number = {file: place for place, file in enumerate(files)}
     codes, texts = codes_of(table["file"])
     place = np.array([*(number.get(text, -1) for text in texts), -1], np.int64)[codes]

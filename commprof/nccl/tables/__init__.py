@@ -1,1 +1,1 @@
-"""The tables of a log, and notes on its missing evidence."""
+"""Builds the tables of a log, and notes on data that the log lacks."""

@@ -1,4 +1,4 @@
-"""Columns of Arrow from plain values and numbers, without :func:`pyarrow.array`, which imports pandas first."""
+"""Converts between Arrow columns and plain values, without :func:`pyarrow.array`, which imports pandas first."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ Column = npt.NDArray[Any]
 
 
 def as_arrow(values: Column, kind: pa.DataType, missing: npt.NDArray[np.bool_] | None = None) -> pa.Array:
-    """``values`` as an Arrow array of numbers, null where ``missing`` is set."""
+    """Return ``values`` as an Arrow array of numbers. Elements are null if ``missing`` is set."""
     data = np.ascontiguousarray(values, kind.to_pandas_dtype())
     return pa.Array.from_buffers(kind, len(data), [_valid(missing), pa.py_buffer(data)])
 
 
 def from_values(values: Sequence[Any], kind: pa.DataType) -> pa.Array:
-    """Numbers or texts as an Arrow array; None is null."""
+    """Return numbers or strings as an Arrow array. None becomes null."""
     missing = np.array([value is None for value in values], bool)
     if not pa.types.is_string(kind):
         numbers = np.array([0 if value is None else value for value in values], kind.to_pandas_dtype())
@@ -32,32 +32,32 @@ def from_values(values: Sequence[Any], kind: pa.DataType) -> pa.Array:
 
 
 def taken(values: Sequence[Any], kind: pa.DataType, numbers: Column) -> pa.Array:
-    """``values`` by number, null for negative numbers."""
+    """Return an Arrow array with the element of ``values`` for each number; null for negative numbers."""
     places = as_arrow(numbers, pa.int64(), numbers < 0)
     return from_values(values, kind).take(places)
 
 
 def codes_of(column: pa.ChunkedArray) -> tuple[npt.NDArray[np.int64], list[Any]]:
-    """A number for each distinct value of ``column``, -1 for null, and the values by number."""
+    """Return ``column`` as the numbers of its distinct values, -1 for null, and the distinct values by number."""
     encoded = column.combine_chunks()
     if not pa.types.is_dictionary(encoded.type):
         encoded = encoded.dictionary_encode()
     codes, values = numbers_of(encoded.indices, -1), encoded.dictionary.to_pylist()
     distinct: dict[Any, int] = {}
     place = [distinct.setdefault(value, len(distinct)) for value in values]
-    if len(distinct) < len(values):  # a dictionary may have one value twice
+    if len(distinct) < len(values):  # a dictionary may contain a value twice
         codes, values = np.array([*place, -1], np.int64)[codes], list(distinct)
     return codes, values
 
 
 def as_numpy(column: pa.Array) -> Column:
-    """The numbers of ``column``, none of which is null, without a copy."""
+    """Return the numbers of ``column`` without a copy. The column must not contain null."""
     kind = np.dtype(column.type.to_pandas_dtype())
     return np.frombuffer(column.buffers()[1], kind)[column.offset : column.offset + len(column)]
 
 
 def numbers_of(column: pa.Array, none: int) -> npt.NDArray[np.int64]:
-    """The integers of ``column``, ``none`` for null."""
+    """Return the integers of ``column``. Null becomes ``none``."""
     if isinstance(column, pa.ChunkedArray):
         column = column.combine_chunks()
     if column.buffers()[1] is None:
@@ -69,7 +69,7 @@ def numbers_of(column: pa.Array, none: int) -> npt.NDArray[np.int64]:
 
 
 def is_null(column: pa.Array) -> npt.NDArray[np.bool_]:
-    """Where ``column`` is null."""
+    """Return for each element of ``column`` whether it is null."""
     if isinstance(column, pa.ChunkedArray):
         column = column.combine_chunks()
     valid = column.buffers()[0]

@@ -1,4 +1,4 @@
-"""Counts repeated numbers, without sorting where they are small."""
+"""Counts repeated numbers. Small numbers are counted without sorting, which is faster."""
 
 from __future__ import annotations
 
@@ -9,17 +9,18 @@ import numpy.typing as npt
 
 Positions = npt.NDArray[np.int64]
 
-_DENSE: Final = 16  # as many numbers for each key are counted faster than keys are sorted
+# Up to this ratio of the largest key to the number of keys, counting is faster than sorting.
+_DENSE: Final = 16
 
 
 def numbered(codes: Positions) -> tuple[list[int], Positions]:
-    """The numbers that occur in ``codes``, and for each code its position among them."""
+    """Return the distinct numbers in ``codes``, and for each code its position in this list."""
     occurs = np.bincount(codes) > 0
     return np.flatnonzero(occurs).tolist(), (np.cumsum(occurs) - 1)[codes]
 
 
 def first_of_each(keys: Positions) -> tuple[Positions, Positions, Positions]:
-    """The distinct keys, the first position of each, and how often it occurs."""
+    """Return the distinct keys, the first position of each key, and the number of times each key occurs."""
     if not len(keys) or int(keys.max()) > _DENSE * len(keys):
         return np.unique(keys, return_index=True, return_counts=True)
     times = np.bincount(keys)

@@ -1,4 +1,4 @@
-"""The census of a log: each physical line has exactly one kind, and kinds without a table have examples."""
+"""Counts the lines of a log by kind. Each physical line has exactly one kind. Kinds without a table have examples."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ _SHOWN_LETTERS: Final = 120
 
 
 class Example(NamedTuple):
-    """One line: its number and its beginning. ``message`` is None where each line is an example of its own."""
+    """An example of a line: its number and its beginning.
+
+    Lines with equal ``message`` count as the same example. If ``message`` is None, each line is a separate example.
+    """
 
     line: int
     text: bytes
@@ -27,9 +30,9 @@ class Example(NamedTuple):
 
 
 class Tally(NamedTuple):
-    """How many lines of a block are of one kind, and the first of them whose messages differ.
+    """The number of lines of one kind in a block, and the first lines with different messages as examples.
 
-    ``forms`` are keys of :data:`commprof.nccl.grammar.versions.FORMS`: which limit the version of NCCL.
+    ``forms`` are keys of :data:`commprof.nccl.grammar.versions.FORMS`, which restrict the possible versions of NCCL.
     """
 
     lines: int
@@ -38,7 +41,7 @@ class Tally(NamedTuple):
 
 
 class Place(NamedTuple):
-    """An example for display: file, line, and the text, shortened, without control characters."""
+    """An example for display: file, line, and the shortened text with escaped control characters."""
 
     file: str
     line: int
@@ -46,7 +49,7 @@ class Place(NamedTuple):
 
 
 class LineKind(NamedTuple):
-    """Lines of one kind. ``understood``: they are recognized; otherwise their form is unknown."""
+    """The lines of one kind in all logs. ``understood``: whether the kind is recognized."""
 
     kind: str
     understood: bool
@@ -55,18 +58,18 @@ class LineKind(NamedTuple):
 
 
 def example_of(line: int, raw: bytes, message: bytes | None) -> Example:
-    """A line as an example; ``message`` as in :class:`Example`, of any length."""
+    """Return a line as an example. ``message`` has the same meaning as in :class:`Example`, and may be long."""
     shown = None if message is None else message[:_SHOWN_BYTES]
     return Example(line, clean_line(raw)[:_SHOWN_BYTES], shown)
 
 
 def headless_example(line: int, raw: bytes) -> Example:
-    """A line without a head as an example: as it is."""
+    """Return a line without a head as an example, without cleaning the text."""
     return Example(line, raw.rstrip(b"\r")[:_SHOWN_BYTES], None)
 
 
 class Tallies:
-    """Counts lines by kind and keeps the first examples, whatever the order in which they come."""
+    """Counts lines by kind and stores the first examples. The lines may be added in any order."""
 
     def __init__(self) -> None:
         self.lines: Counter[str] = Counter()
@@ -74,12 +77,12 @@ class Tallies:
         self._forms: dict[str, set[str]] = {}
 
     def note(self, kind: str, form: str | None) -> None:
-        """Note the form of a message of this kind, which limits the version."""
+        """Store the form of a message of this kind, which restricts the possible versions of NCCL."""
         if form is not None:
             self._forms.setdefault(kind, set()).add(form)
 
     def add_line(self, raw: bytes, messages: Sequence[nccl_lines.Line], line: int) -> None:
-        """Add one line in which these messages were read."""
+        """Add one line, from which the line reader read ``messages``."""
         message = None
         if messages:
             kind = line_kinds.kind_of_messages(messages)
@@ -97,7 +100,13 @@ class Tallies:
             self.add(kind, 1, [example_of(line, raw, message)])
 
     def add(self, kind: str, lines: int, examples: Sequence[Example]) -> None:
-        """Add lines of one kind, with the first of them."""
+        """Add lines of one kind, with the first of them as examples.
+
+        Args:
+            kind: The kind.
+            lines: The number of lines.
+            examples: The first of these lines.
+        """
         self.lines[kind] += lines
         earlier = self._examples.setdefault(kind, [])
         if all(self._has_earlier(kind, each.line) for each in examples):
@@ -110,12 +119,12 @@ class Tallies:
         self._examples[kind] = chosen[:MOST_EXAMPLES]
 
     def _has_earlier(self, kind: str, line: int) -> bool:
-        """Whether there are enough examples of a kind before a line."""
+        """Return whether there are enough examples of a kind before a line."""
         known = self._examples.get(kind, ())
         return len(known) == MOST_EXAMPLES and known[-1].line < line
 
     def tallies(self) -> dict[str, Tally]:
-        """What was added, by kind."""
+        """Return the counts and examples of all lines that were added, by kind."""
         return {
             kind: Tally(count, tuple(self._examples[kind]), frozenset(self._forms.get(kind, ())))
             for kind, count in self.lines.items()
@@ -123,14 +132,14 @@ class Tallies:
 
 
 class Census:
-    """Adds up the tallies of blocks, in any number of files; ``forms`` has, by file, the forms of lines."""
+    """Sums the tallies of blocks of any number of files. ``forms`` contains the forms of the lines of each file."""
 
     def __init__(self) -> None:
         self._by_file: dict[int, Tallies] = {}
         self.forms: dict[int, set[str]] = {}
 
     def add(self, tallies: Mapping[str, Tally], file: int, lines_before: int) -> None:
-        """Add a block of ``file`` after its first ``lines_before`` lines."""
+        """Add the tallies of a block of ``file`` that follows the first ``lines_before`` lines."""
         known = self._by_file.setdefault(file, Tallies())
         for kind, tally in tallies.items():
             moved = [example._replace(line=example.line + lines_before + 1) for example in tally.examples]
@@ -138,18 +147,20 @@ class Census:
             self.forms.setdefault(file, set()).update(tally.forms)
 
     def add_line(self, raw: bytes, messages: Sequence[nccl_lines.Line], file: int, line: int) -> None:
-        """Add a line, counted from 1, that was read outside of its block."""
+        """Add a line that was not counted with its block. ``line`` is its number in the file, from 1."""
         alone = Tallies()
         alone.add_line(raw, messages, line - 1)
         self.add(alone.tallies(), file, 0)
 
     def kinds(self, files: Sequence[str], lines: int, overlong: int = 0) -> tuple[LineKind, ...]:
-        """All kinds: lines in tables first, then recognized, then unrecognized ones, each by falling frequency.
+        """Return all kinds: first lines in tables, then recognized kinds, then unrecognized kinds.
+
+        Recognized and unrecognized kinds are sorted by descending frequency.
 
         Args:
-            files: the files by number.
-            lines: how many lines the logs have.
-            overlong: how many of them were skipped for their length, and passed on as blank ones.
+            files: The names of the files, by number.
+            lines: The number of lines of the logs.
+            overlong: The number of lines that were skipped because they are too long. They were counted as blank lines.
         """
         counts: Counter[str] = Counter()
         examples: dict[str, list[Place]] = {}
@@ -171,7 +182,7 @@ class Census:
 
 
 def printable(text: bytes, letters: int = _SHOWN_LETTERS) -> str:
-    """``text`` with everything escaped that is not printable, truncated to some characters.
+    """Return ``text`` with escaped unprintable characters, truncated to ``letters`` characters.
 
     >>> printable(bytes([27]) + b"[31mred" + bytes([255]))
     '\\\\x1b[31mred\\\\xff'

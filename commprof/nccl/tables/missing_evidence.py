@@ -1,4 +1,4 @@
-"""Notes on what a log lacks, with what to set next time."""
+"""Writes notes on data that a log lacks, with settings for the next log."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ASK_FOR_OPERATIONS = "set NCCL_DEBUG=INFO and NCCL_DEBUG_SUBSYS=INIT,COLL"
 ASK_FOR_FILES = "set NCCL_DEBUG_FILE=<directory>/%h.%p, so that each process has a file of its own"
 
 
-# What to set next time for each reason why a family or a global rank is not known.
+# The advice for each reason why a family or a global rank is unknown.
 _ASK: Final = {
     LOOK_ALIKE: "NCCL prints a commId since 2.16; with an older one, log each process with CALL lines too "
     "(NCCL_DEBUG=TRACE, NCCL_DEBUG_SUBSYS=INIT,COLL,CALL, from 2.13), or align the log with a recorded run.",
@@ -40,7 +40,7 @@ _ASK: Final = {
 class Findings(NamedTuple):
     """The findings of a parse that become notes.
 
-    ``repeated``: lines that stand for several equal ones, and for how many together.
+    ``repeated`` is the number of lines that replace several similar lines, and the number of the replaced lines.
     """
 
     operations: int
@@ -59,14 +59,15 @@ class Findings(NamedTuple):
 
 
 def remarks(findings: Findings, communicators: Iterable[Communicator] = ()) -> tuple[str, ...]:
-    """The notes for ``findings``, the most severe first.
+    """Return the notes for ``findings``, the most severe first.
 
     Args:
-        findings: of the parse.
-        communicators: after families and global ranks were determined: their reasons become notes.
+        findings: The findings of the parse.
+        communicators: The communicators, after families and global ranks were determined. The reasons of unknown
+            families and ranks become notes.
     """
     communicators = tuple(communicators)
-    # What makes counts wrong comes first, then what is not known, then what was left out.
+    # The first notes are about wrong counts, the next about unknown values, and the last about lines that are left out.
     notes = list(findings.troubles)
     if findings.generated:
         notes.append("The log states that it was generated: it is not output of NCCL.")
@@ -96,7 +97,7 @@ def remarks(findings: Findings, communicators: Iterable[Communicator] = ()) -> t
             f"cut: {ASK_FOR_FILES}."
         )
     notes.extend(_unknown_families(communicators))
-    # With communicators the notes on their families say why; without them their number is all that is known.
+    # With ``communicators``, the notes on families already give the reasons. Otherwise only the number is known.
     if findings.ambiguous and not communicators:
         notes.append(
             f"{findings.ambiguous} communicators have the same number of ranks and no commId, so it is not known "
@@ -144,7 +145,7 @@ def _torn(number: int) -> str:
 
 
 def _unknown_families(communicators: Iterable[Communicator]) -> list[str]:
-    """A note for each reason why a family or a global rank is not known, with the number of communicators."""
+    """Return a note for each reason why a family or a global rank is unknown, with the number of communicators."""
     communicators = tuple(communicators)
     families = Counter(c.family_reason for c in communicators if c.family is None and c.family_reason)
     ranks = Counter(
@@ -166,6 +167,6 @@ def _communicators(count: int) -> str:
 
 
 def _is_call_only(communicators: Iterable[Communicator]) -> bool:
-    """Whether every communicator that has an Init line is known from CALL lines alone."""
+    """Return whether all communicators with an Init line are known from CALL lines only."""
     stages = [c.stages for c in communicators if c.stages]
     return bool(stages) and all(stage == {"call"} for stage in stages)

@@ -1,4 +1,4 @@
-"""Buffers the rows of operation lines as numbers: few rows in memory, many on disk."""
+"""Buffers the rows of operation lines as numbers, in memory or, if there are many rows, on disk."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from commprof.errors import LogError
 from commprof.nccl.tables.arrow_columns import Column, as_arrow, as_numpy
 from commprof.schema import Op
 
-# Ops are numbered by their position here.
+# The number of an operation is its position in this tuple.
 OPS: Final[tuple[Op, ...]] = tuple(Op)
 OP_NUMBER: Final = {op: number for number, op in enumerate(OPS)}
 COLL, CALL = range(2)
 KINDS: Final = ("coll", "call")
 WHOLE, TORN = range(2)
 STATES: Final = ("whole", "torn")
-# The number for an absent value: no line prints it in any of these fields.
+# The number for an absent value. No line prints this number in any of the fields.
 NONE: Final = -(2**31)
 
 ROW_TYPES: Final[dict[str, pa.DataType]] = {
@@ -51,12 +51,15 @@ Rows = dict[str, Column]
 
 
 class RowStore:
-    """Keeps batches of rows in order; beyond some ten thousand of them, in a file that is deleted with the buffer."""
+    """A buffer that stores batches of rows in order.
+
+    More than ``_MOST_IN_MEMORY`` rows are stored in a temporary file, which is deleted together with the buffer.
+    """
 
     def __init__(self, scratch: Path | None = None) -> None:
         """
         Args:
-            scratch: an existing directory for the file, the system's for temporary files by default.
+            scratch: An existing directory for the file. The default is the system's directory for temporary files.
         """
         self.num_rows = 0
         self._scratch = scratch
@@ -68,7 +71,7 @@ class RowStore:
         self._is_finished = False
 
     def append(self, rows: Mapping[str, Column]) -> None:
-        """Add rows: one column for each of ``ROW_TYPES``."""
+        """Add rows, given as one column for each of ``ROW_TYPES``."""
         arrays = [as_arrow(rows[name], kind) for name, kind in ROW_TYPES.items()]
         batch = pa.RecordBatch.from_arrays(arrays, schema=_SCHEMA)
         if not batch.num_rows:
@@ -84,7 +87,7 @@ class RowStore:
         self._late[row] = line
 
     def batches(self) -> Iterator[Rows]:
-        """All rows in order, some ten thousand at a time. None can be added then."""
+        """Yield all rows in order, in batches. No rows can be added after this method was called."""
         start = 0
         for batch in self._batches():
             rows: Rows = {
@@ -101,7 +104,7 @@ class RowStore:
             yield rows
 
     def finish(self) -> None:
-        """No rows will be added: from now on several threads may read them."""
+        """Finish the buffer. No more rows can be added, and several threads may read the rows."""
         if self._writer is not None and not self._is_finished:
             if self._pending:
                 self._spill()
@@ -111,7 +114,7 @@ class RowStore:
     def _batches(self) -> Iterator[pa.RecordBatch]:
         self.finish()
         if self._writer is not None:
-            # Not mapped: pages of the file would count as memory of this process.
+            # The file is not mapped, because its pages would count as memory of this process.
             with pa.OSFile(str(self._path()), "rb") as source, pa.ipc.open_file(source) as reader:
                 for number in range(reader.num_record_batches):
                     yield reader.get_batch(number)
@@ -121,7 +124,7 @@ class RowStore:
     def _path(self) -> Path:
         if self._directory is None:
             self._directory = Path(tempfile.mkdtemp(prefix="commprof-", dir=self._scratch))
-            # Removed with the rows.
+            # The directory is removed when the buffer is garbage-collected.
             weakref.finalize(self, shutil.rmtree, self._directory, ignore_errors=True)
         return self._directory / "rows.arrow"
 

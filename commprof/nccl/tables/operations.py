@@ -1,7 +1,7 @@
-"""Operation lines as rows of the ``nccl_ops`` table.
+"""Converts operation lines to rows of the table ``nccl_ops``.
 
-Rows come as numbers, some ten thousand at a time. Ranks, versions and sizes of communicators, which only the
-complete log shows, are joined here by the number of the communicator.
+The rows are read from a buffer as numbers, in batches. Ranks, versions and sizes of communicators are known only after
+the whole log was read. They are joined here, by the number of the communicator or of the process.
 """
 
 from __future__ import annotations
@@ -42,14 +42,20 @@ Numbers = npt.NDArray[np.int64]
 
 
 class Versions(NamedTuple):
-    """By process: the version as text, and whether int8 on AllGather and Broadcast may be any type."""
+    """The version of NCCL of each process as text, and whether int8 on AllGather and Broadcast may mean any type."""
 
     texts: Sequence[str | None]
     prints_bytes: Sequence[bool]
 
 
 class Totals(NamedTuple):
-    """Sums by operation and kind of line: complete lines, those of unknown size, and the bytes of the others' messages."""
+    """Sums over complete lines, by operation and kind of line.
+
+    Attributes:
+        lines: The number of lines.
+        unsized: The number of lines with unknown size.
+        bytes: The sum of the full message sizes of the other lines, in bytes.
+    """
 
     lines: Counter[tuple[str, str]]
     unsized: Counter[tuple[str, str]]
@@ -57,9 +63,9 @@ class Totals(NamedTuple):
 
 
 class OperationTable:
-    """Makes the table ``nccl_ops`` from rows of numbers, some ten thousand rows at a time.
+    """Builds the table ``nccl_ops`` from rows of numbers, batch by batch.
 
-    Strings are dictionaries: they are few, and repeated millions of times.
+    Strings are dictionary-encoded, because there are few distinct strings, which are repeated millions of times.
     """
 
     def __init__(
@@ -77,7 +83,7 @@ class OperationTable:
         )
 
     def table(self, rows: Rows, names: Sequence[str] = NCCL_OPS.names) -> pa.Table:
-        """Columns of ``nccl_ops``, all by default, for some rows."""
+        """Return the columns ``names`` of ``nccl_ops`` for some rows. The default is all columns."""
         process, owner = rows["process"].astype(np.int64), rows["communicator"].astype(np.int64)
         columns: dict[str, pa.Array] = {}
         for make in (self._places, self._owners, self._printed, self._interpreted):
@@ -86,7 +92,7 @@ class OperationTable:
         return pa.table({name: columns[name] for name in names})
 
     def _places(self, rows: Rows, process: Numbers, owner: Numbers) -> dict[str, pa.Array]:
-        """The position of a line and its writer."""
+        """Return the columns with the kind and the position of a line, and its writer."""
         del owner
         processes = self._processes
         return {
@@ -105,7 +111,7 @@ class OperationTable:
         }
 
     def _owners(self, rows: Rows, process: Numbers, owner: Numbers) -> dict[str, pa.Array]:
-        """Columns of the communicator."""
+        """Return the columns with the communicator and the rank."""
         del process
         communicators = self._communicators
         ranks = _numbers([c.rank for c in communicators])[owner]
@@ -123,7 +129,7 @@ class OperationTable:
         }
 
     def _printed(self, rows: Rows, process: Numbers, owner: Numbers) -> dict[str, pa.Array]:
-        """Columns of the printed values, with names for numbers."""
+        """Return the columns with printed values. Numbers of types and reductions are replaced by names."""
         op, code = rows["op"], _type_codes(rows)
         bytewise = np.array([*self._versions.prints_bytes, False], bool)[process]
         hidden = bytewise & (code == 0) & _IS_BYTE_TYPED[op]
@@ -141,29 +147,29 @@ class OperationTable:
         }
 
     def _interpreted(self, rows: Rows, process: Numbers, owner: Numbers) -> dict[str, pa.Array]:
-        """Sizes."""
+        """Return the columns with sizes in bytes."""
         del process
         sizes, messages = self._sizes(rows, owner)
         return {"bytes": _nullable(sizes, pa.int64()), "message_bytes": _nullable(messages, pa.int64())}
 
     def _sizes(self, rows: Rows, owner: Numbers) -> tuple[Numbers, Numbers]:
-        """Bytes that a line prints, and bytes of the full message; NONE where they are not known."""
+        """Return the bytes that a line prints, and the bytes of the full message; NONE for unknown values."""
         code = _type_codes(rows)
         sizes = np.where(code >= 0, rows["elements"] * _ITEM_BYTES[code], NONE)
         factor = np.where(_IS_COUNTED_PER_RANK[rows["op"]], self._nranks[owner], 1)
-        # An edited line may print numbers that no communicator has.
+        # A damaged or edited line may have numbers so large that the product would overflow.
         fits = (code >= 0) & (factor != NONE) & (sizes <= _INT64_MAX // np.maximum(factor, 1))
         return sizes, np.where(fits, sizes * np.where(fits, factor, 1), NONE)
 
     def add_up(self, rows: Rows, totals: Totals) -> None:
-        """Add complete lines, by operation and kind of line."""
+        """Add the complete lines of ``rows`` to ``totals``."""
         complete_rows = np.flatnonzero(rows["state"] == WHOLE)
         _, messages = self._sizes(rows, rows["communicator"].astype(np.int64))
         size = np.maximum(messages[complete_rows], 0)
         key = rows["op"][complete_rows].astype(np.int64) * len(KINDS) + rows["kind"][complete_rows]
         times = np.bincount(key)
         unsized = np.bincount(key, messages[complete_rows] == NONE)
-        # In partial sums, as sums of floating point numbers are exact only up to 2 ** 53.
+        # Three partial sums are used, because bincount sums floating point numbers, which are exact only up to 2 ** 53.
         partial_sums = [np.bincount(key, (size >> shift) & _PART).astype(np.int64) for shift in _SHIFTS]
         for number in np.flatnonzero(times).tolist():
             name = str(OPS[number // len(KINDS)]), KINDS[number % len(KINDS)]
@@ -176,14 +182,14 @@ class OperationTable:
     def _reasons(
         self, rows: Rows, owner: Numbers, no_rank: npt.NDArray[np.bool_], no_world: npt.NDArray[np.bool_]
     ) -> pa.Array:
-        """Why ``rank`` or ``global_rank`` is null, row by row."""
+        """Return for each row the reason why ``rank`` or ``global_rank`` is null."""
         has_init = np.array([*(bool(c.stages) for c in self._communicators), False], bool)[owner]
         conditions = [rows["state"] == TORN, no_rank & ~has_init, no_world]
         return _taken((TORN_LINE, NO_INIT_LINE, NO_WORLD), np.select(conditions, [0, 1, 2], -1))
 
 
 class Operations:
-    """The operation lines of a parse, as table ``nccl_ops``."""
+    """The operation lines of a parse, which can be read or written as table ``nccl_ops``."""
 
     def __init__(self, rows: RowStore, table: OperationTable) -> None:
         self._rows, self._table = rows, table
@@ -192,12 +198,17 @@ class Operations:
         self.num_rows = rows.num_rows
 
     def batches(self, names: Sequence[str] = NCCL_OPS.names) -> Iterator[pa.Table]:
-        """The rows in order, some ten thousand at a time; strings are dictionaries."""
+        """Yield the rows in order, in batches. Strings are dictionary-encoded."""
         for rows in self._rows.batches():
             yield self._table.table(rows, names)
 
     def calls(self, processes: Sequence[int], names: Sequence[str]) -> Iterator[pa.Table]:
-        """The complete COLL lines of some processes, by number, in order."""
+        """Yield the complete COLL lines of some processes, in order.
+
+        Args:
+            processes: The numbers of the processes.
+            names: The columns to return.
+        """
         wanted = np.array(processes, np.int64)
         for rows in self._rows.batches():
             chosen = (rows["kind"] == COLL) & (rows["state"] == WHOLE) & np.isin(rows["process"], wanted)
@@ -205,7 +216,7 @@ class Operations:
                 yield self._table.table({name: column[chosen] for name, column in rows.items()}, names)
 
     def totals(self) -> Totals:
-        """Complete lines and their bytes."""
+        """Return the numbers of complete lines and their bytes, by operation and kind of line."""
         if self._totals is None:
             self._totals = Totals(Counter(), Counter(), Counter())
             for rows in self._rows.batches():
@@ -213,17 +224,17 @@ class Operations:
         return self._totals
 
     def table(self) -> pa.Table:
-        """All rows, in memory; built once."""
+        """Return all rows in memory. The table is built once."""
         if self._all_rows is None:
             batches = [conform("nccl_ops", part) for part in self.batches()]
             self._all_rows = pa.concat_tables(batches) if batches else empty_table("nccl_ops")
         return self._all_rows
 
     def write(self, path: Path) -> None:
-        """Write the rows as Parquet, some ten thousand at a time."""
+        """Write the rows as Parquet, in batches."""
         schema = arrow_schema("nccl_ops")
         texts = [item.name for item in schema if pa.types.is_string(item.type)]
-        # Differences are few bits, which leaves little to compress.
+        # Differences of consecutive integers take few bits, so little is left to compress.
         deltas = {item.name: "DELTA_BINARY_PACKED" for item in schema if pa.types.is_integer(item.type)}
         with ExitStack() as opened:
             writer = None
@@ -240,14 +251,14 @@ class Operations:
                 pq.write_table(empty_table("nccl_ops"), path)
 
     def write_csv(self, path: Path) -> None:
-        """Write the rows as CSV, some ten thousand at a time."""
+        """Write the rows as CSV, in batches."""
         with pa_csv.CSVWriter(path, arrow_schema("nccl_ops")) as writer:
             for part in self.batches():
                 writer.write_table(conform("nccl_ops", part))
 
 
 def _one_ahead(batches: Iterator[pa.Table]) -> Iterator[pa.Table]:
-    """``batches``, each computed while the one before it is used."""
+    """Yield ``batches``. A thread computes the next batch while the caller uses the current one."""
     with ThreadPoolExecutor(1) as thread:
         coming = thread.submit(next, batches, None)
         while (batch := coming.result()) is not None:
@@ -256,13 +267,13 @@ def _one_ahead(batches: Iterator[pa.Table]) -> Iterator[pa.Table]:
 
 
 def _type_codes(rows: Rows) -> Numbers:
-    """The number of each line's type, -1 for a number that no type has."""
+    """Return the number of the element type of each line; -1 for an unknown type."""
     datatype = rows["datatype"].astype(np.int64)
     return np.where((datatype >= 0) & (datatype < len(DATATYPES)), datatype, -1)
 
 
 def _numbers(values: Sequence[int | None]) -> Numbers:
-    """``values`` with one more entry for the number -1; NONE for unknown values."""
+    """Return ``values`` as an array with NONE for None. An additional last element is NONE, for the number -1."""
     return np.array([*(NONE if value is None else value for value in values), NONE], np.int64)
 
 
@@ -271,11 +282,11 @@ def _nullable(values: Column, kind: pa.DataType, none: int = NONE) -> pa.Array:
 
 
 def _taken(texts: Sequence[str | None], numbers: Column) -> pa.DictionaryArray:
-    """``texts`` by number, null for negative numbers."""
+    """Return a dictionary array with the element of ``texts`` for each number; null for negative numbers."""
     distinct = list(dict.fromkeys(text for text in texts if text is not None))
     place = {text: number for number, text in enumerate(distinct)}
     codes = np.array([*(-1 if text is None else place[text] for text in texts), -1], np.int32)
-    # The number -1 takes the last code.
+    # The number -1 selects the last code, which is -1.
     text_codes = codes[np.maximum(numbers, -1)]
     indices = as_arrow(text_codes, pa.int32(), text_codes < 0)
     return pa.DictionaryArray.from_arrays(indices, from_values(distinct, pa.string()))

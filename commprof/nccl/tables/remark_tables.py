@@ -1,4 +1,4 @@
-"""The tables of tuning choices and of messages: warnings and the traces of errors."""
+"""Builds the table of choices of algorithms, and the table of messages (warnings and the traces of errors)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ from commprof.trace.tables import arrow_schema, conform
 
 
 class TuningRows:
-    """Collects choices for the table ``nccl_tuning``; about 40 bytes a row, as logs hold millions of them."""
+    """Collects choices of algorithms for the table ``nccl_tuning``.
+
+    A row takes about 40 bytes, because logs contain millions of them.
+    """
 
     def __init__(self) -> None:
         self._records: dict[TuningLine, int] = {}
@@ -32,9 +35,19 @@ class TuningRows:
         lines: int = 1,
         tid: int | None = None,
     ) -> None:
-        """Add one line; ``process`` and ``file`` by number. Rows of the model are in no table and are dropped.
+        """Add one line, or ``lines`` equal lines. Rows of the model are in no table and are dropped.
 
-        :func:`commprof.nccl.state.tuning_attribution.attribute_tuning` tells the communicator, once all lines are read.
+        :func:`commprof.nccl.state.tuning_attribution.attribute_tuning` finds the communicator after all lines were
+        read.
+
+        Args:
+            process: The number of the process in the registry.
+            communicator: Not used.
+            record: The choice, or a row of the model.
+            file: The number of the file.
+            line: The number of the line in the file.
+            lines: The number of equal lines.
+            tid: The thread that printed the line.
         """
         del communicator
         number = self.number(record)
@@ -43,24 +56,24 @@ class TuningRows:
             self.extend(*(np.full(lines, value) for value in (process, thread, file, line, number)))
 
     def number(self, record: TuningLine | TuningModelLine) -> int:
-        """The number of a choice for :meth:`extend`; -1 for a row of the model."""
+        """Return the number of a choice for :meth:`extend`; -1 for a row of the model."""
         if isinstance(record, TuningModelLine):
             return -1
         return self._records.setdefault(record, len(self._records))
 
     def extend(self, *columns: np.ndarray) -> None:
-        """Add many lines: their processes, threads, files, lines, and the numbers of their choices."""
+        """Add many lines, given as columns: process, thread, file, line, and the number of the choice."""
         for known, column in zip(self._columns.values(), columns, strict=True):
             known.frombytes(np.ascontiguousarray(column, np.int64).tobytes())
 
     def processes(self) -> list[int]:
-        """The processes that print choices, by number."""
+        """Return the numbers of the processes that print choices."""
         return sorted(set(self._columns["process"]))
 
     def table(
         self, processes: Sequence[Process], communicators: Sequence[Communicator], files: Sequence[str]
     ) -> pa.Table:
-        """The table ``nccl_tuning``, in the order of files and lines; ``comm`` and ``op_line`` are null."""
+        """Return the table ``nccl_tuning``, in the order of files and lines. ``comm`` and ``op_line`` are null."""
         del communicators
         numbers = {name: np.frombuffer(column, np.int64) for name, column in self._columns.items()}
         order = np.lexsort((numbers["line"], numbers["file"]))
@@ -98,14 +111,25 @@ class MessageRows:
         tid: int | None = None,
         device: int | None = None,
     ) -> None:
-        """Add one line; ``process`` and ``file`` by number. A message belongs to no communicator."""
+        """Add one line, or ``lines`` equal lines. A message belongs to no communicator.
+
+        Args:
+            process: The number of the process in the registry.
+            communicator: Not used.
+            record: The message.
+            file: The number of the file.
+            line: The number of the line in the file.
+            lines: The number of equal lines.
+            tid: The thread that printed the line.
+            device: The device in the head of the line.
+        """
         del communicator
         self._rows.extend([(process, tid, device, file, line, record)] * lines)
 
     def table(
         self, processes: Sequence[Process], communicators: Sequence[Communicator], files: Sequence[str]
     ) -> pa.Table:
-        """The table ``nccl_messages``, in the order in which the lines were added."""
+        """Return the table ``nccl_messages``, in the order in which the lines were added."""
         del communicators
         rows = [
             message._asdict()

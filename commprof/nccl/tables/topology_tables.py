@@ -1,6 +1,6 @@
-"""The tables of rings, trees and links, from the lines that :mod:`commprof.nccl.grammar.topology` reads.
+"""Builds the tables of rings, trees and links, from the lines that :mod:`commprof.nccl.grammar.topology` reads.
 
-A log may hold millions of such lines. Equal records are stored once, and each line takes a few numbers.
+A log may contain millions of such lines. Equal records are stored once, and each line takes a few numbers.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class TopologyRows:
     """Collects the lines of ``topology.read_topology`` for the tables of rings, trees and links."""
 
     def __init__(self) -> None:
-        self._numbers = array("q")  # as many for each line as there are columns
+        self._numbers = array("q")  # one number per column for each line
         self._records: dict[Topology, int] = {}
 
     def add(
@@ -41,33 +41,38 @@ class TopologyRows:
         lines: int = 1,
         tid: int | None = None,
     ) -> None:
-        """Add one line, or ``lines`` equal ones of which this is the first.
+        """Add one line, or ``lines`` equal lines of which this line is the first.
 
         Args:
-            process: its number in the registry.
-            communicator: number of the communicator that it belongs to; None where it is not known yet: then the
-                thread decides once all lines are read (see :class:`commprof.nccl.state.communicators.Completions`).
-            record: what :func:`commprof.nccl.grammar.topology.read_topology` returned.
-            file: number of the file.
-            line: number of the line in it.
-            lines: how many equal lines.
-            tid: the thread that printed it.
+            process: The number of the process in the registry.
+            communicator: The number of the communicator of the line; None if unknown. In this case the thread
+                determines the communicator after all lines were read (see
+                :class:`commprof.nccl.state.communicators.Completions`).
+            record: The result of :func:`commprof.nccl.grammar.topology.read_topology`.
+            file: The number of the file.
+            line: The number of the line in the file.
+            lines: The number of equal lines.
+            tid: The thread that printed the line; None if unknown.
         """
         owner, thread = _NONE if communicator is None else communicator, _NONE if tid is None else tid
         self._numbers.extend((process, owner, thread, file, line, lines, self.number(record)))
 
     def number(self, record: Topology) -> int:
-        """The number of a record for :meth:`extend`."""
+        """Return the number of a record for :meth:`extend`."""
         return self._records.setdefault(record, len(self._records))
 
     def extend(self, *columns: Numbers) -> None:
-        """Add many lines: processes, communicators and threads (-1: not known), files, lines, how many, records."""
+        """Add many lines, given as columns.
+
+        The columns are process, communicator, thread, file, line, number of equal lines, and number of the record. An
+        unknown communicator or thread is -1.
+        """
         self._numbers.frombytes(np.stack(columns, axis=1).astype(np.int64).tobytes())
 
     def tables(
         self, processes: Sequence[Process], communicators: Sequence[Communicator], files: Sequence[str]
     ) -> dict[str, pa.Table]:
-        """The tables ``nccl_rings``, ``nccl_trees`` and ``nccl_links``."""
+        """Return the tables ``nccl_rings``, ``nccl_trees`` and ``nccl_links``, by name."""
         numbers = np.array(self._numbers, np.int64).reshape(-1, len(_COLUMNS))
         rows = {name: numbers[:, place] for place, name in enumerate(_COLUMNS)}
         rows = _chosen(rows, np.lexsort((rows["line"], rows["file"])))
@@ -86,7 +91,7 @@ def _chosen(rows: _Rows, places: npt.NDArray[Any]) -> _Rows:
 
 
 def _owners(rows: _Rows, communicators: Sequence[Communicator]) -> Numbers:
-    """The communicator of each line, by number; -1 where it is not known."""
+    """Return the number of the communicator of each line; -1 if unknown."""
     owners = rows["owner"].copy()
     completions = Completions(communicators)
     left = np.flatnonzero((owners == _NONE) & (rows["tid"] != _NONE))
@@ -99,12 +104,12 @@ def _owners(rows: _Rows, communicators: Sequence[Communicator]) -> Numbers:
 
 
 def _of_kind(records: Sequence[Topology], kinds: type | tuple[type, ...], rows: _Rows) -> _Rows:
-    """The rows of records of some kinds."""
+    """Return the rows whose records are of some kinds."""
     return _chosen(rows, np.array([isinstance(record, kinds) for record in records], bool)[rows["record"]])
 
 
 def _first_of_each(rows: _Rows, records: int) -> tuple[_Rows, Numbers]:
-    """The first row of each record of a process and communicator, and the number of its lines."""
+    """Return the first row of each record of a process and communicator, and the number of lines with this record."""
     owners = int(rows["owner"].max(initial=0)) + 2
     key = (rows["process"] * owners + rows["owner"] + 1) * max(records, 1) + rows["record"]
     _, first, number = np.unique(key, return_index=True, return_inverse=True)
@@ -117,14 +122,14 @@ def _first_of_each(rows: _Rows, records: int) -> tuple[_Rows, Numbers]:
 def _fields(
     records: Sequence[Any], kind: pa.DataType, names: Sequence[str], number: Numbers
 ) -> dict[str, pa.Array]:
-    """Fields of records, by the number of the record; null where a record has none."""
+    """Return fields of records as columns, by the number of the record; null if a record lacks the field."""
     return {name: taken([getattr(record, name, None) for record in records], kind, number) for name in names}
 
 
 def _rings(
     rows: _Rows, records: Sequence[Topology], communicators: Sequence[Communicator]
 ) -> tuple[_Rows, dict[str, pa.Array]]:
-    """One row per line."""
+    """Return the rows and columns of the table of rings: one row per line."""
     rows = _of_kind(records, (RingOrder, RingNeighbours), rows)
     sizes = np.array([*(c.nranks if c.nranks is not None else _NONE for c in communicators), _NONE], np.int64)
     orders = [record.ranks if isinstance(record, RingOrder) else None for record in records]
@@ -140,7 +145,10 @@ def _rings(
 def _trees(
     rows: _Rows, records: Sequence[Topology], communicators: Sequence[Communicator]
 ) -> tuple[_Rows, dict[str, pa.Array]]:
-    """One row per tree and rank of a communicator, for any number of lines and forms."""
+    """Return the rows and columns of the table of trees: one row per tree and rank of a communicator.
+
+    Several lines, also in different forms, may describe the same tree and rank.
+    """
     del communicators
     numbers: dict[TreeLine, int] = {}
     members: list[list[int]] = []
@@ -162,7 +170,10 @@ def _trees(
 def _links(
     rows: _Rows, records: Sequence[Topology], communicators: Sequence[Communicator]
 ) -> tuple[_Rows, dict[str, pa.Array]]:
-    """One row per link of a communicator, with the number of its lines."""
+    """Return the rows and columns of the table of links: one row per link of a communicator.
+
+    The column ``lines`` is the number of lines with this link.
+    """
     del communicators
     link_rows, times = _first_of_each(_of_kind(records, Link, rows), len(records))
     number = link_rows["record"]
@@ -178,7 +189,7 @@ def _table(
     columns: dict[str, pa.Array],
     known: tuple[Sequence[Process], Sequence[Communicator], Sequence[str]],
 ) -> pa.Table:
-    """The table ``name``, its rows in the order of files and lines."""
+    """Return the table ``name``, in the order of files and lines."""
     processes, communicators, files = known
     shared = {
         "host": taken([process.host for process in processes], pa.string(), rows["process"]),

@@ -1,1 +1,1 @@
-"""What zero_runtime's experimental collectives send: compressed, delayed, or along the axes of a grid."""
+"""The messages of zero_runtime's experimental collectives: compressed, delayed, or along the axes of a grid."""

@@ -1,10 +1,14 @@
-"""The messages that sum gradient buckets by sending them compressed (stages 0 to 2 of zero_runtime).
+"""Predicts the messages that sum compressed gradient buckets (stages 0 to 2 of zero_runtime).
 
-Every rank gathers the payloads of all: C bytes from each of p ranks for a bucket. The lengths of Huffman coded payloads
-are gathered before. With ``hierarchical_compress`` a bucket of n elements is first summed over the h ranks of each host:
-each gets ceil(n / h) elements in fp32. These shares are summed compressed over the ranks with the same position on all
-hosts, and gathered within the host. With ``two_phase`` each of p > 2 ranks receives its share of a bucket by an all_to_all
-of compressed shares, and all gather the sums, compressed again. A share is ceil(n / p) elements, rounded up to blocks.
+For each bucket, every rank gathers the compressed payloads of all p ranks, C bytes from each rank. If the payloads are
+Huffman coded, the ranks first gather their lengths.
+
+With ``hierarchical_compress`` a bucket of n elements is first summed over the h ranks of each host. Each of these
+ranks gets ceil(n / h) elements in fp32. The ranks with the same position on all hosts then sum these shares
+compressed. Finally the ranks of each host gather the shares.
+
+With ``two_phase`` each of p > 2 ranks receives its share of a bucket by an all_to_all of compressed shares. All ranks
+then gather the sums, which are compressed again. A share is ceil(n / p) elements, rounded up to blocks.
 """
 
 from __future__ import annotations
@@ -20,7 +24,7 @@ from commprof.requested.parameters import item_bytes
 from commprof.requested.zero.partition import padded
 from commprof.schema import Op, Purpose
 
-_SHARE_BYTES: Final = 4  # of an element of what a host sums: fp32
+_SHARE_BYTES: Final = 4  # bytes of an fp32 element that the ranks of a host sum
 CODED: Final = "the size of coded payloads, which depends on their values"
 
 
@@ -31,14 +35,14 @@ def compressed_sums(
     world_size: int,
     backend: str,
 ) -> list[Expectation]:
-    """What sums buckets of ``numels`` elements, by operation and group; the caller sets ``when`` and notes.
+    """Return the messages that sum compressed buckets, by operation and group. The caller sets ``when`` and notes.
 
     Args:
-        configuration: what the config says.
-        compression: how gradients are compressed; with ``hierarchical`` the ranks of each host too.
-        numels: elements of each bucket.
-        world_size: ranks that reduce gradients.
-        backend: of their group; gloo has no reduce_scatter of its own.
+        configuration: The settings of the config.
+        compression: The gradient compression. With ``hierarchical``, ``host_ranks`` must be known.
+        numels: The number of elements of each bucket.
+        world_size: The number of ranks that reduce gradients.
+        backend: The backend of the process group. gloo has no native reduce_scatter.
     """
     asked = str(requested_op(configuration))
     size = item_bytes(configuration.communication_dtype)

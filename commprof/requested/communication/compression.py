@@ -1,13 +1,15 @@
-"""The messages that zero_runtime compresses or quantizes: the keys of the config, and the bytes.
+"""The config keys and the sizes of messages that zero_runtime compresses or quantizes.
 
-The keys are zero_runtime's own. Every rank gathers the payloads of all. The payload of a bucket of n elements is
+Only zero_runtime has the keys for compression. Every rank gathers the payloads of all ranks. The payload of a bucket
+of n elements is
 
-* ``topk``: ceil(ratio n) elements of the communication type, and as many places of 4 bytes (8 from 2^31 elements on),
+* ``topk``: ceil(ratio n) elements of the communication type, and as many indices of 4 bytes (8 bytes from 2^31 elements
+  on),
 * ``1bit``: n bits, and an fp32 number for each 2,048 elements,
 * ``2bit``: 2 n bits, and two fp32 numbers for each 2,048 elements.
 
-Huffman coded payloads are padded to the longest of any rank; their lengths (8 bytes each) are gathered before.
-Quantized parameters and gradients (stage 3) take 8 and 4 bits for each element, and an fp32 number for each 256 of them.
+Huffman coded payloads are padded to the longest payload of any rank. The ranks gather their lengths (8 bytes each)
+first. Quantized parameters and gradients have 8 and 4 bits per element, and an fp32 number for each 256 elements.
 """
 
 from __future__ import annotations
@@ -23,38 +25,38 @@ ALGORITHMS: Final = ("topk", "1bit", "2bit", "none")
 BLOCK: Final = 2048  # elements
 _LEVEL_BYTES: Final = 4
 _WIDE_PLACES: Final = 2**31  # elements
-LENGTH_BYTES: Final = 8  # of a coded payload
+LENGTH_BYTES: Final = 8  # bytes of the length of a coded payload
 WEIGHT_BITS: Final = 8
 GRADIENT_BITS: Final = 4
 _QUANTISED_BLOCK: Final = 256  # elements
 
 
 def quantised_bytes(numel: int, bits: int) -> int:
-    """Bytes of ``numel`` elements quantized to ``bits`` bits, with scales."""
+    """Return the bytes of ``numel`` elements that are quantized to ``bits`` bits, including the scales."""
     return -(-numel * bits // 8) + _LEVEL_BYTES * -(-numel // _QUANTISED_BLOCK)
 
 
 def sign_bytes(numel: int, bits: int = 1) -> int:
-    """Bytes of the signs of ``numel`` elements, with a level for each block; with 2 bits two levels."""
+    """Return the bytes of ``numel`` elements in ``bits`` bits, including one fp32 level per block and bit."""
     return -(-numel * bits // 8) + bits * _LEVEL_BYTES * -(-numel // BLOCK)
 
 
 class Compression(NamedTuple):
-    """How gradients are compressed.
+    """The settings of gradient compression.
 
     Attributes:
-        algorithm: one of :data:`ALGORITHMS`, not ``none``.
-        ratio: share of the elements that ``topk`` sends, after its own warm-up.
-        warmup_steps: steps at the start of the training that are not compressed.
-        error_feedback: whether each rank adds what it did not send to the next gradient.
-        coded: payloads are Huffman coded, so that their sizes depend on the values.
-        hierarchical: only what hosts send to each other is compressed.
-        two_phase: whether more than two ranks sum in two phases.
-        host_ranks: ranks of each host, which only the launcher knows; 0 where it is not known.
-        ratio_steps: compressed steps in which the share that ``topk`` sends falls exponentially to ``ratio``.
-        first_ratio: the share in the first of these steps.
-        clips_before: each rank clips its own gradients, and nobody clips their sum.
-        corrects_momentum: each rank stores the momentum of its own gradients.
+        algorithm: A value of :data:`ALGORITHMS` except ``none``.
+        ratio: The share of the elements that ``topk`` sends after its own warm-up.
+        warmup_steps: The number of steps at the start of the training whose gradients are not compressed.
+        error_feedback: Whether each rank adds the residual of a gradient to the next gradient.
+        coded: Whether payloads are Huffman coded, so that their sizes depend on the values.
+        hierarchical: Whether only the messages between hosts are compressed.
+        two_phase: Whether groups of more than two ranks sum in two phases.
+        host_ranks: The number of ranks per host, or 0 if it is not known. The config does not contain this number.
+        ratio_steps: The number of compressed steps in which the share of ``topk`` falls exponentially to ``ratio``.
+        first_ratio: The share in the first of these steps.
+        clips_before: Whether each rank clips its own gradients, and the sum is not clipped.
+        corrects_momentum: Whether each rank stores the momentum of its own gradients.
     """
 
     algorithm: str
@@ -72,11 +74,11 @@ class Compression(NamedTuple):
 
     @property
     def steady_step(self) -> int:
-        """The first step that sends what all later ones do."""
+        """The number of the first step that sends the same messages as all later steps."""
         return self.warmup_steps + self.ratio_steps
 
     def in_step(self, step: int) -> Compression:
-        """How gradients are compressed in step ``step``, after ``warmup_steps``: with the ratio of that step."""
+        """Return the settings with the ratio of step ``step``, which must not be before the end of ``warmup_steps``."""
         done = step - self.warmup_steps
         if done >= self.ratio_steps:
             return self
@@ -84,14 +86,17 @@ class Compression(NamedTuple):
         return self._replace(ratio=ratio)
 
     def payload_bytes(self, numel: int, item_bytes: int) -> int:
-        """Bytes of ``numel`` compressed elements of one rank, each of ``item_bytes`` uncompressed."""
+        """Return the bytes of ``numel`` compressed elements of one rank.
+
+        ``item_bytes`` is the size of an element before compression.
+        """
         if self.algorithm == "topk":
             places = 4 if numel < _WIDE_PLACES else 8
             return min(numel, max(1, ceil(self.ratio * numel))) * (item_bytes + places)
         return sign_bytes(numel, 1 if self.algorithm == "1bit" else 2)
 
     def refuse_unknown_hosts(self, world_size: int) -> None:
-        """Raise UnsupportedError where it is not known how many ranks each host has, and that decides what is sent."""
+        """Raise UnsupportedError if the messages depend on the number of ranks per host and it is not known."""
         if self.hierarchical and (not self.host_ranks or world_size % self.host_ranks):
             raise UnsupportedError(
                 "gradient_compression.hierarchical_compress",
@@ -101,7 +106,7 @@ class Compression(NamedTuple):
 
 
 def read_compression(config: Mapping[str, Any]) -> Compression | None:
-    """How ``config`` compresses gradients; None where it does not.
+    """Return the gradient compression of ``config``, or None if it does not compress gradients.
 
     Raises:
         RequestedError: a key has a value of the wrong type or outside its range.

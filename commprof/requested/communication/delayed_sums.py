@@ -1,7 +1,8 @@
-"""Sums of gradients that may be late (``communication.bounded_delay`` of zero_runtime, stage 0).
+"""Predicts the messages of gradient sums with a bounded delay (``communication.bounded_delay``, zero_runtime, stage 0).
 
-Each rank sends its gradients to every other one in the step that computes them, and sums what it receives some steps later.
-No other collective synchronizes the ranks: all compute the norm from the same gradients, without a message.
+Each rank sends its gradients to every other rank in the step that computes them. Some steps later, each rank sums the
+gradients that it received. No other collective synchronizes the ranks. All ranks compute the norm from the same
+gradients, which needs no message.
 """
 
 from __future__ import annotations
@@ -13,12 +14,12 @@ from commprof.schema import Op, Purpose
 
 
 def late_sums(rows: Iterable[Expectation], delay: int, world_size: int) -> list[Expectation]:
-    """``rows`` of a step, as they are sent with a ``delay`` of so many steps; 0 leaves them as they are.
+    """Return the messages of a step with a bounded delay. A ``delay`` of 0 leaves ``rows`` unchanged.
 
     Args:
-        rows: of stage 0.
-        delay: of ``bounded_delay``.
-        world_size: ranks that average gradients.
+        rows: The messages of stage 0 without a delay.
+        delay: The value of ``bounded_delay`` in steps.
+        world_size: The number of ranks that average gradients.
     """
     if not delay:
         return list(rows)

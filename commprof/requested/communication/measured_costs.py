@@ -1,9 +1,10 @@
-"""Which messages go along the axes of a grid, by measured costs (``communication.calibration``).
+"""Decides from measured costs which messages are sent along the axes of a grid (``communication.calibration``).
 
-An operation on S bytes (of nccl-tests) among n ranks takes alpha + S f(n) / B, with f the bus factor of nccl-tests: 2(n-1)/n
-of an all_reduce, (n-1)/n of the others. A message goes along the axes where the sum over its operations is below the time
-of the plain collective. Groups of one axis that share a host's links count with that many times their bytes.
-Alpha and B are from the files of ``commprof calibrate``, or what the runtime published of them.
+An operation on S bytes (as in nccl-tests) among n ranks takes alpha + S f(n) / B. f is the bus factor of nccl-tests:
+2(n-1)/n for an all_reduce, and (n-1)/n for the other operations. A message is sent along the axes if the total time of
+the operations along the axes is below the time of the plain collective. If several groups of one axis share a host's
+links, the bytes are multiplied by the number of these groups. Alpha and B are from the files of
+``commprof calibrate``, or from the values that the runtime published from these files.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ BANDWIDTH_SHARE: Final = 0.9
 
 
 class Cost(NamedTuple):
-    """Latency of an operation, and its time per byte at a bus factor of 1."""
+    """The latency of an operation in ns, and its time per byte in ns at a bus factor of 1."""
 
     alpha_ns: float
     bus_ns_per_byte: float
@@ -37,9 +38,9 @@ class Costs(NamedTuple):
     """The costs of all operations on a grid.
 
     Attributes:
-        world: among all ranks.
-        axes: among those of a group of each axis, outermost first.
-        sharing: groups of each axis that share one host's links.
+        world: The costs among all ranks.
+        axes: The costs among the ranks of a group, for each axis, outermost first.
+        sharing: For each axis, the number of groups that share one host's links.
     """
 
     world: Table
@@ -47,13 +48,13 @@ class Costs(NamedTuple):
     sharing: Sequence[int]
 
     def goes_along(self, op: Op, payload_bytes: int, sizes: Sequence[int], *, exchanges: bool) -> bool:
-        """Whether a message goes along axes of ``sizes``.
+        """Return whether a message is sent along the axes of a grid.
 
         Args:
-            op: all_reduce, reduce_scatter or all_gather, the intended operation.
-            payload_bytes: of the whole message.
-            sizes: ranks along each axis, outermost first.
-            exchanges: whether a reduce_scatter is issued as an all_to_all.
+            op: The intended operation: all_reduce, reduce_scatter or all_gather.
+            payload_bytes: The payload of the full message in bytes.
+            sizes: The number of ranks along each axis, outermost first.
+            exchanges: Whether a reduce_scatter is issued as an all_to_all.
         """
         plain = _time_ns(self.world, op, payload_bytes, prod(sizes), exchanges)
         along, left = 0.0, float(payload_bytes)
@@ -70,7 +71,10 @@ class Costs(NamedTuple):
 
 
 def smallest_payload(cost: Cost, op: Op, ranks: int) -> float:
-    """The bytes from which ``op`` reaches :data:`BANDWIDTH_SHARE` of its bandwidth: p / (1 - p) alpha beta."""
+    """Return the bytes at which ``op`` reaches the share p = :data:`BANDWIDTH_SHARE` of its bandwidth.
+
+    The result is p / (1 - p) alpha beta, where beta is the bandwidth.
+    """
     share = BANDWIDTH_SHARE / (1 - BANDWIDTH_SHARE)
     return share * cost.alpha_ns / (_factor(op, ranks) * cost.bus_ns_per_byte)
 
@@ -88,16 +92,18 @@ def _time_ns(table: Table, op: Op, payload_bytes: float, ranks: int, exchanges: 
 def costs_of(
     config: Mapping[str, Any], sizes: Sequence[int], host_ranks: int | None, published: object = None
 ) -> Costs | None:
-    """The costs that decide which way messages go; None where every message goes along the axes, or none does.
+    """Return the costs that decide whether a message is sent along the axes.
+
+    The result is None if no decision is needed, because either all messages or no messages are sent along the axes.
 
     Args:
-        config: the whole config.
-        sizes: ranks along each axis.
-        host_ranks: ranks of each host, which follow one another; None where that is not known.
-        published: the costs that a run has read and published; None reads the files.
+        config: The full config.
+        sizes: The number of ranks along each axis.
+        host_ranks: The number of consecutive ranks on each host, or None if it is not known.
+        published: The costs that a run has read and published. None reads the files.
 
     Raises:
-        UnsupportedError: they cannot be known.
+        UnsupportedError: the costs cannot be determined.
     """
     files = section(config, "communication").get("calibration")
     if len(sizes) < 2 or not files:
@@ -115,7 +121,7 @@ def costs_of(
 
 
 def _published_costs(published: object, axes: int, files: object) -> Costs:
-    """The costs that a run has published: ``world``, ``axes`` and ``sharing``, an operation being two numbers."""
+    """Return the costs that a run published as ``world``, ``axes`` and ``sharing``, with two numbers per operation."""
     try:
         content: Any = published
         tables = [
@@ -132,10 +138,10 @@ def _published_costs(published: object, axes: int, files: object) -> Costs:
 
 
 def read_costs(path: str, wanted: Sequence[Op] = OPS) -> Table:
-    """The costs of the ``wanted`` operations in a file of ``commprof calibrate``.
+    """Return the costs of the ``wanted`` operations from a file of ``commprof calibrate``.
 
     Raises:
-        UnsupportedError: it cannot be read here, or has no fitted times of one of them.
+        UnsupportedError: the file cannot be read here, or it has no fitted times for one of the operations.
     """
     try:
         ops = json.loads(Path(path).read_bytes())["ops"]
@@ -152,7 +158,7 @@ def read_costs(path: str, wanted: Sequence[Op] = OPS) -> Table:
 
 
 def _sharing(sizes: Sequence[int], host_ranks: int) -> tuple[int, ...]:
-    """Groups of each axis that have ranks on one host, as many as on the host with the most."""
+    """Return for each axis the largest number of groups that have ranks on the same host."""
     most_on_a_host = []
     for axis, size in enumerate(sizes):
         stride = prod(sizes[axis + 1 :])

@@ -1,11 +1,12 @@
-"""The messages of optimizers that exchange signs instead of gradients (zero_runtime's 1-bit Adam, 1-bit Lamb, 0/1 Adam).
+"""The messages of optimizers that exchange signs, not gradients (zero_runtime's 1-bit Adam, 1-bit Lamb, 0/1 Adam).
 
-A step is of one of three kinds: it sends full gradients, as at stage 0; or the signs of what the optimizer computes from
-them; or nothing. Source: Tang et al. (arXiv:2102.02888), Li et al. (arXiv:2104.06069), Lu et al. (arXiv:2202.06009).
+There are three kinds of steps. A step sends full gradients, as at stage 0, or the signs of values that the optimizer
+computes from gradients, or nothing. Source: Tang et al. (arXiv:2102.02888), Li et al. (arXiv:2104.06069), Lu et al.
+(arXiv:2202.06009).
 
-The signs of N numbers, with an fp32 magnitude for every 2,048 of them, go to every rank in one all_gather on two ranks. On
-n > 2 ranks each rank gets the signs of its n-th of the numbers by an all_to_all, and all gather the signs of the means; an
-n-th is ceil(N / n) numbers, rounded up to blocks of 2,048.
+The signs of N numbers include an fp32 magnitude for every 2,048 numbers. On two ranks, one all_gather sends them to
+every rank. On n > 2 ranks, each rank first receives the signs of its n-th of the numbers by an all_to_all. All ranks
+then gather the signs of the means. An n-th is ceil(N / n) numbers, rounded up to blocks of 2,048.
 """
 
 from __future__ import annotations
@@ -29,9 +30,10 @@ Kind = Literal["whole", "signs", "nothing"]
 
 
 def kind_of_step(config: Mapping[str, Any], step: int) -> Kind:
-    """What optimizer step ``step``, from 0, of a config with one of :data:`NAMES` sends.
+    """Return the kind of optimizer step ``step``, counted from 0. The optimizer must be one of :data:`NAMES`.
 
-    Steps that are skipped because a gradient overflowed do not count: the next one has their number.
+    Steps that are skipped because a gradient overflowed do not count, so the next step has the number of the skipped
+    step.
 
     Raises:
         RequestedError: an argument of the optimizer is not a number.
@@ -50,7 +52,7 @@ def kind_of_step(config: Mapping[str, Any], step: int) -> Kind:
 
 
 def steady_step(config: Mapping[str, Any]) -> int:
-    """The first step with messages after the second moment is frozen."""
+    """Return the number of the first step with messages after the second moment is frozen."""
     params = section(section(config, "optimizer"), "params")
     zero_one = str(section(config, "optimizer").get("type")).lower() == ZERO_ONE
     return _number(params, "var_freeze_step" if zero_one else "freeze_step", _FREEZE)
@@ -61,7 +63,10 @@ def _number(params: Mapping[str, Any], name: str, default: int) -> int:
 
 
 def _measured(number: int, each: int) -> bool:
-    """Whether step ``number``, from 1, is among those 1, 2, 4, ... apart, ``each`` of every distance."""
+    """Return whether step ``number``, counted from 1, sends full gradients to update the second moment.
+
+    These steps are first 1 step apart, then 2, 4 and so on. There are ``each`` such steps for every distance.
+    """
     last, distance = 0, 1
     while last < number:
         first = padded(last + 1, distance)
@@ -73,7 +78,7 @@ def _measured(number: int, each: int) -> bool:
 
 
 def sign_messages(parameters: Sequence[Parameter], world_size: int) -> list[Expectation]:
-    """The messages that send means as signs, in a step that sends them."""
+    """Return the messages of a step that sends signs."""
     numel = sum(each.numel for group in trained_groups(parameters) for each in group)
     if world_size == 1 or not numel:
         return []
@@ -91,7 +96,7 @@ def sign_messages(parameters: Sequence[Parameter], world_size: int) -> list[Expe
 
 
 def refuse_unknown(config: Mapping[str, Any], stage: int) -> None:
-    """Raise UnsupportedError where an optimizer of :data:`NAMES` is refused by the runtime."""
+    """Raise UnsupportedError if the runtime refuses an optimizer of :data:`NAMES` at this ``stage``."""
     kind = section(config, "optimizer").get("type")
     if stage:
         raise UnsupportedError("optimizer.type", kind, "it works at stage 0 only")

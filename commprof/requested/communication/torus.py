@@ -1,14 +1,15 @@
-"""Gradient sums and parameter gathers that go along the axes of a grid of ranks (``communication.topology``).
+"""Gradient sums and parameter gathers along the axes of a grid of ranks (``communication.topology``).
 
-Only zero_runtime does it. Ranks are numbered along the last axis first. A message of S bytes becomes, in this order:
+Only zero_runtime supports this. Rank numbers increase along the last axis first. Each collective is composed of smaller
+collectives, in this order:
 
-* all_reduce: a reduce_scatter along every axis but the first, the last one first, each of the previous result; an
-  all_reduce along the first; all_gathers along the axes in reverse. It is padded to a multiple of the ranks of all axes
-  but the first;
-* reduce_scatter: a reduce_scatter along every axis, the last one first;
-* all_gather: an all_gather along every axis, the first one first.
+* all_reduce: First, reduce_scatters along all axes but the first, from the last axis to the second. Each takes the
+  result of the previous one. Then an all_reduce along the first axis. Then all_gathers along the same axes in reverse
+  order. The message is padded to a multiple of the number of ranks of all axes but the first.
+* reduce_scatter: A reduce_scatter along every axis, from the last axis to the first.
+* all_gather: An all_gather along every axis, from the first axis to the last.
 
-A reduce_scatter is an all_to_all where the runtime issues it as one.
+A reduce_scatter is an all_to_all if the runtime issues it as an all_to_all.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ _SCATTERS: Final = (Op.REDUCE_SCATTER, Op.ALL_TO_ALL)
 _KEY: Final = "communication.topology"
 AUTO: Final = "auto"
 _MOST_AXES: Final = 3
-_LARGEST_ITEM: Final = 8  # bytes of an element; a message is padded by less than one for each rank
+_LARGEST_ITEM: Final = 8  # bytes of the largest element; padding is less than one element per rank
 _UNKNOWN_SIZES: Final = "which messages go along the axes, by their sizes and measured costs"
 
 
@@ -38,9 +39,9 @@ class _Leg(NamedTuple):
     """One message of a composed collective.
 
     Attributes:
-        axis: along which it goes; 0 is the outermost.
-        op: as :class:`Op` names it; a reduce_scatter may be issued as an all_to_all.
-        part: 1 / this share of the whole message.
+        axis: The axis along which the message is sent. 0 is the outermost axis.
+        op: The operation. A reduce_scatter may be issued as an all_to_all.
+        part: The divisor of the size: the message has 1 / ``part`` of the bytes of the composed collective.
     """
 
     axis: int
@@ -51,17 +52,17 @@ class _Leg(NamedTuple):
 def sizes_of(
     config: Mapping[str, Any], world_size: int, host_ranks: int | None, seen: Sizes | None = None
 ) -> Sizes:
-    """The ranks along each axis, outermost first; a single number where collectives are plain.
+    """Return the number of ranks along each axis, outermost first. One axis means that collectives are plain.
 
     Args:
-        config: the whole config.
-        world_size: all ranks.
-        host_ranks: ranks of each host; None where that is not known.
-        seen: the axes of the groups of a run, which show its hosts; None without a run.
+        config: The full config.
+        world_size: The number of all ranks.
+        host_ranks: The number of ranks per host, or None if it is not known.
+        seen: The sizes of the axes that the groups of a run show, or None without a run.
 
     Raises:
-        RequestedError: the sizes do not multiply to the ranks, or the key has another value than it may have.
-        UnsupportedError: it depends on hosts that are not known.
+        RequestedError: the product of the sizes is not the number of ranks, or the key has an invalid value.
+        UnsupportedError: the sizes depend on the number of ranks per host, which is not known.
     """
     topology = section(config, "communication").get("topology")
     if topology is None or topology == 1 or world_size == 1:
@@ -86,7 +87,10 @@ def sizes_of(
 
 
 def _cut_to_hosts(world_size: int, axes: int, host_ranks: int) -> Sizes:
-    """Up to ``axes`` axes, as many as possible: the last one is a host where there are several, else as even as possible."""
+    """Return the sizes of at most ``axes`` axes, with as many axes as possible.
+
+    With several hosts, one axis boundary separates the hosts. All other sizes are as equal as possible.
+    """
     for wanted in range(axes, 1, -1):
         if not 1 < host_ranks < world_size:
             axis_sizes = _most_even(world_size, wanted)
@@ -104,7 +108,10 @@ def _cut_to_hosts(world_size: int, axes: int, host_ranks: int) -> Sizes:
 
 
 def _most_even(number: int, factors: int) -> Sizes:
-    """``number`` as ``factors`` rising factors above 1, the largest as small as possible; empty where there are none."""
+    """Return ``number`` as a product of ``factors`` factors above 1, in increasing order.
+
+    The largest factor is as small as possible. The result is empty if there are no such factors.
+    """
     if factors == 1:
         return (number,) if number > 1 else ()
     candidates: list[Sizes] = []
@@ -123,14 +130,15 @@ def composed(
     exchanges: bool,
     costs: Costs | None = None,
 ) -> list[Expectation]:
-    """``rows`` as they go along the axes.
+    """Return ``rows`` with the messages that are sent along the axes composed of smaller messages.
 
     Args:
-        rows: as they would be among all ranks.
-        sizes: of the axes, outermost first, all above 1; a single one leaves all as it is.
-        items: bytes of an element of what an all_reduce sums, by purpose.
-        exchanges: whether a reduce_scatter is issued as an all_to_all.
-        costs: by which each message goes along the axes or not; None has every one do so.
+        rows: The messages as they would be sent among all ranks.
+        sizes: The sizes of the axes, outermost first, all above 1. A single axis leaves the rows unchanged.
+        items: The bytes of an element that an all_reduce sums, by purpose.
+        exchanges: Whether a reduce_scatter is issued as an all_to_all.
+        costs: The costs that decide for each message whether it is sent along the axes. None sends all messages along
+            the axes.
     """
     listed = list(rows)
     if len(sizes) < 2:
@@ -147,11 +155,11 @@ def composed(
 
 
 def _travels(row: Expectation) -> bool:
-    """Whether these are messages of a kind that goes along axes."""
+    """Return whether messages of this kind are sent along the axes."""
     if row.purpose not in _TRAVELS or row.group_size is not None or row.groups is not None:
         return False
     if row.issued_op == Op.REDUCE_SCATTER and any(len(set(each)) > 1 for each in row.payloads):
-        return False  # a list of rows that differ in length
+        return False  # the rows differ in length, which only a list of tensors allows
     if row.issued_op in _SCATTERS:
         # An all_to_all without row sizes is not a replacement of a reduce_scatter.
         return bool(row.payload_bytes) and bool(_rows_of(row))
@@ -165,9 +173,9 @@ def _rows_of(row: Expectation) -> list[tuple[int, ...]]:
 def _chosen(
     row: Expectation, sizes: Sizes, costs: Costs, exchanges: bool
 ) -> tuple[Expectation | None, Expectation | None]:
-    """The messages of ``row`` that go along the axes, and those that go among all ranks at once.
+    """Return the messages of ``row`` that are sent along the axes, and those that are sent among all ranks at once.
 
-    Where the sizes of single messages are not certain, how many go which way is an estimate.
+    If the sizes of single messages are not certain, this division is an estimate.
     """
     op = Op.REDUCE_SCATTER if row.issued_op in _SCATTERS else Op(row.issued_op)
     ways: dict[bool, list[tuple[int, ...]]] = {True: [], False: []}
@@ -207,7 +215,7 @@ def _composed(
     legs = _legs_of_all_reduce(sizes) if row.issued_op == Op.ALL_REDUCE else _legs_of_all_gather(sizes)
     unit = prod(sizes[1:]) * items[Purpose(row.purpose)] if row.issued_op == Op.ALL_REDUCE else 1
     payloads = [padded(sum(each), unit) for each in row.payloads]
-    # How much padding there is depends on how gradients are split, where that is not known.
+    # The amount of padding depends on the division of gradients into messages, which may be unknown.
     sure = row.bytes_exact and (row.exact or sum(payloads) == row.payload_bytes)
     most = row.most_bytes
     if row.bytes_exact and not sure:
@@ -252,7 +260,10 @@ def _leg_row(
 
 
 def _scattered(row: Expectation, messages: Sequence[Sequence[int]], sizes: Sizes) -> list[Expectation]:
-    """A reduce_scatter of rows, whose bytes ``messages`` list; the position of a rank decides what remains."""
+    """Return the messages of a reduce_scatter along every axis. ``messages`` contains the bytes of each row.
+
+    The sizes of later messages depend on the position of a rank, because rows may differ in length.
+    """
     scattered = []
     for axis in range(len(sizes) - 1, -1, -1):
         stride = prod(sizes[axis + 1 :])
@@ -277,12 +288,12 @@ def _scattered(row: Expectation, messages: Sequence[Sequence[int]], sizes: Sizes
 
 
 def _row_bytes(payload: tuple[int, ...], ranks: int) -> Sequence[int]:
-    """The bytes of each rank's row of a message: equal ones where only its sum is known."""
+    """Return the bytes of each rank's row of a message. If only the sum is known, the rows are equal."""
     return payload if len(payload) > 1 else [payload[0] // ranks] * ranks
 
 
 def lines(sizes: Sizes, axis: int) -> tuple[tuple[int, ...], ...]:
-    """The ranks of each group along ``axis``: those that differ in that coordinate alone.
+    """Return the ranks of each group along ``axis``. The ranks of a group differ only in this coordinate.
 
     >>> lines((2, 3), 0)
     ((0, 3), (1, 4), (2, 5))

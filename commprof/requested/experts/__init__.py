@@ -1,1 +1,1 @@
-"""Expert parallelism as DeepSpeed's ``MoE`` layer has it: groups of ranks, capacity, and the messages of tokens."""
+"""Expert parallelism as in DeepSpeed's ``MoE`` layer: groups of ranks, capacity, and messages that carry tokens."""

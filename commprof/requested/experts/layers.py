@@ -1,14 +1,16 @@
-"""What a layer of experts sends: its tokens to the ranks with the experts, and the results back.
+"""Predicts the messages of an expert layer, which sends tokens to the ranks with the experts, and the results back.
 
-Each rank fills a buffer of [experts, capacity, hidden]: ``capacity`` slots for each expert, empty ones included. An
-all_to_all with equal splits takes it to the ranks with the experts, another one brings the results back. Both are repeated
-for the gradients. So the bytes follow from the capacity, not from the choices of the gate:
+Each rank fills a buffer of [experts, capacity, hidden]. It has ``capacity`` slots for each expert, including empty
+slots. An all_to_all with equal splits sends the buffer to the ranks with the experts. A second all_to_all returns the
+results. Both are repeated for the gradients. The bytes therefore follow from the capacity, not from the choices of the
+gate:
 
     capacity = max(ceil(tokens / experts x capacity_factor x k), min_capacity)
 
-Without dropping (``drop_tokens: false``) the capacity is the largest number of tokens that a rank of the expert-parallel
-group has for one expert. The ranks agree on it by an all_reduce of one int64. Source: DeepSpeed 0.19.8,
-``moe/sharded_moe.py``: ``_capacity``, ``top1gating``, ``top2gating``, ``topkgating`` and ``MOELayer.forward``.
+Without dropping (``drop_tokens: false``) the capacity is the largest number of tokens that a rank of the
+expert-parallel group has for one expert. The ranks agree on the capacity by an all_reduce of one int64. Source:
+DeepSpeed 0.19.8, ``moe/sharded_moe.py``: ``_capacity``, ``top1gating``, ``top2gating``, ``topkgating`` and
+``MOELayer.forward``.
 """
 
 from __future__ import annotations
@@ -34,22 +36,24 @@ _AUTOCAST: Final = (
 
 
 class ExpertLayer(NamedTuple):
-    """One layer of experts, as the table ``expert_layers`` has it, with the tokens that it works on.
+    """One expert layer, as in the table ``expert_layers``, with the number of its tokens.
 
     Attributes:
-        layer: qualified name of the module.
-        num_experts: of all ranks of an expert-parallel group.
-        ep_size: ranks of that group.
-        k: experts of each token.
-        capacity_factor: slots of an expert, as a multiple of its share of the tokens.
-        min_capacity: least number of slots.
-        drop_tokens: whether tokens beyond the capacity are dropped; else the capacity grows.
-        hidden: elements of a token.
-        tokens: of each rank in one forward pass.
-        forwards: forward passes in one micro-batch; 2 where activation checkpointing repeats it.
-        skew: load of the fullest expert as a multiple of the mean; 1 for an even spread.
-        sent_bytes: of an element of a token on its way to the experts, where records say it; None for that of the model.
-        returned_bytes: the same of the results.
+        layer: The qualified name of the module.
+        num_experts: The number of experts of all ranks of an expert-parallel group.
+        ep_size: The number of ranks of an expert-parallel group.
+        k: The number of experts that process each token.
+        capacity_factor: The number of slots of an expert as a multiple of its share of the tokens.
+        min_capacity: The minimum number of slots.
+        drop_tokens: Whether tokens beyond the capacity are dropped. If not, the capacity grows.
+        hidden: The number of elements of a token.
+        tokens: The number of tokens of each rank in one forward pass.
+        forwards: The number of forward passes in one micro-batch, which is 2 if activation checkpointing repeats the
+            pass.
+        skew: The load of the fullest expert as a multiple of the mean. 1 means an even spread.
+        sent_bytes: The recorded bytes of a token's element on the way to the experts, or None for the bytes in the
+            model.
+        returned_bytes: The recorded bytes of a result's element, or None for the bytes in the model.
     """
 
     layer: str
@@ -68,13 +72,16 @@ class ExpertLayer(NamedTuple):
 
     @property
     def capacity(self) -> int:
-        """Slots of each expert and source rank. Without dropping: those that the fullest expert at ``skew`` needs."""
+        """The number of slots of each expert per source rank.
+
+        If tokens are not dropped, this is the number of slots that the fullest expert needs at ``skew``.
+        """
         if not self.drop_tokens:
             return min(self.tokens, math.ceil(self.skew * self.tokens * self.k / self.num_experts))
         return capacity(self.tokens, self.num_experts, self.capacity_factor, self.k, self.min_capacity)
 
     def check(self) -> None:
-        """Raise RequestedError where the sizes do not fit together."""
+        """Raise RequestedError if the sizes are not consistent."""
         if self.ep_size < 1 or self.num_experts < 1 or self.num_experts % self.ep_size:
             raise RequestedError(
                 f"layer {self.layer} has {self.num_experts} experts and ep_size {self.ep_size}; "
@@ -87,7 +94,7 @@ class ExpertLayer(NamedTuple):
 
 
 def capacity(tokens: int, num_experts: int, factor: float, k: int, min_capacity: int) -> int:
-    """Slots of each expert and source rank, where tokens beyond them are dropped.
+    """Return the number of slots of each expert per source rank, if tokens beyond the slots are dropped.
 
     Computed in fp32, as DeepSpeed does.
 
@@ -100,15 +107,15 @@ def capacity(tokens: int, num_experts: int, factor: float, k: int, min_capacity:
 
 
 def token_bytes(parameters: Sequence[Parameter], model_dtype: str | None, autocast_dtype: str | None) -> int:
-    """Bytes of an element of a token: it has the type of autocast, of the config, or of the first parameter."""
+    """Return the bytes of a token's element. Its type is that of autocast, of the config, or of the first parameter."""
     own = parameters[0].dtype if parameters else "float32"
     return item_bytes(autocast_dtype or model_dtype or own)
 
 
 def element_bytes_of(layer: ExpertLayer, returns: bool, element_bytes: int) -> int:
-    """Bytes of an element of a token on its way to the experts of ``layer``, or of a result that returns from them.
+    """Return the bytes of an element on the way to the experts of ``layer``, or with ``returns`` on the way back.
 
-    ``element_bytes`` are those of the model.
+    ``element_bytes`` is the element size in the model, which applies if the layer has no recorded size.
     """
     own = layer.returned_bytes if returns else layer.sent_bytes
     return element_bytes if own is None else own
@@ -120,9 +127,9 @@ def _fp32(value: float) -> float:
 
 
 def gets_gradient(layer: str, parameters: Sequence[Parameter]) -> bool:
-    """Whether the input of ``layer`` needs a gradient: something trained comes before it in the model.
+    """Return whether the input of ``layer`` needs a gradient, because a trained parameter is before it in the model.
 
-    Without one, the first all_to_all has no counterpart in the backward pass.
+    Without such a gradient, the first all_to_all has no counterpart in the backward pass.
     """
     for each in in_model_order(parameters):
         if each.name.startswith(f"{layer}."):
@@ -133,7 +140,7 @@ def gets_gradient(layer: str, parameters: Sequence[Parameter]) -> bool:
 
 
 def in_autocast(rows: Iterable[Expectation]) -> list[Expectation]:
-    """``rows`` of tokens in the 16-bit type of torch.autocast, some of which may have elements of fp32 instead."""
+    """Return ``rows`` with estimated bytes, because under torch.autocast some tokens may be in fp32, not in 16 bits."""
     return [
         each._replace(
             bytes_exact=False,
@@ -149,18 +156,18 @@ def in_autocast(rows: Iterable[Expectation]) -> list[Expectation]:
 def token_messages(
     layer: ExpertLayer, groups: Groups, element_bytes: int, backwards: int, slots: int | None = None
 ) -> list[Expectation]:
-    """What ``layer`` sends in each micro-batch within each of ``groups``; nothing within a single rank.
+    """Return the messages of ``layer`` in each micro-batch. With an ``ep_size`` of 1 there are none.
 
     Args:
-        layer: the layer.
-        groups: the expert-parallel groups that send it.
-        element_bytes: of an element of a token.
-        backwards: all_to_alls of the backward pass: 2, or 1 where the input needs no gradient.
-        slots: the capacity, where it is known; None takes that of :attr:`ExpertLayer.capacity`.
+        layer: The layer.
+        groups: The expert-parallel groups, each of which sends the messages.
+        element_bytes: The bytes of a token's element in the model.
+        backwards: The number of all_to_alls of the backward pass: 2, or 1 if the input needs no gradient.
+        slots: The capacity if it is known. None uses :attr:`ExpertLayer.capacity`.
     """
     if layer.ep_size == 1:
         return []
-    # Backward sends the gradients of the results first.
+    # The backward pass first sends the gradients of the results.
     there, back = (element_bytes_of(layer, returns, element_bytes) for returns in (False, True))
     elements = [there, back] * layer.forwards + [back, there][:backwards]
     known = slots is not None or layer.drop_tokens
@@ -181,16 +188,16 @@ def token_messages(
 def expected_tokens(
     layers: Iterable[ExpertLayer], parameters: Sequence[Parameter], element_bytes: int, groups: RankGroups
 ) -> list[Expectation]:
-    """What all ``layers`` send in each micro-batch.
+    """Return the messages of all ``layers`` in each micro-batch.
 
     Args:
-        layers: of the model.
-        parameters: of the model, in model order.
-        element_bytes: of an element of a token.
-        groups: of the ranks.
+        layers: The expert layers of the model.
+        parameters: The parameters of the model. They are sorted into model order.
+        element_bytes: The bytes of a token's element in the model.
+        groups: The process groups of the ranks.
 
     Raises:
-        RequestedError: the sizes of a layer do not fit together.
+        RequestedError: the sizes of a layer are not consistent.
     """
     rows = []
     for layer in layers:

@@ -1,6 +1,6 @@
 """The process groups of expert parallelism.
 
-``ep_size`` ranks form an expert-parallel group, which has one copy of all experts of a layer. The ranks with the same
+``ep_size`` ranks form an expert-parallel group, which has one copy of all experts of a layer. All ranks with the same
 experts form an expert-data group, which sums the gradients of these experts. Source: DeepSpeed 0.19.8,
 ``utils/groups.py``, ``_create_expert_and_data_parallel``.
 """
@@ -17,11 +17,11 @@ Groups = tuple[tuple[int, ...], ...]
 
 
 class RankGroups(NamedTuple):
-    """The ranks of a job, and how they form groups.
+    """Divides the ranks of a job into the groups of expert parallelism.
 
     Attributes:
-        world_size: all ranks.
-        data_first: ``use_data_before_expert_parallelism``: ranks with the same experts are neighbors.
+        world_size: The number of all ranks.
+        data_first: Whether ranks with the same experts are neighbors (``use_data_before_expert_parallelism``).
 
     >>> RankGroups(4).of_experts(2), RankGroups(4).of_replicas(2)
     (((0, 1), (2, 3)), ((0, 2), (1, 3)))
@@ -31,24 +31,27 @@ class RankGroups(NamedTuple):
     data_first: bool = False
 
     def replicas(self, ep_size: int | None) -> int:
-        """Ranks with the same parameters: the size of an expert-data group; all ranks for ``None``, dense parameters."""
+        """Return the number of ranks with the same parameters.
+
+        This is the size of an expert-data group, or the number of all ranks for dense parameters (``None``).
+        """
         return self.world_size // (ep_size or 1)
 
     def of_experts(self, ep_size: int) -> Groups:
-        """The expert-parallel groups."""
+        """Return the ranks of each expert-parallel group."""
         replicas = self.replicas(ep_size)
         if self.data_first:
             return tuple(tuple(range(first, self.world_size, replicas)) for first in range(replicas))
         return _neighbors(self.world_size, ep_size)
 
     def of_replicas(self, ep_size: int) -> Groups:
-        """The expert-data groups."""
+        """Return the ranks of each expert-data group."""
         if self.data_first:
             return _neighbors(self.world_size, self.replicas(ep_size))
         return tuple(tuple(range(first, self.world_size, ep_size)) for first in range(ep_size))
 
     def among_replicas(self, row: Expectation, ep_size: int | None) -> Expectation:
-        """``row`` as a message of the groups that reduce and gather parameters with ``ep_size``."""
+        """Return ``row`` with the groups that reduce and gather the parameters with ``ep_size``."""
         return (
             row
             if self.replicas(ep_size) == self.world_size
@@ -56,7 +59,7 @@ class RankGroups(NamedTuple):
         )
 
     def check(self, ep_sizes: Iterable[int | None]) -> None:
-        """Raise RequestedError unless each of ``ep_sizes`` divides the ranks."""
+        """Raise RequestedError unless each of ``ep_sizes`` divides the number of ranks."""
         for ep_size in ep_sizes:
             if ep_size is not None and (ep_size < 1 or self.world_size % ep_size):
                 raise RequestedError(

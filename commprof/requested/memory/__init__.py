@@ -1,4 +1,4 @@
-"""The memory that the states of a training need, and what moves between device, host and disk."""
+"""The memory that the training states need, and the traffic between device, host and disk."""
 
 from typing import Any
 
@@ -6,5 +6,5 @@ from commprof.moved import attribute
 
 
 def __getattr__(name: str) -> Any:
-    """What the module had that was ``commprof.requested.memory``."""
+    """Return an attribute of the former module ``commprof.requested.memory``."""
     return attribute(__name__, name)

@@ -1,4 +1,7 @@
-"""What a rank holds with DeepSpeed 0.19.8, where that differs from zero_runtime. Source: measurements in docs/plan.md."""
+"""Predicts the memory of a rank with DeepSpeed 0.19.8 where it differs from zero_runtime.
+
+Source: measurements in docs/plan.md.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,9 @@ _WIDE: Final = 4  # bytes of an fp32 number
 def deepspeed_holdings(
     config: Mapping[str, Any], parameters: Sequence[Parameter], world_size: int
 ) -> list[Holding]:
-    """What the rank with the most holds while DeepSpeed trains with ``config``. The arguments are those of ``holdings``.
+    """Return the memory of the rank that needs the most while DeepSpeed trains with ``config``.
+
+    The arguments are those of ``holdings``.
 
     Raises:
         RequestedError: the config or the parameters cannot be used as they are.
@@ -34,7 +39,7 @@ def deepspeed_holdings(
     item = max(item_bytes(configuration.model_dtype or each.dtype) for each in parameters)
     numels = [each.numel for each in parameters]
     share = sum(-(-numel // world_size) for numel in numels)
-    # The buffers have reduce_bucket_size elements for every model.
+    # The buffers have reduce_bucket_size elements even for a smaller model.
     turns = 2 if configuration.overlap_comm and configuration.stage < 3 else 1
     buckets = turns * configuration.reduce_bucket_size * item if configuration.buffers_are_contiguous else 0
     by_name["gradient buckets"] = Holding(

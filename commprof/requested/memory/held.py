@@ -1,4 +1,4 @@
-"""What a rank holds with either runtime; frozen parameters have neither gradients nor states."""
+"""Predicts the memory of a rank with either runtime. Frozen parameters have neither gradients nor optimizer states."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _OF_ALL: Final = (
     "secondary shards",
     "gathered parameters",
     "buffers of files",
-)  # of frozen too
+)  # kinds of memory that frozen parameters need too
 
 
 def held_by_rank(
@@ -25,7 +25,9 @@ def held_by_rank(
     backend: str = "nccl",
     runtime: Runtime = "zero_runtime",
 ) -> list[Holding]:
-    """What the rank with the most holds while ``runtime`` trains with ``config``. The arguments are those of ``holdings``.
+    """Return the memory of the rank that needs the most while ``runtime`` trains with ``config``.
+
+    The other arguments are those of ``holdings``.
 
     Raises:
         RequestedError: the config or the parameters cannot be used as they are.

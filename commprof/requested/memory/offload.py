@@ -12,15 +12,15 @@ DEVICES = ("none", "cpu", "nvme")
 
 
 class Offload(NamedTuple):
-    """The blocks ``offload_optimizer`` and ``offload_param``. Sizes are elements.
+    """The settings in the blocks ``offload_optimizer`` and ``offload_param``. Sizes are in elements.
 
     Attributes:
-        optimizer: where masters and optimizer states are: ``none`` (the device), ``cpu`` or ``nvme``.
-        optimizer_buffers: chunks of them that are in memory at once, with nvme.
-        ratio: the share of them that is offloaded; the rest is on the device.
-        parameters: where the shards of parameters are, at stage 3; likewise.
-        buffers: for shards that are read from or written to files.
-        max_in_cpu: the elements of each rank's shards that stay in host memory, with nvme.
+        optimizer: The place of masters and optimizer states: ``none`` (the device), ``cpu`` or ``nvme``.
+        optimizer_buffers: With nvme, the number of chunks of masters and optimizer states in memory at once.
+        ratio: The share of masters and optimizer states that is offloaded. The rest is on the device.
+        parameters: The place of the shards of parameters at stage 3: ``none`` (the device), ``cpu`` or ``nvme``.
+        buffers: The total size of the buffers for shards that are read from or written to files.
+        max_in_cpu: With nvme, the number of elements of each rank's shards that stay in host memory.
     """
 
     optimizer: str = "none"
@@ -32,7 +32,7 @@ class Offload(NamedTuple):
 
 
 def read_offload(zero: Mapping[str, Any], stage: int) -> Offload:
-    """The offload that ``zero_optimization`` configures; keys without effect at ``stage`` are left out.
+    """Return the offload settings of ``zero_optimization``. Keys without effect at ``stage`` are ignored.
 
     Raises:
         RequestedError: a key has a value of the wrong type or outside its range.

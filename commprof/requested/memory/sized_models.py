@@ -1,4 +1,4 @@
-"""Makes a list of parameters for a model whose size alone is known."""
+"""Creates a list of parameters for a model if only its size is known."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from typing import Final
 from commprof.requested.errors import RequestedError
 from commprof.requested.parameters import Parameter
 
-# The matrices of a transformer's layer, in squares of its width: attention in and out, and the two of the feed-forward part.
+# The sizes of the matrices of a transformer layer, in squares of its width. The matrices are the input and output of
+# attention, and the two matrices of the feed-forward part.
 MATRICES: Final = {"qkv": 3, "proj": 1, "fc1": 4, "fc2": 4}
 _SQUARES: Final = sum(MATRICES.values())
 _CUTS: Final = {"qkv": "column", "proj": "row", "fc1": "column", "fc2": "row"}
@@ -17,7 +18,7 @@ _WIDTH_PER_LAYER: Final = 128  # as in GPT-3: 96 layers of width 12288
 
 
 def likely_layers(numel: int) -> int:
-    """How many layers a transformer of ``numel`` parameters has whose width is 128 times that.
+    """Return the number of layers of a transformer with ``numel`` parameters whose width is 128 times this number.
 
     >>> likely_layers(175_000_000_000), likely_layers(1_500_000_000), likely_layers(10)
     (96, 20, 1)
@@ -26,7 +27,7 @@ def likely_layers(numel: int) -> int:
 
 
 def transformer(numel: int, layers: int) -> list[Parameter]:
-    """``numel`` parameters in ``layers`` equal layers of four matrices each, in the order of the model.
+    """Return ``numel`` parameters in ``layers`` equal layers of four matrices each, in model order.
 
     Raises:
         RequestedError: there are fewer parameters than matrices.
@@ -46,12 +47,13 @@ def transformer(numel: int, layers: int) -> list[Parameter]:
 
 
 def shared_transformer(model: Sequence[Parameter], tensor_ranks: int, stages: int) -> list[Parameter]:
-    """A rank's shard of each matrix of ``model`` (from :func:`transformer`) where ranks share tensors and layers.
+    """Return a rank's shard of each matrix of ``model``, with tensor and pipeline parallelism.
 
     Args:
-        model: all parameters, unpartitioned.
-        tensor_ranks: ranks that share each tensor: two matrices of a layer are partitioned by columns, and two by rows.
-        stages: of a pipeline, which get equal numbers of layers.
+        model: All parameters from :func:`transformer`, unpartitioned.
+        tensor_ranks: The number of ranks that share each tensor. Two matrices of a layer are partitioned by columns,
+            and two by rows.
+        stages: The number of pipeline stages. The layers are divided equally among the stages.
 
     Raises:
         RequestedError: there are fewer layers than stages.

@@ -1,6 +1,6 @@
-"""Predicts the memory of the states of a training on each rank, and what moves between device, host and disk in a step.
+"""Predicts the memory of the training states on a rank, and the traffic between device, host and disk in a step.
 
-By rules, as for the messages: nothing is run. Activations and the program itself need more.
+The prediction uses rules, as for the messages, and runs nothing. Activations and the program itself need more memory.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from commprof.requested.zero.parameter_blocks import gathered_blocks, gathered_w
 from commprof.requested.zero.partition import lay_out
 from commprof.requested.zero.zero_stages import micro_steps
 
-# fp32 numbers that an optimizer keeps for each parameter.
+# The number of fp32 numbers that an optimizer keeps for each element of a parameter.
 _STATES: Final[Mapping[str, int]] = {
     **dict.fromkeys(
         ("adam", "adamw", "lamb", "nadam", "radam", "adamax", "fusedadam", "cpuadam", "muadam", "muadamw"), 2
@@ -31,25 +31,26 @@ _STATES: Final[Mapping[str, int]] = {
     "adadelta": 2,
 }
 _WIDE: Final = 4  # bytes of an fp32 number
-_FILED_SHARE: Final = 8  # one in so many of the offloaded elements is in a buffer
+_FILED_SHARE: Final = 8  # buffers have room for 1 / 8 of the elements in files
 _FILED_LEAST: Final = 2**22
-_CHUNK: Final = 2**22  # most elements of an optimizer that are in memory at once for an update, with nvme
+_CHUNK: Final = 2**22  # with nvme, the most elements in a chunk that is in memory for an optimizer update
 _SHARE: Final = 64
 _SMALLEST: Final = 2**18
-_BUCKETS_UNDER_WAY: Final = 2  # where reductions overlap with the backward pass
+_BUCKETS_UNDER_WAY: Final = 2  # if reductions overlap with the backward pass
 
 
 class Holding(NamedTuple):
-    """What one rank holds of one kind, in bytes.
+    """The memory that one rank needs for one kind of data, in bytes.
 
     Attributes:
-        what: ``parameters``, ``secondary shards``, ``gathered parameters``, ``updated shards``, ``gradients``,
-            ``reduced gradients``, ``left-over gradients``, ``gradient buckets``, ``masters``, ``optimizer states`` or
-            ``buffers of files``.
-        device: on the accelerator; on a machine without one this is host memory too.
-        host: in host memory.
-        disk: in files.
-        note: a remark for the report; may be empty.
+        what: The kind of data: ``parameters``, ``secondary shards``, ``gathered parameters``, ``updated shards``,
+            ``gradients``, ``reduced gradients``, ``left-over gradients``, ``momentum before compression``,
+            ``gradient buckets``, ``masters``, ``optimizer states``, ``buffers of files`` or, for DeepSpeed,
+            ``offloaded gradients``.
+        device: The bytes on the accelerator. On a machine without an accelerator, these bytes are in host memory too.
+        host: The bytes in host memory.
+        disk: The bytes in files.
+        note: A remark for the report, which may be empty.
     """
 
     what: str
@@ -60,13 +61,13 @@ class Holding(NamedTuple):
 
 
 class Movement(NamedTuple):
-    """What moves between two places of one rank in each optimizer step, in bytes.
+    """The bytes of one kind of data that move between two places of one rank in each optimizer step.
 
     Attributes:
-        what: as of a Holding.
+        what: The kind of data, as in a Holding.
         source: ``device``, ``host`` or ``disk``.
-        target: likewise.
-        num_bytes: in one step.
+        target: ``device``, ``host`` or ``disk``.
+        num_bytes: The bytes in one step.
     """
 
     what: str
@@ -76,17 +77,18 @@ class Movement(NamedTuple):
 
 
 class _Sizes(NamedTuple):
-    """The sizes on which the rules depend.
+    """The sizes that the rules depend on.
 
     Attributes:
-        numel: elements of all parameters.
-        share: elements that a rank has where they are partitioned, padding included.
-        chunk: elements of the largest chunk of a flat buffer; 0 where it has one alone.
-        item: bytes of an element in the model.
-        master: bytes of an element of the master copy; 0 where the optimizer updates the parameter itself.
-        state: bytes of the optimizer's state for an element.
-        gradient: bytes of an element of an accumulated gradient.
-        block: elements of the largest block that stage 3 gathers and reduces by one message; 0 where modules are.
+        numel: The number of elements of all parameters.
+        share: The number of elements of one rank's shards, including padding. Without partitioning it is ``numel``.
+        chunk: The number of elements of the largest chunk of a flat buffer, or 0 if no buffer has several chunks.
+        item: The bytes of an element in the model.
+        master: The bytes of an element of the master copy, or 0 if the optimizer updates the parameter itself.
+        state: The bytes of the optimizer states per element.
+        gradient: The bytes of an element of an accumulated gradient.
+        block: The number of elements of the largest block that stage 3 gathers and reduces by one message, or 0 if
+            stage 3 gathers by modules.
     """
 
     numel: int
@@ -102,14 +104,14 @@ class _Sizes(NamedTuple):
 def holdings(
     config: Mapping[str, Any], parameters: Sequence[Parameter], world_size: int, backend: str = "nccl"
 ) -> list[Holding]:
-    """What the rank with the most holds while it trains with ``config``.
+    """Return the memory of the rank that needs the most while it trains with ``config``.
 
     Args:
-        config: the config file as DeepSpeed reads it.
-        parameters: all parameters of the model. Where the config names no type, they have their own.
-        world_size: ranks that train on different data.
-        backend: ``gloo`` means CPUs, where buffers stay allocated, a reduce_scatter is an all_to_all, and fp32 parameters
-            are their own masters with ``offload_optimizer`` too.
+        config: The config file as DeepSpeed reads it.
+        parameters: All parameters of the model. If the config names no element type, each parameter has its own type.
+        world_size: The number of ranks that train on different data.
+        backend: The backend of the process group. ``gloo`` means CPUs. There, buffers stay allocated, and a
+            reduce_scatter is an all_to_all. Also with ``offload_optimizer``, fp32 parameters are their own masters.
 
     Raises:
         RequestedError: the config or the parameters cannot be used as they are.
@@ -163,11 +165,11 @@ def _of_one_type(
 def movements(
     config: Mapping[str, Any], parameters: Sequence[Parameter], world_size: int, gathered_bytes: int
 ) -> list[Movement]:
-    """What moves on one rank in each step between device, host and disk.
+    """Return the traffic of one rank between device, host and disk in each step.
 
     Args:
-        config, parameters, world_size: as for :func:`holdings`.
-        gathered_bytes: payload of all messages that gather parameters in a step (stage 3).
+        config, parameters, world_size: The same as for :func:`holdings`.
+        gathered_bytes: The payload bytes of all messages that gather parameters in a step (stage 3).
 
     Raises:
         RequestedError: the config or the parameters cannot be used as they are.
@@ -232,10 +234,11 @@ def _read(
         chunk = max((each.chunk_numel for each in layout.groups if each.chunks > 1), default=0)
     dtype = parameters[0].dtype if parameters else "float32"
     item = item_bytes(configuration.model_dtype or dtype)
-    # Without a type in the config, stage 0 lets the optimizer update the parameters themselves.
+    # If the config names no element type, the optimizer updates the parameters themselves at stage 0.
     in_place = configuration.stage == 0 and configuration.model_dtype is None
     wide = item if in_place or _narrow_masters(config) else _WIDE
-    # A parameter as wide as a master needs none. One in files is read for its update, one in host memory is not.
+    # A parameter with the element size of a master needs no master. With offload_param, this is true only for
+    # parameters in files, which are read for their update. Parameters in host memory need a master.
     apart = offload.parameters != "none" and not _in_files(offload, share)
     stays = offload.optimizer == "none" or (offload.optimizer == "cpu" and backend == "gloo")
     own = item == wide and stays and not apart
@@ -249,7 +252,7 @@ def _read(
 
 
 def _narrow_masters(config: Mapping[str, Any]) -> bool:
-    """Whether the optimizer updates the 16-bit parameters themselves."""
+    """Return whether the optimizer updates the 16-bit parameters themselves, without fp32 masters."""
     name = "bf16" if "bf16" in config or "bfloat16" not in config else "bfloat16"
     return flag(section(config, name), f"{name}.bf16_master_weights_and_grads", False)
 
@@ -259,7 +262,7 @@ def _states(config: Mapping[str, Any]) -> int:
     if kind == "sgd":
         compression = read_compression(config)
         if compression is not None and compression.corrects_momentum:
-            return 0  # each rank stores the momentum of its own gradients instead
+            return 0  # the momentum of each rank's own gradients replaces this state
         block = config["optimizer"].get("params") or {}
         return 1 if isinstance(block, Mapping) and block.get("momentum") else 0
     return _STATES.get(kind, 2)
@@ -306,7 +309,7 @@ def _parameters(
         return [*of_shards, Holding("gathered parameters", numel * sizes.item, note=note)]
     persistent = sum(each.numel for each in persistent_parameters(listed, gathering))
     largest = max((each.numel for each in listed), default=0)
-    # Parameters that are used again soon stay gathered, and prefetching stops at max_live_parameters.
+    # Parameters that are used again soon stay gathered, and prefetching stops at max_live_parameters elements.
     limit = max(gathering.max_live_parameters, gathering.max_reuse_distance) + largest + persistent
     gathered_numel = min(sizes.numel, limit)
     if gathered_numel == sizes.numel:
@@ -348,14 +351,15 @@ def _gradients(
 def _bucket_bytes(
     config: Mapping[str, Any], configuration: Configuration, sizes: _Sizes, backend: str
 ) -> int:
-    """Most bytes of the buffers of gradient buckets at once."""
+    """Return the most bytes that the buffers of gradient buckets need at once."""
     sent_item = item_bytes(configuration.communication_dtype)
     if configuration.reduces_whole_in_buckets:
-        # A bucket is copied while it is sent; then it holds the gradients. A copy in another type stays until it arrives.
+        # A bucket is a copy while it is sent. Then its buffer contains the gradients. A copy in another element type
+        # stays until the sum arrives.
         bucket = min(configuration.reduce_bucket_size, sizes.numel) * sizes.item
         return bucket + (sizes.numel * sent_item if sent_item != sizes.item else 0)
     if not configuration.partitions:
-        # All gradients, and all of them in the type in which they are sent.
+        # The buffers contain all gradients, and a copy of all gradients if they are sent in another element type.
         return sizes.numel * (sizes.item + (sent_item if sent_item != sizes.item else 0))
     if configuration.reduces_flat_groups:
         same = configuration.communication_dtype == configuration.accumulation_dtype
@@ -363,27 +367,28 @@ def _bucket_bytes(
     numel = min(configuration.reduce_bucket_size, sizes.numel)
     overlaps = reduces_beside_backward(config)
     if configuration.reduces_chunks or sizes.block:
-        # One is filled; of those that are sent there is also what arrives, where that is not a shard alone. A third chunk
-        # may be sent at once, but only after the peak, when the activations of the last layers are freed.
+        # One buffer is being filled, and one or two are being sent. A buffer that is being sent needs a second buffer
+        # for the received data, unless only a shard is received. A third chunk may be sent at the same time, but only
+        # after the peak, when the activations of the last layers are already freed.
         sent = _BUCKETS_UNDER_WAY if overlaps and not sizes.block else 1
         arrives = configuration.reduce_scatter_on(backend) != "native"
         return (sizes.block or sizes.chunk or numel) * sent_item * (1 + sent * (1 + arrives))
     if not overlaps:
         return numel * sizes.item
-    # Buffers take turns, and on CPUs both stay allocated however few buckets a step has.
+    # Two buffers are used in turn. On CPUs both stay allocated even if a step has only one bucket.
     filled = _BUCKETS_UNDER_WAY if backend == "gloo" else -(-sizes.numel // max(numel, 1))
     return numel * sizes.item * min(_BUCKETS_UNDER_WAY, filled)
 
 
 def reduces_beside_backward(config: Mapping[str, Any]) -> bool:
-    """Whether gradient buckets are reduced while the backward pass goes on."""
+    """Return whether the reduction of gradient buckets overlaps with the backward pass."""
     configuration = read_configuration(config)
     if configuration.reduces_whole_in_buckets:
         return True
     if not configuration.partitions or configuration.reduces_flat_groups:
         return False
     if zero_section(config).get("overlap_comm") is None:
-        # zero_runtime's default beyond DeepSpeed's, for a reduction that DeepSpeed does not have.
+        # This default exists only in zero_runtime, for a reduction that DeepSpeed does not have.
         return configuration.overlap_comm or (
             configuration.stage == 2 and configuration.reduction == "reduce_scatter"
         )
@@ -391,12 +396,12 @@ def reduces_beside_backward(config: Mapping[str, Any]) -> bool:
 
 
 def _in_files(offload: Offload, share: int) -> int:
-    """Elements in files, of the ``share`` that a rank has."""
+    """Return how many elements of a rank's ``share`` are in files."""
     return max(share - offload.max_in_cpu, 0) if offload.parameters == "nvme" else 0
 
 
 def _buffers(offload: Offload, sizes: _Sizes, ahead: int) -> int:
-    """Bytes of the buffers of files, where ``ahead`` elements of a rank's shards are prefetched at once."""
+    """Return the bytes of the buffers for files. ``ahead`` elements of a rank's shards are prefetched at once."""
     filed = _in_files(offload, sizes.share)
     needed = min(offload.buffers, max(filed // _FILED_SHARE, ahead, _FILED_LEAST), filed) * sizes.item
     if offload.optimizer == "nvme":

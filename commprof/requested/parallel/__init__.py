@@ -1,1 +1,1 @@
-"""The messages of ranks that share a model: pipelines, tensors, sequences."""
+"""The messages of ranks that share a model by pipeline, tensor or sequence parallelism."""

@@ -1,6 +1,6 @@
-"""The number and sizes of activations, which no config determines: from a run, or assumed.
+"""The number and sizes of activations, which a run recorded or which are assumed, because no config contains them.
 
-All sizes are those of one micro-batch, and of a step in which all have the same.
+All sizes are those of one micro-batch. All micro-batches of a step are assumed to have the same sizes.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from commprof.requested.memory.sized_models import MATRICES
 from commprof.requested.parameters import Parameter, item_bytes
 
 ALL_MODULES: Final = ""
-_JOINED_HEADS: Final = 4  # query, key, value, and the result of attention
+_JOINED_HEADS: Final = 4  # number of all_to_alls: query, key, value, and the result of attention
 
 
 class Crossing(NamedTuple):
-    """The tensors that one stage sends another in a micro-batch.
+    """The tensors that two pipeline stages exchange in a micro-batch.
 
     Attributes:
-        forward: bytes of each tensor.
-        backward: bytes of the gradient of each that has one.
+        forward: The bytes of each activation.
+        backward: The bytes of each gradient, for the activations that have one.
     """
 
     forward: tuple[int, ...]
@@ -33,7 +33,7 @@ class Crossing(NamedTuple):
 
 
 class Exchanged(NamedTuple):
-    """The messages of attention over partitioned sequences in a micro-batch: bytes of each all_to_all, by pass."""
+    """The bytes of each all_to_all of sequence-parallel attention in a micro-batch, per pass."""
 
     forward: tuple[int, ...]
     backward: tuple[int, ...]
@@ -44,17 +44,18 @@ class Shapes:
     """The known sizes of activations.
 
     Attributes:
-        rows: module -> rows of its activations, each of as many elements as the module has inputs or outputs: the tokens of
-            the samples of a micro-batch. Under :data:`ALL_MODULES` the rows of modules that are not named.
-        calls: (module, op) -> how often each of its messages with that operation is sent, where that is not once: 0 where
-            the input needs no gradient, 2 where a forward pass is repeated.
-        losses: modules without parameters that share tokens of the vocabulary: cross entropies.
-        others: module -> what it sends along the model axis, (op, bytes), without a rule.
-        exchanged: module -> what it exchanges along the sequence axis.
-        crossings: (stage, stage) -> what passes between them.
-        wraps: whether the last stage sends to the first, as stages with several model chunks do.
-        scale: factor of the rows of all modules in this step: sequences may differ in length.
-        assumed: whether all this is assumed, for a model whose size alone is known.
+        rows: For each module, the number of rows of its activations, which is the number of tokens in a micro-batch. A
+            row has as many elements as the module has inputs or outputs. The key :data:`ALL_MODULES` applies to
+            modules that are not named.
+        calls: For (module, op), how often each message with this operation is sent, if not once. It is 0 if the input
+            needs no gradient, and 2 if a forward pass is repeated.
+        losses: The vocabulary-parallel cross entropies, which are modules without parameters.
+        others: For each module, the messages (op, bytes) along the model axis that no rule covers.
+        exchanged: For each module, the messages along the sequence axis.
+        crossings: For (stage, stage), the tensors that are sent between these stages.
+        wraps: Whether the last stage sends to the first stage, as with several model chunks per stage.
+        scale: The factor for the rows of all modules in this step, because sequences may differ in length.
+        assumed: Whether all sizes are assumed, because only the size of the model is known.
     """
 
     rows: Mapping[str, int] = field(default_factory=dict)
@@ -68,24 +69,26 @@ class Shapes:
     assumed: bool = False
 
     def rows_of(self, module: str) -> int:
-        """Rows of the activations of ``module``; 0 where they are not known."""
+        """Return the number of rows of the activations of ``module``, or 0 if it is not known."""
         return self.rows.get(module, self.rows.get(ALL_MODULES, 0))
 
 
 def assumed_shapes(
     config: Mapping[str, Any], parameters: Sequence[Parameter], tokens: int, stages: int, sequence: int
 ) -> Shapes:
-    """Shapes of a transformer whose layers are four matrices each, as ``memory/sized_models.py`` makes them.
+    """Return the shapes of a transformer whose layers have four matrices, as ``memory/sized_models.py`` creates it.
 
     Args:
-        config: says how many samples a micro-batch has.
-        parameters: of the model.
-        tokens: sequence length.
-        stages: of a pipeline.
-        sequence: ranks that share each sequence.
+        config: The config, which contains the number of samples per micro-batch.
+        parameters: The parameters of the model.
+        tokens: The sequence length in tokens.
+        stages: The number of pipeline stages.
+        sequence: The number of ranks that share each sequence.
 
     Raises:
-        RequestedError: the config does not say how many samples a micro-batch has, or ``sequence`` does not divide them.
+        RequestedError: the config does not contain the number of samples per micro-batch, or ``sequence`` does not
+        divide
+            ``tokens``.
     """
     samples = read_configuration(config).micro_batch_size
     if samples is None:

@@ -1,6 +1,6 @@
-"""The ranks as a grid of named axes, which share stages, samples, sequences and tensors: from a config or an engine.
+"""The ranks as a grid with the axes pipe, data, sequence and model, as a config or an engine defines it.
 
-Ranks are numbered along pipe, data, sequence and model, the last one fastest. Source: the layout of zero_runtime and of
+Rank numbers increase fastest along model, then along sequence, data and pipe. Source: the layout of zero_runtime and of
 DeepSpeed's ``PipeModelDataParallelTopology``.
 """
 
@@ -24,27 +24,27 @@ Line = tuple[int, ...]
 
 
 class Axes(NamedTuple):
-    """Ranks along each axis, slowest first."""
+    """The names of the axes and the number of ranks along each axis. The slowest axis is first."""
 
     names: tuple[str, ...]
     sizes: tuple[int, ...]
 
     @property
     def world_size(self) -> int:
-        """All ranks."""
+        """The number of all ranks."""
         return prod(self.sizes)
 
     @property
     def only_data(self) -> bool:
-        """Whether every rank has the whole model, and samples of its own."""
+        """Return whether every rank has the full model and its own samples."""
         return all(size == 1 or name == DATA for name, size in zip(self.names, self.sizes, strict=True))
 
     def size(self, axis: str) -> int:
-        """Ranks along ``axis``; 1 where there is no such axis."""
+        """Return the number of ranks along ``axis``, or 1 if there is no such axis."""
         return self.sizes[self.names.index(axis)] if axis in self.names else 1
 
     def lines(self, *axes: str, **at: int) -> tuple[Line, ...]:
-        """The lists of ranks that differ in ``axes`` alone; limited to the positions ``at`` on other axes.
+        """Return the lists of ranks that differ only in ``axes``, limited to the positions ``at`` on other axes.
 
         >>> Axes((PIPE, DATA, MODEL), (2, 2, 2)).lines(DATA, pipe=1)
         ((4, 6), (5, 7))
@@ -62,10 +62,11 @@ class Axes(NamedTuple):
 
 
 def axes_of_topology(topology: Mapping[str, Any], world_size: int) -> Axes:
-    """The axes as an engine publishes them: ranks by axis, slowest first.
+    """Return the axes that an engine publishes as the number of ranks by axis, slowest axis first.
 
     Raises:
-        RequestedError: an axis is not known, a size is no positive number, or they do not multiply to ``world_size``.
+        RequestedError: an axis is not known, a size is not a positive integer, or the product of the sizes is not
+            ``world_size``.
     """
     for name, size in topology.items():
         if name not in KNOWN or isinstance(size, bool) or not isinstance(size, int) or size < 1:
@@ -80,10 +81,10 @@ def axes_of_topology(topology: Mapping[str, Any], world_size: int) -> Axes:
 
 
 def axes_of_config(config: Mapping[str, Any], world_size: int) -> Axes:
-    """The axes that ``config`` names; the remaining factor of the ranks is the number of replicas.
+    """Return the axes that ``config`` names. The remaining factor of the ranks is the size of the data axis.
 
     Raises:
-        RequestedError: a size is no positive number, two keys differ, or they do not divide ``world_size``.
+        RequestedError: a size is not a positive integer, two keys differ, or the sizes do not divide ``world_size``.
     """
     sizes = {
         PIPE: _stages(config),
@@ -102,10 +103,10 @@ def axes_of_config(config: Mapping[str, Any], world_size: int) -> Axes:
 
 
 def tensor_ranks(config: Mapping[str, Any]) -> int:
-    """Ranks that share each tensor.
+    """Return the number of ranks that share each tensor.
 
     Raises:
-        RequestedError: two keys differ.
+        RequestedError: two keys have different sizes.
     """
     tensor = section(config, "tensor_parallel")
     sizes = {

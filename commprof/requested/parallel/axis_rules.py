@@ -1,11 +1,12 @@
-"""Predicts messages where ranks share stages, sequences or tensors, from the rules of each axis.
+"""Predicts the messages of pipeline, sequence and tensor parallelism, from the rules of each axis.
 
-The ranks along data and sequence hold the same parameters: ZeRO's rules apply along these axes. Each further axis adds:
+The ranks along data and sequence have the same parameters, so ZeRO's rules apply along these two axes. The axes add the
+following messages:
 
-* model: the parameters of the whole model once at the start, activations in each micro-batch, and the norm and the flag of
-  an overflow once more, along pipe and model together;
-* sequence: the all_to_all of attention; gradients have their own communication type;
-* pipe: activations and their gradients between neighbours, and the sums of gradients of shared weights.
+* model: the parameters of the full model once at the start, and activations in each micro-batch; the norm and the
+  overflow flag are sent a second time, along pipe and model together;
+* sequence: the all_to_alls of attention; gradients have a separate communication type;
+* pipe: activations and their gradients between neighbors, and the sums of gradients of shared weights.
 """
 
 from __future__ import annotations
@@ -68,14 +69,15 @@ def expected_on_axes(
     zero_init: bool | Construction = False,
     released_by: ReleasedBy = "",
 ) -> list[Expectation]:
-    """What ``config`` should send on ranks along ``axes``. Each row names the groups that send it.
+    """Return the messages that ``config`` should send on ranks along ``axes``. Each row names the groups that send it.
 
     Args:
-        config: the config file as the runtime reads it.
-        parameters: what a rank holds of each parameter, of all stages.
-        axes: of all ranks.
-        shapes: the known sizes of activations; rows without known sizes are left out.
-        gradient_order: as for :func:`commprof.requested.zero.zero_stages.expected`; not used where there are stages.
+        config: The config file as the runtime reads it.
+        parameters: The parameters of all stages, each with the shard of one rank.
+        axes: The axes of all ranks.
+        shapes: The known sizes of activations. Messages without known sizes are left out.
+        gradient_order: The same as for :func:`commprof.requested.zero.zero_stages.expected`. It is ignored if there are
+            several stages.
 
     The other arguments and the errors are those of :func:`commprof.requested.zero.zero_stages.expected`.
     """
@@ -90,11 +92,11 @@ def expected_on_axes(
             raise RequestedError(
                 f"parameter {each.name!r} has the stages {each.stages!r}, and there are {stages} stages"
             )
-    # Each stage of a pipeline is a data-parallel job of its own, with the parameters of its layers.
+    # ZeRO treats each pipeline stage as a separate data-parallel job, with the parameters of its layers.
     for stage in range(stages):
         own = [each for each in parameters if stage in each.stage_numbers]
         lines = axes.lines(DATA, SEQUENCE, **({PIPE: stage} if PIPE in axes.names else {}))
-        # The recorded order is that of one rank, which has the parameters of one stage.
+        # The recorded order is the order of one rank, which has only the parameters of one stage.
         order = gradient_order if stages == 1 else None
         sent = expected(
             plain,
@@ -129,7 +131,7 @@ def expected_in_step_on_axes(
     shapes: Shapes,
     backend: str = "gloo",
 ) -> list[Expectation]:
-    """All that a step sends, once all steps send the same: one row for each purpose, operations and groups.
+    """Return the messages of a step at which all steps send the same, in one row per purpose, operations and groups.
 
     The arguments and the errors are those of :func:`expected_on_axes`.
     """
@@ -143,7 +145,7 @@ def expected_in_step_on_axes(
 
 
 def without_axes(config: Mapping[str, Any], axes: Axes) -> dict[str, Any]:
-    """``config`` as the ranks along data and sequence have it, which hold the same parameters.
+    """Return ``config`` without the keys of other axes, as it applies to the ranks along data and sequence.
 
     Raises:
         RequestedError: the batch sizes do not multiply.
@@ -152,16 +154,16 @@ def without_axes(config: Mapping[str, Any], axes: Axes) -> dict[str, Any]:
     plain["gradient_accumulation_steps"] = micro_batches(config, axes)
     if axes.size(SEQUENCE) > 1:
         wide = dtype(config, "seq_parallel_communication_data_type")
-        # An engine's effective config has the value that it uses under the plain name.
+        # In an engine's effective config, communication_data_type already contains the value that the engine uses.
         if wide is not None or "topology" not in config:
             plain["communication_data_type"] = wide or DTYPES["fp32"]
     return plain
 
 
 def micro_batches(config: Mapping[str, Any], axes: Axes) -> int:
-    """Micro-batches of a step. Ranks that share a model or a sequence have the same samples.
+    """Return the number of micro-batches of a step. Ranks that share a model or a sequence have the same samples.
 
-    With ``autotp_size`` a batch may be counted as DeepSpeed does: a sample once for each rank that shares a tensor.
+    With ``autotp_size`` the batch size may count each sample once for each rank that shares a tensor, as in DeepSpeed.
 
     Raises:
         RequestedError: the batch sizes do not multiply.
@@ -189,7 +191,10 @@ def micro_batches(config: Mapping[str, Any], axes: Axes) -> int:
 
 
 def on_lines(expectation: Expectation, lines: Sequence[Line]) -> Expectation:
-    """``expectation`` of one group, applied to each of ``lines``; subgroups become subgroups of these."""
+    """Return ``expectation``, which describes one group, with all ``lines`` as its groups.
+
+    If it has a ``group_size``, each line is divided into groups of this size.
+    """
     size = expectation.group_size or len(lines[0])
     groups = tuple(line[first : first + size] for line in lines for first in range(0, len(line), size))
     return expectation._replace(groups=groups, group_size=None)
@@ -198,7 +203,7 @@ def on_lines(expectation: Expectation, lines: Sequence[Line]) -> Expectation:
 def _along_model(
     config: Mapping[str, Any], own: Sequence[Parameter], axes: Axes, shapes: Shapes, stage: int
 ) -> list[Expectation]:
-    """What the model axis adds in one stage."""
+    """Return the messages that the model axis adds in one stage."""
     if axes.size(MODEL) == 1:
         return []
     lines = axes.lines(MODEL, **({PIPE: stage} if PIPE in axes.names else {}))
@@ -222,7 +227,7 @@ def _along_model(
 def _of_one_model(
     config: Mapping[str, Any], parameters: Sequence[Parameter], axes: Axes
 ) -> list[Expectation]:
-    """What the ranks that hold one model together agree on at the end of a step."""
+    """Return the messages by which the ranks of one model agree on norms and overflow flags at the end of a step."""
     lines = model_lines(axes)
     groups = trained_groups(parameters)
     if len(lines[0]) == 1 or not groups:
@@ -238,7 +243,8 @@ def _of_one_model(
         row("step", Purpose.GRADIENT_NORM, Op.ALL_REDUCE, norms, len(lines[0])),
     ]
     if configuration.reduces_flat_groups and norms:
-        # Without further ranks, each rank has all flat gradients and sends no norm.
+        # With only data and sequence ranks, each rank has all flat gradients and no norm is sent. With further ranks,
+        # the norms are also summed along data and sequence.
         over = axes.lines(DATA, SEQUENCE)
         sent = row("step", Purpose.GRADIENT_NORM, Op.ALL_REDUCE, norms, len(over[0]))
         rows.append(sent._replace(groups=over))
@@ -247,7 +253,7 @@ def _of_one_model(
 
 
 def _agreements(configuration: Configuration, groups: int) -> tuple[list[int], list[int]]:
-    """The bytes of each norm and each flag that the ranks of one model agree on in a step of stages 0 to 2."""
+    """Return the bytes of each norm and each overflow flag that the ranks of one model agree on, at stages 0 to 2."""
     if not configuration.partitions:
         checks_nothing = configuration.model_dtype is None and configuration.gradient_clipping == 0
         return [] if checks_nothing else [NORM_BYTES], []
@@ -256,7 +262,7 @@ def _agreements(configuration: Configuration, groups: int) -> tuple[list[int], l
 
 
 def input_check(axes: Axes) -> Expectation | None:
-    """The comparison of the first inputs, once, between ranks that must get the same; None where there are none."""
+    """Return the message that compares the first inputs of ranks that share tensors, or None if there is none."""
     if axes.size(MODEL) == 1 or axes.size(PIPE) > 1:
         return None
     lines = axes.lines(MODEL)

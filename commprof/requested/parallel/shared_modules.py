@@ -1,6 +1,7 @@
-"""The messages of shared modules: tensors partitioned by columns, rows or vocabulary, attention over partitioned sequences.
+"""Predicts the messages of tensor-parallel modules and of sequence-parallel attention.
 
-R rows of activations pass a layer in a micro-batch; I and O are the bytes of a row of inputs and outputs of the full layer:
+R is the number of rows of activations of a layer in a micro-batch. I and O are the bytes of a row of inputs and
+outputs of the full layer:
 
 =============== ==================== ==================== ============================ ===========================
 module          forward              backward             forward, sequence_parallel   backward, sequence_parallel
@@ -14,8 +15,8 @@ split           -                    -                    -                     
 cross entropy   all_reduce 4 R, 8 R  -                    the same                     -
 =============== ==================== ==================== ============================ ===========================
 
-With sequence_parallel the gradient of a row layer's bias is summed too. Cross entropy is computed in fp32. Attention takes
-one all_to_all each for query, key, value and result, and as many in the backward pass.
+With sequence_parallel the gradient of a row layer's bias is summed too. Cross entropy is computed in fp32. Attention
+needs one all_to_all each for query, key, value and result, and the same number in the backward pass.
 """
 
 from __future__ import annotations
@@ -41,11 +42,11 @@ class ModuleMessage(NamedTuple):
     """One message that a module sends in each micro-batch.
 
     Attributes:
-        module: its name.
-        op: the operation.
-        row_bytes: payload for each row of activations.
-        fixed_bytes: payload that does not depend on the activations.
-        forward: whether it belongs to the forward pass.
+        module: The name of the module.
+        op: The operation.
+        row_bytes: The payload bytes per row of activations.
+        fixed_bytes: The payload bytes that do not depend on the activations.
+        forward: Whether the message belongs to the forward pass.
     """
 
     module: str
@@ -58,12 +59,12 @@ class ModuleMessage(NamedTuple):
 def module_messages(
     parameters: Iterable[Parameter], dtype: str | None, shares_sequence: bool
 ) -> list[ModuleMessage]:
-    """The messages of all modules that are partitioned, or work on partitioned sequences.
+    """Return the messages of all modules that are partitioned, or that work on partitioned sequences.
 
     Args:
-        parameters: all that a rank holds.
-        dtype: of the model; None takes that of each parameter.
-        shares_sequence: ``tensor_parallel.sequence_parallel``.
+        parameters: All parameters that a rank has.
+        dtype: The element type of the model, or None for the type of each parameter.
+        shares_sequence: The value of ``tensor_parallel.sequence_parallel``.
     """
     modules: dict[str, list[Parameter]] = {}
     for parameter in parameters:
@@ -105,7 +106,7 @@ def _of_module(
 
 
 def _widths(weight: Parameter) -> tuple[int, int]:
-    """Outputs and inputs of the full layer; vocabulary and width of an embedding."""
+    """Return the outputs and inputs of the full layer, or the vocabulary size and width of an embedding."""
     extents = weight.whole_extents
     return (extents[0], prod(extents[1:])) if extents else (0, 0)
 
@@ -119,7 +120,7 @@ def _summed(parameters: Iterable[Parameter], module: str, dtype: str | None) -> 
 
 
 def loss_messages(modules: Iterable[str]) -> list[ModuleMessage]:
-    """Messages of vocabulary-parallel cross entropies: a maximum, then the sum and the logit of the target."""
+    """Return the messages of vocabulary-parallel cross entropies: a maximum, then the sum and the target logit."""
     return [
         ModuleMessage(name, Op.ALL_REDUCE, size)
         for name in modules
@@ -130,13 +131,15 @@ def loss_messages(modules: Iterable[str]) -> list[ModuleMessage]:
 def expected_activations(
     messages: Sequence[ModuleMessage], shapes: Shapes, lines: Sequence[Line], micro_batches: int
 ) -> list[Expectation]:
-    """What a step sends along the model axis, one row for each operation; empty where no rows are known.
+    """Return the messages of a step along the model axis, one row for each operation.
+
+    Messages of modules without a known number of rows are left out.
 
     Args:
-        messages: of all modules of the ranks of ``lines``.
-        shapes: how many rows, and how often.
-        lines: the groups, of which each sends all of it.
-        micro_batches: of the step.
+        messages: The messages of all modules on the ranks of ``lines``.
+        shapes: The number of rows of each module, and how often each message is sent.
+        lines: The groups, each of which sends all messages.
+        micro_batches: The number of micro-batches of the step.
     """
     counts: Counter[str] = Counter()
     sums: dict[str, Fraction] = {}
@@ -155,7 +158,7 @@ def expected_activations(
 
 
 def expected_exchanges(shapes: Shapes, lines: Sequence[Line], micro_batches: int) -> list[Expectation]:
-    """What a step sends along the sequence axis."""
+    """Return the messages of a step along the sequence axis."""
     sizes = [size for each in shapes.exchanged.values() for size in (*each.forward, *each.backward)]
     if not sizes or not lines or len(lines[0]) == 1:
         return []

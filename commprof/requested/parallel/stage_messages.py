@@ -12,20 +12,23 @@ from commprof.requested.parallel.shared_modules import ASSUMED
 from commprof.requested.parameters import Parameter, item_bytes
 from commprof.schema import Op, Purpose
 
-OPENING_BYTES: Final = 4  # one number, so that neighbours are connected before the first step
+OPENING_BYTES: Final = 4  # one number, which connects neighbors before the first step
 RECORDED: Final = "sizes of activations as recorded: no config determines them"
 BUILT_DTYPE: Final = "the element type in which the model was built"
 
 
 def opened_channels(axes: Axes, wraps: bool) -> Expectation:
-    """The number that each stage sends the next one at the start; with ``wraps`` the last one the first too."""
+    """Return the messages by which each stage sends a number to the next stage at the start.
+
+    With ``wraps`` the last stage also sends a number to the first stage.
+    """
     lines = axes.lines(PIPE)
     payloads = [OPENING_BYTES] * (axes.size(PIPE) - 1 + wraps)
     return row("init", Purpose.PIPELINE, Op.SEND, payloads, len(lines[0]))._replace(groups=lines)
 
 
 def crossing_tensors(axes: Axes, shapes: Shapes, micro_batches: int) -> list[Expectation]:
-    """What all stages together send in a step: activations to the next one, and gradients back for each."""
+    """Return the messages of all stages in a step: activations to the next stage, and their gradients back."""
     lines = axes.lines(PIPE)
     sizes = micro_batches * [
         size for each in shapes.crossings.values() for size in (*each.forward, *each.backward)
@@ -38,20 +41,23 @@ def crossing_tensors(axes: Axes, shapes: Shapes, micro_batches: int) -> list[Exp
 
 
 def tied_groups(axes: Axes, parameter: Parameter) -> tuple[Line, ...]:
-    """The groups of the stages that keep copies of ``parameter`` equal."""
+    """Return the groups of ranks whose stages keep their copies of ``parameter`` equal."""
     return tuple(tuple(line[stage] for stage in parameter.stage_numbers) for line in axes.lines(PIPE))
 
 
 def tied_weights(
     axes: Axes, parameters: Sequence[Parameter], model_dtype: str | None, gradient_dtype: str | None
 ) -> list[Expectation]:
-    """Messages that keep copies of a parameter equal: a broadcast at the start, a sum of their gradients in each step.
+    """Return the messages that keep the copies of a parameter in several stages equal.
+
+    The messages are a broadcast at the start, and a sum of the gradients in each step.
 
     Args:
-        axes: of all ranks.
-        parameters: of all stages.
-        model_dtype: in which the model is trained; it is broadcast earlier, as it was built. None: not converted.
-        gradient_dtype: in which gradients are summed; None is that of the parameter.
+        axes: The axes of all ranks.
+        parameters: The parameters of all stages.
+        model_dtype: The element type in which the model is trained, or None if the config does not convert the model.
+            The broadcast is sent before the conversion, in the type in which the model was built.
+        gradient_dtype: The element type in which gradients are summed, or None for the type of the parameter.
     """
     rows = []
     for each in parameters:
@@ -73,5 +79,5 @@ def tied_weights(
 
 
 def model_lines(axes: Axes) -> tuple[Line, ...]:
-    """The ranks that hold one model together: its stages and shards."""
+    """Return the groups of ranks that together have one model, with all its stages and shards."""
     return axes.lines(PIPE, MODEL)

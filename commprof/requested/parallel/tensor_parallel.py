@@ -1,10 +1,11 @@
-"""What a module of ``parallelize_module``'s plan should send, from its style, its parameters and the shapes of its inputs.
+"""Predicts the messages of a module in a plan of ``parallelize_module``, from its style, parameters and input shapes.
 
-A style lays out the input of its module over the ranks of the mesh, and then the output. torch's ``redistribute`` converts
-between layouts (``R`` replicated, ``S1`` sharded along dimension 1, ``P`` partial sums) by an all_gather, an all_reduce, a
-reduce_scatter or an all_to_all, and the backward pass converts back. Between input and output,
-``ColwiseParallel`` turns replicated inputs into outputs sharded along the last dimension, and ``RowwiseParallel`` inputs
-sharded along the last dimension into partial sums.
+A style lays out the input of its module over the ranks of the mesh, and then the output. A layout is replicated
+(``R``), sharded along a dimension (``S1`` for dimension 1), or partial sums (``P``). torch's ``redistribute`` converts
+between layouts by an all_gather, an all_reduce, a reduce_scatter or an all_to_all. The backward pass converts back.
+
+Between input and output, ``ColwiseParallel`` computes outputs sharded along the last dimension from replicated inputs.
+``RowwiseParallel`` computes partial sums from inputs that are sharded along the last dimension.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from commprof.schema import Op, Purpose
 COLWISE, ROWWISE, SEQUENCE = "ColwiseParallel", "RowwiseParallel", "SequenceParallel"
 PREPARED: Final = ("PrepareModuleInput", "PrepareModuleOutput")
 RULED: Final = (COLWISE, ROWWISE, SEQUENCE, *PREPARED)
-LOCAL: Final = "L"  # a plain tensor, whose style determines its layout
+LOCAL: Final = "L"  # a plain tensor, whose layout the style determines
 REPLICATED, PARTIAL = "R", "P"
 _LEAVES: Final = (
     "DTensors leave the modules of the plan, and what the program does with them is not published"
@@ -41,7 +42,7 @@ _PASS: Final = re.compile(
     r"|U(?P<places>[\d.]+):(?P<optimizer>[\w+]+);"
 )
 _FSDP: Final = "fully_shard"
-# How often an optimizer of torch reads a gradient; with partial sums each time is an all_reduce.
+# How often an optimizer of torch reads a gradient. With partial sums, each read causes an all_reduce.
 _READS: Final = {"SGD": 1, "SGD+nesterov": 2, "Adam": 3, "AdamW": 3, "Adam+fused": 1, "AdamW+fused": 1}
 
 
@@ -49,10 +50,10 @@ class _Argument(NamedTuple):
     """A tensor argument of a module.
 
     Attributes:
-        extents: its full shape.
-        dtype: element type.
-        layout: how it was laid out.
-        local: whether it was a plain tensor.
+        extents: The full shape.
+        dtype: The element type.
+        layout: The layout with which the argument arrived.
+        local: Whether the argument was a plain tensor.
     """
 
     extents: tuple[int, ...]
@@ -66,14 +67,14 @@ class TensorParallel:
     """The rules for one module of a plan.
 
     Attributes:
-        wrapper: its style, mesh and parameters, these as they were before they were sharded.
+        wrapper: The style, the mesh, and the parameters as they were before sharding.
     """
 
     wrapper: Wrapper
 
     @property
     def unpredicted(self) -> dict[str, str]:
-        """Purposes that the rules do not predict, and why."""
+        """The purposes that the rules do not predict, each with the reason."""
         reasons = {str(Purpose.GRADIENT_NORM): _NORM, str(Purpose.PARAMETER_BROADCAST): DISTRIBUTED}
         if self._style not in RULED:
             reasons[str(Purpose.ACTIVATION)] = reasons[str(Purpose.PARAMETER_BROADCAST)] = _NO_STYLE
@@ -85,7 +86,7 @@ class TensorParallel:
         return reasons
 
     def construction(self) -> list[Expectation]:
-        """The messages that distribute the parameters: shards by a scatter, replicated ones by a broadcast."""
+        """Return the messages that distribute the parameters: a scatter for shards, a broadcast for replicas."""
         arguments = self.wrapper.arguments
         if self._style not in (COLWISE, ROWWISE) or arguments.get("src_data_rank") is None:
             return []
@@ -98,7 +99,7 @@ class TensorParallel:
         return rows
 
     def passes(self, passes: str, state: None) -> tuple[list[Expectation], None]:
-        """What it sends in ``passes``; no state is left to the next step.
+        """Return the messages of ``passes``, and None because no state is kept between steps.
 
         Raises:
             RequestedError: a pass is not known.
@@ -136,7 +137,11 @@ class TensorParallel:
         return self._backward(argument, match["output_dtype"], gradient, needs_gradient=number > 0)
 
     def _stepped(self, places: str, optimizer: str) -> list[Expectation]:
-        """An optimizer reads gradients that are partial sums, or fully_shard sums them once, in the type that follows it."""
+        """Return the all_reduces of gradients that are partial sums.
+
+        Each time an optimizer reads such a gradient, torch sums it. ``fully_shard`` sums it once, in the element type
+        that follows the name ``fully_shard`` in ``optimizer``.
+        """
         payloads = []
         kind, _, dtype = optimizer.partition("+")
         for place in map(int, places.split(".")):
@@ -150,7 +155,7 @@ class TensorParallel:
     def _backward(
         self, argument: _Argument, dtype: str | None, gradient: str, *, needs_gradient: bool
     ) -> list[Expectation]:
-        """The messages between the gradient of the output and that of the input."""
+        """Return the messages from the gradient of the output to the gradient of the input."""
         output = self._output(argument, dtype)
         if self._style == SEQUENCE:
             return self._returned(argument, self._input_layout, self._desired_input_layout, output.layout)
@@ -165,14 +170,17 @@ class TensorParallel:
         return rows
 
     def _redistributed(self, argument: _Argument, declared: str, desired: str) -> list[Expectation]:
-        """Messages that lay out the input as the module needs it. torch compares the plan's layouts, not the input's."""
+        """Return the messages that convert the input to the layout that the module needs.
+
+        torch compares the layouts of the plan, not the layout of the input.
+        """
         asks = argument.layout != _of_rank(desired, len(argument.extents))
         if declared == desired and self._style != SEQUENCE:
             asks = False
         return self._sent(argument, argument.layout, _of_rank(desired, len(argument.extents))) if asks else []
 
     def _returned(self, argument: _Argument, declared: str, desired: str, gradient: str) -> list[Expectation]:
-        """Messages of the gradient of the input, back through the layouts of :meth:`_redistributed`."""
+        """Return the messages that convert the input's gradient back through the layouts of :meth:`_redistributed`."""
         rows = []
         if declared != desired or self._style == SEQUENCE:
             back = _back_to(argument.layout, gradient)
@@ -182,7 +190,7 @@ class TensorParallel:
         return rows
 
     def _output(self, argument: _Argument, dtype: str | None) -> _Argument:
-        """The output of the module before its style lays it out."""
+        """Return the output of the module before its style converts the layout."""
         extents, layout = argument.extents, PARTIAL
         if self._style == SEQUENCE:
             layout = _of_rank(self._desired_input_layout, len(extents))
@@ -195,7 +203,7 @@ class TensorParallel:
         return _Argument(extents, dtype or argument.dtype, layout, local=False)
 
     def _sent(self, tensor: _Argument, before: str, after: str) -> list[Expectation]:
-        """Messages that convert the layout ``before`` to ``after``; replicated tensors are divided without a message."""
+        """Return the messages that convert the layout ``before`` to ``after``. Replicated tensors need no message."""
         if before in (after, REPLICATED) or len(self.wrapper.ranks) == 1:
             return []
         size = item_bytes(tensor.dtype)
@@ -210,7 +218,8 @@ class TensorParallel:
         if after == PARTIAL:
             raise RequestedError("torch makes no partial sums of shards")
         numel = self._padded_numel(tensor.extents, _dimension(before), _dimension(after))
-        if self.wrapper.arguments.get("device") == "cpu":  # torch gathers there, and keeps its own shard
+        # On CPUs torch gathers the full tensor, and each rank keeps its own shard.
+        if self.wrapper.arguments.get("device") == "cpu":
             return self._message(Op.ALL_GATHER, numel * size)
         return self._message(Op.ALL_TO_ALL, numel // len(self.wrapper.ranks) * size)
 
@@ -218,14 +227,14 @@ class TensorParallel:
         return self.wrapper.sent(Purpose.ACTIVATION, op, [payload])
 
     def _padded_numel(self, extents: Sequence[int], *dimensions: int) -> int:
-        """Elements where these dimensions are padded to a multiple of the ranks."""
+        """Return the number of elements if ``dimensions`` are padded to a multiple of the number of ranks."""
         world = len(self.wrapper.ranks)
         return prod(
             padded(each, world) if place in dimensions else each for place, each in enumerate(extents)
         )
 
     def _full_extents(self, extents: tuple[int, ...], layout: str) -> tuple[int, ...]:
-        """The full shape of a tensor whose shards have ``extents``."""
+        """Return the full shape of a tensor whose shards have ``extents``."""
         if layout in (REPLICATED, PARTIAL):
             return extents
         world, sharded = len(self.wrapper.ranks), _dimension(layout)
@@ -273,7 +282,7 @@ class TensorParallel:
         return str(self.wrapper.arguments.get("output_layout"))
 
     def _layouts(self, number: int) -> tuple[str, str]:
-        """The layouts of argument ``number`` by the plan: as it comes, and as the module needs it."""
+        """Return the layouts of argument ``number`` in the plan: on arrival, and as the module needs it."""
         listed = self.wrapper.arguments.get("layouts")
         try:
             declared, desired = listed[number]  # type: ignore[index]
@@ -285,7 +294,7 @@ class TensorParallel:
 
 
 def _of_rank(layout: str, rank: int) -> str:
-    """``layout`` of a tensor with ``rank`` dimensions, its dimension counted from the first one."""
+    """Return ``layout`` with a dimension that is not negative, for a tensor with ``rank`` dimensions."""
     match = re.fullmatch(r"R|P|S(-?\d+)", layout)
     if match is None:
         raise RequestedError(f"a layout is {layout!r}; expected R, P, or S and a dimension")
@@ -305,15 +314,18 @@ def _dimension(layout: str) -> int:
 
 
 def _without_partial(layout: str) -> str:
-    """How the gradient of a tensor with this layout is laid out."""
+    """Return the layout of the gradient of a tensor with this layout."""
     return REPLICATED if layout == PARTIAL else layout
 
 
 def _of_gradient(gradient: str, layout: str, rank: int) -> str:
-    """The layout of a gradient; a plain one has that of its tensor."""
+    """Return the layout of a gradient. A plain gradient has the layout of its tensor."""
     return _of_rank(_without_partial(layout) if gradient == LOCAL else gradient, rank)
 
 
 def _back_to(layout: str, gradient: str) -> str:
-    """The layout that a gradient gets where its tensor had ``layout``: partial sums stay so, others are not made so."""
+    """Return the layout to which the gradient of a tensor with ``layout`` is converted.
+
+    Gradients that are partial sums may stay partial sums. Other gradients are never converted to partial sums.
+    """
     return layout if gradient == PARTIAL else _without_partial(layout)

@@ -1,1 +1,1 @@
-"""What torch's wrappers send: DDP, FSDP 1 and 2, ZeroRedundancyOptimizer."""
+"""The messages of torch's wrappers: DDP, FSDP 1 and 2, and ZeroRedundancyOptimizer."""

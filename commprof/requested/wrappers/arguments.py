@@ -1,4 +1,4 @@
-"""The arguments of model wrappers: the input of the rules for DistributedDataParallel and FSDP."""
+"""The arguments of torch's wrappers, which are the input of the rules for DistributedDataParallel and FSDP."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from commprof.requested.expectation import Expectation, When, row
 from commprof.requested.parameters import item_bytes
 from commprof.schema import Op, Purpose
 
-FORWARD: Final = "F"  # whose gradients are to be reduced
-FORWARD_ALONE: Final = "f"  # whose gradients stay where they are
-NO_GRADIENTS: Final = "e"
-BACKWARD: Final = "B"  # that reduces gradients
-BACKWARD_ALONE: Final = "b"
+FORWARD: Final = "F"  # a forward pass whose gradients will be reduced
+FORWARD_ALONE: Final = "f"  # a forward pass whose gradients will not be reduced
+NO_GRADIENTS: Final = "e"  # a forward pass without gradients
+BACKWARD: Final = "B"  # a backward pass that reduces gradients
+BACKWARD_ALONE: Final = "b"  # a backward pass that does not reduce gradients
 DISTRIBUTED: Final = "what the program itself distributes (distribute_tensor) is not covered by the rules"
 
 
@@ -26,10 +26,10 @@ class Tensor(NamedTuple):
     """A parameter or a buffer of a wrapped model.
 
     Attributes:
-        name: qualified name.
-        extents: its full shape.
-        dtype: element type.
-        trained: whether it gets gradients.
+        name: The qualified name.
+        extents: The full shape.
+        dtype: The element type.
+        trained: Whether the tensor gets gradients.
     """
 
     name: str
@@ -39,12 +39,12 @@ class Tensor(NamedTuple):
 
     @property
     def numel(self) -> int:
-        """Elements."""
+        """The number of elements."""
         return prod(self.extents)
 
     @property
     def nbytes(self) -> int:
-        """Bytes."""
+        """The size in bytes."""
         return self.numel * item_bytes(self.dtype)
 
 
@@ -53,13 +53,13 @@ class Wrapper:
     """One wrapped model, or one unit of it.
 
     Attributes:
-        kind: a value of ``schema.WRAPPERS``.
-        unit: name of the module that it wraps.
-        ranks: that reduce or shard together.
-        replicas: ranks that hold the same shard; empty where there is one copy.
-        arguments: by name.
-        parameters: in its order.
-        buffers: likewise.
+        kind: A value of ``schema.WRAPPERS``.
+        unit: The name of the wrapped module.
+        ranks: The ranks that reduce or shard together.
+        parameters: The parameters, in the order of the wrapper.
+        buffers: The buffers, in the order of the wrapper.
+        replicas: The ranks that have the same shard. It is empty if there is only one copy.
+        arguments: The arguments of the wrapper by name.
     """
 
     kind: str
@@ -86,7 +86,7 @@ class Wrapper:
         exact: bool = True,
         note: str = "",
     ) -> list[Expectation]:
-        """Messages of its group, or of ``ranks``; empty without payloads."""
+        """Return messages of the wrapper's group, or of ``ranks``. Without payloads the list is empty."""
         group = ranks or self.ranks
         if not payloads:
             return []
@@ -95,11 +95,11 @@ class Wrapper:
 
 @dataclass(frozen=True)
 class ShardedModel:
-    """What the rules of both FSDPs share: the units of one model, as one of its ranks published them.
+    """The common base of the rules for FSDP 1 and FSDP 2: the units of one model, as one rank published them.
 
     Attributes:
-        units: the wrapper of each.
-        rank: counts messages of the groups whose first rank it is.
+        units: The wrapper of each unit.
+        rank: The rank that published the units. It counts the messages of a group only if it is the group's first rank.
     """
 
     units: tuple[Wrapper, ...]
@@ -111,28 +111,28 @@ class ShardedModel:
         return self.units[0]
 
     def construction(self) -> list[Expectation]:
-        """Messages at construction: none that the rules cover."""
+        """Return the messages at construction. The rules cover none."""
         return []
 
     def speaks(self, ranks: Sequence[int]) -> bool:
-        """Whether this rank counts the messages of the group of ``ranks``."""
+        """Return whether this rank counts the messages of the group of ``ranks``."""
         return bool(ranks) and min(ranks) == self.rank
 
     def matches(self, passes: str, pattern: re.Pattern[str]) -> Iterator[re.Match[str]]:
-        """Each of ``passes``, whose group ``unit`` is the number of a unit: see :func:`matches`."""
+        """Yield the match of each pass in ``passes`` by :func:`matches`. The group ``unit`` is the number of a unit."""
         return matches(passes, pattern, "which passes a model of FSDP ran", len(self.units))
 
 
 def matches(
     passes: str, pattern: re.Pattern[str], subject: str, units: int | None = None
 ) -> Iterator[re.Match[str]]:
-    """Each of ``passes``, as ``pattern`` matches it.
+    """Yield the match of each pass in ``passes``.
 
     Args:
-        passes: what ran, one after the other.
-        pattern: of one of them.
-        subject: what is not known where one does not match.
-        units: how many there are, where the pattern has a group ``unit``.
+        passes: The text that lists the passes in order.
+        pattern: The pattern of one pass.
+        subject: The subject of the error message if a pass does not match.
+        units: The number of units, if the pattern has a group ``unit``.
 
     Raises:
         RequestedError: a pass is not known.
@@ -147,7 +147,7 @@ def matches(
 
 
 def tensors_of(text: str) -> tuple[Tensor, ...]:
-    """The tensors that a JSON text lists, each as name, shape, element type, and whether it is trained.
+    """Return the tensors in a JSON list, in which each entry has name, shape, element type, and whether it is trained.
 
     Raises:
         RequestedError: the text is not such a list.
@@ -166,10 +166,10 @@ def tensors_of(text: str) -> tuple[Tensor, ...]:
 
 
 def arguments_of(text: str) -> dict[str, Any]:
-    """The arguments of a wrapper, of their JSON text.
+    """Return the arguments of a wrapper from their JSON text.
 
     Raises:
-        RequestedError: the text is no JSON object.
+        RequestedError: the text is not a JSON object.
     """
     try:
         arguments = json.loads(text)

@@ -1,15 +1,17 @@
-"""The messages of DistributedDataParallel, from its arguments and the parameters of its model: torch 2.11 to 2.14.
+"""Predicts the messages of DistributedDataParallel from its arguments and parameters, for torch 2.11 to 2.14.
 
 ========================= ====================================================================================
-at construction           an all_gather of the number of parameters and a broadcast of their shapes; parameters
-                          and buffers, broadcast in messages of one element type and at most 250 MiB
-before a forward pass     the buffers, where the forward pass before it was one whose gradients are reduced; once,
-                          the new order of the gradients
-in a backward pass        an all_reduce for each bucket; one of the parameters that were used, where it looks for them
+at construction           an all_gather of the number of parameters; a broadcast of their shapes; broadcasts of
+                          parameters and buffers, which are closed by the tensor that reaches 250 MiB and have one
+                          element type
+before a forward pass     broadcasts of the buffers, if the gradients of the previous forward pass are reduced; a
+                          broadcast of the new order of gradients, once
+in a backward pass        an all_reduce for each bucket; an all_reduce of the flags of used parameters, if DDP searches
+                          for unused parameters
 ========================= ====================================================================================
 
-Buckets are filled in the order of the model the first time, in the order of the gradients from then on. Where that order is
-not known, the number of messages is not known, only their bytes.
+Buckets are first filled in the order of the model, and later in the order of the gradients. If the order of the
+gradients is not known, the bytes are known, but not the number of messages.
 """
 
 from __future__ import annotations
@@ -34,11 +36,11 @@ from commprof.schema import Op, Purpose
 
 MIB: Final = 2**20
 DEFAULT_BUCKET_MIB: Final = 25
-FIRST_BUCKET_BYTES: Final = MIB  # the default of bucket_cap_mb
+FIRST_BUCKET_BYTES: Final = MIB  # only if bucket_cap_mb is not passed
 BROADCAST_BYTES: Final = 250 * MIB
 _INDEX_BYTES: Final = 4  # int32
 _SHAPE_BYTES: Final = 8  # int64
-# Communication hooks that reduce a bucket as it is, or in another element type.
+# Communication hooks that reduce a bucket unchanged (None), or in another element type.
 _HOOK_DTYPES: Final[dict[str, str | None]] = {
     "allreduce_hook": None,
     "ALLREDUCE": None,
@@ -52,9 +54,9 @@ class State(NamedTuple):
     """The state between two passes.
 
     Attributes:
-        syncs: whether the next forward pass broadcasts the buffers.
-        reductions: backward passes that reduced gradients; not counted beyond the second.
-        rebuilt: whether buckets follow the order of the gradients.
+        syncs: Whether the next forward pass broadcasts the buffers.
+        reductions: The number of backward passes that reduced gradients, counted up to 2.
+        rebuilt: Whether buckets follow the order of the gradients.
     """
 
     syncs: bool = True
@@ -67,20 +69,20 @@ class Ddp:
     """The rules for one model.
 
     Attributes:
-        wrapper: its arguments and parameters.
-        order: names of the trained parameters in the order of their gradients; None where it is not known.
+        wrapper: The arguments and parameters of the model.
+        order: The names of the trained parameters in the order of their gradients, or None if it is not known.
     """
 
     wrapper: Wrapper
     order: tuple[str, ...] | None = None
 
     def argument(self, name: str) -> Any:
-        """An argument; None where it was not passed."""
+        """Return the argument ``name``, or None if it was not passed."""
         return self.wrapper.arguments.get(name)
 
     @property
     def unpredicted(self) -> dict[str, str]:
-        """Purposes that the rules do not predict, and why."""
+        """The purposes that the rules do not predict, each with the reason."""
         reasons = {}
         for name, what in (
             ("sparse", "sparse gradients"),
@@ -101,11 +103,11 @@ class Ddp:
         return reasons
 
     def construction(self) -> list[Expectation]:
-        """Messages at construction."""
+        """Return the messages at construction."""
         if self.argument("init_sync") is False:
             return []
         wrapper, world = self.wrapper, len(self.wrapper.ranks)
-        # Sizes and strides of each trained parameter.
+        # The message contains the sizes and strides of each trained parameter.
         shapes = sum(2 * len(each.extents) for each in self._reduced)
         buffers = wrapper.buffers if self._syncs_buffers_at_first else ()
         states = [each for each in (*wrapper.parameters, *buffers) if each.name not in self._ignored]
@@ -116,7 +118,9 @@ class Ddp:
         ]
 
     def passes(self, passes: str, state: State | None) -> tuple[list[Expectation], State]:
-        """What it sends in ``passes``, letters of :mod:`commprof.requested.wrappers.arguments`, and the state after them.
+        """Return the messages of ``passes``, and the state after them.
+
+        ``passes`` consists of the letters in :mod:`commprof.requested.wrappers.arguments`.
 
         Raises:
             RequestedError: a pass is not known.
@@ -136,10 +140,10 @@ class Ddp:
         return rows, state
 
     def steady_messages(self) -> list[tuple[int, int, str]]:
-        """The all_reduces of a backward pass once buckets follow the order of the gradients.
+        """Return the all_reduces of a backward pass whose buckets follow the order of the gradients.
 
         Returns:
-            Of each: its bytes, how many gradients have arrived when it is sent, and their element type.
+            For each all_reduce: its bytes, how many gradients have arrived when it is sent, and the element type.
         """
         dtype = _HOOK_DTYPES[self.argument("comm_hook")] if self.argument("comm_hook") else None
         place = {name: number for number, name in enumerate(self.order or (), 1)}
@@ -147,7 +151,7 @@ class Ddp:
         for bucket in self._buckets(rebuilt=True):
             num_bytes = sum(each.numel * item_bytes(dtype or each.dtype) for each in bucket)
             arrived = max(place.get(each.name, len(place)) for each in bucket)
-            # Buckets are sent in order, even if a later one is full first.
+            # Buckets are sent in order, even if a later bucket is full first.
             arrived = max(arrived, sent[-1][1] if sent else 0)
             sent.append((num_bytes, arrived, dtype or bucket[0].dtype))
         return sent
@@ -178,7 +182,10 @@ class Ddp:
         return bool(self.argument("find_unused_parameters")) and not self._is_static
 
     def _rebuilds(self, state: State) -> bool:
-        """The order of gradients is known after a backward pass; with a static graph after the second."""
+        """Return whether the next forward pass rebuilds the buckets in the order of the gradients.
+
+        The order is known after one backward pass, and with a static graph after the second.
+        """
         return not self._looks_for_unused and state.reductions > int(self._is_static)
 
     def _forward(self, state: State, *, rebuilds: bool) -> list[Expectation]:
@@ -237,10 +244,12 @@ class Ddp:
 
 
 def filled(tensors: Sequence[Tensor], limits: Sequence[int | None]) -> list[list[Tensor]]:
-    """``tensors`` in buckets of one element type each; one is closed by the tensor that reaches its limit.
+    """Return ``tensors`` in buckets of one element type each. The tensor that reaches the limit closes a bucket.
 
     Args:
-        limits: in bytes, of the first buckets of each element type; the last is that of all others. None: no limit.
+        tensors: The tensors in order.
+        limits: The limits in bytes of the first buckets of each element type. The last limit applies to all further
+            buckets. None means no limit.
     """
     closed: list[list[Tensor]] = []
     open_buckets: dict[str, list[Tensor]] = {}
@@ -261,7 +270,10 @@ def _coalesced(tensors: Sequence[Tensor]) -> list[int]:
 
 
 def with_order(rules: Ddp, names: Sequence[str] | None) -> Ddp:
-    """``rules`` by the order of gradients in ``names``, which may have other names, too; unchanged where one is missing."""
+    """Return ``rules`` with the order of gradients in ``names``.
+
+    ``names`` may contain further names. If a trained parameter is missing or occurs twice, ``rules`` is unchanged.
+    """
     if names is None:
         return rules
     mine = {each.name for each in rules._reduced}

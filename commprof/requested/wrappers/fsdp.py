@@ -1,10 +1,12 @@
-"""The messages of FSDP 1 (``FullyShardedDataParallel``), from the arguments of its units and their parameters.
+"""Predicts the messages of FSDP 1 (``FullyShardedDataParallel``) from the arguments and parameters of its units.
 
-A unit flattens its parameters into one tensor, padded to a multiple of the ranks; with ``use_orig_params`` each parameter
-begins at a multiple of 16 bytes. The flat parameter is gathered where it is sharded. It is sharded again after a forward
-pass (``FULL_SHARD``, ``HYBRID_SHARD``; not that of the root) and after a backward pass. The gradients of a unit are
-reduced by a reduce_scatter, with a hybrid strategy followed by an all_reduce over the replicas; with ``NO_SHARD`` by one
-all_reduce.
+A unit flattens its parameters into one tensor, padded to a multiple of the number of ranks. With ``use_orig_params``
+each parameter begins at a multiple of 16 bytes. A pass gathers the flat parameter if it is sharded. The parameter is
+sharded again after a backward pass. With ``FULL_SHARD`` and ``HYBRID_SHARD`` it is also sharded again after a forward
+pass, except for the root.
+
+The gradients of a unit are reduced by a reduce_scatter. With a hybrid strategy, an all_reduce over the replicas
+follows. With ``NO_SHARD`` the gradients are reduced by one all_reduce.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from commprof.requested.zero.partition import padded
 from commprof.schema import Op, Purpose
 
 SHARDED, WHOLE = "S", "U"
-State = tuple[str, ...]  # of each unit
+State = tuple[str, ...]  # for each unit SHARDED or WHOLE
 _FREED_AFTER_FORWARD: Final = ("FULL_SHARD", "HYBRID_SHARD")
 _ALIGNMENT_BYTES: Final = 16
 _NORM_BYTES: Final = 4  # one fp32
@@ -33,18 +35,18 @@ class Fsdp(ShardedModel):
 
     @property
     def unpredicted(self) -> dict[str, str]:
-        """Purposes that the rules do not predict, and why."""
+        """The purposes that the rules do not predict, each with the reason."""
         reasons = {}
         if any(unit.arguments.get("comm_hook") for unit in self.units):
             reasons[str(Purpose.GRADIENT_REDUCE)] = "a communication hook decides what is sent"
-        # Sent before the recorder sees the wrapper.
+        # These messages are sent before the recorder sees the wrapper.
         reasons[str(Purpose.PARAMETER_BROADCAST)] = (
             "what sync_module_states broadcasts is not covered by the rules"
         )
         return reasons
 
     def passes(self, passes: str, state: State | None) -> tuple[list[Expectation], State]:
-        """What it sends in ``passes``, and the state after them.
+        """Return the messages of ``passes``, and the state after them.
 
         Raises:
             RequestedError: a pass is not known.
@@ -109,7 +111,7 @@ def _shards(unit: Wrapper) -> bool:
 
 
 def flat_numel(unit: Wrapper) -> int:
-    """Elements of the flat parameter, with its padding."""
+    """Return the number of elements of the unit's flat parameter, including padding."""
     aligned = bool(unit.arguments.get("use_orig_params"))
     dtype = unit.arguments.get("param_dtype") or unit.parameters[0].dtype
     multiple = max(_ALIGNMENT_BYTES // item_bytes(dtype), 1) if aligned else 1

@@ -1,10 +1,10 @@
-"""The messages of ``fully_shard`` (FSDP 2), from the arguments of its units and their parameters: torch 2.11 to 2.14.
+"""Predicts the messages of ``fully_shard`` (FSDP 2) from the arguments and parameters of its units, torch 2.11 to 2.14.
 
-Each unit gathers its parameters if they are sharded. It shards them again after a forward pass (depending on
-``reshard_after_forward``) and after a backward pass. In a backward pass a unit also prefetches the previous one. A unit
-that reduces gradients sends them in one reduce_scatter, and with a mesh of two dimensions (HSDP) an all_reduce of its
-shard over the ranks that hold the same one. Each parameter is padded along its first dimension to a multiple of the
-ranks.
+Each unit gathers its parameters if they are sharded. The unit shards them again after a forward pass (depending on
+``reshard_after_forward``) and after a backward pass. In a backward pass a unit also prefetches the previous unit. A
+unit that reduces gradients sends them in one reduce_scatter. With a mesh of two dimensions (HSDP), the unit then sends
+an all_reduce of its shard over the ranks that have the same shard. Each parameter is padded along its first dimension
+to a multiple of the number of ranks.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ class State(NamedTuple):
     """The state between two passes.
 
     Attributes:
-        units: the state of the parameters of each.
-        order: the units whose forward passes have ended since the last backward pass.
-        open: for each unit the positions in ``order`` that a backward pass has not reached.
-        reduced: how many of its parameters have gradients.
+        units: For each unit, the state of its parameters: ``SHARDED``, ``WHOLE`` or ``PARTLY``.
+        order: The units whose forward passes have ended since the last backward pass.
+        open: For each unit, the positions in ``order`` that a backward pass has not reached.
+        reduced: For each unit, how many of its parameters have gradients.
     """
 
     units: tuple[str, ...]
@@ -48,7 +48,7 @@ class FullyShard(ShardedModel):
 
     @property
     def unpredicted(self) -> dict[str, str]:
-        """Purposes that the rules do not predict, and why."""
+        """The purposes that the rules do not predict, each with the reason."""
         reasons = {str(Purpose.PARAMETER_BROADCAST): DISTRIBUTED}
         for unit in self.units:
             why = unit.arguments.get("unpredicted")
@@ -61,7 +61,7 @@ class FullyShard(ShardedModel):
         return reasons
 
     def passes(self, passes: str, state: State | None) -> tuple[list[Expectation], State]:
-        """What it sends in ``passes``, and the state after them.
+        """Return the messages of ``passes``, and the state after them.
 
         Raises:
             RequestedError: a pass is not known.
@@ -73,7 +73,7 @@ class FullyShard(ShardedModel):
         return now.sent, now.state
 
     def by_pass(self, passes: str) -> list[tuple[str, list[Expectation]]]:
-        """The kind of each of ``passes`` of a step after others, and what it sends.
+        """Return the kind and the messages of each of ``passes``, in a step that follows an equal step.
 
         Raises:
             RequestedError: a pass is not known.
@@ -106,7 +106,7 @@ class _Units:
         )
 
     def run(self, match: re.Match[str]) -> None:
-        """One pass of one unit."""
+        """Run one pass of one unit, and append its messages to ``sent``."""
         if match["norms"] is not None:
             self._norm(int(match["norms"]) if match["norms"] else None)
             return
@@ -164,9 +164,12 @@ class _Units:
             self.sent += unit.sent(Purpose.GRADIENT_REDUCE, Op.ALL_REDUCE, [size // world], ranks=reducing)
 
     def _norm(self, count: int | None) -> None:
-        """The norms of ``count`` gradients are summed; of all where an earlier version recorded no number."""
+        """Append the message that sums the norms of ``count`` gradients.
+
+        Earlier versions recorded no number. None therefore means all gradients.
+        """
         unit = self._rules.units[0]
-        # Parameters that stay gathered after the backward pass show no gradients: their shards have them.
+        # Parameters that stay gathered after the backward pass show no gradients. Their shards have the gradients.
         seen = [
             number
             for number, each in enumerate(self._rules.units)
@@ -184,12 +187,12 @@ class _Units:
 
 
 def shards(unit: Wrapper) -> bool:
-    """Whether its parameters are sharded."""
+    """Return whether the parameters of ``unit`` are sharded."""
     return unit.arguments.get("shards") is not False
 
 
 def after_forward_ranks(unit: Wrapper) -> tuple[int, ...]:
-    """The ranks that share its parameters between forward and backward."""
+    """Return the ranks among which the parameters of ``unit`` are sharded between forward and backward pass."""
     text = unit.arguments.get("after_forward_ranks")
     return parse_ranks(text) if isinstance(text, str) else unit.ranks
 
@@ -201,7 +204,7 @@ def _after_forward(unit: Wrapper) -> str:
 
 
 def gathered_bytes(unit: Wrapper) -> int:
-    """Payload of the gathering of its parameters."""
+    """Return the payload bytes of the gather of the parameters of ``unit``."""
     return _bytes(unit, unit.parameters, len(unit.ranks), unit.arguments.get("param_dtype"))
 
 
@@ -210,13 +213,13 @@ def _bytes(unit: Wrapper, tensors: Sequence[Tensor], world: int, dtype: str | No
 
 
 def _padded_numel(tensor: Tensor, world: int) -> int:
-    """Elements of a parameter that is divided evenly along its first dimension, padding included."""
+    """Return the number of elements of a parameter that is padded to divide evenly along its first dimension."""
     if not tensor.extents:
         return 1
     return padded(tensor.extents[0], world) * (tensor.numel // max(tensor.extents[0], 1))
 
 
 def arguments_model(arguments: Mapping[str, Any], number: int) -> int:
-    """The number under which the passes of a unit's model are written."""
+    """Return the number under which the passes of a unit's model are recorded, by default ``number``."""
     model = arguments.get("model")
     return model if isinstance(model, int) else number

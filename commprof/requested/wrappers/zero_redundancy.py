@@ -1,7 +1,8 @@
-"""The messages of ZeroRedundancyOptimizer after each of its steps, from its arguments and its parameters.
+"""Predicts the messages of ZeroRedundancyOptimizer after each step, from its arguments and parameters.
 
-The parameters of each group go, the largest first, to the rank that has the fewest elements so far. After a step each rank
-broadcasts those that it has updated: one by one, or with ``parameters_as_bucket_view`` all that are trained in one bucket.
+The parameters of each group are assigned in order of decreasing size. Each parameter is assigned to the rank that has
+the fewest elements so far. After a step each rank broadcasts the parameters that it updated. It broadcasts them
+separately, or with ``parameters_as_bucket_view`` all trained parameters in one bucket.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from commprof.requested.wrappers.arguments import Tensor, Wrapper, matches
 from commprof.schema import Op, Purpose
 
 _PASS: Final = re.compile(r"S(?P<groups>\d+)(-(?P<frozen>[\d.]+))?;")
-_EMPTY_BUCKET_BYTES: Final = 4  # one fp32, of a rank without a trained parameter
+_EMPTY_BUCKET_BYTES: Final = 4  # one fp32, sent by a rank without a trained parameter
 _OVERLAPPED: Final = "overlap_with_ddp sends from a communication hook, by buckets that are not published"
 _DEVICES: Final = "its parameters are on several devices, and their placement is not published"
 
@@ -28,14 +29,14 @@ class ZeroRedundancy:
     """The rules for one optimizer.
 
     Attributes:
-        wrapper: its process group, its arguments, and its parameters in the order of its groups.
+        wrapper: The process group, the arguments, and the parameters in the order of the parameter groups.
     """
 
     wrapper: Wrapper
 
     @property
     def unpredicted(self) -> dict[str, str]:
-        """Purposes that the rules do not predict, and why."""
+        """The purposes that the rules do not predict, each with the reason."""
         arguments = self.wrapper.arguments
         if arguments.get("overlap_with_ddp"):
             return dict.fromkeys(
@@ -46,14 +47,14 @@ class ZeroRedundancy:
         return {}
 
     def construction(self) -> list[Expectation]:
-        """Messages at construction: none."""
+        """Return the messages at construction. There are none."""
         return []
 
     def passes(self, passes: str, state: None) -> tuple[list[Expectation], None]:
-        """What it sends in ``passes``, one for each of its steps; no state is left to the next step of the training.
+        """Return the messages of the optimizer steps in ``passes``, and None because no state is kept between steps.
 
         Raises:
-            RequestedError: a pass is not known.
+            RequestedError: an entry of ``passes`` is not known.
         """
         rows: list[Expectation] = []
         known = "" if self.unpredicted else passes
@@ -74,7 +75,7 @@ class ZeroRedundancy:
         return payloads
 
     def _partition(self, groups: int) -> list[list[tuple[int, Tensor]]]:
-        """The parameters that each rank updates, with their places."""
+        """Return for each rank the parameters that it updates, with their positions."""
         sizes = [0] * len(self.wrapper.ranks)
         owned: list[list[tuple[int, Tensor]]] = [[] for _ in sizes]
         for group in self._groups(groups):

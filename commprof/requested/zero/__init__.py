@@ -6,5 +6,5 @@ from commprof.moved import attribute
 
 
 def __getattr__(name: str) -> Any:
-    """What the module had that was ``commprof.requested.zero``."""
+    """Return an attribute of the former module ``commprof.requested.zero``."""
     return attribute(__name__, name)

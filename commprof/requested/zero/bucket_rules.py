@@ -1,4 +1,4 @@
-"""Which gradients are reduced together, and which rank owns which part of a bucket."""
+"""Determines which gradients are reduced together, and which rank owns which part of a bucket."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ Bucket = list[Parameter]
 
 
 def buckets_within(parameters: Iterable[Parameter], capacity: int) -> list[Bucket]:
-    """The buckets of stages 1 and 2: one is sent before the gradient that would take it past ``capacity`` elements.
+    """Return ``parameters`` in buckets of at most ``capacity`` elements, by the rule of stages 1 and 2.
 
-    So a bucket holds at most ``capacity`` elements, except for a parameter larger than that, which has its own.
-    Parameters without elements are in no bucket.
+    A bucket is sent before the gradient that would exceed ``capacity``. A parameter that is larger than ``capacity``
+    has a bucket of its own. Parameters without elements are in no bucket.
     """
     buckets: list[Bucket] = []
     numel = 0
@@ -31,10 +31,10 @@ def buckets_within(parameters: Iterable[Parameter], capacity: int) -> list[Bucke
 
 
 def arrived_for_buckets(buckets: Sequence[Bucket], in_backward_order: bool) -> list[int]:
-    """How many gradients have arrived when each of ``buckets`` is sent.
+    """Return how many gradients have arrived when each of ``buckets`` is sent.
 
-    The gradient that would exceed a bucket sends it, and the end of the backward pass the last one. If gradients do not
-    enter buckets as they arrive, all buckets are sent at the end.
+    A bucket is sent when the gradient that would exceed it arrives. The last bucket is sent at the end of the backward
+    pass. If gradients do not enter buckets as they arrive, all buckets are sent at the end.
 
     >>> a, b, c = (Parameter(name, 4) for name in "abc")
     >>> arrived_for_buckets([[a, b], [c]], True)
@@ -47,7 +47,7 @@ def arrived_for_buckets(buckets: Sequence[Bucket], in_backward_order: bool) -> l
 
 
 def runs_past(sizes: Iterable[int], capacity: int) -> list[int]:
-    """Sums of consecutive ``sizes``, a sum being closed as soon as it is larger than ``capacity``."""
+    """Return sums of consecutive ``sizes``. A sum is closed as soon as it is larger than ``capacity``."""
     sums: list[int] = []
     open_sum = 0
     for size in sizes:
@@ -61,7 +61,7 @@ def runs_past(sizes: Iterable[int], capacity: int) -> list[int]:
 
 
 def owned_slices(bucket: Bucket, layout: Layout) -> list[OwnedShard]:
-    """The elements of ``bucket`` by owner, in bucket order; neighbors with the same owner and group are one shard."""
+    """Return the shards of ``bucket`` in bucket order. Adjacent elements with one owner and group form one shard."""
     merged: list[OwnedShard] = []
     for parameter in bucket:
         for shard in layout.shards(parameter):

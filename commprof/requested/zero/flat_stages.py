@@ -1,7 +1,8 @@
-"""The expectations of stages 0 to 2, per purpose, where each optimizer group is one flat buffer.
+"""Predicts the messages of stages 0 to 2 per purpose. At stages 1 and 2 each optimizer group is one flat buffer.
 
-The model is broadcast at the start, the gradients are reduced bucket by bucket, an overflow check and the norm follow,
-and the updated parameters are gathered. What concerns the parameters of experts is sent within their expert-data groups.
+The model is broadcast at the start. In each step the gradients are reduced bucket by bucket, the overflow check and the
+norm follow, and the updated parameters are gathered. The messages for parameters of experts are sent within their
+expert-data groups.
 """
 
 from __future__ import annotations
@@ -43,17 +44,17 @@ def flat_expectations(
     runtime: Runtime,
     unpartitioned: Set[str] = frozenset(),
 ) -> list[Expectation]:
-    """All that stages 0 to 2 send at the start, in one micro-batch and at the end of a step.
+    """Return all messages of stages 0 to 2 at the start, in one micro-batch and at the end of a step.
 
     Args:
-        configuration: what the config says.
-        parameters: all parameters of the model.
-        world_size: ranks that train on different data.
-        gradient_order: names in the order in which gradients arrived; None where it was not observed.
-        backend: backend of the group.
-        runtime: whose rules say what is issued.
-        unpartitioned: names of parameters that are not partitioned. Their gradients are summed on every rank, in
-            buckets of their own, and the other gradients have no chunks.
+        configuration: The settings of the config.
+        parameters: All parameters of the model.
+        world_size: The number of ranks that train on different data.
+        gradient_order: The names of parameters in the order in which gradients arrived, or None if it was not observed.
+        backend: The backend of the process group.
+        runtime: The runtime whose rules determine the issued operations.
+        unpartitioned: The names of parameters that are not partitioned. Their gradients are summed on every rank, in
+            separate buckets. If there are such parameters, the flat buffers are not divided into chunks.
     """
     groups = trained_groups(parameters) if configuration.partitions else []
     has_experts = any(each.ep_size is not None for each in parameters)
@@ -68,7 +69,7 @@ def flat_expectations(
     )
     ranks = RankGroups(world_size, configuration.data_before_experts)
     rows: list[Expectation | None] = [*_parameter_broadcasts(configuration, parameters, ranks)]
-    # Three cases: stage 0 without shards, one message for each flat buffer, and buckets or chunks.
+    # There are three cases: stage 0 without shards, flat buffers that are reduced as a whole, and buckets or chunks.
     if not configuration.partitions:
         if configuration.reduces_whole_in_buckets:
             gradients = whole_gradients_in_buckets(configuration, parameters, gradient_order)
@@ -127,7 +128,7 @@ def _among(
     payloads: Sequence[int],
     note: str = "",
 ) -> Expectation:
-    """Messages among the ranks that have the same parameters: all, or the expert-data groups of ``ep_size``."""
+    """Return messages among the ranks with the same parameters: all ranks, or the expert-data groups of ``ep_size``."""
     return ranks.among_replicas(row(when, purpose, op, payloads, ranks.replicas(ep_size), note), ep_size)
 
 
@@ -140,7 +141,7 @@ def _unpartitioned_gradients(
     backend: str,
     unpartitioned: Set[str],
 ) -> list[Expectation]:
-    """Messages that sum the gradients of parameters that are not partitioned."""
+    """Return the messages that sum the gradients of parameters that are not partitioned."""
     others = {each.name for group in groups for each in group} - unpartitioned
     summed = replace(configuration, gradient_reduction="all_reduce")
     gradients = bucketed_gradients(summed, groups, layout, gradient_order, backend, others)
@@ -150,7 +151,7 @@ def _unpartitioned_gradients(
 def _gradient_reduce(
     configuration: Configuration, gradients: GradientMessages, ranks: RankGroups, backend: str
 ) -> list[Expectation]:
-    """The rows of ``gradients``: those of dense parameters, and those of the experts of each ep_size."""
+    """Return the rows for ``gradients``, separately for dense parameters and for the experts of each ep_size."""
     arrived = gradients.arrived or (0,) * len(gradients.messages)
     sent = list(zip(gradients.messages, arrived, strict=True))
     rows = []
@@ -168,7 +169,7 @@ def _gradient_reduce(
 def _reduced_among(
     configuration: Configuration, gradients: GradientMessages, world_size: int, backend: str
 ) -> list[Expectation]:
-    # A list of rows that differ in length never goes along the axes of a grid, so it gets a row of its own.
+    # A message whose rows differ in length is never sent along the axes of a grid, so it gets a separate expectation.
     lists = [each for each in gradients.messages if each.op == Op.REDUCE_SCATTER and each.rows]
     if lists and len(lists) < len(gradients.messages):
         alike = [each for each in gradients.messages if not each.rows]
@@ -180,7 +181,7 @@ def _reduced_among(
     note = "; ".join([describe_configuration(configuration), *gradients.notes])
     when: When = "micro_step" if configuration.reduces_every_micro_step else "step"
     if configuration.quantises_gradients and world_size > 1:
-        # An all_to_all of codes and scales; rows are padded to the same length.
+        # The all_to_all contains codes and scales. Its rows are padded to the same length.
         payloads = [
             world_size * quantised_bytes(each.row_numel, GRADIENT_BITS) for each in gradients.messages
         ]
@@ -205,7 +206,7 @@ def _reduced_among(
             for each in sent
         ]
     reduced = row(when, Purpose.GRADIENT_REDUCE, op, payloads, world_size, note)
-    # Nearly all chunks are alike, and there may be millions: each kind is computed once.
+    # There may be millions of chunks, and nearly all are equal. The row bytes of equal messages are computed only once.
     rows = {message: message.row_bytes(size, world_size) for message in set(gradients.messages)}
     return [
         reduced._replace(
@@ -232,10 +233,11 @@ def _clipping_norm(
 def _expert_checks(
     configuration: Configuration, parameters: Sequence[Parameter], ranks: RankGroups, runtime: Runtime
 ) -> list[Expectation]:
-    """At stage 0 with 16-bit parameters the ranks that share experts compare whether a gradient of one overflowed.
+    """Return the overflow check and the norms of experts at stage 0 with 16-bit parameters.
 
-    zero_runtime, and DeepSpeed's class for its own Adam, also sum the norms of the gradients of experts. Source: DeepSpeed
-    0.19.8, ``CheckOverflow.has_overflow``, ``get_norm_with_moe_layers``.
+    The ranks that share experts compare whether a gradient overflowed. zero_runtime, and DeepSpeed's optimizer class
+    for its own Adam, also sum the norms of the experts' gradients. Source: DeepSpeed 0.19.8,
+    ``CheckOverflow.has_overflow``, ``get_norm_with_moe_layers``.
     """
     sizes = dict.fromkeys(each.ep_size for each in parameters if each.ep_size and each.requires_grad)
     if not sizes or configuration.model_dtype is None:
@@ -249,7 +251,7 @@ def _expert_checks(
 
 
 def _expert_norms(ep_sizes: Iterable[int | None], ranks: RankGroups) -> list[Expectation]:
-    """Sums of the norms of the experts that the ranks of each expert-parallel group have, one for each ep_size."""
+    """Return the messages that sum the norms of experts within each expert-parallel group, one for each ep_size."""
     return [
         row("step", Purpose.GRADIENT_NORM, Op.ALL_REDUCE, [NORM_BYTES], ep_size)._replace(
             groups=ranks.of_experts(ep_size)
@@ -267,7 +269,10 @@ def _overflow_check(configuration: Configuration, layout: Layout, world_size: in
 
 
 def _partition_norms(configuration: Configuration, layout: Layout, ranks: RankGroups) -> list[Expectation]:
-    """One message for each flat buffer, and one more among the ranks with the same experts."""
+    """Return the messages for the norms: one for each flat buffer, among all ranks.
+
+    Each flat buffer of experts has a second message, among the ranks with the same experts.
+    """
     if not configuration.compute_grad_norm:
         return []
     note = (
@@ -326,7 +331,11 @@ def _parameter_gather(
 
 
 def _gathered_parts(row_numel: int, bucket_size: int | None, world_size: int) -> list[int]:
-    """How much of each rank's row of a chunk one message gathers: even numbers, ``bucket_size`` at most over all ranks."""
+    """Return the number of elements of a rank's row that each gathering message of a chunk contains.
+
+    A message gathers at most ``bucket_size`` elements over all ranks, but at least 2 elements from each rank. The
+    number of elements per rank is even. The last message may be shorter.
+    """
     if bucket_size is None:
         return [row_numel]
     width = max(2, bucket_size // world_size // 2 * 2)

@@ -1,6 +1,6 @@
 """The keys that decide when stage 3 gathers parameters, with DeepSpeed 0.19's defaults.
 
-Each of them may be written with or without ``stage3_``.
+The prefix ``stage3_`` of a key is optional.
 """
 
 from __future__ import annotations
@@ -18,27 +18,31 @@ MODULE: Final = "module"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GatherConfiguration:
-    """The settings of a config for the parameters of stage 3. All limits are in elements.
+    """The settings of a config for gathering parameters at stage 3. All limits are in elements.
 
     Attributes:
-        prefetch_bucket_size: how much is prefetched at a time; 0 turns that off.
-        persistence_threshold: parameters up to this size stay gathered between steps.
-        model_persistence_threshold: limit of all parameters together that stay gathered.
-        max_live_parameters: prefetching stops when this much is gathered.
-        max_reuse_distance: a parameter that is used again within this distance stays gathered.
-        sub_group_size: how much of a rank's shard is optimized at a time; one norm is sent for each.
-        secondary_size: ranks that together keep a second copy of all parameters, from which they gather repeatedly within
-            a step; 1 is none.
-        sequential: each parameter in a message of its own.
-        gathers_by_all_reduce: several parameters are gathered by an all_reduce of a buffer of zeros.
-        sanity_checks: the ids of each gradient bucket are compared between the ranks.
-        leaf_names: modules that are gathered as one unit with all that is in them. Classes of such modules are not read: a
-            list of parameters does not tell the class of a module.
-        leaf_suffixes: the same, by the end of their names.
-        quantises: parameters are gathered in 8 bits; ``quantises_frozen``: those that are not trained are.
-        quantises_gradients: gradients are reduced in 4 bits.
-        unit: what one message gathers: ``module``, ``block``, or ``auto`` where the model decides. A key of zero_runtime.
-        weight_before_bias: whether the gradient of a linear layer's weight comes before that of its bias.
+        prefetch_bucket_size: The number of elements that are prefetched at a time. 0 turns prefetching off.
+        persistence_threshold: The largest size of a parameter that stays gathered between steps.
+        model_persistence_threshold: The limit for all parameters together that stay gathered.
+        max_live_parameters: The number of gathered elements at which prefetching stops.
+        max_reuse_distance: The distance within which the next use of a parameter keeps the parameter gathered.
+        sub_group_size: The number of elements of a rank's shard that are optimized at a time. One norm is sent for each
+            sub-group.
+        secondary_size: The number of ranks that together keep a secondary copy of all parameters. Within a step, these
+            ranks gather from this copy repeatedly. 1 means that there is no secondary copy.
+        sequential: Whether each parameter is gathered in its own message.
+        gathers_by_all_reduce: Whether several parameters are gathered by an all_reduce of a buffer of zeros.
+        sanity_checks: Whether the ranks compare the parameter ids of each gradient bucket.
+        leaf_names: The names of modules that are gathered as one unit with their descendants. The config can also
+            select leaf modules by class. These classes are not read, because a parameter list lacks the class of a
+            module.
+        leaf_suffixes: The suffixes of names of such modules.
+        weight_before_bias: Whether the gradient of a linear layer's weight arrives before the gradient of its bias.
+        quantises: Whether all parameters are gathered in 8 bits.
+        quantises_frozen: Whether parameters that are not trained are gathered in 8 bits.
+        quantises_gradients: Whether gradients are reduced in 4 bits.
+        unit: The unit that one message gathers: ``module``, ``block``, or ``auto`` if the model decides. The key exists
+            only in zero_runtime.
     """
 
     prefetch_bucket_size: int
@@ -60,12 +64,12 @@ class GatherConfiguration:
     unit: str = MODULE
 
     def is_leaf(self, module: str) -> bool:
-        """Whether the module of this name is gathered as one unit."""
+        """Return whether the module of this name is gathered as one unit with its descendants."""
         return module in self.leaf_names or any(module.endswith(suffix) for suffix in self.leaf_suffixes)
 
 
 def read_gather_configuration(zero: Mapping[str, Any]) -> GatherConfiguration:
-    """Read the keys of ``zero_optimization`` that only stage 3 has.
+    """Return the settings in ``zero_optimization`` that only stage 3 has.
 
     Raises:
         RequestedError: a key has a value of the wrong type or outside its range.
@@ -95,7 +99,7 @@ def read_gather_configuration(zero: Mapping[str, Any]) -> GatherConfiguration:
 
 
 def _unit(zero: Mapping[str, Any], read: GatherConfiguration) -> str:
-    """What one message gathers; ``auto`` takes modules where a key works with modules alone."""
+    """Return the unit that one message gathers. ``auto`` becomes ``module`` if another key works only with modules."""
     unit = zero.get("stage3_gather_unit", MODULE)
     if unit not in (MODULE, "block", "auto"):
         raise wrong("zero_optimization.stage3_gather_unit", unit, "module, block or auto")

@@ -1,8 +1,8 @@
-"""Which parameters stage 3 gathers at which module, micro-batch by micro-batch.
+"""Predicts which parameters stage 3 gathers at each module of a micro-batch.
 
-The first micro-batch records the order of the modules: each module gathers what it lacks and releases all of it when it
-is done. From the second on the order is known: each module also prefetches, and keeps what is used again soon. Source:
-reference measurements of DeepSpeed 0.19.8.
+The first micro-batch records the order of the modules. In this micro-batch each module gathers its missing parameters,
+and releases all of them after use. From the second micro-batch on the order is known. Each module then also prefetches
+parameters, and keeps parameters that are used again soon. Source: reference measurements of DeepSpeed 0.19.8.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ from commprof.requested.zero.gather_configuration import GatherConfiguration
 from commprof.requested.zero.modules import Module, Visit, module_tree, training_visits
 
 BEFORE_ANY_USE: Final = -1
-# Why parameters that stay gathered are not: a step was skipped, or the program released them; empty where they are.
+# The reason why persistent parameters are not gathered: a step was skipped, or the program released them. The empty
+# string means that they are gathered.
 ReleasedBy = Literal["", "skip", "program"]
 SKIP: Final = "skip"
 PROGRAM: Final = "program"
-# Forward, backward, and a repeated forward: the most uses of a parameter in one micro-batch.
+# The most uses of a parameter in one micro-batch, which includes forward, backward and a repeated forward pass.
 REPEATED_USES: Final = 4
 
 
@@ -29,10 +30,11 @@ class Gather(NamedTuple):
     """Parameters that are gathered together.
 
     Attributes:
-        parameters: in model order.
-        forward: in the forward pass, rather than in the backward pass.
-        call: number of the module call that issues it, over both passes.
-        ahead: for later modules, once the parameters of the module itself are there.
+        parameters: The parameters in model order.
+        forward: Whether the gather belongs to the forward pass, not to the backward pass.
+        call: The number of the module call that issues the gather, counted over both passes.
+        ahead: Whether the gather is a prefetch for later modules, issued after the gather of the module's own
+            parameters.
     """
 
     parameters: tuple[Parameter, ...]
@@ -42,14 +44,15 @@ class Gather(NamedTuple):
 
 
 class Gathers(NamedTuple):
-    """All that one micro-batch gathers.
+    """All gathers of one micro-batch.
 
     Attributes:
-        gathers: in the order of issue.
-        exact: whether they are the same in any order of the modules.
-        each_once: whether each parameter that is not gathered yet is gathered once in any order.
-        modules: calls of modules in both passes.
-        uses: parameters of those calls.
+        gathers: The gathers in the order of issue.
+        exact: Whether the gathers are the same for any order of the modules.
+        each_once: Whether each parameter that is not yet gathered is gathered exactly once, for any order of the
+            modules.
+        modules: The number of module calls in both passes.
+        uses: The number of parameter uses in these calls.
     """
 
     gathers: tuple[Gather, ...]
@@ -62,7 +65,10 @@ class Gathers(NamedTuple):
 def persistent_parameters(
     parameters: Sequence[Parameter], configuration: GatherConfiguration, unpartitioned: Set[str] = frozenset()
 ) -> list[Parameter]:
-    """The parameters, in model order, that stay gathered between steps; ``unpartitioned`` ones whatever their size."""
+    """Return the parameters that stay gathered between steps, in model order.
+
+    Parameters in ``unpartitioned`` stay gathered regardless of their size.
+    """
     persistent: list[Parameter] = []
     numel = 0
     for parameter in parameters:
@@ -86,16 +92,18 @@ def gathers_of(
     *,
     all_released: bool = False,
 ) -> Gathers:
-    """What micro-batch number ``iteration`` of a training gathers.
+    """Return the gathers of micro-batch number ``iteration`` of a training.
 
     Args:
-        parameters: those that the model uses, in model order.
-        configuration: the keys of stage 3.
-        persistent: names of the parameters that stay gathered between steps.
-        micro_steps: micro-batches in a step; the parameters that stay gathered are so from the end of the first step.
-        iteration: number of the micro-batch since training started, from 0.
-        unpartitioned: those of ``persistent`` that are gathered before the first micro-batch.
-        all_released: no parameter is gathered when it begins: the step before was skipped, or the program released them.
+        parameters: The parameters that the model uses, in model order.
+        configuration: The settings of stage 3.
+        persistent: The names of parameters that stay gathered between steps.
+        micro_steps: The number of micro-batches in a step. Persistent parameters stay gathered from the end of the
+            first step on.
+        iteration: The number of the micro-batch since training started, from 0.
+        unpartitioned: The names in ``persistent`` that are gathered before the first micro-batch.
+        all_released: Whether no parameter is gathered when the micro-batch begins, because the step before was skipped
+            or the program released the parameters.
     """
     model = module_tree(parameters, configuration.is_leaf)
     visits = training_visits(model)
@@ -105,7 +113,8 @@ def gathers_of(
     if iteration == 0:
         return Gathers(tuple(_recording(visits, unpartitioned)), False, False, len(calls), len(order))
     known = _KnownOrder(configuration, calls, order, persistent)
-    # Parameters that stay gathered are so from the end of the first step, or else from the second micro-batch on.
+    # If the first step has one micro-batch, its end gathers the persistent parameters. Otherwise the second micro-batch
+    # gathers them, and they stay gathered from then on.
     present = set(persistent) if micro_steps == 1 else set(unpartitioned)
     gathers, exact = known.run(visits, set() if all_released and iteration == 1 else present)
     if iteration > 1 and (all_released or micro_steps > 1):
@@ -129,13 +138,15 @@ def _recording(visits: Sequence[Visit], unpartitioned: Set[str]) -> list[Gather]
 
 @dataclass
 class _KnownOrder:
-    """Gathers along an order that has been recorded.
+    """Determines the gathers of micro-batches after the order of the modules has been recorded.
 
     Attributes:
-        calls: the modules in the order in which they are entered in both passes.
-        uses: each parameter with the number of the call that uses it.
-        persistent: names of the parameters that stay gathered.
-        released: what a module releases after a number of calls; DeepSpeed decides that once.
+        configuration: The settings of stage 3.
+        calls: The modules in the order in which they are entered in both passes.
+        uses: The used parameters, each with the number of the call that uses it.
+        persistent: The names of parameters that stay gathered.
+        released: For (module name, number of calls so far), the names of parameters that the module releases. DeepSpeed
+            decides this only once.
     """
 
     configuration: GatherConfiguration
@@ -145,7 +156,11 @@ class _KnownOrder:
     released: dict[tuple[str, int], frozenset[str]] = field(default_factory=dict)
 
     def run(self, visits: Sequence[Visit], present: set[str]) -> tuple[list[Gather], bool]:
-        """One micro-batch that starts with the parameters ``present``, and whether its first module gathered everything."""
+        """Return the gathers of one micro-batch, and whether they are the same for any order of the modules.
+
+        ``present`` contains the names of parameters that are gathered at the start. The order does not matter if the
+        first module gathers everything, or if all parameters are persistent and nothing is gathered.
+        """
         queue = deque(self.uses)
         planned: dict[str, int] = defaultdict(lambda: BEFORE_ANY_USE)
         gathers: list[Gather] = []
@@ -187,7 +202,7 @@ class _KnownOrder:
     def _ahead(
         self, queue: deque[tuple[Parameter, int]], planned: dict[str, int], present: set[str], live: int
     ) -> tuple[Parameter, ...]:
-        """The parameters to prefetch; the last of them may exceed the limit."""
+        """Return the parameters to prefetch. The last parameter may exceed the limit."""
         limit = min(self.configuration.max_live_parameters - live, self.configuration.prefetch_bucket_size)
         ahead: dict[str, Parameter] = {}
         numel = 0

@@ -1,4 +1,4 @@
-"""The messages of one reduction of all gradients, by the order in which gradients arrive."""
+"""Predicts the messages of one reduction of all gradients, from the order in which gradients arrive."""
 
 from __future__ import annotations
 
@@ -14,17 +14,19 @@ from commprof.requested.zero.partition import Layout
 from commprof.requested.zero.reductions import REDUCTIONS, Message, Terms
 from commprof.schema import Op
 
-WHOLE_MODEL_BUCKET: Final = 500_000_000  # elements; DeepSpeed's constant where reduce_bucket_size is not used
+WHOLE_MODEL_BUCKET: Final = (
+    500_000_000  # elements; DeepSpeed's constant for messages that ignore reduce_bucket_size
+)
 
 
 class GradientMessages(NamedTuple):
     """The messages of one reduction of all gradients.
 
     Attributes:
-        messages: in the order of issue.
-        exact: False where the split depends on an unknown order of gradients.
-        notes: remarks for the report.
-        arrived: how many gradients have arrived when each message is sent; empty if all have.
+        messages: The messages in the order of issue.
+        exact: False if the split into messages depends on an unknown order of gradients.
+        notes: Remarks for the report.
+        arrived: For each message, how many gradients have arrived when it is sent. It is empty if all have arrived.
     """
 
     messages: list[Message]
@@ -34,9 +36,9 @@ class GradientMessages(NamedTuple):
 
 
 def replicated_gradients(configuration: Configuration, parameters: Sequence[Parameter]) -> GradientMessages:
-    """Stage 0: all gradients in model order, each element type in messages of its own; those of experts come last.
+    """Return the messages of stage 0, which sends all gradients in model order and the gradients of experts last.
 
-    A parameter that got no gradient sends zeros, so that all ranks send the same.
+    Each element type has its own messages. A parameter without a gradient sends zeros, so that all ranks send the same.
     """
     by_group: dict[int | None, dict[str, list[int]]] = {None: {}}
     for parameter in in_model_order(parameters):
@@ -56,15 +58,15 @@ def replicated_gradients(configuration: Configuration, parameters: Sequence[Para
 def whole_gradients_in_buckets(
     configuration: Configuration, parameters: Sequence[Parameter], gradient_order: Sequence[str] | None
 ) -> GradientMessages:
-    """Stage 0 with buckets: gradients in reverse model order, whatever order they arrive in.
+    """Return the messages of stage 0 with buckets, which contain the gradients in reverse model order.
 
-    A parameter that got no gradient sends zeros after the backward pass, so that all ranks send the same. Buckets of one
-    element type do not wait to be full for those of another.
+    This order does not depend on the order in which gradients arrive. A parameter without a gradient sends zeros after
+    the backward pass, so that all ranks send the same. Each element type fills its own buckets.
 
     Args:
-        configuration: what the config says.
-        parameters: all parameters of the model.
-        gradient_order: names in the order in which gradients arrived; None for reverse model order.
+        configuration: The settings of the config.
+        parameters: All parameters of the model.
+        gradient_order: The names of parameters in the order in which gradients arrived. None means reverse model order.
     """
     trained = [each for each in in_model_order(parameters)[::-1] if each.requires_grad and each.numel]
     of_type = {
@@ -75,7 +77,7 @@ def whole_gradients_in_buckets(
         for kind in dict.fromkeys(configuration.model_dtype or each.dtype for each in trained)
     }
     position = {each.name: number for number, each in enumerate(trained)}
-    # A bucket is full when the next gradient of its type comes; the last one of each type follows at the end.
+    # A bucket is full when the next gradient of its type follows. The last bucket of each type is sent at the end.
     full = [
         (position[following[0].name], bucket)
         for buckets in of_type.values()
@@ -91,7 +93,7 @@ def whole_gradients_in_buckets(
 
 
 def flat_group_gradients(layout: Layout) -> GradientMessages:
-    """The flat gradients of all parameter groups, padding included; those of experts come last."""
+    """Return the messages that reduce the flat gradients of all groups with padding, the groups of experts last."""
     messages: list[Message] = []
     for ep_size in dict.fromkeys((None, *(group.ep_size for group in layout.groups))):
         groups = [group for group in layout.groups if group.ep_size == ep_size]
@@ -112,10 +114,10 @@ def chunked_gradients(
     gradient_order: Sequence[str] | None,
     backend: str,
 ) -> GradientMessages:
-    """Stages 1 and 2 with ``reduce_scatter``: one message for each chunk, in any order of gradients.
+    """Return the messages of stages 1 and 2 with ``reduce_scatter``: one message for each chunk.
 
-    A parameter that got no gradient sends zeros. An all_to_all leaves out the padding at the end of the last chunk.
-    The arguments are those of :func:`bucketed_gradients`.
+    The messages are the same for any order of gradients. A parameter without a gradient sends zeros. An all_to_all
+    leaves out the padding at the end of the last chunk. The arguments are those of :func:`bucketed_gradients`.
     """
     exchanges = configuration.reduce_scatter_on(backend) == "all_to_all"
     messages: list[Message] = []
@@ -141,11 +143,12 @@ def chunked_gradients(
 def _arrived_for_chunks(
     arrived: Sequence[Parameter], layout: Layout, first_chunks: Sequence[int], chunks: int
 ) -> list[int]:
-    """How many gradients have arrived when each chunk is sent: chunks are sent from the last one to the first.
+    """Return how many gradients have arrived when each chunk is sent.
 
-    ``first_chunks`` has the number of the first chunk of each group.
+    Chunks are sent from the last chunk to the first. ``first_chunks`` contains the number of the first chunk of each
+    group.
     """
-    fills = [0] * chunks  # number of the gradient that fills each chunk
+    fills = [0] * chunks  # for each chunk, the number of the gradient that fills it
     for position, parameter in enumerate(arrived, 1):
         number, start = layout.places[parameter.name]
         width = layout.groups[number].chunk_numel
@@ -165,18 +168,18 @@ def bucketed_gradients(
     backend: str = "gloo",
     left_out: Set[str] = frozenset(),
 ) -> GradientMessages:
-    """Stages 1 and 2: gradients in buckets, each reduced as the config says.
+    """Return the messages of stages 1 and 2 with buckets, which are reduced as the config requests.
 
     Args:
-        configuration: what the config says.
-        groups: the trained parameters of each optimizer group, in the order of the group.
-        layout: who owns what.
-        gradient_order: names in the order in which gradients arrived; None where it was not observed.
-        backend: that of the group.
-        left_out: names of parameters that have buckets of their own.
+        configuration: The settings of the config.
+        groups: The trained parameters of each optimizer group, in the order of the group.
+        layout: The flat buffers with the owners of their elements.
+        gradient_order: The names of parameters in the order in which gradients arrived, or None if it was not observed.
+        backend: The backend of the process group.
+        left_out: The names of parameters whose gradients are in other buckets and are left out here.
     """
     capacity = configuration.reduce_bucket_size
-    # A compressed bucket is one message.
+    # A compressed bucket is sent as one message, as an all_reduce is.
     reduction = "all_reduce" if configuration.compression else configuration.reduction
     arrived, exact, notes = _bucket_order(configuration, groups, gradient_order)
     arrived = [each for each in arrived if each.name not in left_out]
@@ -203,7 +206,7 @@ def _bucket_order(
     groups: Sequence[Sequence[Parameter]],
     gradient_order: Sequence[str] | None,
 ) -> tuple[list[Parameter], bool, tuple[str, ...]]:
-    """The gradients as they enter the buckets, whether that is certain, and notes about it."""
+    """Return the parameters in the order in which their gradients enter buckets, whether it is certain, and notes."""
     trained = [parameter for group in groups for parameter in group]
     if gradient_order is None:
         if not configuration.reduces_in_backward_order:

@@ -1,4 +1,7 @@
-"""The module calls of a micro-batch at stage 3: what each gathers, waits for and prefetches, in the order of the rules."""
+"""Predicts which messages each module call of a micro-batch at stage 3 issues, waits for and prefetches.
+
+The calls are in the order that the rules assume.
+"""
 
 from __future__ import annotations
 
@@ -17,21 +20,21 @@ from commprof.requested.zero.unpartitioned import unpartitioned
 
 
 class GatherMessage(NamedTuple):
-    """A message that gathers parameters within a pass, among all ranks."""
+    """A message that gathers parameters among all ranks, within a forward or backward pass."""
 
     op: str
     payload_bytes: int
 
 
 class ModuleCall(NamedTuple):
-    """A module is entered.
+    """The event that a module is entered in a forward or backward pass.
 
     Attributes:
-        parameters: its own.
-        forward: in the forward pass, rather than in the backward pass.
-        own: numbers of the messages that it issues for itself.
-        waits: numbers of the messages that it then waits for, its own and earlier ones.
-        ahead: numbers of the messages that it issues last, for later modules.
+        parameters: The module's own parameters.
+        forward: Whether the call belongs to the forward pass, not to the backward pass.
+        own: The numbers of the messages that the call first issues, for its own parameters.
+        waits: The numbers of the messages that the call then waits for, which it or earlier calls issued.
+        ahead: The numbers of the messages that the call issues last, for later modules.
     """
 
     parameters: tuple[Parameter, ...]
@@ -42,11 +45,13 @@ class ModuleCall(NamedTuple):
 
 
 class ModuleCalls(NamedTuple):
-    """The calls of a micro-batch, and the messages that they refer to by their position.
+    """The module calls of a micro-batch, with the messages that they refer to by position.
 
     Attributes:
-        unknown: the key for which no calls are stated; empty where they are.
-        gathering: the keys behind them, where no calls are stated.
+        messages: The messages that gather parameters.
+        calls: The module calls in order.
+        unknown: The config key that prevents the prediction of calls, or an empty string if the calls are predicted.
+        gathering: The settings of stage 3 if the calls are not predicted, or None.
     """
 
     messages: tuple[GatherMessage, ...]
@@ -64,9 +69,10 @@ def module_calls(
     iteration: int,
     runtime: Runtime,
 ) -> ModuleCalls:
-    """Return the calls of micro-batch number ``iteration``; the arguments are those of ``stages.expected``.
+    """Return the module calls of micro-batch number ``iteration``.
 
-    There are none, and a reason, where parameters are gathered by blocks or in groups of fewer ranks.
+    The arguments are those of ``zero_stages.expected``. If parameters are gathered by blocks or in groups of fewer
+    ranks, the result contains no calls, but the key that is the reason.
 
     Raises:
         RequestedError: the config cannot be read.
@@ -77,7 +83,7 @@ def module_calls(
         configuration = configuration.as_deepspeed_reads()
     unpartitioned_names = unpartitioned(zero, parameters) if runtime == "zero_runtime" else frozenset()
     used = used_parameters(parameters, gradient_order)
-    # These gather in other units than modules, or in groups of fewer ranks.
+    # These two keys gather in groups of fewer ranks, or in other units than modules.
     if 1 < gathering.secondary_size < world_size:
         return ModuleCalls((), (), "zero_hpz_partition_size", gathering)
     if runtime == "zero_runtime" and gathered_blocks(used, gathering, unpartitioned_names):

@@ -1,8 +1,8 @@
-"""The modules that hold a list of parameters, and the order in which a training step runs them.
+"""The modules that contain the parameters, and the order in which a training step runs these modules.
 
-A parameter list names modules, not their order. The rules assume: each module runs once per forward pass, at the position
-of its first parameter; backward runs them in reverse; a module that only numbers its children is a list and does not
-run. A run of the model may show another order.
+A parameter list gives the names of the modules, but not their order. The rules make three assumptions. Each module runs
+once per forward pass, at the position of its first parameter. The backward pass runs the modules in reverse order. A
+module that only numbers its children is a list and does not run. A real run of the model may have another order.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ class Module(NamedTuple):
     """A module of the model.
 
     Attributes:
-        name: qualified name; empty for the model itself.
-        parameters: its own, in model order; for a leaf also those of its descendants.
-        children: the modules in it, in model order.
-        runs: whether it is called, rather than only holding its children.
+        name: The qualified name. It is empty for the model itself.
+        parameters: The module's own parameters in model order. A leaf also has the parameters of its descendants.
+        children: The child modules, in model order.
+        runs: Whether the module is called. A module list is not called, because it only contains its children.
     """
 
     name: str
@@ -30,7 +30,7 @@ class Module(NamedTuple):
 
 
 class Visit(NamedTuple):
-    """A module is entered (``enters``) or left, in the ``forward`` or the backward pass."""
+    """The event that a module is entered (``enters``) or left, in the ``forward`` or the backward pass."""
 
     module: Module
     enters: bool
@@ -40,11 +40,11 @@ class Visit(NamedTuple):
 def module_tree(
     parameters: Sequence[Parameter], is_leaf: Callable[[str], bool] = lambda name: False
 ) -> Module:
-    """The model whose parameters, in model order, are ``parameters``.
+    """Return the model that contains ``parameters``, as a tree of modules.
 
     Args:
-        parameters: all parameters of the model, in model order.
-        is_leaf: whether the module of a name is one unit with its descendants.
+        parameters: All parameters of the model, in model order.
+        is_leaf: A function that returns whether the module of a given name is one unit with its descendants.
     """
     return _module("", [(parameter.name.split("."), parameter) for parameter in parameters], is_leaf)
 
@@ -65,9 +65,9 @@ def _module(name: str, contents: list[tuple[list[str], Parameter]], is_leaf: Cal
 
 
 def training_visits(model: Module) -> list[Visit]:
-    """One forward and one backward pass through ``model``.
+    """Return the visits of one forward and one backward pass through ``model``.
 
-    Backward does not reach a module before which, and in which, nothing is trained.
+    The backward pass does not reach a module if neither the module nor any module before it is trained.
     """
     return [*_forward(model), *_backward(model, _untrained_start(model))]
 

@@ -1,9 +1,13 @@
 """Stage 3 of zero_runtime by blocks (``stage3_gather_unit``): which parameters one message gathers, and when.
 
-A block is what an outermost numbered module contains (a child of a ModuleList or Sequential), or the parameters between two
-of them; in a model without numbered modules what a child of the model contains. Passing from one block to another is a
-visit. The first micro-batch records the visits: each gathers its block, and gives the one before back. Later ones also
-gather the next blocks ahead, and keep what is used again soon. Gradients of a block leave in one message.
+A block contains the parameters of an outermost numbered module (a child of a ModuleList or Sequential), or the
+parameters between two such modules. In a model without numbered modules, a block contains the parameters of a child of
+the model.
+
+A visit begins when the program passes from one block to another. The first micro-batch records the visits. In this
+micro-batch each visit gathers its block and releases the block before. Visits in later micro-batches also prefetch the
+next blocks, and keep blocks that are used again soon. The gradients of a block with the same element type are reduced
+in one message.
 """
 
 from __future__ import annotations
@@ -20,11 +24,11 @@ from commprof.requested.zero.modules import Visit, module_tree, training_visits
 
 Block = tuple[Parameter, ...]
 _NEVER: Final = 2**63
-_EMBEDDING: Final = "Embedding"  # torch's own: the only class that the module has
+_EMBEDDING: Final = "Embedding"  # owner_types of torch's own class, without subclasses
 
 
 def numbered_module(module: str) -> str:
-    """The outermost numbered module that ``module`` is or is in; empty without one.
+    """Return the outermost numbered module that is or contains ``module``, or an empty string without one.
 
     >>> numbered_module("h.3.mlp.experts.0")
     'h.3'
@@ -35,7 +39,7 @@ def numbered_module(module: str) -> str:
 
 
 def blocks_of(parameters: Sequence[Parameter], unpartitioned: Set[str] = frozenset()) -> list[Block]:
-    """The blocks of a model with ``parameters``, in model order; ``unpartitioned`` parameters are in none."""
+    """Return the blocks of a model with ``parameters``, in model order, without the ``unpartitioned`` parameters."""
     listed = [each for each in in_model_order(parameters) if each.name not in unpartitioned]
     numbers = any(numbered_module(each.module) for each in listed)
     blocks: dict[str, list[Parameter]] = {}
@@ -50,9 +54,9 @@ def blocks_of(parameters: Sequence[Parameter], unpartitioned: Set[str] = frozens
 def gathered_blocks(
     parameters: Sequence[Parameter], configuration: GatherConfiguration, unpartitioned: Set[str] = frozenset()
 ) -> list[Block]:
-    """The blocks that are gathered by one message each; none where modules are.
+    """Return the blocks that are gathered by one message each, or an empty list if modules are gathered instead.
 
-    With ``auto`` there are some if the model has two numbered modules, and the largest block fits twice into
+    ``auto`` gathers blocks if the model has at least two numbered modules, and if the largest block fits twice into
     ``stage3_max_live_parameters``.
     """
     if configuration.unit == "module":
@@ -66,14 +70,14 @@ def gathered_blocks(
 
 
 class _Live(NamedTuple):
-    """What a visit leaves gathered, and what it gathers.
+    """The gathers of a visit, and the amount of gathered parameters during the visit.
 
     Attributes:
-        numel: elements that are gathered.
-        gathers: the messages.
-        block: that is visited; None without one.
-        meets_gradients: gradients arrive during the visit: in the backward pass, which begins in the last block of the
-            forward pass.
+        numel: The number of elements of blocks that are gathered during the visit.
+        gathers: The messages that the visit sends.
+        block: The number of the visited block, or None for a gather of unpartitioned parameters.
+        meets_gradients: Whether gradients arrive during the visit. This is the case in the backward pass, which begins
+            in the last block of the forward pass.
     """
 
     numel: int
@@ -86,9 +90,9 @@ class _Visits:
     """The visits of one micro-batch.
 
     Args:
-        blocks: of the model.
-        configuration: the keys of stage 3.
-        visits: of the modules, in the order in which they run.
+        blocks: The blocks of the model.
+        configuration: The settings of stage 3.
+        visits: The visits of the modules, in the order in which the modules run.
     """
 
     def __init__(
@@ -102,7 +106,7 @@ class _Visits:
         self._block_of = {each.name: number for number, block in enumerate(blocks) for each in block}
         self._visits = visits
         self._order: list[int] = []
-        self._turn = 0  # number of the first one of the backward pass
+        self._turn = 0  # number of the first visit of the backward pass
         for visit in visits:
             for block in self._used(visit) if visit.enters else ():
                 if not self._order or self._order[-1] != block:
@@ -111,11 +115,11 @@ class _Visits:
         self._until = [0, *accumulate(self._numels[block] for block in self._order)]
 
     def run(self, *, recording: bool, missing: Iterable[Parameter] = ()) -> Iterator[_Live]:
-        """What each visit gathers.
+        """Yield the gathers of each visit.
 
         Args:
-            recording: the order is not known yet.
-            missing: unpartitioned parameters that are not gathered.
+            recording: Whether the order of the visits is not known yet.
+            missing: The unpartitioned parameters that are not gathered at the start.
         """
         absent = {each.name: each for each in missing}
         users: list[set[tuple[str, bool]]] = [set() for _ in self._members]
@@ -148,21 +152,27 @@ class _Visits:
                 yield _Live(0, (Gather(alone, forward),))
 
     def _used(self, visit: Visit) -> list[int]:
-        """The blocks that a module uses. The backward pass of an embedding reads only which rows it took."""
+        """Return the blocks that a module uses. The backward pass of an embedding reads row numbers, not parameters."""
         if not visit.forward and all(each.owner_types == _EMBEDDING for each in visit.module.parameters):
             return []
         names = (each.name for each in visit.module.parameters)
         return list(dict.fromkeys(self._block_of[name] for name in names if name in self._block_of))
 
     def _ahead(self, place: int) -> list[int]:
-        """The next blocks: one, and others while they fit into the largest block; in the forward pass, into two of it."""
+        """Return the next blocks to prefetch: at least one, and more while their sum is at most the largest block.
+
+        In the forward pass the limit is up to twice the largest block, if the backward pass needs as much memory.
+        """
         window = self._largest
         if place < self._turn:
             window = max(window, min(2 * window, self._room(place)))
         return self._following(place, window)
 
     def _room(self, place: int) -> int:
-        """Elements for which a forward visit has room, if it may need as much as the backward visits until its block's."""
+        """Return how many elements a forward visit can prefetch without raising the peak memory.
+
+        The peak is that of the backward visits up to the visit of the same block.
+        """
         current = self._order[place]
         backward = self._order[self._turn :]
         end = backward.index(current) + 1 if current in backward else len(backward)
@@ -170,7 +180,11 @@ class _Visits:
 
     @cached_property
     def _needed(self) -> list[int]:
-        """Elements at each backward visit: its block, the next ones, and the gradients sent before, and as they arrive."""
+        """The number of elements that each backward visit needs, for parameters and gradients.
+
+        It is twice the sum of the visited block and the trained elements of the block before, plus the next blocks. It
+        covers the gathered blocks, the gradients that are being sent, and the gradients that arrive.
+        """
         return [
             2 * (self._trained[self._order[place - 1]] + self._numels[self._order[place]])
             + sum(self._numels[each] for each in self._following(place, self._largest))
@@ -178,7 +192,7 @@ class _Visits:
         ]
 
     def _following(self, place: int, window: int) -> list[int]:
-        """The next blocks that fit into ``window``; at least one, if the keys allow any."""
+        """Return the next blocks that fit into ``window`` elements. There is at least one if the config allows any."""
         current, limit = self._order[place], self._configuration.max_live_parameters
         window = min(self._configuration.prefetch_bucket_size, window)
         ahead: list[int] = []
@@ -192,7 +206,7 @@ class _Visits:
         return ahead
 
     def _released(self, place: int, idle: Sequence[int], ahead: Sequence[int]) -> set[int]:
-        """The ``idle`` blocks that are not kept; those that are used again first are kept first."""
+        """Return the ``idle`` blocks to release. Blocks with the nearest next use have priority to be kept."""
         room = self._configuration.max_live_parameters
         room -= sum(self._numels[each] for each in {self._order[place], *ahead})
         released = set()
@@ -204,7 +218,7 @@ class _Visits:
         return released
 
     def _distance(self, place: int, block: int) -> int:
-        """Elements of the visits from ``place`` on before one of ``block``."""
+        """Return the number of elements of the visits from ``place`` until the next visit of ``block``."""
         try:
             return self._until[self._order.index(block, place)] - self._until[place]
         except ValueError:
@@ -221,16 +235,17 @@ def block_gathers(
     *,
     all_released: bool = False,
 ) -> Gathers:
-    """What micro-batch number ``iteration`` of a training gathers.
+    """Return the gathers of micro-batch number ``iteration`` of a training.
 
     Args:
-        parameters: of the model.
-        used: those whose modules run.
-        blocks: that are gathered.
-        configuration: the keys of stage 3.
-        iteration: number of the micro-batch since training started, from 0.
-        unpartitioned: names of the parameters that are in no block, and stay gathered.
-        all_released: no parameter is gathered when it begins: the step before was skipped, or the program released them.
+        parameters: The parameters of the model.
+        used: The parameters whose modules run.
+        blocks: The blocks that are gathered.
+        configuration: The settings of stage 3.
+        iteration: The number of the micro-batch since training started, from 0.
+        unpartitioned: The names of parameters that are in no block and stay gathered.
+        all_released: Whether no parameter is gathered when the micro-batch begins, because the step before was skipped
+            or the program released the parameters.
     """
     listed = in_model_order(parameters)
     missing = [each for each in listed if each.name in unpartitioned] if all_released else []
@@ -247,9 +262,10 @@ def block_gathers(
 def gathered_with_gradients(
     parameters: Sequence[Parameter], blocks: Sequence[Block], configuration: GatherConfiguration
 ) -> dict[int, int]:
-    """Elements of ``blocks`` that are gathered while the gradients of each of them arrive, by its number.
+    """Return for each block the number of gathered elements while the gradients of the block arrive.
 
-    All of the model's ``parameters`` are used. The forward pass needs no more than these and the gradients together.
+    The keys are the numbers of the blocks. All ``parameters`` of the model are assumed to be used. The forward pass
+    needs no more memory than these elements and the gradients together.
     """
     visits = _Visits(blocks, configuration, training_visits(module_tree(in_model_order(parameters))))
     gathered: dict[int, int] = {}
@@ -258,7 +274,7 @@ def gathered_with_gradients(
         if live.block is not None and live.meets_gradients:
             last = live.numel
             gathered[live.block] = max(last, gathered.get(live.block, 0))
-    # The block before stays gathered while one is differentiated that is not read.
+    # The backward pass does not visit a block that it does not read. The last visited block is then still gathered.
     return dict.fromkeys(range(len(blocks)), last) | gathered
 
 
@@ -268,15 +284,16 @@ def block_messages(
     gradient_order: Sequence[str] | None,
     model_dtype: str | None,
 ) -> list[tuple[Block, int]]:
-    """The messages that reduce gradients: their parameters, and how many gradients have arrived when each is sent.
+    """Return for each message that reduces gradients its parameters and the number of gradients that have arrived.
 
-    One is sent when the last of its gradients arrives; at the end of the pass, if some of them are missing.
+    A message is sent when the last of its gradients arrives. If some of its gradients are missing, it is sent at the
+    end of the backward pass.
 
     Args:
-        blocks: of the model.
-        trained: the trained parameters.
-        gradient_order: names in the order of the gradients; None for the reverse order of the model.
-        model_dtype: the element type of all parameters; None where each has its own.
+        blocks: The blocks of the model.
+        trained: The trained parameters.
+        gradient_order: The names of parameters in the order in which gradients arrive. None means reverse model order.
+        model_dtype: The element type of all parameters, or None if each parameter has its own type.
     """
     order = gradient_order
     if order is None:

@@ -1,8 +1,9 @@
-"""The flat buffers of stages 1 and 2, and which rank owns which shard of each parameter.
+"""The flat buffers of stages 1 and 2, and the rank that owns each shard of a parameter.
 
-The trained parameters of an optimizer group are concatenated in a flat buffer whose length is rounded up to a multiple of
-2 x ranks; rank r owns the r-th of equal shards. Boundaries ignore parameters: one parameter may have several owners. Source:
-reference measurements of DeepSpeed 0.19.8; the factor 2 aligns 16-bit elements to 4 bytes.
+The trained parameters of an optimizer group are concatenated in a flat buffer. Its length is rounded up to a multiple
+of 2 x ranks. Rank r owns the r-th of equal shards. The shard boundaries ignore the boundaries of parameters, so one
+parameter may have several owners. Source: reference measurements of DeepSpeed 0.19.8. The factor 2 aligns 16-bit
+elements to 4 bytes.
 
 For ``gradient_reduction: reduce_scatter``, which DeepSpeed does not have, zero_runtime first divides the buffer into
 equal chunks, which are the buckets. Each chunk has one equal row per rank. Rank r owns row r of every chunk, and its
@@ -18,21 +19,21 @@ from typing import Final, NamedTuple
 from commprof.requested.errors import RequestedError
 from commprof.requested.parameters import Parameter, item_bytes
 
-ALIGNMENT_ELEMENTS: Final = 2  # of each rank's shard of a flat buffer
-PARAMETER_ALIGNMENT_BYTES: Final = 16  # of each parameter, with parameter_alignment
-CHUNKS: Final = 16  # chunks of a buffer, unless they would get too small or too large
-SMALLEST_CHUNK: Final = 2**18  # elements, where reduce_bucket_size allows as much
-LARGEST_CHUNK: Final = 2**23
+ALIGNMENT_ELEMENTS: Final = 2  # alignment of each rank's shard of a flat buffer
+PARAMETER_ALIGNMENT_BYTES: Final = 16  # alignment of each parameter, with parameter_alignment
+CHUNKS: Final = 16  # number of chunks of a buffer, unless chunks would be too small or too large
+SMALLEST_CHUNK: Final = 2**18  # elements, unless reduce_bucket_size is smaller
+LARGEST_CHUNK: Final = 2**23  # elements
 
 
 class OwnedShard(NamedTuple):
-    """Adjacent elements with one owner.
+    """Adjacent elements that have the same owner.
 
     Attributes:
-        owner: rank within the group.
-        numel: elements.
-        offset: first element within the owner's shard of the flat buffer.
-        ep_size: of the experts that the parameter belongs to; None for a dense parameter.
+        owner: The rank of the owner within the group.
+        numel: The number of elements.
+        offset: The position of the first element in the owner's shard of the flat buffer.
+        ep_size: The ``ep_size`` of the experts that the parameter belongs to, or None for a dense parameter.
     """
 
     owner: int
@@ -45,13 +46,14 @@ class FlatGroup(NamedTuple):
     """The flat buffer of one optimizer parameter group.
 
     Attributes:
-        numel: elements, padding included; a multiple of 2 x ranks.
-        end: where the padding begins.
-        shard_numel: elements that each rank owns.
-        dtype: element type of the model.
-        chunks: how many there are.
-        data_numel: elements of the parameters, without any padding.
-        ep_size: of experts, whose buffers their expert-data group shares; None for dense parameters, which all ranks share.
+        numel: The number of elements including padding, a multiple of 2 x ranks.
+        end: The position at which the padding at the end begins.
+        shard_numel: The number of elements that each rank owns.
+        dtype: The element type of the model.
+        chunks: The number of chunks.
+        data_numel: The number of elements of the parameters, without any padding.
+        ep_size: The ``ep_size`` of experts, whose buffer is partitioned among their expert-data group. None for dense
+            parameters, whose buffer is partitioned among all ranks.
     """
 
     numel: int
@@ -64,12 +66,12 @@ class FlatGroup(NamedTuple):
 
     @property
     def chunk_numel(self) -> int:
-        """Elements of a chunk."""
+        """The number of elements of a chunk."""
         return self.numel // self.chunks
 
     @property
     def row_numel(self) -> int:
-        """Elements of a chunk that each rank owns."""
+        """The number of elements of a chunk that each rank owns."""
         return self.shard_numel // self.chunks
 
 
@@ -78,8 +80,8 @@ class Layout:
     """All flat buffers of a model.
 
     Attributes:
-        groups: one per optimizer parameter group that trains something.
-        places: parameter name -> (position in ``groups``, offset in that buffer in elements).
+        groups: One flat buffer per optimizer parameter group with trained parameters.
+        places: A mapping from the parameter name to (position in ``groups``, offset in the flat buffer in elements).
     """
 
     groups: tuple[FlatGroup, ...]
@@ -87,12 +89,12 @@ class Layout:
 
     @property
     def ranks(self) -> int:
-        """Ranks that share the buffers of dense parameters."""
+        """The number of ranks among which the buffers of dense parameters are partitioned."""
         first = self.groups[0] if self.groups else None
         return first.numel // first.shard_numel * (first.ep_size or 1) if first is not None else 1
 
     def shards(self, parameter: Parameter) -> list[OwnedShard]:
-        """``parameter`` divided at the boundaries between the owners, in order."""
+        """Return ``parameter`` divided at the boundaries between owners, in order."""
         number, start = self.places[parameter.name]
         flat = self.groups[number]
         end = start + parameter.numel
@@ -107,12 +109,12 @@ class Layout:
 
 
 def padded(numel: int, multiple: int) -> int:
-    """``numel`` rounded up to a multiple of ``multiple``."""
+    """Return ``numel`` rounded up to a multiple of ``multiple``."""
     return -(-numel // multiple) * multiple
 
 
 def dealt(parameters: Sequence[Parameter], world_size: int) -> list[Parameter]:
-    """``parameters`` assigned to the ranks round robin, then concatenated by rank (round_robin_gradients)."""
+    """Return ``parameters`` assigned to the ranks round robin and concatenated by rank (round_robin_gradients)."""
     return [parameter for rank in range(world_size) for parameter in parameters[rank::world_size]]
 
 
@@ -128,15 +130,16 @@ def lay_out(
     """Lay out the flat buffer of each group.
 
     Args:
-        groups: the trained parameters of each optimizer parameter group, in the order of the group.
-        world_size: ranks that share the buffers of dense parameters.
-        model_dtype: element type of the model; None takes that of the group's first parameter.
-        round_robin: the key ``round_robin_gradients``.
-        align_parameters: the key ``parameter_alignment``: each parameter takes up a multiple of 16 bytes.
-        bucket_size: ``reduce_bucket_size`` where buffers are divided into chunks; None where each is a single one.
+        groups: The trained parameters of each optimizer parameter group, in the order of the group.
+        world_size: The number of ranks among which the buffers of dense parameters are partitioned.
+        model_dtype: The element type of the model, or None for the type of each group's first parameter.
+        round_robin: The value of ``round_robin_gradients``.
+        align_parameters: The value of ``parameter_alignment``. If true, each parameter occupies a multiple of 16 bytes.
+        bucket_size: The value of ``reduce_bucket_size`` if buffers are divided into chunks. None means that each buffer
+            is a single chunk.
 
     Raises:
-        RequestedError: a group has parameters of experts and others.
+        RequestedError: a group contains parameters with different values of ``ep_size``.
     """
     flat: list[FlatGroup] = []
     places: dict[str, tuple[int, int]] = {}
@@ -172,5 +175,9 @@ def _ep_size(group: Sequence[Parameter]) -> int | None:
 
 
 def _largest_chunk(numel: int, bucket_size: int) -> int:
-    """A 16th of a buffer, but at least a size that amortizes the latency of a message; ``bucket_size`` at most."""
+    """Return the largest allowed chunk in elements.
+
+    It is a 16th of a buffer, but at least a size that amortizes the latency of a message. It never exceeds
+    ``bucket_size``.
+    """
     return min(bucket_size, max(SMALLEST_CHUNK, min(-(-numel // CHUNKS), LARGEST_CHUNK)))

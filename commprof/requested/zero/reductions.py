@@ -1,4 +1,4 @@
-"""The gradient reductions: the messages of one bucket of ``n`` elements among ``p`` ranks.
+"""The gradient reductions, which determine the messages of one bucket of ``n`` elements among ``p`` ranks.
 
 ========================= =============================================================== ===================
 reduction                 messages                                                        bytes sent per rank
@@ -9,12 +9,12 @@ reduction                 messages                                              
 ``reduce_to_owner``       one reduce to each rank that owns a shard                       (p-1)/p n
 ========================= =============================================================== ===================
 
-The gradients of experts are in the same buckets as others. Each process group of a bucket has messages of its own, in the
-order in which the groups first occur in it (DeepSpeed 0.19.8, ``average_tensor``).
+The gradients of experts are in the same buckets as other gradients. Each process group of a bucket has its own
+messages, in the order in which the groups first occur in the bucket (DeepSpeed 0.19.8, ``average_tensor``).
 
-They are DeepSpeed's, and see a bucket as the shards of its owners. zero_runtime's own ``reduce_scatter`` uses chunks instead
-(:func:`commprof.requested.zero.gradients.chunked_gradients`), or :func:`reduce_scatter` where some parameters are not
-partitioned.
+These three reductions are DeepSpeed's. They treat a bucket as the shards of its owners. ``reduce_scatter`` exists only
+in zero_runtime, which reduces chunks (:func:`commprof.requested.zero.gradients.chunked_gradients`). If some parameters
+are not partitioned, or if the model has experts, zero_runtime uses :func:`reduce_scatter` instead.
 """
 
 from __future__ import annotations
@@ -31,12 +31,13 @@ class Message(NamedTuple):
     """One collective that carries gradients.
 
     Attributes:
-        op: what is issued.
-        numel: elements behind ``payload_bytes``.
-        row_numel: elements of each rank's row, where the last rows may be shorter; 0 where there are no rows.
-        rows: elements of each rank's row where they have lengths of their own.
-        padding: those of ``numel`` that carry no data.
-        ep_size: of experts, whose expert-data group it is sent within; None for all ranks.
+        op: The operation that is issued.
+        numel: The number of elements in the payload.
+        row_numel: The number of elements of each rank's row, or 0 if the message has no equal rows. The last rows may
+            be shorter.
+        rows: The number of elements of each rank's row, if the rows have individual lengths.
+        padding: The number of elements of ``numel`` that contain no data.
+        ep_size: The ``ep_size`` of experts, if the message is sent within their expert-data groups. None for all ranks.
     """
 
     op: Op
@@ -47,7 +48,7 @@ class Message(NamedTuple):
     ep_size: int | None = None
 
     def row_bytes(self, item_bytes: int, ranks: int) -> tuple[int, ...]:
-        """Bytes of the row of each of ``ranks``; of the full message where there are no rows."""
+        """Return the bytes of each rank's row, or the bytes of the full message if it has no rows."""
         if self.rows:
             return tuple(each * item_bytes for each in self.rows)
         if not self.row_numel:
@@ -61,12 +62,12 @@ Shards = Sequence[OwnedShard]
 
 
 class Terms(NamedTuple):
-    """What the messages of a bucket depend on beside its shards.
+    """The values that determine the messages of a bucket, in addition to its shards.
 
     Attributes:
-        capacity: elements of a bucket (``reduce_bucket_size``).
-        ranks: ranks that reduce dense gradients.
-        exchanges: a reduce_scatter is an all_to_all and a local sum.
+        capacity: The maximum number of elements of a bucket (``reduce_bucket_size``).
+        ranks: The number of ranks that reduce dense gradients.
+        exchanges: Whether a reduce_scatter is issued as an all_to_all and a local sum.
     """
 
     capacity: int
@@ -78,12 +79,15 @@ Reduction = Callable[[Shards, Terms], list[Message]]
 
 
 def all_reduce(shards: Shards, terms: Terms) -> list[Message]:
-    """The whole bucket to every rank."""
+    """Return one all_reduce, which sends the sum of the full bucket to every rank."""
     return [Message(Op.ALL_REDUCE, sum(shard.numel for shard in shards))]
 
 
 def multi_rank_all_reduce(shards: Shards, terms: Terms) -> list[Message]:
-    """The shards of all owners to every rank of their group; a message is closed once it exceeds the capacity."""
+    """Return all_reduces that send the sums of all owners' shards to every rank of their group.
+
+    A message is closed once it exceeds the capacity.
+    """
     by_group: dict[int | None, list[int]] = {}
     for shard in shards:
         by_group.setdefault(shard.ep_size, []).append(shard.numel)
@@ -95,7 +99,7 @@ def multi_rank_all_reduce(shards: Shards, terms: Terms) -> list[Message]:
 
 
 def reduce_to_owner(shards: Shards, terms: Terms) -> list[Message]:
-    """The shards of each owner to that owner, owners in the order of their first shard."""
+    """Return reduces that send the sums of each owner's shards to the owner, in the order of the first shards."""
     by_owner: dict[tuple[int, int | None], list[int]] = {}
     for shard in shards:
         by_owner.setdefault((shard.owner, shard.ep_size), []).append(shard.numel)
@@ -107,9 +111,10 @@ def reduce_to_owner(shards: Shards, terms: Terms) -> list[Message]:
 
 
 def reduce_scatter(shards: Shards, terms: Terms) -> list[Message]:
-    """A row for each owner. Only an all_to_all has rows of any length.
+    """Return one message per group that sends one row to each owner.
 
-    Others are padded to the longest where that adds no more than a sixteenth; otherwise they are sent unpadded, as a list.
+    An all_to_all can have rows of any length. The rows of a reduce_scatter are padded to the longest row if this adds
+    no more than a sixteenth. Otherwise they are sent unpadded, as a list of tensors.
     """
     by_group: dict[int | None, list[int]] = {}
     for shard in shards:
@@ -128,13 +133,13 @@ def _rows_of_owners(rows: tuple[int, ...], ep_size: int | None, exchanges: bool)
 
 
 class StatedReduction(NamedTuple):
-    """What is known about one value of ``zero_optimization.gradient_reduction``.
+    """The rules for one value of ``zero_optimization.gradient_reduction``.
 
     Attributes:
-        op: the operation that the value names.
-        sent: what a runtime sends for it, as the end of a sentence.
-        stages: the ZeRO stages at which zero_runtime accepts it.
-        messages: the messages of one bucket of owners' shards.
+        op: The operation that the value names.
+        sent: The messages that a runtime sends for the value, as the end of a sentence.
+        stages: The ZeRO stages at which zero_runtime accepts the value.
+        messages: A function that returns the messages of one bucket, which is given as shards.
     """
 
     op: Op

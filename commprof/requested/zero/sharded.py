@@ -1,7 +1,7 @@
-"""Stage 3: each parameter is partitioned separately and gathered where modules need it.
+"""The messages of stage 3, which partitions each parameter separately and gathers it when a module needs it.
 
-Each parameter is padded to a multiple of the ranks; rank r keeps the r-th shard. Source: reference measurements of
-DeepSpeed 0.19.8.
+Each parameter is padded to a multiple of the number of ranks, and rank r keeps the r-th shard. Source: reference
+measurements of DeepSpeed 0.19.8.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ class Sent(NamedTuple):
     """Messages of one operation.
 
     Attributes:
-        op: what is issued.
-        payloads: bytes of each message.
-        exact: False where the number of messages depends on an order that was not given.
-        notes: what a reader should know.
-        bytes_exact: False where the sum of the payloads does so too.
-        least_bytes: what that sum is at least, whatever the order; None where it is exact.
-        group_size: as of an Expectation.
-        rows: of each message the bytes of every rank's row, where they may differ.
-        arrived, padding_bytes: as of an Expectation.
+        op: The operation that is issued.
+        payloads: The bytes of each message.
+        exact: False if the number of messages depends on an order that was not given.
+        notes: Remarks for the report.
+        bytes_exact: False if the sum of the payloads depends on such an order too.
+        least_bytes: The lower bound of the sum of the payloads for any order, or None if the sum is exact.
+        group_size: The same as in an Expectation.
+        rows: For each message, the bytes of every rank's row, if the rows may differ.
+        arrived, padding_bytes: The same as in an Expectation.
     """
 
     op: Op
@@ -56,12 +56,12 @@ class Sent(NamedTuple):
 
 
 def padded_bytes(parameter: Parameter, world_size: int, dtype: str | None) -> int:
-    """Bytes of a parameter, or of its gradient, with its padding; ``dtype`` None takes that of the parameter."""
+    """Return the bytes of a parameter, or of its gradient, with padding. ``dtype`` None means the parameter's type."""
     return padded(parameter.numel, world_size) * item_bytes(dtype or parameter.dtype)
 
 
 def padding_of(parameters: Iterable[Parameter], world_size: int, dtype: str | None) -> int:
-    """The part of :func:`padded_bytes` of all ``parameters`` that carries no data."""
+    """Return the padding bytes that :func:`padded_bytes` includes for all ``parameters`` together."""
     return sum(
         padded_bytes(each, world_size, dtype) - each.numel * item_bytes(dtype or each.dtype)
         for each in parameters
@@ -69,7 +69,10 @@ def padding_of(parameters: Iterable[Parameter], world_size: int, dtype: str | No
 
 
 def used_parameters(parameters: Sequence[Parameter], gradient_order: Sequence[str] | None) -> list[Parameter]:
-    """In model order, without the trained ones that got no gradient: their modules did not run."""
+    """Return the parameters of modules that run, in model order.
+
+    The result excludes trained parameters without a gradient, because their modules did not run.
+    """
     listed = in_model_order(parameters)
     if gradient_order is None:
         return listed
@@ -86,11 +89,12 @@ def gather_messages(
     first_of_step: bool = True,
     gathered_since: Set[str] = frozenset(),
 ) -> list[Sent]:
-    """The messages that gather parameters for the modules of one micro-batch, by operation and group.
+    """Return the messages that gather parameters for the modules of one micro-batch, by operation and group.
 
-    With ``zero_hpz_partition_size`` each small group of ranks keeps a copy of what was gathered since the last step:
-    ``first_of_step`` says that there is none yet, but of frozen parameters, which no step changes, and of those that were
-    ``gathered_since``. Parameters with and without a copy are never in one message.
+    With ``zero_hpz_partition_size`` each small group of ranks keeps a secondary copy of all parameters that were
+    gathered since the last step. ``first_of_step`` means that these copies do not exist yet. Exceptions are frozen
+    parameters, which no step changes, and the parameters in ``gathered_since``. Parameters with and without a copy are
+    never in the same message.
     """
     split = gathering.secondary_size if 1 < gathering.secondary_size < world_size else None
     copied: set[str] | None = None
@@ -112,7 +116,7 @@ def gather_messages(
     once = gathers.each_once and not gathering.gathers_by_all_reduce
     notes = () if gathers.exact else (ONCE_NOTE if once else MODULE_ORDER_NOTE,)
     certain = gathers.exact or once
-    # With an all_reduce instead of some all_gathers, or a second group, neither sum is certain.
+    # If an all_reduce replaces some all_gathers, or if there is a second group, the sum of each row is uncertain.
     several = gathering.gathers_by_all_reduce or len({group for _, group in payloads}) > 1
     several |= gathering.quantises or gathering.quantises_frozen
     least = None if certain else 0 if several else _each_once(gathers, configuration, world_size)
@@ -134,7 +138,11 @@ def gather_messages(
 def _by_copy(
     parameters: Sequence[Parameter], copied: set[str] | None, split: int | None
 ) -> list[tuple[bool, list[Parameter]]]:
-    """``parameters`` that a small group has a copy of (True), and those without; None has a copy of all."""
+    """Divide ``parameters`` into parameters that a small group has a copy of (True) and all others (False).
+
+    ``copied`` contains the names of parameters with a copy, and None means that all have one. Without ``split`` there
+    are no copies.
+    """
     if split is None:
         return [(False, list(parameters))]
     near = [each for each in parameters if copied is None or each.name in copied]
@@ -152,9 +160,10 @@ def _messages(
     *,
     may_quantise: bool = True,
 ) -> list[tuple[Op, int]]:
-    """The messages that gather ``parameters`` together: one for each element type, or for each parameter.
+    """Return the operation and bytes of each message that gathers ``parameters``.
 
-    Quantized parameters have messages of their own.
+    There is one message for each element type, or with ``sequential`` one for each parameter. Quantized parameters are
+    gathered in separate messages.
     """
     rows: dict[tuple[str, bool], list[int]] = {}
     for parameter in parameters:
@@ -178,10 +187,11 @@ def _each_once(gathers: Gathers, configuration: Configuration, world_size: int) 
 
 
 def order_checks(gathers: Gathers, iteration: int) -> Sent | None:
-    """The broadcasts by which the ranks agree on the order of modules, before it is recorded and after.
+    """Return the broadcasts by which the ranks compare the order of modules, before and after recording the order.
 
-    Each list is sent as its length and its contents: first an empty one, then the modules, the parameters that they
-    use, and the last use of each.
+    Each list is sent as two broadcasts, the length and the contents. The first micro-batch sends an empty list. The
+    second micro-batch sends the modules, the parameters that they use, and the last use of each parameter. Later
+    micro-batches send none.
     """
     if iteration > 1:
         return None
@@ -196,7 +206,7 @@ def order_checks(gathers: Gathers, iteration: int) -> Sent | None:
 
 
 def bucket_checks(buckets: Sequence[Bucket], exact: bool) -> Sent:
-    """The two broadcasts for each gradient bucket that compare its parameters between the ranks."""
+    """Return the two broadcasts per gradient bucket by which the ranks compare the parameters of the bucket."""
     payloads = [size for bucket in buckets for size in (ID_BYTES, len(bucket) * ID_BYTES)]
     return Sent(Op.BROADCAST, tuple(payloads), exact, ("enable_sanity_checks: true requests them",))
 
@@ -208,9 +218,9 @@ def gradient_buckets(
     gradient_order: Sequence[str] | None,
     left_out: Set[str] = frozenset(),
 ) -> tuple[list[Bucket], bool, tuple[str, ...]]:
-    """Which gradients are reduced together in each micro-batch, whether that is certain, and notes about it.
+    """Return the gradient buckets of a micro-batch, whether they are certain, and notes about them.
 
-    Those of parameters called ``left_out`` have buckets of their own.
+    The parameters named in ``left_out`` are in no bucket of the result.
     """
     capacity = configuration.reduce_bucket_size
     if gradient_order is not None:
@@ -225,7 +235,10 @@ def gradient_buckets(
 
 
 def _assumed_order(trained: Sequence[Parameter], weight_before_bias: bool) -> list[Parameter]:
-    """Reverse model order; DeepSpeed's own linear layer produces the gradient of its weight first."""
+    """Return the assumed order of gradients, which is the reverse model order.
+
+    DeepSpeed's own linear layer produces the gradient of its weight before the gradient of its bias.
+    """
     order = in_model_order(trained)[::-1]
     if not weight_before_bias:
         return order
@@ -252,11 +265,12 @@ def reduced_gradients(
     exchanges: bool = False,
     quantises: bool = False,
 ) -> list[Sent]:
-    """The messages that reduce the gradients of one micro-batch, by operation.
+    """Return the messages that reduce the gradients of one micro-batch, by operation.
 
-    A reduce_scatter carries each gradient with its padding; an all_to_all instead of it (``exchanges``) carries none.
-    ``reduce_scatter: false`` is honored only for a bucket that fits into the contiguous buffer; zero_runtime's
-    ``gradient_reduction`` always. Quantized gradients always use an all_to_all of their codes and scales.
+    A reduce_scatter sends each gradient with its padding. An all_to_all that replaces it (``exchanges``) sends no
+    padding. ``reduce_scatter: false`` is honored only for a bucket that fits into the contiguous buffer.
+    zero_runtime's key ``gradient_reduction`` is always honored. Quantized gradients always use an all_to_all of their
+    codes and scales.
     """
     dtype = configuration.communication_dtype
     payloads: dict[Op, list[int]] = {Op.REDUCE_SCATTER: [], Op.ALL_TO_ALL: [], Op.ALL_REDUCE: []}
@@ -303,11 +317,14 @@ def reduced_blocks(
     exchanges: bool,
     notes: tuple[str, ...],
 ) -> list[Sent]:
-    """The messages that reduce gradients block by block; every rank's row has the padding of each parameter.
+    """Return the messages that reduce gradients block by block. Every parameter is padded.
 
     Args:
-        messages: the parameters of each, and how many gradients have arrived when it is sent.
-        exchanges: an all_to_all is issued instead of a reduce_scatter.
+        configuration: The settings of the config.
+        messages: For each message, its parameters, and how many gradients have arrived when it is sent.
+        world_size: The number of ranks that share each parameter.
+        exchanges: Whether an all_to_all is issued instead of a reduce_scatter.
+        notes: Remarks for the report.
     """
     dtype = configuration.communication_dtype
     payloads = [sum(padded_bytes(each, world_size, dtype) for each in members) for members, _ in messages]
@@ -325,14 +342,14 @@ def reduced_blocks(
 def unpartitioned_gradients(
     configuration: Configuration, buckets: Sequence[Bucket], *, exact: bool, notes: Iterable[str] = ()
 ) -> list[Sent]:
-    """The messages that sum the gradients of parameters that are not partitioned on every rank."""
+    """Return the all_reduces of the gradients of unpartitioned parameters, which are summed on every rank."""
     size = item_bytes(configuration.communication_dtype)
     payloads = tuple(sum(each.numel for each in bucket) * size for bucket in buckets)
     return [Sent(Op.ALL_REDUCE, payloads, exact, tuple(notes))] if payloads else []
 
 
 def _row_bytes(bucket: Bucket, world_size: int, size: int) -> tuple[int, ...]:
-    """The bytes of each rank's part of the gradients of ``bucket``, without padding."""
+    """Return the bytes of each rank's part of the gradients of ``bucket``, without padding."""
     widths = [(each.numel, padded(each.numel, world_size) // world_size) for each in bucket]
     return tuple(
         size * sum(min(width, max(0, numel - rank * width)) for numel, width in widths)
@@ -348,9 +365,9 @@ def _goes_in_an_all_reduce(numel: int, configuration: Configuration) -> bool:
 
 
 def sub_groups(groups: Sequence[Sequence[Parameter]], size: int, world_size: int) -> int:
-    """How many parts of each rank's shard are optimized one after the other.
+    """Return the number of sub-groups of each rank's shard, which are optimized one after another.
 
-    A part is closed once it has ``size`` elements, and at the end of an optimizer parameter group.
+    A sub-group is closed once it has ``size`` elements, and at the end of an optimizer parameter group.
     """
     count = 0
     for group in groups:

@@ -1,4 +1,4 @@
-"""The expectations of stage 3 per purpose, from the messages of :mod:`commprof.requested.zero.sharded`."""
+"""Builds the expectations of stage 3 per purpose from the messages of :mod:`commprof.requested.zero.sharded`."""
 
 from __future__ import annotations
 
@@ -36,11 +36,12 @@ NOTHING: Final = -1  # a threshold below the size of any parameter
 
 
 class Construction(NamedTuple):
-    """How the parameters of a sharded model were made: within ``zero.Init``, outside of it, or some of each.
+    """Describes which parameters of a sharded model were constructed within ``zero.Init``, and which outside of it.
 
     Attributes:
-        sharded: the bytes of each parameter that ``zero.Init`` has sharded, including those that the model no longer has.
-        unsharded: the bytes of each parameter of the model that was not sharded yet when its engine was made.
+        sharded: The bytes of each parameter that ``zero.Init`` sharded. This includes parameters that the model no
+            longer has.
+        unsharded: The bytes of each parameter that was not yet sharded when the engine of the model was constructed.
     """
 
     sharded: tuple[int, ...]
@@ -51,16 +52,17 @@ class Training(NamedTuple):
     """The training that stage 3 runs, and the micro-batch to predict.
 
     Attributes:
-        parameters: all parameters of the model.
-        world_size: ranks that share each of them.
-        gradient_order: names in the order in which gradients arrived; None where it is not known.
-        micro_steps: micro-batches in a step.
-        iteration: number of the micro-batch since training started.
-        zero_init: whether the model was made within ``deepspeed.zero.Init``, or which of its parameters.
-        exchanges: whether a reduce_scatter is issued as an all_to_all and a local sum, as by zero_runtime on gloo.
-        unpartitioned: names of parameters that are not partitioned: gathered at the start and after each step.
-            Their gradients are summed on every rank.
-        released_by: why no parameter is gathered when the micro-batch begins; empty where persistent parameters are.
+        parameters: All parameters of the model.
+        world_size: The number of ranks among which each parameter is partitioned.
+        gradient_order: The names of parameters in the order in which gradients arrived, or None if it is not known.
+        micro_steps: The number of micro-batches in a step.
+        iteration: The number of the micro-batch since training started, from 0.
+        zero_init: Whether the model was constructed within ``deepspeed.zero.Init``, or which of its parameters were.
+        exchanges: Whether a reduce_scatter is issued as an all_to_all and a local sum, as zero_runtime does on gloo.
+        unpartitioned: The names of parameters that are not partitioned. They are gathered at the start and after each
+            step, and their gradients are summed on every rank.
+        released_by: The reason why no parameter is gathered when the micro-batch begins. It is empty if the persistent
+            parameters are gathered.
     """
 
     parameters: Sequence[Parameter]
@@ -77,9 +79,9 @@ class Training(NamedTuple):
 def stage3_expectations(
     configuration: Configuration, gathering: GatherConfiguration, training: Training
 ) -> list[Expectation]:
-    """All that stage 3 sends at the start, in one micro-batch and at the end of a step.
+    """Return all messages of stage 3 at the start, in one micro-batch and at the end of a step.
 
-    Its three barriers at the start move no bytes and are left out.
+    The three barriers at the start move no bytes and are left out.
     """
     return [
         *_start(configuration, training),
@@ -150,7 +152,7 @@ def _micro_step(
 ) -> list[Expectation]:
     world = training.world_size
     blocks = gathered_blocks(training.parameters, gathering, training.unpartitioned)
-    # Attaching the hooks before the first step has already gathered everything.
+    # The first step needs no gathers for secondary copies, because attaching the hooks already gathered all parameters.
     new_step = training.iteration % training.micro_steps == 0 and training.iteration >= training.micro_steps
     gathers = _gathers(gathering, training, blocks)
     by_program = training.released_by == PROGRAM
@@ -214,7 +216,7 @@ def _persistent(gathering: GatherConfiguration, training: Training) -> Set[str]:
 def _gradients(
     configuration: Configuration, gathering: GatherConfiguration, training: Training, blocks: Sequence[Block]
 ) -> tuple[list[Sent], Sent | None]:
-    """The messages that reduce gradients, and those that compare their buckets."""
+    """Return the messages that reduce gradients, and the messages that compare the buckets, or None without a check."""
     world, order, unpartitioned = training.world_size, training.gradient_order, training.unpartitioned
     trained = [parameter for group in trained_groups(training.parameters) for parameter in group]
     buckets, exact, notes = gradient_buckets(configuration, gathering, trained, order, unpartitioned)
@@ -245,13 +247,13 @@ def sharded_agreements(
     groups: Sequence[Sequence[Parameter]],
     world_size: int,
 ) -> tuple[list[int], list[int]]:
-    """The bytes of each norm, and of each flag of an overflow, that ranks agree on at the end of a step.
+    """Return the bytes of each norm and of each overflow flag that ranks agree on at the end of a step.
 
     Args:
-        configuration: what the config says.
-        zero: its section ``zero_optimization``.
-        groups: the trained parameters by optimizer group.
-        world_size: ranks that share each parameter.
+        configuration: The settings of the config.
+        zero: The section ``zero_optimization`` of the config.
+        groups: The trained parameters of each optimizer group.
+        world_size: The number of ranks among which each parameter is partitioned.
     """
     norms = sub_groups(groups, read_gather_configuration(zero).sub_group_size, world_size)
     norm_bytes = NORM_BYTES if configuration.offload_device == "none" else OFFLOADED_NORM_BYTES

@@ -1,6 +1,6 @@
 """Parameters that zero_runtime never partitions, by the classes of the modules that own them.
 
-The keys are zero_runtime's own: ``zero_force_param_types`` names classes whose parameters are not partitioned.
+Only zero_runtime has these keys. ``zero_force_param_types`` names classes whose parameters are not partitioned.
 ``zero_allowed_param_types`` names the only classes whose parameters are partitioned. Base classes of a module count as
 well. If several modules own a parameter, one owner of a forced class decides; otherwise one owner of an allowed class
 is enough.
@@ -20,14 +20,14 @@ FORCED: Final = "zero_force_param_types"
 
 
 def unpartitioned(zero: Mapping[str, Any], parameters: Sequence[Parameter]) -> frozenset[str]:
-    """The names of the parameters that are not partitioned.
+    """Return the names of the parameters that are not partitioned.
 
     Args:
-        zero: the section ``zero_optimization``.
-        parameters: of the model.
+        zero: The section ``zero_optimization``.
+        parameters: The parameters of the model.
 
     Raises:
-        RequestedError: a key is no list of names.
+        RequestedError: the value of a key is not a list of names.
         UnsupportedError: the classes of the owners of a parameter are not known.
     """
     allowed, forced = _names(zero, ALLOWED), _names(zero, FORCED) or frozenset()

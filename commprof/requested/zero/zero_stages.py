@@ -1,9 +1,9 @@
-"""Predicts what each ZeRO stage sends, per step and purpose.
+"""Predicts the messages of each ZeRO stage, per step and purpose.
 
-The rules of stages 0 to 2 are in ``flat_stages``, those of stage 3 in ``stage3``. The first two micro-batches of stage 3
-send more than later ones, so :func:`expected_in_step` takes the number of a step.
-Bytes are schema.py's: ``payload_bytes`` is the S of nccl-tests, ``wire_bytes`` the model of what each rank sends on
-average.
+The rules of stages 0 to 2 are in ``flat_stages``, and the rules of stage 3 are in ``stage3``. The first two
+micro-batches of stage 3 send more than later micro-batches. For this reason :func:`expected_in_step` has the number of
+the step as an argument. The bytes are defined in schema.py: ``payload_bytes`` is S of nccl-tests, and ``wire_bytes``
+is the modelled number of bytes that each rank sends on average.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ __all__ = [
     "steady_step",
 ]
 
-STEADY: Final = 2  # the first micro-batch that sends what all later ones do
+STEADY: Final = 2  # the first micro-batch that sends the same messages as all later micro-batches
 RATIO_ITEM_BYTES: Final = 8  # fp64
 
 
@@ -71,31 +71,33 @@ def expected(  # noqa: PLR0913 - what a run depends on
     costs: object = None,
     expert_layers: Sequence[ExpertLayer] = (),
 ) -> list[Expectation]:
-    """What ``config`` should send for a model with ``parameters`` on ``world_size`` ranks.
+    """Return the messages that ``config`` should send for a model with ``parameters`` on ``world_size`` ranks.
 
     Args:
-        config: the config file as DeepSpeed reads it.
-        parameters: all parameters of the model, those of each optimizer group in the order of the group.
-        world_size: ranks that train on different data.
-        gradient_order: names of the parameters in the order in which their gradients arrived in a micro-batch. A
-            parameter that is not in it got no gradient. Where it is missing, the reverse of the parameter order is assumed.
-        backend: backend of the group; gloo has no reduce_scatter of its own.
-        runtime: whose rules apply. DeepSpeed does not know zero_runtime's two keys, and ignores those that
-            say how parameters are gathered.
-        iteration: number of the micro-batch since training started, from 0, that the rows of ``"micro_step"`` are for.
-            Only at stage 3 do the first two differ from later ones, of which None is any.
-        zero_init: whether the model was made within ``deepspeed.zero.Init`` (stage 3), which broadcasts it once less;
-            or how each of its parameters was made.
-        released_by: why no parameter is gathered when the micro-batch begins, which at stage 3 gathers those that otherwise
-            stay gathered: a ``skip`` of the step before since a gradient overflowed, or the ``program`` released them.
-        host_ranks: ranks of each host, for hierarchical compression and ``communication.topology``; None where that is not
-            known.
-        grid: the axes of a grid of ranks that a run had, outermost first, where the config leaves them to the hosts.
-        costs: what a run published of the files of ``communication.calibration``; None reads the files.
-        expert_layers: the layers of experts, with the tokens of each rank, which are assumed to be spread evenly.
+        config: The config file as DeepSpeed reads it.
+        parameters: All parameters of the model. The parameters of an optimizer group are in the order of the group.
+        world_size: The number of ranks that train on different data.
+        gradient_order: The names of parameters in the order in which gradients arrived in a micro-batch. A parameter
+            that is not named got no gradient. None means that the reverse of the parameter order is assumed.
+        backend: The backend of the process group. gloo has no native reduce_scatter.
+        runtime: The runtime whose rules apply. DeepSpeed ignores the keys that only zero_runtime has, and the keys that
+            configure how stages 1 and 2 gather parameters.
+        iteration: The number of the micro-batch since training started, from 0, that the rows with ``"micro_step"``
+            describe. Only at stage 3 do the first two micro-batches differ from later ones. None means a later one.
+        zero_init: At stage 3, whether the model was constructed within ``deepspeed.zero.Init``, which saves one
+            broadcast of the model. A Construction describes this per parameter.
+        released_by: The reason why no parameter is gathered when the micro-batch begins. At stage 3 the micro-batch
+            then also gathers the persistent parameters. ``skip`` means that the step before was skipped because a
+            gradient overflowed. ``program`` means that the program released the parameters.
+        host_ranks: The number of ranks per host, for hierarchical compression and ``communication.topology``, or None
+            if it is not known.
+        grid: The sizes of the axes of the rank grid in a run, outermost first, if the config derives them from the
+            hosts.
+        costs: The costs that a run published from the files of ``communication.calibration``. None reads the files.
+        expert_layers: The layers of experts with the tokens of each rank. Tokens are assumed to be spread evenly.
 
     Raises:
-        UnsupportedError: the config asks for a feature whose rules are not stated here; it names the key.
+        UnsupportedError: the config requests a feature that the rules do not cover. The error names the key.
         RequestedError: the config, the parameters or the order cannot be used as they are.
     """
     configuration = read_configuration(config)
@@ -115,7 +117,7 @@ def expected(  # noqa: PLR0913 - what a run depends on
         refuse_with_experts(config, configuration, is_own=runtime == "zero_runtime")
         ranks = RankGroups(world_size, configuration.data_before_experts)
         ranks.check([*(each.ep_size for each in parameters), *(each.ep_size for each in expert_layers)])
-    # A warm-up sends uncompressed, so the rows depend on the step.
+    # A warm-up sends uncompressed gradients, so the rows depend on the step.
     configuration = _without_idle_compression(configuration, config, world_size, iteration, host_ranks)
     not_partitioned: frozenset[str] = frozenset()
     if configuration.partitions and runtime == "zero_runtime":
@@ -145,7 +147,7 @@ def expected(  # noqa: PLR0913 - what a run depends on
         element_bytes = token_bytes(parameters, configuration.model_dtype, autocast_dtype(config))
         tokens = expected_tokens(expert_layers, parameters, element_bytes, ranks)
         return [*rows, *(tokens if autocast_dtype(config) is None else in_autocast(tokens))]
-    # DeepSpeed ignores the keys below. Each of them changes the rows of the one before.
+    # DeepSpeed ignores the keys that are read below. Each key changes the rows that the previous key produced.
     if runtime != "zero_runtime":
         return rows
     if configuration.partitions and optimizer_type(config) == "lamb":
@@ -155,7 +157,7 @@ def expected(  # noqa: PLR0913 - what a run depends on
     rows = late_sums(
         rows, count(section(config, "communication"), "bounded_delay", 0, least=0) or 0, world_size
     )
-    # The topology comes last: it divides any message among the axes of the grid.
+    # The topology is applied last, because it divides the messages of all other rules among the axes of the grid.
     sizes = torus.sizes_of(config, world_size, host_ranks, grid)
     own = configuration.model_dtype or (parameters[0].dtype if parameters else "float32")
     items = {
@@ -181,19 +183,21 @@ def expected_in_step(
     grid: Sizes | None = None,
     expert_layers: Sequence[ExpertLayer] = (),
 ) -> list[Expectation]:
-    """All that optimizer step number ``step`` sends, its micro-batches added up, one row per purpose and operations.
+    """Return all messages of optimizer step number ``step``, summed over its micro-batches per purpose and operations.
 
     Args:
-        step: number of the step since training started, from 0; negative for what comes before it.
+        step: The number of the step since training started, from 0. A negative number means the start of the training.
 
-    The other arguments and the errors are those of :func:`expected`. Rows have ``when`` ``"step"``, or ``"init"``.
+    The other arguments and the errors are those of :func:`expected`. The rows have ``when`` ``"step"``, or ``"init"``
+    for the start of the training.
     """
     passes = micro_steps(config, world_size)
     rows: list[Expectation] = []
     sent: list[Expectation] = []
     first = step * passes
     for iteration in range(first, first + passes) if step >= 0 else (0,):
-        # From the third micro-batch of a step on, and of a training, all send what the one before did.
+        # From the third micro-batch of a step on, each micro-batch sends the same as the one before. The first three
+        # micro-batches of a training are the exception.
         if iteration - 1 <= first or iteration - 1 < STEADY:
             sent = expected(
                 config,
@@ -216,7 +220,7 @@ def expected_in_step(
 
 
 def steady_step(config: Mapping[str, Any]) -> int:
-    """Number of the first step that sends what all later ones do.
+    """Return the number of the first step that sends the same messages as all later steps.
 
     Raises:
         RequestedError: the config cannot be read.
@@ -227,20 +231,20 @@ def steady_step(config: Mapping[str, Any]) -> int:
 
 
 def step_that_counts(config: Mapping[str, Any], step: int, skipped: int) -> int:
-    """The number by which the rules know step ``step`` of a run, before which ``skipped`` steps were not taken.
+    """Return the step number that the rules use for step ``step`` of a run with ``skipped`` skipped steps before it.
 
-    The warm-up of a compression counts all steps, an optimizer those that it takes.
+    A 1-bit optimizer does not count skipped steps. The warm-up of a gradient compression counts all steps.
     """
     return max(0, step - skipped) if optimizer_type(config) in sign_optimizers.NAMES else step
 
 
 def up_to_overflow(rows: Sequence[Expectation], config: Mapping[str, Any], step: int) -> list[Expectation]:
-    """The messages among ``rows`` of a step at stage 0 that is skipped because a gradient overflowed.
+    """Return the messages of a step at stage 0 that is skipped because a gradient overflowed.
 
     Args:
-        rows: of the whole step.
-        config: that they are of.
-        step: its number, by which the rules know it.
+        rows: The messages of the full step.
+        config: The config that the messages belong to.
+        step: The number of the step from :func:`step_that_counts`.
 
     Raises:
         RequestedError: the config cannot be read.
@@ -248,13 +252,16 @@ def up_to_overflow(rows: Sequence[Expectation], config: Mapping[str, Any], step:
     gone = set()
     if optimizer_type(config) in sign_optimizers.NAMES and kind_of_step(config, step) != "whole":
         gone.add(Purpose.GRADIENT_REDUCE)
-    if read_configuration(config).model_dtype is None:  # the norm follows the check
+    # Without a 16-bit type in the config, the norm is computed after the overflow check, so it is not sent.
+    if read_configuration(config).model_dtype is None:
         gone.add(Purpose.GRADIENT_NORM)
     return [each for each in rows if each.purpose not in gone]
 
 
 def kind_of_step(config: Mapping[str, Any], step: int) -> str:
-    """A name for the steps that send what step number ``step`` does; empty where all do from the third one on.
+    """Return a name for the steps that send the same messages as step number ``step``.
+
+    The name is empty if all steps from the third step on send the same messages.
 
     Raises:
         RequestedError: the config cannot be read.
@@ -277,7 +284,7 @@ def _as_signs(
     world_size: int,
     iteration: int | None,
 ) -> list[Expectation]:
-    """``rows`` in the step of micro-batch ``iteration``, whose optimizer sends means as signs."""
+    """Return ``rows`` as a 1-bit optimizer sends them in the step of micro-batch ``iteration``."""
     step = steady_step(config) if iteration is None else iteration // micro_steps(config, world_size)
     kind = sign_optimizers.kind_of_step(config, step)
     if kind == "whole":
@@ -303,7 +310,7 @@ def _without_idle_compression(
     iteration: int | None,
     host_ranks: int | None,
 ) -> Configuration:
-    """``configuration``, without compression where micro-batch ``iteration`` is sent uncompressed."""
+    """Return ``configuration``, without compression if micro-batch ``iteration`` is sent uncompressed."""
     compression = configuration.compression
     if compression is None:
         return configuration
@@ -327,7 +334,10 @@ def _without_idle_compression(
 
 
 def _trust_ratios(parameters: Sequence[Parameter], world_size: int) -> Expectation:
-    """zero_runtime's Lamb scales the step of each full parameter, which spans shards of several ranks."""
+    """Return the message by which zero_runtime's Lamb computes the trust ratios of full parameters.
+
+    Lamb scales the step of each full parameter, whose shards are on several ranks.
+    """
     trained = sum(len(group) for group in trained_groups(parameters))
     note = "Lamb compares the norm of each parameter with that of its step: two numbers each"
     return row(
@@ -346,7 +356,7 @@ def _refuse_reductions_of_shards(configuration: Configuration) -> None:
 
 
 def micro_steps(config: Mapping[str, Any], world_size: int) -> int:
-    """Micro-batches in one optimizer step: how often an expectation for ``"micro_step"`` counts in a step.
+    """Return the number of micro-batches in a step, by which expectations for ``"micro_step"`` are multiplied.
 
     Raises:
         RequestedError: the batch sizes do not multiply.
