@@ -1,4 +1,4 @@
-"""Checkpoints: each rank saves its own file, and any world size, ZeRO stage and layout loads them.
+"""Checkpoints: each rank saves its own file, and any world size, ZeRO stage and layout can load the files.
 
 Call ``engine.save_checkpoint`` and ``engine.load_checkpoint``. ``docs/checkpoints.md`` describes the format.
 """

@@ -1,4 +1,4 @@
-"""``python -m zero_runtime.checkpoint DIR OUT``: writes a checkpoint as one fp32 state dict or as a universal folder."""
+"""``python -m zero_runtime.checkpoint DIR OUT``: writes a checkpoint as one fp32 state dict or universal folder."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from zero_runtime.errors import ZeroRuntimeError
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command. Returns the exit code: 0, or 2 after an error."""
+    """Run the command, and return the exit code: 0, or 2 after an error."""
     parser = argparse.ArgumentParser(
         prog="python -m zero_runtime.checkpoint",
         description="Write the complete model of a checkpoint to one file, in fp32; or the complete training state to a "

@@ -1,4 +1,4 @@
-"""Consolidation: one fp32 state dict of the complete model from a checkpoint, returned or written to a file.
+"""Consolidation: reads the complete model from a checkpoint as one fp32 state dict, or writes it to a file.
 
 The functions have the names of ``deepspeed.utils.zero_to_fp32``.
 """
@@ -41,10 +41,13 @@ class _Tensor(NamedTuple):
 
 
 def open_checkpoint(directory: str | Path, tag: str | None = None) -> OpenCheckpoint:
-    """Open and verify the checkpoint ``tag`` in ``directory``, the one that was saved last, or ``directory`` itself.
+    """Open and verify a checkpoint.
+
+    This is the checkpoint ``tag`` in ``directory``, the checkpoint that was saved last, or ``directory``
+    itself.
 
     Raises:
-        CheckpointError: there is no checkpoint, or it is damaged.
+        CheckpointError: There is no checkpoint, or it is damaged.
     """
     directory = Path(directory)
     if tag is None and not (directory / FILE_NAME).is_file():
@@ -70,17 +73,17 @@ def open_checkpoint(directory: str | Path, tag: str | None = None) -> OpenCheckp
 def consolidated_state_dict(
     directory: str | Path, tag: str | None = None, exclude_frozen_parameters: bool = False
 ) -> dict[str, torch.Tensor]:
-    """The complete model on the CPU: floating-point parameters in fp32, other parameters and buffers unchanged.
+    """Return the complete model on the CPU: floating-point parameters in fp32, other parameters and buffers unchanged.
 
     Tied parameters appear under all their names and are one tensor.
 
     Args:
-        directory: the directory of checkpoints (``save_dir``), or one checkpoint.
-        tag: of the checkpoint; None for the one that was saved last.
-        exclude_frozen_parameters: leave out parameters that were not trainable.
+        directory: The directory of checkpoints (``save_dir``), or one checkpoint.
+        tag: The tag of the checkpoint. None for the checkpoint that was saved last.
+        exclude_frozen_parameters: Whether to leave out parameters that were not trainable.
 
     Raises:
-        CheckpointError: there is no checkpoint, or it is damaged.
+        CheckpointError: There is no checkpoint, or it is damaged.
     """
     return state_dict(open_checkpoint(directory, tag), True, exclude_frozen_parameters)
 
@@ -88,7 +91,7 @@ def consolidated_state_dict(
 def state_dict(
     checkpoint: OpenCheckpoint, fp32: bool = True, exclude_frozen: bool = False
 ) -> dict[str, torch.Tensor]:
-    """The complete model on the CPU, in fp32 or in the dtypes that the model had."""
+    """Return the complete model on the CPU, in fp32 or in the original dtypes of the model."""
     tensors: dict[str, torch.Tensor] = {}
     for each in _tensors(checkpoint, fp32, exclude_frozen):
         tensors[each.name] = tensors[each.stored_as] if each.stored_as in tensors else _read(checkpoint, each)
@@ -101,14 +104,14 @@ def get_fp32_state_dict_from_zero_checkpoint(
     exclude_frozen_parameters: bool = False,
     lazy_mode: bool = False,
 ) -> dict[str, torch.Tensor]:
-    """:func:`consolidated_state_dict` under its DeepSpeed name. ``lazy_mode`` is accepted and has no effect."""
+    """Return :func:`consolidated_state_dict`, under its DeepSpeed name. ``lazy_mode`` has no effect."""
     return consolidated_state_dict(checkpoint_dir, tag, exclude_frozen_parameters)
 
 
 def load_state_dict_from_zero_checkpoint(
     model: torch.nn.Module, checkpoint_dir: str | Path, tag: str | None = None
 ) -> torch.nn.Module:
-    """Load the consolidated state dict into ``model``, on the CPU, and return it."""
+    """Load the consolidated state dict into ``model`` on the CPU, and return ``model``."""
     model = model.cpu()
     model.load_state_dict(consolidated_state_dict(checkpoint_dir, tag), strict=False)
     return model
@@ -124,19 +127,21 @@ def convert_zero_checkpoint_to_fp32_state_dict(
 ) -> None:
     """Write the consolidated state dict into ``output_dir``, in files of at most ``max_shard_size``.
 
-    One file is ``pytorch_model.bin``, or with ``safe_serialization`` ``model.safetensors``. Several files are numbered, and
-    an index names the file of each tensor.
+    A single file is named ``pytorch_model.bin``, or ``model.safetensors`` with ``safe_serialization``. Several
+    files are numbered, and an index names the file of each tensor.
 
     Args:
-        checkpoint_dir: the directory of checkpoints.
-        output_dir: created if it is missing; files of these names are replaced.
-        max_shard_size: bytes, or a number with KB, MB or GB; None for one file.
-        safe_serialization: write safetensors, tensor by tensor; otherwise torch.save's format.
-        tag: of the checkpoint; None for the one that was saved last.
-        exclude_frozen_parameters: leave out parameters that were not trainable.
+        checkpoint_dir: The directory of checkpoints.
+        output_dir: The directory for the files. It is created if it is missing. Files with the same names are
+            replaced.
+        max_shard_size: The largest size of a file, in bytes or as a number with KB, MB or GB. None for one
+            file.
+        safe_serialization: Whether to write safetensors, tensor by tensor, instead of torch.save's format.
+        tag: The tag of the checkpoint. None for the checkpoint that was saved last.
+        exclude_frozen_parameters: Whether to leave out parameters that were not trainable.
 
     Raises:
-        CheckpointError: there is no checkpoint, it is damaged, or the files cannot be written.
+        CheckpointError: There is no checkpoint, it is damaged, or the files cannot be written.
     """
     checkpoint = open_checkpoint(checkpoint_dir, tag)
     output = Path(output_dir)

@@ -1,6 +1,6 @@
-"""Loading a checkpoint into an engine of any world size, ZeRO stage and layout.
+"""Loading of a checkpoint into an engine of any world size, ZeRO stage and layout.
 
-All ranks first check everything that can fail; only then does the engine change.
+All ranks first check everything that can fail. The engine changes only after these checks.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from zero_runtime.sharding.shards import shard_of
 
 # Optimizers whose states have the same meaning.
 _ALIKE: Final = (frozenset({"Adam", "AdamW"}),)
-# Options that are not loaded: how an update is computed, and which of those classes computes it.
+# These options are not loaded. They select how an update is computed, and which of the classes above computes it.
 _OF_THE_ENGINE: Final = (*IMPLEMENTATION, "decoupled_weight_decay")
 
 
@@ -44,16 +44,19 @@ Opener = Callable[[Path, Mapping[str, torch.dtype]], OpenCheckpoint]
 
 
 class Wanted(NamedTuple):
-    """What to load: the arguments of ``engine.load_checkpoint``.
+    """The parts of a checkpoint to load: the arguments of ``engine.load_checkpoint``.
 
     Attributes:
-        strict: whether the model must have exactly the parameters and buffers that were saved.
-        optimizer_states: load the optimizer's state, the options of its param groups, the loss scale and random states.
-        scheduler_states: load the state of the learning-rate schedule.
-        module_only: load parameters and buffers and nothing else.
-        from_fp32: fill fp32 masters with the saved fp32 values; False rounds those to the model's dtype.
-        custom: called with ``src``, the state dict, and ``dst``, the model, instead of loading parameters and buffers.
-        universal: without a tag, prefer DeepSpeed's universal folder that was written last.
+        strict: Whether the model must have exactly the parameters and buffers that were saved.
+        optimizer_states: Whether to load the optimizer's state, the options of its param groups, the loss scale
+            and random states.
+        scheduler_states: Whether to load the state of the learning-rate schedule.
+        module_only: Whether to load only parameters and buffers.
+        from_fp32: Whether to fill fp32 masters with the saved fp32 values. False rounds these values to the
+            model's dtype.
+        custom: A function that loads parameters and buffers instead of the default. It is called with ``src``,
+            the state dict, and ``dst``, the model.
+        universal: Whether to prefer the DeepSpeed universal folder that was written last, if no tag is given.
     """
 
     strict: bool = True
@@ -66,9 +69,9 @@ class Wanted(NamedTuple):
 
 
 class Loaded(NamedTuple):
-    """What was loaded: the directory, the client state and the counters.
+    """The result of loading: the directory, the client state and the counters.
 
-    The counters are None with ``module_only`` and for checkpoints that hold only weights.
+    The counters are None with ``module_only`` and for checkpoints that contain only weights.
     """
 
     directory: Path
@@ -80,8 +83,8 @@ class Others(NamedTuple):
     """The other parts of a model whose ranks save one checkpoint each.
 
     Attributes:
-        group: the ranks that load the other parts.
-        counters: those that every part must have.
+        group: The group of the ranks that load the other parts.
+        counters: The counters that every part must have.
     """
 
     group: DataParallelGroup
@@ -96,22 +99,22 @@ def load(
     others: Others | None = None,
     opener: Opener | None = None,
 ) -> Loaded | None:
-    """Load a checkpoint into ``training``. All ranks must call it.
+    """Load a checkpoint into ``training``. All ranks must call this function.
 
     Args:
-        training: the engine's parts to load into.
-        load_dir: the directory of checkpoints.
-        tag: of the checkpoint; None for the one that was saved last.
-        wanted: what to load.
-        others: the other parts, if this checkpoint is one of several.
-        opener: opens the checkpoint; None to recognize its format by its files.
+        training: The parts of the engine to load into.
+        load_dir: The directory of checkpoints.
+        tag: The tag of the checkpoint. None for the checkpoint that was saved last.
+        wanted: The parts of the checkpoint to load.
+        others: The other parts, if this checkpoint is one of several.
+        opener: A function that opens the checkpoint. None to recognize the format by the files.
 
     Returns:
-        None if ``tag`` is None and no checkpoint has been saved there.
+        The result, or None if ``tag`` is None and no checkpoint has been saved in ``load_dir``.
 
     Raises:
-        CheckpointError: on every rank, if one of them fails. The engine is unchanged, unless a file could no longer be
-            read after the checks.
+        CheckpointError: A rank fails. Every rank raises the error. The engine is unchanged, unless a file
+            became unreadable after the checks.
     """
     group = training.group
     doing = f"loading {load_dir if tag is None else load_dir / tag}"
@@ -140,7 +143,7 @@ def load(
 def _agree(
     group: DataParallelGroup, checkpoint: OpenCheckpoint | None, error: Exception | None, doing: str
 ) -> None:
-    """Check that all ranks have opened the same checkpoint. Raises CheckpointError on every rank otherwise."""
+    """Check that all ranks have opened the same checkpoint. Raise CheckpointError on every rank otherwise."""
     if not save_agreement.agree_on(group, error, 0 if checkpoint is None else _identity(checkpoint), doing):
         raise CheckpointError(
             f"{doing} failed: the ranks find different checkpoints there (rank {group.rank}: "
@@ -184,7 +187,7 @@ def _open(
 
 
 def _directory(load_dir: Path, tag: str | None, universal: bool) -> Path | None:
-    """The directory of ``tag``, or of the tag that was saved last; None if there is none."""
+    """Return the directory of ``tag``, or of the tag that was saved last. Return None if there is no tag."""
     if tag is None:
         tag = read_latest(load_dir, LATEST_UNIVERSAL) if universal else None
         tag = tag or read_latest(load_dir) or read_latest(load_dir, LATEST_UNIVERSAL)
@@ -200,7 +203,7 @@ def _directory(load_dir: Path, tag: str | None, universal: bool) -> Path | None:
 
 
 def _known(training: Training) -> Known:
-    """What reading a checkpoint without parameter names needs to know about the model."""
+    """Return the facts about the model that are needed to read a checkpoint without parameter names."""
     groups: dict[int, list[str]] = {}
     for name, (_, number) in training.trained.items():
         groups.setdefault(number, []).append(name)
@@ -216,7 +219,7 @@ def _known(training: Training) -> Known:
 
 
 def _identity(checkpoint: OpenCheckpoint) -> int:
-    """A number that differs between checkpoints: a hash of the checksums of their files."""
+    """Return a number that differs between checkpoints: a hash of the checksums of their files."""
     crc = 1
     for each in checkpoint.manifest.files:
         crc = (crc * 31 + each.crc32) % (1 << 61)
@@ -303,7 +306,10 @@ def _restore(training: Training, checkpoint: OpenCheckpoint, wanted: Wanted) -> 
 
 
 def _restore_residuals(training: Training, checkpoint: OpenCheckpoint | None) -> None:
-    """Load the residuals of gradient compression; without a checkpoint set them to zero, since the weights changed."""
+    """Load the residuals of gradient compression.
+
+    Without a checkpoint, set them to zero, because the weights have changed.
+    """
     if training.residuals is None:
         return
     saved_by = 0 if checkpoint is None else len(checkpoint.manifest.files)
@@ -318,7 +324,7 @@ def _no_residuals(rank: int) -> dict[str, torch.Tensor]:
 
 
 def _restore_module(training: Training, checkpoint: OpenCheckpoint) -> None:
-    """Fill parameters, this rank's shards of sharded ones, and buffers."""
+    """Fill the parameters, this rank's shards of sharded parameters, and the buffers."""
     optimizer = training.optimizer
     masters = set() if optimizer is None else {id(each.tensor) for each in optimizer.masters_with_parts()}
     for name, parameter in parameters(training).items():
@@ -354,7 +360,10 @@ def _restore_module(training: Training, checkpoint: OpenCheckpoint) -> None:
 
 
 def _restore_by(custom: Callable[..., Any], training: Training, checkpoint: OpenCheckpoint) -> None:
-    """Have the script's function load a complete state dict in the model's dtypes, then copy masters from the model."""
+    """Let the script's function load a state dict, and then copy the masters from the model.
+
+    The state dict is complete, in the model's dtypes.
+    """
     from zero_runtime.checkpoint.consolidation import state_dict
 
     if any(shard_of(parameter) is not None for parameter in training.module.parameters()):
@@ -367,7 +376,7 @@ def _restore_by(custom: Callable[..., Any], training: Training, checkpoint: Open
 
 
 class _Whole:
-    """The parameters of the model itself, as a source of masters."""
+    """The parameters of the model itself, as the source of masters."""
 
     def __init__(self, named: Mapping[str, torch.nn.Parameter]) -> None:
         self._named = named
@@ -380,7 +389,10 @@ class _Whole:
 
 
 def _restore_options(training: Training, checkpoint: OpenCheckpoint) -> None:
-    """Restore the options of each param group. An option whose saved values differ within the group is left unchanged."""
+    """Restore the options of each param group.
+
+    An option whose saved values differ within the group is left unchanged.
+    """
     saved = checkpoint.decode(checkpoint.manifest.param_groups)
     members: dict[int, set[int]] = {}
     for name, (_, number) in training.trained.items():

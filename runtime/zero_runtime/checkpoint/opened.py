@@ -1,4 +1,4 @@
-"""Open checkpoints of any format: the manifest, and reads of tensors by name and range."""
+"""Open checkpoints of any format: they provide the manifest, and read tensors by name and range."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ class TensorSource(Protocol):
     """An open file that reads ranges of its tensors on request."""
 
     def get_tensor(self, key: str) -> torch.Tensor:
-        """The complete tensor of ``key``."""
+        """Return the complete tensor of ``key``."""
 
     def get_slice(self, key: str) -> Any:
-        """A lazy view of the tensor of ``key``; indexing it with a slice reads those elements."""
+        """Return a lazy view of the tensor of ``key``. Indexing the view with a slice reads these elements."""
 
 
 class StoredRange(NamedTuple):
@@ -36,16 +36,17 @@ class StoredRange(NamedTuple):
 
 
 class OpenCheckpoint:
-    """Base of checkpoints of all formats. A subclass sets the manifest and adds the stored ranges.
+    """The base class of checkpoints of all formats. A subclass sets the manifest and adds the stored ranges.
 
     Args:
-        directory: of the checkpoint.
-        rounding: by parameter, the dtype to which ``read_master`` rounds; empty for none.
+        directory: The directory of the checkpoint.
+        rounding: The dtype to which ``read_master`` rounds, by parameter. Parameters without an entry are not
+            rounded.
 
     Attributes:
-        manifest: everything but tensors.
-        residual_layout: which ranks used which elements of the residuals of gradient compression; None if the checkpoint
-            does not record it.
+        manifest: Everything in the checkpoint except tensors.
+        residual_layout: The ranks that used each element of the residuals of gradient compression. None if the
+            checkpoint does not record this.
     """
 
     manifest: Manifest
@@ -60,15 +61,15 @@ class OpenCheckpoint:
         self._other_state_keys: dict[str, dict[str, str]] = {}
 
     def verify(self, ranks: Iterable[int]) -> None:
-        """Compare the files of these numbers, of ``manifest.files``, with their checksums.
+        """Compare files with their checksums. ``ranks`` are the numbers of the files in ``manifest.files``.
 
         Raises:
-            CheckpointError: one has other content than it was written with.
+            CheckpointError: The content of a file differs from the content that was written.
         """
         raise CheckpointError(f"{self.directory} has no checksums")
 
     def decode(self, value: Any) -> Any:
-        """A value of the manifest as it was passed to ``save``."""
+        """Return a value of the manifest as it was passed to ``save``."""
         return value
 
     # Parameters.
@@ -83,20 +84,26 @@ class OpenCheckpoint:
         }
 
     def name_of(self, name: str) -> str:
-        """The name under which parameter or buffer ``name`` is stored: its own, or that of the tensor that it is tied to."""
+        """Return the name under which parameter or buffer ``name`` is stored.
+
+        This is ``name`` itself, or the name of the tensor that it is tied to.
+        """
         return self.manifest.aliases.get(name, name)
 
     def has(self, name: str) -> bool:
-        """Whether parameter ``name`` is stored."""
+        """Return whether parameter ``name`` is stored."""
         stored_name = self.name_of(name)
         return stored_name in self.manifest.parameters and stored_name not in self.manifest.excluded
 
     def read_value(self, name: str, start: int, target: torch.Tensor) -> None:
-        """Fill the 1-D ``target`` with elements from ``start`` of parameter ``name``, in the precision that is stored."""
+        """Fill the 1-D ``target`` with the elements of parameter ``name`` that begin at ``start``.
+
+        The elements are read in the precision that is stored.
+        """
         self._read("value", self.name_of(name), start, target)
 
     def read_master(self, name: str, start: int, target: torch.Tensor) -> None:
-        """As ``read_value``, for the tensor that an optimizer updates."""
+        """Read the tensor that the optimizer updates, in the same way as ``read_value``."""
         self.read_value(name, start, target)
         if name in self._rounding:
             target.copy_(target.to(self._rounding[name]))
@@ -104,19 +111,19 @@ class OpenCheckpoint:
     # The optimizer's state.
 
     def state_dtypes(self, name: str) -> Mapping[str, torch.dtype]:
-        """The element-wise state tensors of parameter ``name``, and their dtypes."""
+        """Return the dtypes of the elementwise state tensors of parameter ``name``, by name of the state."""
         return self._states.get(self.name_of(name), {})
 
     def read_state(self, state: str, name: str, start: int, target: torch.Tensor) -> None:
-        """Fill the 1-D ``target`` with elements from ``start`` of a state tensor of parameter ``name``."""
+        """Fill the 1-D ``target`` with the elements of a state tensor of parameter ``name`` that begin at ``start``."""
         self._read(f"state.{state}", self.name_of(name), start, target)
 
     def scalars(self, name: str) -> Mapping[str, Scalar | NumberTensor]:
-        """The state values of parameter ``name`` that are no tensors or have one element."""
+        """Return the state values of parameter ``name`` that are not tensors or have one element."""
         return self._scalars.get(self.name_of(name), {})
 
     def whole(self, name: str) -> Mapping[str, torch.Tensor]:
-        """The state tensors of parameter ``name`` whose shapes differ from its own."""
+        """Return the state tensors of parameter ``name`` whose shapes differ from the parameter's shape."""
         name = self.name_of(name)
         return {
             state: self._tensor("whole", key) for state, key in self._other_state_keys.get(name, {}).items()
@@ -125,7 +132,7 @@ class OpenCheckpoint:
     # Buffers and the states of ranks.
 
     def buffer(self, name: str, rank: int) -> torch.Tensor:
-        """The buffer of ``rank``, or that of rank 0 if ``rank`` stored none of its own."""
+        """Return the buffer ``name`` of ``rank``, or that of rank 0 if ``rank`` did not store its own."""
         name = self.name_of(name)
         by_rank = {stored.start: stored for stored in self._ranges.get(("buffer", name), ())}
         if not by_rank:
@@ -137,11 +144,11 @@ class OpenCheckpoint:
         return stored.file.get_tensor(stored.key)
 
     def random_states(self, rank: int) -> dict[str, torch.Tensor]:
-        """The states of the random generators of ``rank``, by name."""
+        """Return the states of the random generators of ``rank``, by name."""
         return self._of_rank("random", rank)
 
     def residuals(self, rank: int) -> dict[str, torch.Tensor]:
-        """The residuals of gradient compression of ``rank``, by parameter."""
+        """Return the residuals of gradient compression of ``rank``, by parameter."""
         return self._of_rank("residual", rank)
 
     def _of_rank(self, wanted: str, rank: int) -> dict[str, torch.Tensor]:
@@ -162,10 +169,10 @@ class OpenCheckpoint:
             self._states.setdefault(name, {})[kind.removeprefix("state.")] = stored.dtype
 
     def _check_complete(self) -> None:
-        """Sort the stored ranges, once all are added, and check that they cover each parameter.
+        """Sort the stored ranges, and check that they cover each parameter. Call this after all ranges are added.
 
         Raises:
-            CheckpointError: no range has some element of a parameter.
+            CheckpointError: An element of a parameter is in no range.
         """
         for ranges in self._ranges.values():
             ranges.sort(key=lambda stored: stored.start)

@@ -1,7 +1,8 @@
 """``save_16bit_model``: the model's weights in its own dtypes, in one file that rank 0 writes.
 
-A name that ends in ``.safetensors`` selects that format, which is written as parameters are gathered: at stage 3, layer by
-layer. Any other name selects torch.save's format, for which rank 0 first collects the model on the CPU, as DeepSpeed does.
+A name that ends in ``.safetensors`` selects the safetensors format. This file is written while parameters are
+gathered: at stage 3, layer by layer. Any other name selects torch.save's format. For this format rank 0 first
+collects the model on the CPU, as DeepSpeed does.
 """
 
 from __future__ import annotations
@@ -34,10 +35,11 @@ from zero_runtime.zero import GatheredParameters
 
 
 def save_weights(training: Training, path: Path, exclude_frozen: bool = False) -> None:
-    """Write the model's weights to ``path``. All ranks must call it.
+    """Write the model's weights to ``path``. All ranks must call this function.
 
     Raises:
-        CheckpointError: on every rank, if rank 0 cannot write it; an existing file is unchanged.
+        CheckpointError: Rank 0 cannot write the file. Every rank raises the error, and an existing file is
+            unchanged.
     """
     training.settle()
     doing = f"saving {path}"
@@ -62,7 +64,10 @@ def save_weights(training: Training, path: Path, exclude_frozen: bool = False) -
 
 
 def collected_weights(training: Training, exclude_frozen: bool = False) -> dict[str, torch.Tensor] | None:
-    """The model's weights in its own dtypes, on the CPU: on rank 0; None elsewhere. All ranks must call it."""
+    """Return the model's weights in its own dtypes on the CPU of rank 0, and None on the other ranks.
+
+    All ranks must call this function.
+    """
     training.settle()
     names = names_of(training.module, exclude_frozen)
     collected: dict[str, torch.Tensor] = {}
@@ -88,19 +93,20 @@ def _collect(
 
 
 def slices_of(training: Training) -> list[DataParallelGroup]:
-    """The group of tensor-parallel ranks, if there is one."""
+    """Return a list with the group of tensor-parallel ranks, or an empty list if there is no such group."""
     return [] if training.slices is None else [training.slices]
 
 
 def is_writing(training: Training) -> bool:
-    """Whether this rank writes: the first of those that hold this part of the model."""
+    """Return whether this rank writes: it is the first of the ranks that have this part of the model."""
     return all(group.rank == 0 for group in [*slices_of(training), training.group])
 
 
 def joined(training: Training, parameters: Sequence[torch.nn.Parameter]) -> dict[torch.Tensor, torch.Tensor]:
-    """Each parameter and its complete tensor, joined from the shards of tensor-parallel ranks; all ranks must call it.
+    """Return the complete tensor of each parameter, joined from the shards of tensor-parallel ranks.
 
-    Of an expert's parameter those in the same place on all ranks with other experts are stacked.
+    For a parameter of an expert, the parameters at the same position on all ranks with different experts are
+    stacked. All ranks must call this function.
     """
     if training.slices is None:
         return {parameter: _of_all_experts(training, parameter) for parameter in parameters}
@@ -121,9 +127,10 @@ def _of_all_experts(training: Training, parameter: torch.nn.Parameter) -> torch.
 
 
 def names_of(module: torch.nn.Module, exclude_frozen: bool) -> dict[torch.Tensor, list[str]]:
-    """All names of each parameter and persistent buffer, in the order of the model.
+    """Return all names of each parameter and persistent buffer, in the order of the model.
 
-    An expert's parameter has those of the experts in the same place on all ranks, in the order of the ranks.
+    A parameter of an expert has the names of the experts at the same position on all ranks, in the order of the
+    ranks.
     """
     first = {**dict(module.named_parameters()), **buffers(module)}
     names = {
@@ -160,14 +167,17 @@ def _put(
 def _named(
     names: Mapping[torch.Tensor, Sequence[str]], tensor: torch.Tensor, gathered: torch.Tensor
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """The names of ``tensor`` with the complete tensor of each."""
+    """Yield the names of ``tensor``, each with its complete tensor."""
     all_names = names.get(tensor, ())
     stacked = is_expert(tensor) and gathered.dim() > tensor.dim()
     yield from zip(all_names, gathered if stacked else [gathered] * len(all_names), strict=False)
 
 
 def open_sink(path: Path, entries: Sequence[Entry]) -> Any:
-    """A file that takes the tensors of ``entries`` by name with ``put``, in any order, until ``close``."""
+    """Return an open file that accepts the tensors of ``entries``.
+
+    ``put`` writes the tensors in any order, until ``close`` is called.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     fresh = path.with_name(f".{path.name}.writing")
     if path.suffix != ".safetensors":
@@ -176,12 +186,12 @@ def open_sink(path: Path, entries: Sequence[Entry]) -> Any:
 
 
 def entry(name: str, dtype: torch.dtype, shape: Sequence[int]) -> Entry:
-    """The entry of a tensor that is written later, with ``put``."""
+    """Return the entry of a tensor that is written later, with ``put``."""
     return Entry(name, dtype, tuple(shape), _never)
 
 
 def entries_of(names: Mapping[torch.Tensor, Sequence[str]]) -> list[Entry]:
-    """The entries of the complete tensors behind this rank's tensors or shards, under all their names."""
+    """Return the entries of the complete tensors of this rank's tensors or shards, under all their names."""
     entries = []
     for tensor, all_names in names.items():
         shape = whole_shape(tensor) if isinstance(tensor, torch.nn.Parameter) else tuple(tensor.shape)
@@ -223,7 +233,7 @@ class _Streamed:
 
 
 class _Collected:
-    """A file in torch.save's format, written once all tensors are collected."""
+    """A file in torch.save's format, written after all tensors are collected."""
 
     def __init__(self, path: Path, fresh: Path) -> None:
         self._path, self._fresh = path, fresh

@@ -22,17 +22,18 @@ class Training(NamedTuple):
     """The parts of an engine that a checkpoint stores.
 
     Attributes:
-        module: the model.
-        optimizer: its optimizer (``held``, ``trained``, ``stored``, ``load_fragments``); None without one.
-        scheduler: the learning-rate schedule, or None.
-        loss_scale: the scale of the loss, or None.
-        group: the data-parallel ranks.
-        stage: the ZeRO stage.
-        sharded: whether each rank's optimizer holds a different part of the parameters.
-        counters: as in the manifest.
-        residuals: those of gradient compression on this rank; None without error feedback.
-        slices: the tensor-parallel ranks; None if this rank has complete tensors.
-        experts: the groups of the model's experts, by name; empty without experts.
+        module: The model.
+        optimizer: The wrapped optimizer of the model (``trained``, ``stored``, ``load_fragments``, ``settle``).
+            None without an optimizer.
+        scheduler: The learning-rate schedule, or None.
+        loss_scale: The scale of the loss, or None.
+        group: The group of the data-parallel ranks.
+        stage: The ZeRO stage.
+        sharded: Whether the optimizer of each rank has a different part of the parameters.
+        counters: The counters, as in the manifest.
+        residuals: The residuals of gradient compression on this rank. None without error feedback.
+        slices: The group of the tensor-parallel ranks. None if this rank has complete tensors.
+        experts: The groups of the model's experts, by name. Empty without experts.
     """
 
     module: torch.nn.Module
@@ -49,17 +50,20 @@ class Training(NamedTuple):
 
     @property
     def trained(self) -> dict[str, tuple[torch.nn.Parameter, int]]:
-        """The parameters that the optimizer updates, on all ranks together, with their param groups."""
+        """The parameters that all ranks together update, by name, with the number of their param group."""
         return {} if self.optimizer is None else self.optimizer.trained()
 
     def settle(self) -> None:
-        """Bring masters and parameters to the same state: wait for gathers, and copy a script's changes to the masters."""
+        """Bring masters and parameters to the same state.
+
+        Wait for gathers, and copy changes that a script has made to the masters.
+        """
         if self.optimizer is not None:
             self.optimizer.settle()
 
 
 def parameters(training: Training) -> dict[str, torch.nn.Parameter]:
-    """This rank's parameters by name: the model's, and those that only the optimizer has."""
+    """Return this rank's parameters by name: those of the model, and those that only the optimizer has."""
     named = named_parameters(training.module)
     in_model = set(named.values())
     others = {name: each for name, (each, _) in training.trained.items() if each not in in_model}
@@ -67,13 +71,13 @@ def parameters(training: Training) -> dict[str, torch.nn.Parameter]:
 
 
 def whole_shape(parameter: torch.nn.Parameter) -> tuple[int, ...]:
-    """The shape of the complete parameter, gathered or not."""
+    """Return the shape of the complete parameter, whether or not it is gathered."""
     shard = shard_of(parameter)
     return tuple(parameter.shape if shard is None else shard.shape)
 
 
 def facts(training: Training) -> dict[str, ParameterFacts]:
-    """What the manifest says of each parameter, experts of other ranks included."""
+    """Return the manifest's entry for each parameter, including experts of other ranks."""
     groups = dict(training.trained.values())
     return {
         name: ParameterFacts(
@@ -88,7 +92,7 @@ def facts(training: Training) -> dict[str, ParameterFacts]:
 
 
 def everywhere(training: Training) -> dict[str, torch.nn.Parameter]:
-    """The parameters of all ranks by name; for an expert of another rank, this rank's expert in its place."""
+    """Return the parameters of all ranks by name. An expert of another rank is represented by this rank's expert."""
     return {**all_names(training.module), **parameters(training)}
 
 
@@ -96,12 +100,12 @@ def _cut(parameter: torch.nn.Parameter) -> tuple[int | None, tuple[int, ...]]:
     cut = cut_of(parameter)
     if cut is not None:
         return cut.dim, cut.sections
-    # Scripts that partition parameters themselves set only the dimension, if anything.
+    # Scripts that partition parameters themselves set at most the dimension.
     return (int(getattr(parameter, "partition_dim", 0)), ()) if is_cut(parameter) else (None, ())
 
 
 def buffers(module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """The persistent buffers, each under its first name."""
+    """Return the persistent buffers, each under its first name."""
     first_names: dict[torch.Tensor, str] = {}
     for name, buffer in _persistent_buffers(module):
         first_names.setdefault(buffer, name)
@@ -109,7 +113,7 @@ def buffers(module: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def aliases(module: torch.nn.Module) -> dict[str, str]:
-    """Further names of tied parameters and shared buffers, and their first names."""
+    """Return the additional names of tied parameters and shared buffers, with the first name of each."""
     first: dict[torch.Tensor, str] = {}
     further = {}
     everything = [*module.named_parameters(remove_duplicate=False), *_persistent_buffers(module)]
@@ -122,7 +126,7 @@ def aliases(module: torch.nn.Module) -> dict[str, str]:
 
 
 def extra_states(module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
-    """The modules that keep state besides parameters and buffers (``get_extra_state``), by name."""
+    """Yield the modules that have state besides parameters and buffers (``get_extra_state``), by name."""
     for name, child in module.named_modules():
         if type(child).get_extra_state is not torch.nn.Module.get_extra_state:
             yield name, child

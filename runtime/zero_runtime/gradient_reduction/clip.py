@@ -1,4 +1,4 @@
-"""Norms of gradients, and clipping by them.
+"""Norms of gradients, and gradient clipping.
 
 Clipping multiplies gradients by min(1, limit / (norm + 1e-6)), as torch.nn.utils.clip_grad_norm_ does.
 """
@@ -26,19 +26,21 @@ def sharded_norm(
     dtype: torch.dtype = torch.float32,
     expert_ranks: Sequence[DataParallelGroup | None] = (),
 ) -> torch.Tensor:
-    """The 2-norm of sharded gradients: one all_reduce for each param group.
+    """Return the 2-norm of sharded gradients, with one all_reduce for each param group.
 
-    The norms of experts are averaged over the ranks that hold them, by one more each, as DeepSpeed does. They are equal
-    there already.
+    The norm of each param group of experts is averaged over the ranks that store the experts, as in DeepSpeed.
+    This needs one more all_reduce for each of these param groups. The norm is already equal on all of these
+    ranks.
 
     Args:
-        shards: this rank's shard of every param group; 1-D.
-        group: the ranks that hold the other shards.
-        dtype: in which the squares are summed over the ranks.
-        expert_ranks: for each param group of experts the ranks that hold them, and None for others; empty without experts.
+        shards: This rank's shard of every param group; 1-D.
+        group: The ranks among which the gradients are sharded.
+        dtype: The dtype in which the squares are summed over the ranks.
+        expert_ranks: For each param group, the ranks that store its experts, or None if it has no experts.
+            Empty if the model has no experts.
 
     Returns:
-        A 0-D tensor of that dtype on the shards' device; infinity where the norm is infinite or NaN.
+        A 0-D tensor of dtype ``dtype`` on the shards' device; infinity if the norm is infinite or NaN.
     """
     norms = []
     for shard in shards:
@@ -54,12 +56,12 @@ def sharded_norm(
 def joint_norm(
     squares: Sequence[torch.Tensor], groups: Sequence[DataParallelGroup], dtype: torch.dtype = torch.float32
 ) -> torch.Tensor:
-    """The 2-norm of gradients sharded along several axes: one all_reduce for each axis and param group.
+    """Return the 2-norm of gradients sharded along several axes, with one all_reduce for each axis and param group.
 
     Args:
-        squares: for each param group the sum of squares of the elements that this rank counts; 0-D.
-        groups: along those axes; each element must be counted by one rank of their product.
-        dtype: in which the squares are summed over the ranks.
+        squares: For each param group, the sum of squares of the elements that this rank counts; 0-D.
+        groups: The process groups along the axes. Exactly one rank of their product must count each element.
+        dtype: The dtype in which the squares are summed over the ranks.
     """
     norms = []
     for each in squares:
@@ -71,9 +73,10 @@ def joint_norm(
 
 
 def sum_of_squares(values: torch.Tensor) -> torch.Tensor:
-    """The sum of squares of 1-D ``values``, a 0-D fp64 tensor; relative error 2e-7.
+    """Return the sum of squares of 1-D ``values`` as a 0-D fp64 tensor; relative error 2e-7.
 
-    Short rows are summed in fp32, and their sums in fp64. An fp64 copy of all values takes 20 times as long.
+    Short rows are summed in fp32, and the sums of the rows are added in fp64. An fp64 copy of all values takes
+    20 times as long.
     """
     even = values.numel() - values.numel() % _ROW
     # 16-bit values are copied to fp32 one chunk at a time, to limit the memory.
@@ -84,7 +87,7 @@ def sum_of_squares(values: torch.Tensor) -> torch.Tensor:
 
 
 def replicated_norm(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The 2-norm of replicated gradients, without communication. Infinity where it is infinite or NaN."""
+    """Return the 2-norm of replicated gradients, without communication; infinity if the norm is infinite or NaN."""
     norms = torch._foreach_norm([gradient.detach().float() for gradient in gradients])
     return _valid(torch.linalg.vector_norm(torch.stack(norms)))
 
@@ -92,11 +95,13 @@ def replicated_norm(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
 def norm_with_experts(
     dense: Sequence[torch.Tensor], gradients: Mapping[DataParallelGroup, Sequence[torch.Tensor]]
 ) -> torch.Tensor:
-    """The 2-norm of all gradients.
+    """Return the 2-norm of all gradients, including those of experts.
 
     Args:
-        dense: those of all but experts, equal on all ranks; none where only experts are trained.
-        gradients: of this rank's experts, by the ranks that have the other experts of their layers. One all_reduce each.
+        dense: The gradients of all parameters except experts, equal on all ranks. Empty if only experts are
+            trained.
+        gradients: The gradients of this rank's experts. Each key is the group of ranks that have the other
+            experts of the same layers. There is one all_reduce for each group.
     """
     norms = [replicated_norm(dense)] if dense else []
     for ranks, each in gradients.items():
@@ -110,14 +115,14 @@ def norm_with_experts(
 
 
 def averaged_norm(norm: torch.Tensor, group: DataParallelGroup) -> torch.Tensor:
-    """``norm`` averaged over the ranks by one all_reduce of one element, as DeepSpeed's fp32 stage 0 does."""
+    """Return ``norm`` averaged over the ranks by one all_reduce of one element, as DeepSpeed's fp32 stage 0 does."""
     norm = norm / group.world_size
     group.all_reduce(norm, why=_NORM)
     return norm
 
 
 def clip_factor(norm: torch.Tensor, limit: float) -> torch.Tensor:
-    """The factor that limits gradients of norm ``norm`` to the norm ``limit``; a 0-D tensor."""
+    """Return the 0-D factor that limits gradients of norm ``norm`` to the norm ``limit``."""
     return torch.clamp(limit / (norm + _EPSILON), max=1.0)
 
 

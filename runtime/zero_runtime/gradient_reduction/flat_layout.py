@@ -1,18 +1,18 @@
 """The partition of the parameters into shards at ZeRO stages 1 and 2. Pure arithmetic.
 
-The trainable parameters of one optimizer param group are concatenated in one flat buffer. Its length is padded to a
-multiple of 2 x world_size elements, and it is partitioned into world_size equal shards: rank r owns shard r. A parameter
-may straddle one or several boundaries::
+The trainable parameters of one optimizer param group are concatenated in one flat buffer. The length of the
+buffer is padded to a multiple of 2 x world_size elements. The buffer is partitioned into world_size equal
+shards: rank r owns shard r. A parameter may cross one or several boundaries between shards::
 
     parameters   |   p0   | p1 |        p2         |  p3  |pad|
     shards       |     rank 0     |     rank 1     |   rank 2     |
 
-The factor 2 keeps every shard of a 16-bit buffer aligned to 4 bytes. The rules are those measured on DeepSpeed
-0.19.8: order of the group, ``round_robin_gradients``, ``parameter_alignment``.
+The factor 2 keeps every shard of a 16-bit buffer aligned to 4 bytes. These rules were measured on DeepSpeed
+0.19.8: the order of the group, ``round_robin_gradients`` and ``parameter_alignment``.
 
-A buffer may also be divided into several chunks first, and each chunk into world_size equal rows: rank r's shard is the
-concatenation of row r of every chunk. Each chunk is then an owner-ordered bucket: every rank owns the same number of its
-elements. Buckets of DeepSpeed's single chunk lack this property::
+A buffer may also be divided into several chunks first, and each chunk into world_size equal rows. The shard of
+rank r is then the concatenation of row r of every chunk. Each chunk is an owner-ordered bucket: every rank owns
+the same number of its elements. Buckets of DeepSpeed's single chunk do not have this property::
 
     parameters   |   p0   | p1 |        p2         |  p3  |pad|
     chunks       |       chunk 0      |       chunk 1          |
@@ -46,12 +46,12 @@ class GroupLayout:
     """The flat buffer of one param group. Counts and offsets are elements.
 
     Attributes:
-        numels: sizes of the parameters, in the order of the group.
-        offsets: where each begins in the flat buffer, in the order of the group.
-        order: positions within the group, in the order of the flat buffer.
-        numel: length of the flat buffer, padding included.
-        world_size: number of shards.
-        chunks: number of chunks.
+        numels: The sizes of the parameters, in the order of the group.
+        offsets: The start of each parameter in the flat buffer, in the order of the group.
+        order: The positions of the parameters within the group, in the order of the flat buffer.
+        numel: The length of the flat buffer, including padding.
+        world_size: The number of shards.
+        chunks: The number of chunks.
     """
 
     numels: tuple[int, ...]
@@ -63,32 +63,32 @@ class GroupLayout:
 
     @property
     def shard_numel(self) -> int:
-        """Elements that each rank owns, padding included."""
+        """The number of elements that each rank owns, including padding."""
         return self.numel // self.world_size
 
     @property
     def end(self) -> int:
-        """Where the last parameter ends in the flat buffer; the rest is padding."""
+        """The end of the last parameter in the flat buffer. The rest is padding."""
         return max(map(sum, zip(self.offsets, self.numels, strict=True)), default=0)
 
     @property
     def chunk_numel(self) -> int:
-        """Elements of a chunk."""
+        """The number of elements of a chunk."""
         return self.numel // self.chunks
 
     @property
     def row_numel(self) -> int:
-        """Elements of a chunk that each rank owns."""
+        """The number of elements of a chunk that each rank owns."""
         return self.shard_numel // self.chunks
 
     def padding(self, start: int, stop: int) -> int:
-        """Elements of padding from ``start`` to before ``stop`` of the flat buffer."""
+        """Return the number of padding elements from ``start`` to before ``stop`` of the flat buffer."""
         ends = zip(self.offsets, self.numels, strict=True)
         overlaps = (min(stop, offset + numel) - max(start, offset) for offset, numel in ends)
         return stop - start - sum(numel for numel in overlaps if numel > 0)
 
     def shards(self, index: int) -> tuple[ShardRange, ...]:
-        """The ranges of parameter number ``index`` of the group, in element order; none for an empty parameter."""
+        """Return the ranges of parameter ``index`` of the group, in element order; empty for an empty parameter."""
         row = self.row_numel
         start, stop = self.offsets[index], self.offsets[index] + self.numels[index]
         shards = []
@@ -110,16 +110,16 @@ def group_layout(
     alignment: int = 1,
     chunk_limit: int | None = None,
 ) -> GroupLayout:
-    """The layout of one param group.
+    """Return the layout of one param group.
 
     Args:
-        numels: sizes of the trainable parameters, in the order of the group.
-        world_size: ranks of the data-parallel group, at least 1.
-        round_robin: parameter i goes to list i mod world_size, and the lists are concatenated, so that gradients that
-            become ready together belong to different ranks.
-        alignment: each parameter is padded to a multiple of this many elements.
-        chunk_limit: divide the buffer into chunks of at most this many elements, or the fewest that a chunk can have;
-            None for a single chunk.
+        numels: The sizes of the trainable parameters, in the order of the group.
+        world_size: The number of ranks of the data-parallel group, at least 1.
+        round_robin: Whether to put parameter i into list i mod world_size and then concatenate the lists.
+            Gradients that become ready together then belong to different ranks.
+        alignment: The number of elements to a multiple of which each parameter is padded.
+        chunk_limit: The largest number of elements of a chunk. If it is below the smallest possible chunk,
+            chunks have the smallest possible size. None for a single chunk.
     """
     order = round_robin_order(len(numels), world_size) if round_robin else tuple(range(len(numels)))
     offsets = [0] * len(numels)
@@ -135,16 +135,19 @@ def group_layout(
 
 
 def chunk_limit(numel: int, limit: int) -> int:
-    """Elements of the largest chunk of a buffer of ``numel`` elements, where a bucket may have ``limit``.
+    """Return the number of elements of the largest chunk of a buffer of ``numel`` elements.
 
-    A 16th of the buffer, so that the first message leaves early in the backward pass and several are in flight. Smaller
-    messages would be dominated by latency, and larger ones gain no bandwidth.
+    ``limit`` is the largest number of elements of a bucket.
+
+    A chunk is a 16th of the buffer, within fixed limits. The first message then leaves early in the backward
+    pass, and several messages are in flight. Latency would dominate smaller messages, and larger messages gain
+    no bandwidth.
     """
     return min(limit, max(SMALLEST_CHUNK, min(-(-numel // CHUNKS), LARGEST_CHUNK)))
 
 
 def round_robin_order(count: int, world_size: int) -> tuple[int, ...]:
-    """Positions 0..count-1 distributed to ``world_size`` lists in turn, the lists then concatenated.
+    """Return positions 0..count-1, distributed to ``world_size`` lists in turn. The lists are then concatenated.
 
     >>> round_robin_order(5, 2)
     (0, 2, 4, 1, 3)
@@ -178,7 +181,7 @@ def owner_runs(shards: Sequence[tuple[int, int]]) -> tuple[Run, ...]:
 
 
 def flushed_runs(runs: Sequence[Run], limit: int) -> tuple[tuple[Run, ...], ...]:
-    """Split ``runs`` as DeepSpeed sends them: a batch ends as soon as it holds more than ``limit`` elements.
+    """Split ``runs`` into the batches that DeepSpeed sends: a batch ends once it has more than ``limit`` elements.
 
     >>> [[run.numel for run in batch] for batch in flushed_runs([Run(0, 0, 9), Run(1, 9, 4), Run(2, 13, 1)], 8)]
     [[9], [4, 1]]

@@ -1,12 +1,13 @@
-"""Gradient buckets: how they are filled and flushed.
+"""Gradient buckets, and the rules by which they are filled and flushed.
 
 Gradients enter in the order in which they become ready. A bucket is flushed when the next gradient would exceed
-``reduce_bucket_size`` elements, and the last one after backward. A larger gradient is a bucket of its own and is not
-copied. There is one open bucket for each communication dtype. These are DeepSpeed 0.19.8's rules for stages 1 and 2.
+``reduce_bucket_size`` elements. The last bucket is flushed after backward. A gradient that is larger than
+``reduce_bucket_size`` is a bucket by itself and is not copied. There is one open bucket for each communication
+dtype. These are DeepSpeed 0.19.8's rules for stages 1 and 2.
 
-Contiguous buckets copy each gradient into one buffer. The others keep the gradients and concatenate them at the flush.
-DeepSpeed allocates ``reduce_bucket_size`` elements for every model; here the buffer never exceeds the model. Asynchronous
-buckets use several buffers in turn.
+Contiguous buckets copy each gradient into one buffer. Other buckets keep the gradients and concatenate them at
+the flush. DeepSpeed allocates ``reduce_bucket_size`` elements for every model. In zero_runtime the buffer never
+exceeds the model. Asynchronous buckets use several buffers in turn.
 """
 
 from __future__ import annotations
@@ -29,14 +30,18 @@ OVERSIZED: Final = "oversized"
 END_OF_BACKWARD: Final = "end_of_backward"
 
 
-# Communication dtype, dtype of the gradients, whether replicated: a buffer holds gradients of one dtype.
+# Communication dtype, dtype of the gradients, and whether the gradients are replicated. The dtype of the gradients
+# is part of the key because all gradients in a buffer have the same dtype.
 _Dtypes = tuple[torch.dtype, torch.dtype, bool]
 
 
 class Scaling(NamedTuple):
-    """When and by how much gradients are scaled; 1.0 means unscaled. The order decides the last bit of the result."""
+    """The factors and divisors of gradients, and when they are applied; 1.0 means unscaled.
 
-    bucket_divisor: float = 1.0  # the bucket, in the gradients' dtype, before any cast
+    The order of the operations decides the last bit of the result.
+    """
+
+    bucket_divisor: float = 1.0  # applied in the gradients' dtype, before any cast
     divisor: float = 1.0  # after the cast to the communication dtype, before the sum
     factor_before: float = 1.0  # after the cast, before the sum
     factor_after: float = 1.0  # after the sum, in the communication dtype
@@ -44,13 +49,14 @@ class Scaling(NamedTuple):
 
 @dataclass(slots=True)
 class Entry:
-    """A gradient, or a range of one, that enters a bucket.
+    """A gradient, or a range of a gradient, that enters a bucket.
 
     Attributes:
-        name: of its parameter.
-        gradient: 1-D view of the gradient.
-        shards: the owner of each range of ``gradient``, in element order; ``start`` counts from its first element.
-        group: the optimizer's param group.
+        name: The name of the parameter.
+        gradient: A 1-D view of the gradient.
+        shards: The owner of each range of ``gradient``, in element order. ``start`` counts from the first
+            element of ``gradient``.
+        group: The number of the optimizer's param group.
     """
 
     name: str
@@ -61,22 +67,26 @@ class Entry:
 
 @dataclass(slots=True)
 class Bucket:
-    """A full bucket, the argument of a reduction.
+    """A full bucket, which is passed to a reduction.
 
     Attributes:
-        number: within the optimizer step, from 0.
-        tensor: the concatenated gradients, 1-D; the reduction leaves the result in it, at least in this rank's runs.
-        runs: the owner of each range of ``tensor``, in order; consecutive ranges of one owner are merged.
-        dtype: the communication dtype.
+        number: The number of the bucket within the optimizer step, from 0.
+        tensor: The concatenated gradients, 1-D. The reduction writes the result into it, at least in the runs
+            that this rank owns.
+        runs: The owner of each range of ``tensor``, in order. Consecutive ranges of one owner are merged.
+        dtype: The communication dtype.
         limit: ``reduce_bucket_size``, in elements.
-        scaling: when gradients are divided.
-        entries: its gradients.
-        flush_reason: full, oversized or end_of_backward.
-        asynchronous: whether its collectives are started without waiting for them.
+        scaling: The factors and divisors of the gradients.
+        entries: The gradients in the bucket.
+        flush_reason: The reason of the flush: full, oversized or end_of_backward.
+        asynchronous: Whether the collectives are started without waiting for them.
         replicated: whether every rank needs the whole sum.
-        keeps_dtype: whether the sum stays in the communication dtype instead of being rounded to that of the gradients.
-        members: global ranks of the group; runs name them by position. Empty where that is the global rank.
-        publication: what the recorder gets about it, once a recorder asks.
+        keeps_dtype: Whether the sum stays in the communication dtype instead of being rounded to the dtype of
+            the gradients.
+        members: The global ranks of the group. A run names its owner by the position in this tuple. Empty if
+            the position is the global rank.
+        publication: The description of the bucket for the recorder. It is created when the recorder first needs
+            it.
     """
 
     number: int
@@ -95,15 +105,15 @@ class Bucket:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the bucket in the communication dtype."""
+        """The size of the bucket in the communication dtype, in bytes."""
         return self.tensor.numel() * self.dtype.itemsize
 
     def keep(self, total: torch.Tensor, runs: Iterable[Run] | None = None) -> None:
-        """Leave the sum ``total``, of the communication dtype, in ``tensor``.
+        """Store the sum ``total``, which has the communication dtype, in ``tensor``.
 
         Args:
-            total: as many elements; ``tensor`` itself if nothing was cast.
-            runs: the ranges that are valid; None for all.
+            total: The sum, with as many elements as ``tensor``. It is ``tensor`` itself if nothing was cast.
+            runs: The ranges of ``total`` that are valid; None for all.
         """
         if self.keeps_dtype:
             self.tensor = total
@@ -116,10 +126,13 @@ class Bucket:
     def why(
         self, owner: int | None = None, intended_op: str | None = None, padded: torch.Tensor | None = None
     ) -> hooks.tag:
-        """The tag of a collective that carries this bucket; only its purpose if nobody reads more.
+        """Return the tag of a collective that sends this bucket.
+
+        The tag has only a purpose if details are not recorded.
 
         Args:
-            padded: the sent tensor, where it has more elements than the runs of the bucket: the rest is padding.
+            padded: The sent tensor, if it has more elements than the runs of the bucket. The extra elements are
+                padding.
         """
         if not detailed():
             return _UNRECORDED
@@ -134,7 +147,10 @@ class Bucket:
             self._publication().content.flushed()
 
     def published_part(self, entries: Sequence[Entry]) -> Publication | None:
-        """What the recorder gets about a part of this bucket with ``entries``; None if nobody reads it."""
+        """Return the description of a part of this bucket for the recorder, or None if details are not recorded.
+
+        ``entries`` are the gradients in the part.
+        """
         if not detailed():
             return None
         return Publication(self._publication().content, tuple(dict.fromkeys(entry.name for entry in entries)))
@@ -159,14 +175,14 @@ _UNRECORDED: Final = hooks.tag("gradient_reduce")
 
 @dataclass(slots=True)
 class Publication:
-    """A bucket as the recorder sees it: its content and the tags of its collectives."""
+    """The description of a bucket for the recorder: its content and the tags of its collectives."""
 
     content: hooks.bucket
     names: tuple[str, ...]
     tags: dict[tuple[int | None, str | None, int | None], hooks.tag] = field(default_factory=dict)
 
     def tag(self, owner: int | None, intended_op: str | None, padding_bytes: int | None = None) -> hooks.tag:
-        """The tag of a collective; a cached tag is cheaper for the recorder."""
+        """Return the tag of a collective. Tags are cached, because a cached tag is cheaper for the recorder."""
         key = owner, intended_op, padding_bytes
         tag = self.tags.get(key)
         if tag is None:
@@ -194,7 +210,7 @@ def _publication(
     members: tuple[int, ...],
     flush_reason: str,
 ) -> Publication:
-    # The same buckets come back every step.
+    # Cached, because the same buckets occur in every step.
     owners = tuple(dict.fromkeys(run.owner for run in runs))
     if members:
         owners = tuple(members[owner] for owner in owners)
@@ -213,7 +229,7 @@ def _publication(
 
 
 class Flight:
-    """A bucket in flight, or one that has landed already."""
+    """The reduction of a bucket, which is in flight or has already landed."""
 
     def __init__(self, finish: Callable[[], None] | None = None) -> None:
         self._finish = finish
@@ -224,7 +240,7 @@ class Flight:
         return self._finish is None
 
     def land(self) -> None:
-        """Wait for the bucket and process its sum; its memory is free after that."""
+        """Wait for the bucket and process its sum. The memory of the bucket is free afterwards."""
         finish, self._finish = self._finish, None
         if finish is not None:
             finish()
@@ -232,7 +248,10 @@ class Flight:
 
 @dataclass(slots=True)
 class _Buffer:
-    """Memory for a bucket, and the flight of the last bucket in it; None where it is free."""
+    """Memory for a bucket, and the flight of the last bucket in this memory.
+
+    The flight is None if the memory is free.
+    """
 
     tensor: torch.Tensor
     flight: Flight | None = None
@@ -240,7 +259,7 @@ class _Buffer:
 
 @dataclass(slots=True)
 class _Open:
-    """The open bucket of one communication dtype. Its buffer is the first one."""
+    """The open bucket of one communication dtype. It uses the first of the buffers."""
 
     entries: list[Entry] = field(default_factory=list)
     numel: int = 0
@@ -252,13 +271,15 @@ class Bucketer:
 
     Args:
         limit: ``reduce_bucket_size``, in elements.
-        buffer_numel: elements of a contiguous buffer, where one is used; larger gradients are not copied.
-        contiguous: copy gradients into one buffer, or keep them until the flush.
-        scaling: when gradients are divided.
-        send: called with every full bucket: reduces it and takes this rank's shard out of it. The bucket's memory is
-            reused once the returned flight has landed; None means that it has landed already.
-        buffers: number of contiguous buffers for each communication dtype.
-        members: see :class:`Bucket`.
+        buffer_numel: The number of elements of a contiguous buffer, if there is one. Larger gradients are not
+            copied.
+        contiguous: Whether gradients are copied into one buffer. Otherwise they are kept until the flush.
+        scaling: The factors and divisors of the gradients.
+        send: A function that is called with every full bucket. It reduces the bucket and extracts this rank's
+            shard. The bucket's memory is reused after the returned flight has landed. None means that the
+            bucket has already landed.
+        buffers: The number of contiguous buffers for each communication dtype.
+        members: See :class:`Bucket`.
     """
 
     def __init__(
@@ -292,14 +313,16 @@ class Bucketer:
         self._number = 0
 
     def take_number(self) -> int:
-        """The number of the next bucket of the step, which counts it."""
+        """Return the number of the next bucket of the step, and increment the count."""
         self._number += 1
         return self._number - 1
 
     def add(self, entry: Entry, dtype: torch.dtype, replicated: bool = False) -> None:
-        """Add a gradient to the bucket of communication dtype ``dtype``; flush the bucket first if it would not fit.
+        """Add a gradient to the bucket of communication dtype ``dtype``.
 
-        Gradients that are ``replicated`` (summed on every rank) have buckets of their own.
+        The bucket is flushed first if the gradient would not fit.
+
+        Gradients that are ``replicated`` (summed on every rank) have separate buckets.
         """
         numel = entry.gradient.numel()
         if numel == 0:
@@ -320,21 +343,21 @@ class Bucketer:
             self._flush(dtypes, reason)
 
     def release(self, everywhere: bool = False) -> None:
-        """Return the buffers to torch's allocator, once all flights have landed.
+        """Return the buffers to torch's allocator. All flights must have landed.
 
-        On a CPU only with ``everywhere``: there each allocation gets new memory from the system, which takes ten times as
-        long as a pass over it.
+        On a CPU this happens only with ``everywhere``. There each allocation gets new memory from the system,
+        which takes ten times as long as a pass over the memory.
         """
         for current in self._open.values():
             if current.buffers and (everywhere or current.buffers[0].tensor.device.type != "cpu"):
                 current.buffers.clear()
 
     def buffers(self) -> Iterator[torch.Tensor]:
-        """All allocated buffers."""
+        """Return all allocated buffers."""
         return (each.tensor for current in self._open.values() for each in current.buffers)
 
     def _buffer(self, current: _Open, like: torch.Tensor) -> torch.Tensor:
-        """The buffer of the open bucket; a new bucket gets a free one."""
+        """Return the buffer of the open bucket. A new bucket gets a free buffer."""
         if not current.entries and len(current.buffers) < self._buffers:
             current.buffers.appendleft(_Buffer(like.new_empty(min(self._limit, self._model_numel))))
         buffer = current.buffers[0]
@@ -381,13 +404,13 @@ def parts_by_ranks(
     data_ranks: Sequence[int],
     by_owner: bool,
 ) -> list[tuple[Bucket, DataParallelGroup]]:
-    """The parts of a bucket that different ranks reduce, in the order in which they begin in it.
+    """Return the parts of a bucket that different sets of ranks reduce, in the order of their first elements.
 
     Args:
-        bucket: whose entries name the owners by their data-parallel ranks.
-        ranks_of: for each param group the ranks that hold its parameters.
-        data_ranks: the data-parallel ranks, as global ranks.
-        by_owner: make a part for each owner, too.
+        bucket: The bucket. Its entries name the owners by their data-parallel ranks.
+        ranks_of: For each param group, the ranks that store its parameters.
+        data_ranks: The data-parallel ranks, as global ranks.
+        by_owner: Whether each owner gets a separate part, too.
     """
     ranges: dict[tuple[int, int | None], list[Entry]] = {}
     members: dict[tuple[int, int | None], DataParallelGroup] = {}
@@ -421,7 +444,7 @@ def parts_by_ranks(
 
 
 def _adjacent(tensor: torch.Tensor, ranges: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The concatenated ``ranges`` of ``tensor``: a view of it if they are adjacent, otherwise a copy."""
+    """Return the concatenated ``ranges`` of ``tensor``: a view of ``tensor`` if they are adjacent, otherwise a copy."""
     start = position = int(ranges[0].storage_offset())
     for each in ranges:
         if each.storage_offset() != position:
@@ -431,5 +454,5 @@ def _adjacent(tensor: torch.Tensor, ranges: Sequence[torch.Tensor]) -> torch.Ten
 
 
 def joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The concatenated 1-D tensors; a single tensor is returned itself, not copied."""
+    """Return the concatenated 1-D tensors. A single tensor is returned without a copy."""
     return tensors[0] if len(tensors) == 1 else torch.cat(list(tensors))

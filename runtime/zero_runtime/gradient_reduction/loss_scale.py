@@ -1,8 +1,9 @@
 """The loss scale, which keeps small fp16 gradients from underflowing.
 
-The loss is multiplied by the scale before backward, and the step divides the gradients by it. When a gradient overflows,
-a dynamic scale halves and the step is skipped. It doubles after ``window`` steps without an overflow. These are DeepSpeed
-0.19.8's rules for its ZeRO optimizers; here they hold at stage 0 too.
+The loss is multiplied by the scale before backward, and the step divides the gradients by the scale. When a
+gradient overflows, a dynamic scale halves and the step is skipped. The scale doubles after ``window`` steps
+without an overflow. These are DeepSpeed 0.19.8's rules for its ZeRO optimizers. zero_runtime also applies them
+at stage 0.
 """
 
 from __future__ import annotations
@@ -17,16 +18,17 @@ _STATE: Final = ("value", "steps", "last_overflow", "overflows_left")
 
 
 class ScaleRules(NamedTuple):
-    """How a loss scale begins, and how it adapts.
+    """The initial value of a loss scale, and the rules by which it adapts.
 
     Attributes:
-        value: the scale at the beginning.
-        dynamic: whether overflows change it; the other attributes need this.
-        window: steps without an overflow until the scale doubles.
-        hysteresis: overflows until the scale halves for the first time; each one after that halves it, until the
-            hysteresis is refilled.
-        consecutive_hysteresis: refill it in every step without an overflow, not only when the scale doubles.
-        minimum: the scale never falls below; any positive number.
+        value: The initial scale.
+        dynamic: Whether overflows change the scale. The other attributes apply only to a dynamic scale.
+        window: The number of steps without an overflow after which the scale doubles.
+        hysteresis: The number of overflows until the scale halves for the first time. Each later overflow
+            halves the scale, until the hysteresis is reset.
+        consecutive_hysteresis: Whether the hysteresis is reset in every step without an overflow, not only when
+            the scale doubles.
+        minimum: The smallest value of the scale; any positive number.
     """
 
     value: float = 1.0
@@ -41,13 +43,15 @@ UNSCALED: Final = ScaleRules()
 
 
 class LossScale:
-    """A factor on the loss, fixed or adapted to overflows. All ranks call ``update`` with equal values, so they agree.
+    """A factor on the loss, fixed or adapted to overflows.
+
+    The scale is equal on all ranks, because all ranks call ``update`` with equal values.
 
     Args:
-        rules: by default 1.0, which scales nothing.
+        rules: The rules of the scale. By default it is fixed at 1.0, which scales nothing.
 
     Attributes:
-        rules: as given.
+        rules: The rules of the scale.
     """
 
     def __init__(self, rules: ScaleRules = UNSCALED) -> None:
@@ -55,7 +59,7 @@ class LossScale:
         self._value = float(rules.value)
         self._steps = 0
         self._last_overflow = -1
-        self._overflows_left = rules.hysteresis  # until the scale halves, that one included
+        self._overflows_left = rules.hysteresis  # until the scale halves, including the last overflow
         self._override: float | None = None
 
     @property
@@ -65,7 +69,7 @@ class LossScale:
 
     @property
     def value(self) -> float:
-        """The factor on the loss of the next step; 1.0 where the loss is not scaled."""
+        """The factor on the loss of the next step; 1.0 if the loss is not scaled."""
         return self._value if self._override is None else self._override
 
     @value.setter
@@ -73,14 +77,14 @@ class LossScale:
         self._value = float(value)
 
     def override(self, value: float | None) -> None:
-        """Use ``value``, whatever ``update`` does; None returns to the scale's own rules."""
+        """Use ``value`` instead of the value that ``update`` computes. None returns to the rules of the scale."""
         self._override = None if value is None else float(value)
 
     def update(self, overflow: bool) -> None:
-        """Count a step, and whether a gradient of any rank was infinite or NaN in it.
+        """Count a step. ``overflow`` is true if a gradient of any rank was infinite or NaN in this step.
 
         Raises:
-            LossScaleError: the scale should halve, but is at its minimum. It stays unchanged.
+            LossScaleError: The scale should halve, but is at its minimum. The scale does not change.
         """
         if not self.rules.dynamic:
             return
@@ -92,7 +96,7 @@ class LossScale:
         self._steps += 1
 
     def _shrink(self) -> None:
-        if self._overflows_left != 1:  # below 1 from the start it is never reached, in DeepSpeed either
+        if self._overflows_left != 1:  # an initial value below 1 never reaches 1, as in DeepSpeed
             self._overflows_left -= 1
             return
         if self._value == self.rules.minimum:
@@ -119,38 +123,41 @@ class LossScale:
 
     @property
     def cur_iter(self) -> int:
-        """Steps that a dynamic scale has counted."""
+        """The number of steps that a dynamic scale has counted."""
         return self._steps
 
     @property
     def last_overflow_iter(self) -> int:
-        """The last step with an overflow; -1 without one."""
+        """The number of the last step with an overflow; -1 if there was none."""
         return self._last_overflow
 
     @property
     def scale_window(self) -> int:
-        """Steps without an overflow until the scale doubles."""
+        """The number of steps without an overflow after which the scale doubles."""
         return self.rules.window
 
     @property
     def min_scale(self) -> float:
-        """The smallest value that the scale can fall to."""
+        """The smallest value of the scale."""
         return self.rules.minimum
 
     @property
     def cur_hysteresis(self) -> int:
-        """Overflows until the scale halves."""
+        """The number of overflows until the scale halves."""
         return self._overflows_left
 
     def state_dict(self) -> dict[str, Any]:
-        """The state for a checkpoint: plain numbers; the rules are included for readers."""
+        """Return the state for a checkpoint, as plain numbers. The rules are included for readers."""
         rules = {name: value for name, value in self.rules._asdict().items() if name != "value"}
         return {**{name: getattr(self, f"_{name}") for name in _STATE}, **rules}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from ``state``. The rules of this scale stay; a fixed scale does not change.
+        """Continue from ``state``.
 
-        The state of a fixed scale is not adopted: without fp16 it is 1, at which small fp16 gradients underflow.
+        The rules of this scale do not change, and a fixed scale does not change at all.
+
+        A dynamic scale ignores the state of a fixed scale. Without fp16 a fixed scale is 1, at which small fp16
+        gradients underflow.
 
         Raises:
             ConfigError: ``state`` is not the state of a loss scale.

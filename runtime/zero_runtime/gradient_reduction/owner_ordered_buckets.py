@@ -1,11 +1,13 @@
 """Owner-ordered buckets (stages 1 and 2 with ``gradient_reduction: reduce_scatter``).
 
-A chunk of the flat buffer (:mod:`zero_runtime.gradient_reduction.flat_layout`) is a bucket with a fixed position: every rank
-owns an equal row of it, in rank order, so nothing is rearranged. A gradient is divided, cast and copied to its position in
-one pass, the chunk is sent unchanged, and this rank's row of the sum is added to its shard.
+A chunk of the flat buffer (:mod:`zero_runtime.gradient_reduction.flat_layout`) is a bucket with a fixed
+position. Every rank owns an equal row of the chunk, in rank order, so nothing is rearranged. A gradient is
+divided, cast and copied to its position in one pass. The chunk is sent unchanged, and this rank's row of the
+sum is added to its shard.
 
-All ranks send chunks in the same order: that of a backward pass through the reversed model, whatever order the gradients
-become ready in. A complete chunk waits for those before it. A parameter without a gradient contributes zeros.
+All ranks send chunks in the same order, which is the order of a backward pass through the reversed model. This
+order does not depend on the order in which gradients become ready. A complete chunk waits for the chunks before
+it. A parameter without a gradient contributes zeros.
 """
 
 from __future__ import annotations
@@ -43,7 +45,7 @@ from zero_runtime.gradient_reduction.reduction_overlap import CHUNK_DEPTH, Overl
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """The range of one parameter that lies in a chunk. Counts are elements."""
+    """The range of one parameter that is in a chunk. Counts are elements."""
 
     parameter: torch.nn.Parameter
     name: str
@@ -57,14 +59,14 @@ class Chunk:
     """A chunk of a group's flat buffer.
 
     Attributes:
-        group: the group's number.
-        number: of the chunk within the group.
-        numel: elements, padding included.
-        end: first element of the padding, if there is any.
-        dtype: the communication dtype.
-        members: the ranges of parameters in it.
-        waiting: parameters whose gradients are not ready yet in this pass.
-        buffer: the gradients that are ready, at their positions.
+        group: The number of the param group.
+        number: The number of the chunk within the group.
+        numel: The number of elements, including padding.
+        end: The first element of the padding, or ``numel`` if there is no padding.
+        dtype: The communication dtype.
+        members: The ranges of parameters in the chunk.
+        waiting: The parameters whose gradients are not ready yet in this pass.
+        buffer: The gradients that are ready, at their positions in the chunk.
     """
 
     group: int
@@ -78,14 +80,16 @@ class Chunk:
 
 
 class OwnerOrderedGradients:
-    """Reduces gradients to the ranks that own them, and accumulates what this rank owns.
+    """Reduces gradients to the ranks that own them, and accumulates the rows that this rank owns.
 
-    The arguments and attributes are those of :class:`zero_runtime.gradient_reduction.reducer.ShardedGradients`, and:
+    The class has the arguments and attributes of
+    :class:`zero_runtime.gradient_reduction.reducer.ShardedGradients`, and:
 
     Args:
-        order: the model's parameters, in its order.
-        implementation: of the reduce_scatter: ``native`` or ``all_to_all``, None for the backend's.
-        quantized: whether chunks are sent in 4 bits, by an all_to_all of bytes and a local sum.
+        order: The model's parameters, in the model's order.
+        implementation: The implementation of the reduce_scatter, ``native`` or ``all_to_all``. None for the
+            default of the backend.
+        quantized: Whether chunks are sent in 4 bits, by an all_to_all of bytes and a local sum.
     """
 
     def __init__(
@@ -141,12 +145,12 @@ class OwnerOrderedGradients:
         self._number = 0
 
     def finish_backward(self) -> None:
-        """Send the remaining chunks; where the stage reduces whole gradients, fill them first."""
+        """Send the remaining chunks. If the stage reduces whole gradients, fill the chunks first."""
         stage = self._policy.stage
         if self._paused or not (stage.reduces_every_micro_batch or self._at_boundary()):
             return
         if not stage.reduces_every_micro_batch:
-            # Hooks have sent the gradients of this micro-batch. Parameters used only in earlier ones are left.
+            # Hooks have sent the gradients of this micro-batch. Parameters used only in earlier micro-batches remain.
             self._put_all()
         self._finish_pass()
 
@@ -157,7 +161,7 @@ class OwnerOrderedGradients:
         self._finish_pass()
 
     def _put_all(self) -> None:
-        """Send the gradients that are whole on each rank; from then on the sum is in the shards alone."""
+        """Send the gradients that are whole on each rank. Afterwards the sum is only in the shards."""
         for chunk in self._chunks[self._sent :]:
             for member in chunk.members:
                 if member.parameter.grad is not None:
@@ -176,18 +180,18 @@ class OwnerOrderedGradients:
         return self._policy.norm_dtype
 
     def tensors(self) -> Iterator[torch.Tensor]:
-        """The memory of reduced gradients."""
+        """Yield the memory of reduced gradients."""
         yield from self.shards
 
     def buffers(self) -> Iterator[torch.Tensor]:
-        """Nothing: buffers of chunks exist only during a backward pass."""
+        """Yield nothing, because buffers of chunks exist only during a backward pass."""
         return iter(())
 
     def free_buffers(self) -> None:
         """Do nothing: there are no buffers between backward passes."""
 
     def norm(self) -> torch.Tensor:
-        """The norm of all gradients: one all_reduce for each param group."""
+        """Return the norm of all gradients, with one all_reduce for each param group."""
         return sharded_norm(self.shards, self._group, self.norm_dtype)
 
     def clear(self) -> None:
@@ -207,7 +211,7 @@ class OwnerOrderedGradients:
         assert isinstance(parameter, torch.nn.Parameter) and parameter.grad is not None
         places = self._of[parameter]
         if any(parameter not in chunk.waiting for chunk, _ in places):
-            # Its second gradient in one pass, as under reentrant checkpointing.
+            # This is the parameter's second gradient in one pass, as with reentrant checkpointing.
             self._finish_pass()
         gradient, parameter.grad = parameter.grad, None
         for chunk, member in places:
@@ -216,7 +220,7 @@ class OwnerOrderedGradients:
             self._send(self._chunks[self._sent])
 
     def _finish_pass(self) -> None:
-        """Send the remaining chunks, wait for all of them, and start to fill them again."""
+        """Send the remaining chunks, wait for all of them, and prepare the chunks for the next pass."""
         while self._sent < len(self._chunks):
             self._send(self._chunks[self._sent])
         self._overlap.land_all()
@@ -249,7 +253,7 @@ class OwnerOrderedGradients:
         return chunk.buffer
 
     def _free(self, chunk: Chunk) -> torch.Tensor:
-        """Memory for ``chunk``: that of a landed chunk, where there is one."""
+        """Return memory for ``chunk``. Reuse the memory of a landed chunk if possible."""
         for index, (tensor, flight) in enumerate(self._spare):
             if tensor.dtype is chunk.dtype and tensor.numel() == chunk.numel and flight.landed:
                 return self._spare.pop(index)[0]
@@ -314,12 +318,12 @@ def chunks(
     dtypes: Mapping[torch.nn.Parameter, torch.dtype],
     order: Sequence[torch.nn.Parameter],
 ) -> list[Chunk]:
-    """The chunks of all groups, in the order of a backward pass: those that start late in the model first.
+    """Return the chunks of all groups in the order of a backward pass: chunks that start late in the model are first.
 
     Args:
-        groups: the param groups.
-        dtypes: the communication dtype of each parameter; equal within a group.
-        order: the model's parameters, in its order.
+        groups: The param groups.
+        dtypes: The communication dtype of each parameter; equal within a group.
+        order: The model's parameters, in the model's order.
     """
     place = {parameter: number for number, parameter in enumerate(order)}
     all_chunks = []
@@ -351,7 +355,10 @@ def chunks(
 
 
 def _cut(offset: int, numel: int, width: int) -> list[ShardRange]:
-    """Elements ``offset`` to ``offset + numel``, divided at multiples of ``width``; ``owner`` is the number of the chunk."""
+    """Divide elements ``offset`` to ``offset + numel`` at multiples of ``width``.
+
+    The ``owner`` of each returned range is the number of its chunk.
+    """
     intervals = []
     position = offset
     while position < offset + numel:

@@ -1,8 +1,9 @@
 """Reduction of gradients to shards, bucket by bucket (stages 1 and 2).
 
-:class:`ShardedGradients` and the classes of :mod:`zero_runtime.gradient_reduction.whole_gradients` have the same methods,
-called in this order: ``begin_step``; ``finish_backward`` for each micro-batch; ``clear`` after the step. Where the stage
-reduces during backward, hooks on the parameters add gradients before ``finish_backward``.
+:class:`ShardedGradients` and the classes of :mod:`zero_runtime.gradient_reduction.whole_gradients` have the
+same methods. The methods are called in this order: ``begin_step``; ``finish_backward`` for each micro-batch;
+``clear`` after the step. If the stage reduces during backward, hooks on the parameters add gradients before
+``finish_backward``.
 """
 
 from __future__ import annotations
@@ -37,11 +38,11 @@ class ParameterGroup(NamedTuple):
     """Trainable parameters that the optimizer updates as one flat tensor, in the order of their param group.
 
     Attributes:
-        number: of that param group; stage 3 may divide one into several groups.
-        names: of the parameters.
+        number: The number of the param group. Stage 3 may divide a param group into several groups.
+        names: The names of the parameters.
         parameters: the parameters, all of one dtype.
-        layout: the partition into shards.
-        experts: the groups of ranks, if these are parameters of experts.
+        layout: The partition into shards.
+        experts: The groups of ranks, if these are parameters of experts.
     """
 
     number: int
@@ -52,32 +53,32 @@ class ParameterGroup(NamedTuple):
 
     @property
     def ranks(self) -> DataParallelGroup | None:
-        """The ranks that hold these parameters, if not all data-parallel ranks do."""
+        """The ranks that store these parameters; None if all data-parallel ranks store them."""
         return None if self.experts is None else self.experts.data
 
     @property
     def flat_layout(self) -> GroupLayout:
-        """The layout of stages 1 and 2, where all parameters are in one flat buffer."""
+        """The layout of stages 1 and 2, in which all parameters are in one flat buffer."""
         assert isinstance(self.layout, GroupLayout)
         return self.layout
 
     @property
     def numel(self) -> int:
-        """Elements of all parameters, without padding."""
+        """The number of elements of all parameters, without padding."""
         return sum(self.layout.numels)
 
 
 class Policy(NamedTuple):
-    """How gradients are reduced.
+    """The rules by which gradients are reduced.
 
     Attributes:
         stage: the ZeRO stage.
-        reduce: the reduction of a full bucket.
-        scaling: when gradients are divided.
-        limit: elements of a bucket.
-        contiguous: whether gradients are copied into a buffer when they become ready.
-        norm_dtype: dtype in which the squared norms are summed over the ranks.
-        overlap: whether the reduction overlaps the backward pass.
+        reduce: The reduction of a full bucket.
+        scaling: The factors and divisors of the gradients.
+        limit: The largest number of elements of a bucket.
+        contiguous: Whether gradients are copied into a buffer when they become ready.
+        norm_dtype: The dtype in which the squared norms are summed over the ranks.
+        overlap: Whether the reduction overlaps the backward pass.
     """
 
     stage: Stage
@@ -90,7 +91,10 @@ class Policy(NamedTuple):
 
 
 class Leaf(NamedTuple):
-    """A module whose gradients enter the buckets together after its backward; zeros for parameters without one."""
+    """A module whose gradients enter the buckets together after its backward pass.
+
+    Parameters without a gradient contribute zeros.
+    """
 
     module: torch.nn.Module
     parameters: tuple[torch.nn.Parameter, ...]
@@ -100,18 +104,19 @@ class ShardedGradients:
     """Reduces gradients to their owners, and accumulates this rank's shards.
 
     Args:
-        groups: the param groups.
-        dtypes: the communication dtype of each parameter's gradient.
-        policy: how gradients are reduced.
-        group: the data-parallel ranks.
-        accumulation: dtype of the accumulated shards; None for the parameters' own.
-        at_boundary: whether the current micro-batch is the last of its step.
-        leaves: modules whose gradients are added together, where the stage reduces during backward.
-        unpartitioned: parameters whose gradients are summed on every rank, in buckets of their own.
+        groups: The param groups.
+        dtypes: The communication dtype of each parameter's gradient.
+        policy: The rules by which gradients are reduced.
+        group: The data-parallel ranks.
+        accumulation: The dtype of the accumulated shards; None for the dtype of the parameters.
+        at_boundary: A function that returns whether the current micro-batch is the last of its step.
+        leaves: Modules whose gradients are added together, if the stage reduces during backward.
+        unpartitioned: Parameters whose gradients are summed on every rank, in separate buckets.
 
     Attributes:
-        shards: for each param group, this rank's shard of the reduced gradient, 1-D; zeros without a gradient.
-        unsharded: whole reduced gradients by name, 1-D, as ``keep_whole`` requested.
+        shards: For each param group, this rank's shard of the reduced gradient, 1-D. Zeros if there is no
+            gradient.
+        unsharded: The whole reduced gradients that ``keep_whole`` requested, by name; 1-D.
     """
 
     def __init__(
@@ -158,7 +163,7 @@ class ShardedGradients:
         dtypes: Mapping[torch.nn.Parameter, torch.dtype],
         leaves: Sequence[Leaf] = (),
     ) -> None:
-        """Reduce the gradients of further ``groups`` too."""
+        """Reduce the gradients of the additional ``groups``, too."""
         first = len(self._groups)
         self._groups += groups
         self._has_experts = any(each.ranks is not None for each in self._groups)
@@ -173,13 +178,13 @@ class ShardedGradients:
             self._hook([parameter for each in groups for parameter in each.parameters])
 
     def _zeros(self, each: ParameterGroup) -> torch.Tensor:
-        """The shard of a group's gradient before the first one is added."""
+        """Return the shard of a group's gradient before the first gradient is added."""
         like = each.parameters[0]
         dtype = self._accumulation or like.dtype
         return torch.zeros(each.layout.shard_numel, dtype=dtype, device=like.device)
 
     def _shards_of(self, each: ParameterGroup, index: int) -> tuple[ShardRange, ...]:
-        """The shards of a parameter, with their owners' ranks among the data-parallel ranks."""
+        """Return the shards of a parameter. Each owner is a rank within the data-parallel group."""
         shards = each.layout.shards(index)
         if each.ranks is None:
             return shards
@@ -196,13 +201,16 @@ class ShardedGradients:
                 self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
 
     def close(self) -> None:
-        """Remove the hooks: no gradient is added any more."""
+        """Remove the hooks. No gradient is added afterwards."""
         for handle in self._handles:
             handle.remove()
         self._closed = True
 
     def keep_whole(self, name: str, numel: int) -> None:
-        """Keep the whole gradient of parameter ``name`` too; the reduction must leave all of it on every rank."""
+        """Keep the whole gradient of parameter ``name``, too.
+
+        The reduction must leave the whole sum on every rank.
+        """
         self.unsharded[name] = self.shards[0].new_zeros(numel)
 
     def begin_step(self) -> None:
@@ -214,12 +222,12 @@ class ShardedGradients:
         self._bucketer.begin_step()
 
     def finish_backward(self) -> None:
-        """Flush the buckets; where the stage reduces whole gradients, fill them first."""
+        """Flush the buckets. If the stage reduces whole gradients, fill the buckets first."""
         stage = self._policy.stage
         if self._paused or not self._is_due():
             return
         if not stage.reduces_every_micro_batch:
-            # Hooks have added the gradients of this micro-batch. Parameters used only in earlier ones are left.
+            # Hooks have added the gradients of this micro-batch. Parameters used only in earlier micro-batches remain.
             self._add_all()
         for leaf in self._leaves.values():
             if any(parameter.grad is not None for parameter in leaf.parameters):
@@ -246,20 +254,23 @@ class ShardedGradients:
         return self._policy.norm_dtype
 
     def tensors(self) -> Iterator[torch.Tensor]:
-        """The memory of reduced gradients."""
+        """Yield the memory of reduced gradients."""
         yield from self.shards
         yield from self.unsharded.values()
 
     def buffers(self) -> Iterator[torch.Tensor]:
-        """The buffers of buckets that exist between two backward passes."""
+        """Return the bucket buffers that exist between two backward passes."""
         return self._bucketer.buffers()
 
     def free_buffers(self) -> None:
-        """Drop the buffers; they are allocated again when needed."""
+        """Free the buffers. They are allocated again when needed."""
         self._bucketer.release(everywhere=True)
 
     def norm(self) -> torch.Tensor:
-        """The norm of all gradients: one all_reduce for each param group, and another one for each of experts."""
+        """Return the norm of all gradients.
+
+        There is one all_reduce for each param group, and one more for each param group of experts.
+        """
         ranks = [each.ranks for each in self._groups]
         return sharded_norm(self.shards, self._group, self.norm_dtype, ranks)
 
@@ -281,11 +292,11 @@ class ShardedGradients:
             self._add(number, index)
 
     def _is_due(self) -> bool:
-        """Whether this micro-batch reduces gradients."""
+        """Return whether gradients are reduced in this micro-batch."""
         return self._policy.stage.reduces_every_micro_batch or self._at_boundary()
 
     def leaf_done(self, module: torch.nn.Module) -> None:
-        """Add the gradients of ``module``, whose backward has ended; does nothing unless it is a leaf module.
+        """Add the gradients of ``module``, whose backward pass has ended. Do nothing if it is not a leaf module.
 
         ``finish_backward`` adds the gradients of leaf modules without differentiable inputs.
         """
@@ -299,7 +310,10 @@ class ShardedGradients:
             self._add(*self._places[parameter])
 
     def _add_all(self) -> None:
-        """Add every gradient, in forward order; a gradient of a leaf module adds those of all its parameters."""
+        """Add every gradient, in forward order.
+
+        If any parameter of a leaf module has a gradient, the gradients of all its parameters are added.
+        """
         used = {
             parameter
             for leaf in self._leaves.values()
@@ -327,7 +341,7 @@ class ShardedGradients:
 
     def _start(self, bucket: Bucket) -> Finish | None:
         """Reduce a full bucket, then add this rank's ranges to its shards."""
-        # DeepSpeed adds the sum of 16-bit gradients to fp32 shards as it was received.
+        # DeepSpeed adds the received sum of 16-bit gradients to fp32 shards without rounding it.
         bucket.keeps_dtype = self._accumulation is torch.float32
         if self._has_experts:
             return self._start_apart(bucket)
@@ -335,7 +349,7 @@ class ShardedGradients:
         return then(reduce(bucket, self._group), lambda: self._accumulate(bucket))
 
     def _start_apart(self, bucket: Bucket) -> Finish | None:
-        """As ``_start``, for a bucket whose parameters are held by different sets of ranks."""
+        """Reduce a bucket whose parameters are stored by different sets of ranks, in the same way as ``_start``."""
         ranks = [each.ranks or self._group for each in self._groups]
         by_owner = self._policy.reduce is reduce_to_owner
         finishes = []
@@ -365,6 +379,9 @@ def _finish_all(finishes: Sequence[Finish]) -> None:
 
 
 def add_rounded(total: torch.Tensor, addend: torch.Tensor) -> None:
-    """Add ``addend`` to ``total``, rounded to the dtype of ``total`` first where that is narrower, as DeepSpeed does."""
+    """Add ``addend`` to ``total``.
+
+    Round ``addend`` first if the dtype of ``total`` is narrower, as DeepSpeed does.
+    """
     narrows = torch.promote_types(total.dtype, addend.dtype) is not total.dtype
     total.add_(addend.to(total.dtype) if narrows else addend)

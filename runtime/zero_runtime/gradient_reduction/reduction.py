@@ -1,4 +1,4 @@
-"""The gradient reductions of ZeRO stages 0 to 2: the same sum by different collectives.
+"""The gradient reductions of ZeRO stages 0 to 2, which compute the same sum by different collectives.
 
 | name                  | in DeepSpeed, stages 1 and 2          | issued for a bucket of S bytes  | result on  | sent       |
 |-----------------------|---------------------------------------|---------------------------------|------------|------------|
@@ -10,18 +10,20 @@
 | reduce_scatter        | none                                  | 1 reduce_scatter, or all_to_all | the owner  | (n-1)/n S  |
 |                       |                                       | and a local sum                 |            |            |
 
-n is the number of ranks; "sent" is the mean over them in the bandwidth-optimal model. Each function takes the bucket
-and the group, and leaves the sum in ``bucket.tensor``, at least in the runs that this rank owns; the rest is undefined.
-For an ``asynchronous`` bucket the collectives are only started: call the returned function before using the tensor.
+n is the number of ranks. "sent" is the mean number of bytes over the ranks in the bandwidth-optimal model. Each
+function takes the bucket and the group, and leaves the sum in ``bucket.tensor``, at least in the runs that this
+rank owns. The rest is undefined. For an ``asynchronous`` bucket the collectives are only started. Call the
+returned function before using the tensor.
 
-Note [rows of a reduce_scatter]. The bucket is rearranged into one row for each owner. An all_to_all_single takes rows of
-unequal length: a rank sends exactly what it does not own, and the payload of a step's buckets is the gradients'
-bytes, without padding. A native reduce_scatter_single needs equal rows. They are padded with zeros where that adds
-at most 1/16 to the bucket; otherwise a reduce_scatter of a list of unequal rows is issued (which NCCL runs as one reduce
-for each row). Measured in tests/integration/zero_runtime/test_reductions.py: with all_to_all, payload = gradient bytes.
+Note [rows of a reduce_scatter]. The bucket is rearranged into one row for each owner. An all_to_all_single
+takes rows of unequal length. A rank sends exactly the elements that it does not own, and the payload of a
+step's buckets is equal to the gradients' bytes, without padding. A native reduce_scatter_single needs equal
+rows. The rows are padded with zeros if this adds at most 1/16 to the bucket. Otherwise a reduce_scatter of a
+list of unequal rows is issued, which NCCL runs as one reduce for each row. Measured in
+tests/integration/zero_runtime/test_reductions.py: with all_to_all, payload = gradient bytes.
 
-Equal bytes need not mean equal time: in backward order a small bucket lies in one owner's shard, and all ranks send to
-that owner. Owner-ordered buckets avoid this where possible: see
+Equal bytes do not imply equal time. In backward order a small bucket is in the shard of one owner, and all
+ranks send to this owner. Owner-ordered buckets avoid this if possible: see
 :mod:`zero_runtime.gradient_reduction.owner_ordered_buckets`.
 """
 
@@ -62,7 +64,7 @@ def all_reduce(bucket: Bucket, group: DataParallelGroup) -> Finish | None:
 
 
 def multi_rank_all_reduce(bucket: Bucket, group: DataParallelGroup) -> Finish | None:
-    """Sum the shards of all owners on every rank, in messages that end once they exceed the limit."""
+    """Sum the shards of all owners on every rank. A message ends as soon as it exceeds the limit."""
     outgoing = scaled(bucket)
     works = []
     for batch in flushed_runs(bucket.runs, bucket.limit):
@@ -72,7 +74,7 @@ def multi_rank_all_reduce(bucket: Bucket, group: DataParallelGroup) -> Finish | 
 
 
 def reduce_to_owner(bucket: Bucket, group: DataParallelGroup) -> Finish | None:
-    """Sum each owner's shards to that owner."""
+    """Sum the shards of each owner on that owner."""
     outgoing = scaled(bucket)
     works = []
     mine = []
@@ -97,13 +99,13 @@ def reduce_to_owner(bucket: Bucket, group: DataParallelGroup) -> Finish | None:
 def reduce_scatter(
     bucket: Bucket, group: DataParallelGroup, implementation: str | None = None
 ) -> Finish | None:
-    """Sum row r of the bucket, the shards that rank r owns, on rank r; see Note [rows of a reduce_scatter].
+    """Sum the shards that rank r owns (row r of the bucket) on rank r. See Note [rows of a reduce_scatter].
 
     Args:
         bucket: the bucket.
         group: the data-parallel ranks.
-        implementation: ``native`` or ``all_to_all``; default: all_to_all on gloo, which would run a native
-            one as an all_reduce, and native elsewhere.
+        implementation: ``native`` or ``all_to_all``. The default is all_to_all on gloo, which would run a
+            native reduce_scatter as an all_reduce, and native on other backends.
     """
     outgoing = scaled(bucket)
     rows, numels = _rows(outgoing, bucket.runs, group.world_size)
@@ -121,7 +123,7 @@ def reduce_scatter(
 
 
 def default_implementation(backend: str) -> str:
-    """The implementation of reduce_scatter on ``backend`` when the config says auto."""
+    """Return the implementation of reduce_scatter on ``backend`` if the configuration value is auto."""
     return ALL_TO_ALL if backend == "gloo" else NATIVE
 
 
@@ -136,14 +138,14 @@ def exchange(
     group: DataParallelGroup,
     received: torch.Tensor | None = None,
 ) -> Scattered:
-    """Send row r of ``rows`` to rank r; each rank sums the rows that it receives.
+    """Send row r of ``rows`` to rank r. Each rank sums the rows that it receives.
 
     Args:
         rows: the concatenated rows, 1-D.
-        numels: elements of each.
-        bucket: the bucket that they come from.
+        numels: The number of elements of each row.
+        bucket: The bucket that contains the rows.
         group: the data-parallel ranks.
-        received: memory for the received rows; None for the bucket's own or new memory.
+        received: Memory for the received rows. None for the memory of the bucket, or new memory.
     """
     if received is None:
         received = _room(group.world_size * numels[group.rank], rows, bucket)
@@ -152,7 +154,11 @@ def exchange(
 
 
 def _room(numel: int, rows: torch.Tensor, bucket: Bucket) -> torch.Tensor:
-    """Memory for the received rows: the bucket's own where ``rows`` is a copy, since it is unused until the sum is done."""
+    """Return memory for the received rows.
+
+    If ``rows`` is a copy, the bucket's own memory is used if it is large enough, because the bucket is unused
+    until the sum is done.
+    """
     free = bucket.tensor
     copied = rows.untyped_storage().data_ptr() != free.untyped_storage().data_ptr()
     if copied and rows.dtype is free.dtype and numel <= free.numel():
@@ -161,7 +167,7 @@ def _room(numel: int, rows: torch.Tensor, bucket: Bucket) -> torch.Tensor:
 
 
 def scatter(rows: torch.Tensor, bucket: Bucket, group: DataParallelGroup) -> Scattered:
-    """Sum equal, concatenated ``rows`` by the backend's own reduce_scatter."""
+    """Sum equal, concatenated ``rows`` by the backend's reduce_scatter."""
     output = rows.new_empty(rows.numel() // group.world_size)
     why = bucket.why(padded=rows)
     work = group.reduce_scatter_single(output, rows, why=why, asynchronous=bucket.asynchronous)
@@ -174,10 +180,11 @@ def row_of_sum(
     implementation: str,
     take: Callable[[torch.Tensor], None],
 ) -> Finish | None:
-    """Sum a bucket with one run for each rank, in rank order, and pass this rank's run to ``take``.
+    """Sum a bucket that has one run for each rank, in rank order, and pass this rank's run to ``take``.
 
-    The bucket must be scaled and in its communication dtype. Runs start at equal distances; the elements between two runs
-    are padding, which an all_to_all leaves out. ``implementation`` is ``native`` or ``all_to_all``.
+    The bucket must be scaled and in its communication dtype. Runs start at equal distances. The elements
+    between two runs are padding, which an all_to_all does not send. ``implementation`` is ``native`` or
+    ``all_to_all``.
     """
     if implementation == ALL_TO_ALL:
         numels = [run.numel for run in bucket.runs]
@@ -204,7 +211,10 @@ def _native(rows: torch.Tensor, numels: Sequence[int], bucket: Bucket, group: Da
 
 
 def after(works: Sequence[Work | None], finish: Finish) -> Finish | None:
-    """Call ``finish`` now if no collective is in flight; otherwise return a function that waits and then calls it."""
+    """Call ``finish`` now if no collective is in flight.
+
+    Otherwise return a function that waits and then calls ``finish``.
+    """
     under_way = [work for work in works if work is not None]
     if not under_way:
         finish()
@@ -219,7 +229,10 @@ def after(works: Sequence[Work | None], finish: Finish) -> Finish | None:
 
 
 def then(first: Finish | None, second: Finish) -> Finish | None:
-    """Call ``second`` now if ``first`` is None (done already); otherwise return a function that calls both."""
+    """Call ``second`` now if ``first`` is None. Otherwise return a function that calls both.
+
+    If ``first`` is None, the first function has already been called.
+    """
     if first is None:
         second()
         return None
@@ -234,7 +247,7 @@ def then(first: Finish | None, second: Finish) -> Finish | None:
 def _rows(
     outgoing: torch.Tensor, runs: Sequence[Run], world_size: int
 ) -> tuple[torch.Tensor, tuple[int, ...]]:
-    """The bucket rearranged owner by owner, and the elements of each owner's row."""
+    """Return the bucket rearranged by owner, and the number of elements of each owner's row."""
     numels = [0] * world_size
     for run in runs:
         numels[run.owner] += run.numel
@@ -245,7 +258,7 @@ def _rows(
 
 
 def scaled(bucket: Bucket) -> torch.Tensor:
-    """The scaled bucket in the communication dtype; its own tensor where no cast is needed."""
+    """Return the scaled bucket in the communication dtype. This is the bucket's own tensor if no cast is needed."""
     scaling = bucket.scaling
     if scaling.bucket_divisor != 1.0:
         bucket.tensor.div_(scaling.bucket_divisor)
@@ -258,12 +271,12 @@ def scaled(bucket: Bucket) -> torch.Tensor:
 
 
 def _keep(bucket: Bucket, outgoing: torch.Tensor, rank: int) -> None:
-    """Copy this rank's runs back into the bucket, where a cast made ``outgoing`` another tensor."""
+    """Copy this rank's runs back into the bucket if a cast created ``outgoing`` as a separate tensor."""
     bucket.keep(outgoing, [run for run in bucket.runs if run.owner == rank])
 
 
 def _split(message: torch.Tensor, targets: Sequence[torch.Tensor]) -> None:
-    """Copy ``message`` back into the tensors that it was concatenated from."""
+    """Copy ``message`` back into the tensors that were concatenated to create it."""
     position = 0
     for target in targets:
         target.copy_(message.narrow(0, position, target.numel()))
@@ -271,7 +284,7 @@ def _split(message: torch.Tensor, targets: Sequence[torch.Tensor]) -> None:
 
 
 def reduction(name: str, implementation: str | None = None) -> Reduction:
-    """The reduction called ``name``; ConfigError for an unknown one."""
+    """Return the reduction called ``name``; raise ConfigError for an unknown name."""
     if name not in REDUCTIONS:
         raise ConfigError(f"unknown gradient_reduction {name!r}; choose one of: {', '.join(REDUCTIONS)}")
     if name == "reduce_scatter":
@@ -280,16 +293,19 @@ def reduction(name: str, implementation: str | None = None) -> Reduction:
 
 
 class GradientReduction(NamedTuple):
-    """All that zero_runtime needs to know about one gradient reduction; its name is the config value.
+    """The properties of one gradient reduction. The name of the reduction is the configuration value.
 
-    What it sends is stated independently in ``commprof/requested/zero/reductions.py``.
+    The collectives that the reduction sends are described independently in
+    ``commprof/requested/zero/reductions.py``.
 
     Attributes:
-        function: reduces one bucket.
-        stages: the ZeRO stages at which it is possible.
-        leaves: the part of a gradient that is summed on each rank: ``all``, ``own`` (the runs that the rank owns), or
-            ``all unless cast`` (own where the communication dtype differs from that of the bucket).
-        deepspeed_keys: the values of DeepSpeed's keys that select it at stages 1 and 2; None where none do.
+        function: The function that reduces one bucket.
+        stages: The ZeRO stages that allow this reduction.
+        leaves: The part of a gradient that is summed on each rank: ``all``, ``own`` (the runs that the rank
+            owns), or ``all unless cast`` (``own`` if the communication dtype differs from the dtype of the
+            bucket).
+        deepspeed_keys: The values of DeepSpeed's keys that select the reduction at stages 1 and 2; None if no
+            values do.
     """
 
     function: Reduction

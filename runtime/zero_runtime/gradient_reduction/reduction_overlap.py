@@ -1,9 +1,9 @@
 """Overlap of the gradient reduction with the backward pass.
 
-On a CPU the collectives of a bucket are asynchronous: the process group's own threads run them, and the sum is processed
-when the bucket *lands*. On CUDA the whole reduction, including the processing of the sum, is queued on a side stream, and
-landing makes the current stream wait for it. Either way, the order of the collectives and every sum are the same as
-without overlap.
+On a CPU the collectives of a bucket are asynchronous. The process group's own threads run them, and the sum is
+processed when the bucket *lands*. On CUDA the whole reduction, including the processing of the sum, is queued
+on a side stream. When a bucket lands, the current stream waits for the side stream. In both cases the order of
+the collectives and every sum are the same as without overlap.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ import torch
 from zero_runtime.gradient_reduction.gradient_buckets import Bucket, Flight
 from zero_runtime.gradient_reduction.reduction import Finish
 
-# Buckets in flight at once: one on the wire, one queued behind it. A third is being filled meanwhile.
+# Buckets in flight at the same time: one is being sent, and one is queued. A third bucket is being filled meanwhile.
 DEPTH: Final = 2
-# Chunks are small: gloo's two threads send one each, and a third is ready for the first thread that is free.
+# Chunks are small. Each of gloo's two threads sends one, and a third is ready for the first thread that becomes free.
 CHUNK_DEPTH: Final = 3
 
 
 class Overlap:
-    """Sends buckets and keeps a queue of those in flight.
+    """Sends buckets and keeps a queue of the buckets in flight.
 
     Args:
-        device: of the gradients.
-        enabled: False makes ``send`` wait for every bucket.
-        depth: buckets in flight at once.
+        device: The device of the gradients.
+        enabled: Whether buckets may be in flight. If False, ``send`` waits for every bucket.
+        depth: The largest number of buckets in flight at the same time.
     """
 
     def __init__(self, device: torch.device, enabled: bool, depth: int = DEPTH) -> None:
@@ -41,12 +41,13 @@ class Overlap:
     def send(
         self, bucket: Bucket, start: Callable[[Bucket], Finish | None], depth: int | None = None
     ) -> Flight:
-        """Send ``bucket``, once fewer than ``depth`` buckets are in flight.
+        """Send ``bucket``, as soon as fewer than ``depth`` buckets are in flight.
 
         Args:
             bucket: the bucket.
-            start: sends it, and returns the function that processes the sum; None where that has been done.
-            depth: for this bucket; default: that of all.
+            start: A function that sends the bucket. It returns the function that processes the sum, or None if
+                the sum has already been processed.
+            depth: The limit for this bucket. The default is the limit for all buckets.
         """
         if self._stream is not None:
             return self._send_beside(bucket, start, self._stream)
@@ -66,7 +67,7 @@ class Overlap:
         with torch.cuda.stream(stream):
             start(bucket)
             arrived = stream.record_event()
-        # The allocator must not reuse their memory before the side stream has finished.
+        # The allocator must not reuse the memory of these tensors before the side stream has finished.
         for tensor in (bucket.tensor, *(entry.gradient for entry in bucket.entries)):
             tensor.record_stream(stream)
         flight = Flight(lambda: torch.cuda.current_stream(stream.device).wait_event(arrived))

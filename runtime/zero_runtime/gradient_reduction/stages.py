@@ -1,4 +1,4 @@
-"""The ZeRO stages: what each one shards, and when it reduces gradients.
+"""The ZeRO stages: the data that each stage shards, and the time when it reduces gradients.
 
 | stage | optimizer states | gradients                                        | parameters | when gradients are reduced    |
 |-------|------------------|--------------------------------------------------|------------|-------------------------------|
@@ -7,8 +7,8 @@
 | 2     | sharded          | own shard; the rest is freed bucket by bucket    | replicated | in every micro-batch          |
 | 3     | sharded          | own shards; the rest is freed bucket by bucket   | sharded    | in every micro-batch          |
 
-With ``gradient_accumulation_reduce: boundary`` stages 2 and 3 keep whole gradients until the last micro-batch of a step, and
-reduce them during its backward pass.
+With ``gradient_accumulation_reduce: boundary`` stages 2 and 3 keep whole gradients until the last micro-batch
+of a step, and reduce them during the backward pass of this micro-batch.
 
 No other module depends on the number of the stage.
 """
@@ -20,27 +20,29 @@ from typing import Final, NamedTuple
 from zero_runtime.errors import ConfigError
 from zero_runtime.gradient_reduction.reduction import REDUCTIONS
 
-# Values of gradient_accumulation_reduce: reduce in each micro-batch, or once, in the last one of a step.
+# Values of gradient_accumulation_reduce: reduce in each micro-batch, or only in the last micro-batch of a step.
 EACH: Final = "each"
 BOUNDARY: Final = "boundary"
 
 
 class Stage(NamedTuple):
-    """What a stage shards, and when gradients enter the buckets."""
+    """The data that a stage shards, and the time when gradients enter the buckets."""
 
     number: int
     shards_optimizer: bool
-    shards_gradients: bool  # reduced gradients are freed where another rank owns them
-    # As gradients become ready, in backward order; otherwise after backward, in forward order.
+    shards_gradients: bool  # reduced gradients that other ranks own are freed
+    # Gradients are reduced as they become ready, in backward order. Otherwise they are reduced after backward, in
+    # forward order.
     reduces_in_hooks: bool
     # Each rank has a shard of every parameter, instead of shards of flat buffers.
     shards_parameters: bool = False
-    # Gradients wait, whole, for the last micro-batch of a step, at a stage that would reduce them in each one.
+    # Whole gradients are kept until the last micro-batch of a step, at a stage that otherwise reduces gradients in
+    # each micro-batch.
     waits: bool = False
 
     @property
     def reduces_every_micro_batch(self) -> bool:
-        """Whether gradients are reduced in every micro-batch, not once a step."""
+        """Whether gradients are reduced in every micro-batch instead of once per step."""
         return self.shards_gradients and not self.waits
 
     @property
@@ -58,12 +60,15 @@ STAGES: Final[dict[int, Stage]] = {
 
 
 def stage(number: int, overlap_comm: bool = False, accumulation_reduce: str = EACH) -> Stage:
-    """The row of stage ``number``. ``overlap_comm`` moves the reduction of a sharded stage into the hooks.
+    """Return the stage with number ``number``.
 
-    ``accumulation_reduce`` is the key ``gradient_accumulation_reduce``; a value that is not decided yet counts as each.
+    ``overlap_comm`` moves the reduction of a sharded stage into the hooks.
+
+    ``accumulation_reduce`` is the key ``gradient_accumulation_reduce``. A value that is not decided yet has the
+    same effect as ``each``.
 
     Raises:
-        ConfigError: for a number that is no stage.
+        ConfigError: There is no stage with this number.
     """
     if number not in STAGES:
         raise ConfigError(f"zero_optimization.stage is {number}; expected 0, 1, 2 or 3")

@@ -15,10 +15,10 @@ SHOWN: Final = 4  # names in the error
 
 
 class UsedParameters:
-    """Notes each parameter that gets a gradient on this rank.
+    """Records which parameters get a gradient on this rank.
 
     Args:
-        groups: the trainable parameters.
+        groups: The groups of trainable parameters.
     """
 
     def __init__(self, groups: Iterable[ParameterGroup]) -> None:
@@ -36,11 +36,14 @@ class UsedParameters:
         self._waiting.discard(name)
 
     def begin_step(self) -> None:
-        """Expect a gradient of every parameter again."""
+        """Expect a gradient of every parameter in the next step."""
         self._waiting = set(self._names)
 
     def check(self) -> None:
-        """Begin the next step; raise UsageError that names the parameters without a gradient in this one."""
+        """Begin the next step.
+
+        Raise a UsageError that names the parameters without a gradient in the step that ended.
+        """
         missing = [name for name in self._names if name in self._waiting]
         self.begin_step()
         if missing:

@@ -1,9 +1,10 @@
 """Reduction of whole gradients in buckets, during the backward pass (stage 0).
 
 The keys are ``gradient_reduction: all_reduce`` and ``overlap_comm: true``.
-DeepSpeed sends all gradients of stage 0 in one message, after the backward pass. Here each bucket is sent as soon as its
-gradients are complete, as in torch's DDP. Which gradients share a bucket, and the order of the buckets, depend on the model
-alone. So all ranks issue the same collectives, even where parameters are unused on some of them.
+
+DeepSpeed sends all gradients of stage 0 in one message, after the backward pass. zero_runtime sends each bucket
+as soon as its gradients are complete, as in torch's DDP. The contents and the order of the buckets depend only
+on the model. Therefore all ranks issue the same collectives, even if parameters are unused on some of them.
 """
 
 from __future__ import annotations
@@ -33,12 +34,13 @@ from zero_runtime.gradient_reduction.whole_gradients import ReplicatedGradients
 class BucketedGradients(ReplicatedGradients):
     """Reduces the parameters' own gradients in buckets, in reverse model order, in the last micro-batch of a step.
 
-    A bucket is sent when all its gradients and all earlier buckets are ready. After the backward pass the others follow,
-    with zeros for parameters without a gradient. Then each gradient is a view of its bucket.
+    A bucket is sent when all its gradients and all earlier buckets are ready. After the backward pass the
+    remaining buckets are sent, with zeros for parameters without a gradient. Then each gradient is a view of
+    its bucket.
 
     Args:
-        names, parameters, dtypes, group, at_boundary: as for :class:`ReplicatedGradients`.
-        policy: how they are reduced; ``limit`` is the size of a bucket.
+        names, parameters, dtypes, group, at_boundary: See :class:`ReplicatedGradients`.
+        policy: The rules by which gradients are reduced. ``limit`` is the size of a bucket, in elements.
     """
 
     def __init__(
@@ -53,7 +55,7 @@ class BucketedGradients(ReplicatedGradients):
         super().__init__(names, parameters, dtypes, policy, group, at_boundary)
         self._buckets = partition(parameters, dtypes, policy.limit)
         self._bucket_of = {index: number for number, each in enumerate(self._buckets) for index in each}
-        # No bucket waits for an earlier one to arrive: each has memory of its own, which the gradients keep.
+        # No bucket waits for an earlier bucket to land. Each bucket has separate memory, which the gradients keep.
         self._overlap = Overlap(group.device, True, depth=max(1, len(self._buckets)))
         self._missing: list[set[int]] = []
         self._sent = 0
@@ -70,19 +72,19 @@ class BucketedGradients(ReplicatedGradients):
         self._restart()
 
     def reduce_accumulated(self) -> None:
-        """Send the buckets that have not been sent, wait for all, and make the sums the parameters' gradients."""
+        """Send the remaining buckets, wait for all, and store the sums as the parameters' gradients."""
         while self._sent < len(self._buckets):
             self._send_next(END_OF_BACKWARD)
         self._overlap.land_all()
         for parameter, total in self._results:
             parameter.grad = total.view(parameter.shape)
         for parameter in self._parameters:
-            if parameter.grad is None:  # without elements
+            if parameter.grad is None:  # the parameter has no elements
                 parameter.grad = torch.zeros_like(parameter)
         self._restart()
 
     def close(self) -> None:
-        """Remove the hooks: gradients are reduced after the backward pass from now on."""
+        """Remove the hooks. Afterwards gradients are reduced after the backward pass."""
         for handle in self._handles:
             handle.remove()
 
@@ -114,7 +116,7 @@ class BucketedGradients(ReplicatedGradients):
             parameter.grad = None
             entries.append(Entry(self._names[index], gradient.detach().reshape(-1), ()))
         tensor = joined([entry.gradient for entry in entries])
-        # Views of the bucket, so that the memory of the single gradients is free at once.
+        # The entries become views of the bucket, so that the memory of the single gradients is freed immediately.
         parts = tensor.split([parameter.numel() for parameter in members])
         for entry, part in zip(entries, parts, strict=True):
             entry.gradient = part
@@ -141,11 +143,11 @@ class BucketedGradients(ReplicatedGradients):
 def partition(
     parameters: Sequence[torch.nn.Parameter], dtypes: Mapping[torch.nn.Parameter, torch.dtype], limit: int
 ) -> list[tuple[int, ...]]:
-    """The indices of the parameters of each bucket of :class:`BucketedGradients`, in reverse model order.
+    """Return the parameter indices of each bucket of :class:`BucketedGradients`, in reverse model order.
 
-    A bucket has gradients of one dtype and one communication dtype, and at most ``limit`` elements unless it has one
-    gradient. Buckets are in the order in which they are full; the last ones of each dtype follow, in that of their first
-    gradients.
+    All gradients of a bucket have the same dtype and the same communication dtype. A bucket has at most
+    ``limit`` elements, unless it has only one gradient. Buckets are in the order in which they become full. The
+    last bucket of each dtype follows, in the order of their first gradients.
     """
     full: list[list[int]] = []
     filling: dict[tuple[torch.dtype, torch.dtype], tuple[list[int], int]] = {}

@@ -1,8 +1,9 @@
-"""Reduction of whole gradients, once a step, after the last micro-batch (stage 0, and stage 1 in bf16).
+"""Reduction of whole gradients, once per step, after the last micro-batch (stage 0, and stage 1 in bf16).
 
-``ReplicatedGradients`` are for stage 0, ``AccumulatedGradients`` for stage 1 in bf16 with accumulation in fp32. Neither has
-the buckets of stages 1 and 2. All gradients are concatenated and sent at once, up to a limit of 5e8 elements, which a
-message exceeds by its last tensor (DeepSpeed 0.19.8's rule and constant).
+``ReplicatedGradients`` is for stage 0. ``AccumulatedGradients`` is for stage 1 in bf16 with accumulation in
+fp32. Neither class uses the buckets of stages 1 and 2. All gradients are concatenated and sent at once, up to a
+limit of 5e8 elements. The last tensor of a message may exceed this limit (DeepSpeed 0.19.8's rule and
+constant).
 """
 
 from __future__ import annotations
@@ -21,23 +22,23 @@ from zero_runtime.gradient_reduction.gradient_buckets import END_OF_BACKWARD, Bu
 from zero_runtime.gradient_reduction.reducer import ParameterGroup, Policy
 from zero_runtime.gradient_reduction.reduction import Finish
 
-# What is sent together: the ranks, the dtype of the parameters, and the communication dtype.
+# The key of gradients that are sent together: the ranks, the dtype of the parameters, and the communication dtype.
 _Alike = tuple[DataParallelGroup, torch.dtype, torch.dtype]
 
 
 class Sent(NamedTuple):
-    """The gradients of one step whose reduction has been started.
+    """The gradients of one step after their reduction has been started.
 
     Attributes:
-        results: for each parameter the tensor that gets the result, 1-D.
-        finishes: functions to call first, where collectives are in flight.
+        results: For each parameter, the tensor that gets the result; 1-D.
+        finishes: Functions that must be called before the results are used, if collectives are in flight.
     """
 
     results: list[tuple[torch.nn.Parameter, torch.Tensor]]
     finishes: list[Finish]
 
     def take(self) -> None:
-        """Wait for the results, and make them the gradients of the parameters."""
+        """Wait for the results, and store them as the gradients of the parameters."""
         for finish in self.finishes:
             finish()
         for parameter, part in self.results:
@@ -50,13 +51,13 @@ class ReplicatedGradients:
     Parameters without a gradient contribute zeros, so that all ranks issue the same collectives.
 
     Args:
-        names: of the trainable parameters, in the model's order.
-        parameters: the trainable parameters.
-        dtypes: the communication dtype of each parameter's gradient.
-        policy: how they are reduced.
-        group: the data-parallel ranks.
-        at_boundary: whether the current micro-batch is the last of its step.
-        expert_ranks: the ranks that hold each parameter of an expert; empty without experts.
+        names: The names of the trainable parameters, in the model's order.
+        parameters: The trainable parameters.
+        dtypes: The communication dtype of each parameter's gradient.
+        policy: The rules by which gradients are reduced.
+        group: The data-parallel ranks.
+        at_boundary: A function that returns whether the current micro-batch is the last of its step.
+        expert_ranks: The ranks that store each parameter of an expert. Empty without experts.
     """
 
     def __init__(
@@ -122,11 +123,11 @@ class ReplicatedGradients:
         self._paused = paused
 
     def tensors(self) -> Iterator[torch.Tensor]:
-        """Nothing: gradients are in each parameter's ``grad``."""
+        """Yield nothing, because gradients are in each parameter's ``grad``."""
         return iter(())
 
     def buffers(self) -> Iterator[torch.Tensor]:
-        """Nothing: there are no buckets."""
+        """Yield nothing, because there are no buckets."""
         return iter(())
 
     def free_buffers(self) -> None:
@@ -142,15 +143,15 @@ class AccumulatedGradients:
     """Adds every micro-batch's gradients to flat buffers of another dtype, and reduces the buffers.
 
     Args:
-        groups: the param groups, partitioned into shards.
-        dtype: the communication dtype.
-        policy: how they are reduced.
-        group: the data-parallel ranks.
-        accumulation: dtype of the buffers.
-        at_boundary: whether the current micro-batch is the last of its step.
+        groups: The param groups, partitioned into shards.
+        dtype: The communication dtype.
+        policy: The rules by which gradients are reduced.
+        group: The data-parallel ranks.
+        accumulation: The dtype of the buffers.
+        at_boundary: A function that returns whether the current micro-batch is the last of its step.
 
     Attributes:
-        shards: for each param group, this rank's shard of the buffer.
+        shards: For each param group, this rank's shard of the buffer.
     """
 
     def __init__(
@@ -182,7 +183,7 @@ class AccumulatedGradients:
         """Do nothing: there are no buckets to count."""
 
     def finish_backward(self) -> None:
-        """Add this micro-batch's gradients; reduce the buffers after the last one of a step."""
+        """Add this micro-batch's gradients. Reduce the buffers after the last micro-batch of a step."""
         for each, flat in zip(self._groups, self._flat, strict=True):
             for parameter, offset in zip(each.parameters, each.flat_layout.offsets, strict=True):
                 if parameter.grad is not None:
@@ -208,7 +209,7 @@ class AccumulatedGradients:
                 torch._foreach_copy_(flats, [part for each in sums for part in each])
 
     def accumulated(self, parameter: torch.nn.Parameter) -> torch.Tensor | None:
-        """The accumulated gradient of ``parameter``, a 1-D view of the buffer; None if it is in no group."""
+        """Return the accumulated gradient of ``parameter``, a 1-D view of the buffer; None if it is in no group."""
         for each, flat in zip(self._groups, self._flat, strict=True):
             for candidate, offset in zip(each.parameters, each.flat_layout.offsets, strict=True):
                 if candidate is parameter:
@@ -225,14 +226,17 @@ class AccumulatedGradients:
         return self._policy.norm_dtype
 
     def norm(self) -> torch.Tensor:
-        """The norm of all gradients, without communication: every rank has all of them, except those of experts."""
+        """Return the norm of all gradients.
+
+        There is no communication, because every rank has all gradients, except those of experts.
+        """
         if not any(each.ranks is not None for each in self._groups):
             return replicated_norm(self._flat)
         dense = [flat for each, flat in zip(self._groups, self._flat, strict=True) if each.ranks is None]
         return norm_with_experts(dense, self._expert_gradients())
 
     def _expert_gradients(self) -> dict[DataParallelGroup, list[torch.Tensor]]:
-        """The gradients of this rank's experts, by the ranks that have the others."""
+        """Return the gradients of this rank's experts. Each key is the group of ranks that have the other experts."""
         by_ranks: dict[DataParallelGroup, list[torch.Tensor]] = {}
         for each, flat in zip(self._groups, self._flat, strict=True):
             if each.experts is not None:
@@ -240,12 +244,12 @@ class AccumulatedGradients:
         return by_ranks
 
     def tensors(self) -> Iterator[torch.Tensor]:
-        """The buffers that gradients are added to, and this rank's shards of them."""
+        """Yield the buffers to which gradients are added, and this rank's shards of these buffers."""
         yield from self._flat
         yield from self.shards
 
     def buffers(self) -> Iterator[torch.Tensor]:
-        """Nothing: there are no buckets."""
+        """Yield nothing, because there are no buckets."""
         return iter(())
 
     def free_buffers(self) -> None:
@@ -270,8 +274,8 @@ def _reduce(
     """Concatenate gradients of one dtype and reduce them, in messages numbered from ``first``.
 
     Returns:
-        For each message the sums of its gradients, 1-D views of the sent tensor. And functions to call before reading them,
-        where the policy only starts the collectives.
+        For each message the sums of its gradients, as 1-D views of the sent tensor. Also the functions that
+        must be called before the sums are read, if the policy only starts the collectives.
     """
     sums, finishes = [], []
     runs = [Run(0, position, entry.gradient.numel()) for position, entry in enumerate(entries)]

@@ -1,4 +1,7 @@
-"""Agreement of all ranks through the store of the process group: a few short texts, and no message."""
+"""Agreement of all ranks through the store of the process group.
+
+Ranks write a few short texts, and no message is sent.
+"""
 
 from __future__ import annotations
 
@@ -10,19 +13,19 @@ from typing import Final
 from zero_runtime import comm
 
 _LONGEST_PAUSE_S: Final = 0.02
-_numbers: Final = count()  # of agreements; equal on all ranks, which make the same ones
-lookouts: Final[list[Callable[[], None]]] = []  # called while a rank waits for another one; they may raise
+_numbers: Final = count()  # of agreements; equal on all ranks, because all ranks make the same agreements
+lookouts: Final[list[Callable[[], None]]] = []  # called while a rank waits for another rank; may raise
 
 
 def as_first_decides(topic: str, mine: str, decide: Callable[[Sequence[str]], str]) -> str:
-    """What rank 0 decides by the texts of all ranks.
+    """Return the text that rank 0 decides from the texts of all ranks.
 
-    All ranks must call it, in the same order.
+    All ranks must call this function, in the same order.
 
     Args:
-        topic: what it is about, for whoever looks at the store.
-        mine: this rank's text.
-        decide: called on rank 0 with the texts of all ranks.
+        topic: The subject of the agreement, for a person who inspects the store.
+        mine: The text of this rank.
+        decide: A function that is called on rank 0 with the texts of all ranks.
     """
     world, rank = comm.get_world_size(), comm.get_rank()
     if world == 1:
@@ -38,10 +41,10 @@ def as_first_decides(topic: str, mine: str, decide: Callable[[Sequence[str]], st
 
 
 def awaited(key: str) -> str:
-    """The value of ``key`` in the store, once a rank has written it."""
+    """Wait until a rank has written ``key`` into the store, and return the value."""
     store, pause = comm.store(), 0.0005
     until = time.monotonic() + comm.DEFAULT_TIMEOUT.total_seconds()
-    # Without a lookout, get() waits itself, and raises when the time limit of the store has passed.
+    # Without a lookout, get() waits, and raises when the time limit of the store has passed.
     while lookouts and time.monotonic() < until and not store.check([key]):
         for look in lookouts:
             look()

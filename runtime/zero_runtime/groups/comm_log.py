@@ -1,11 +1,12 @@
 """The communication logger (``comms_logger``, ``log_summary``): durations of collectives by operation and size.
 
-Each call is timed separately: on the host for tensors in host memory, and by events on CUDA, which are synchronized only
-when the log is read. For an asynchronous call, the time until its completion counts, on CUDA until the program has waited
-for it. Bandwidths follow the definitions of nccl-tests, with the number of ranks of the call's group.
+Each call is timed separately: on the host for tensors in host memory, and by events on CUDA. The events are
+synchronized only when the log is read. The duration of an asynchronous call ends when the call completes, or,
+on CUDA, when the program has waited for the call. Bandwidths follow the definitions of nccl-tests, with the
+number of ranks of the call's group.
 
-The size of a call is the size of one rank's input, as in DeepSpeed: for an all_gather its own shard, for a reduce_scatter
-the whole input.
+The size of a call is the size of one rank's input, as in DeepSpeed. For an all_gather this is the rank's shard,
+and for a reduce_scatter the whole input.
 """
 
 from __future__ import annotations
@@ -35,17 +36,17 @@ KINDS: Final[Mapping[str, str]] = {
     "reduce_scatter_tensor": "reduce_scatter",
     "all_to_all_single": "all_to_all",
 }
-_TRIM: Final = 0.1  # share of the calls at either end that averages leave out
+_TRIM: Final = 0.1  # share of the calls at either end that averages exclude
 
 
 class Sample(NamedTuple):
-    """One call.
+    """One call of a collective.
 
     Attributes:
-        operation: its kind, such as ``all_reduce``, which determines the bandwidth formula.
-        ranks: size of its group.
-        milliseconds: its duration.
-        speeds: algorithm and bus bandwidth in Gbit/s, if they are known and need not be computed.
+        operation: The kind of the operation, such as ``all_reduce``. It determines the bandwidth formula.
+        ranks: The number of ranks of the group.
+        milliseconds: The duration of the call.
+        speeds: The algorithm and bus bandwidth in Gbit/s, if they are known and need not be computed.
     """
 
     operation: str
@@ -54,19 +55,19 @@ class Sample(NamedTuple):
     speeds: tuple[float, float] | None = None
 
     def bandwidths(self, size: int) -> tuple[float, float]:
-        """(algorithm, bus) bandwidth in Gbit/s of this call of ``size`` bytes."""
+        """Return the (algorithm, bus) bandwidth in Gbit/s of this call of ``size`` bytes."""
         return self.speeds or bandwidths(self.operation, self.ranks, size, self.milliseconds)
 
 
 class Summary(NamedTuple):
-    """The calls of one operation and size.
+    """The figures of the calls of one operation and size.
 
     Attributes:
-        calls: number of calls.
-        total_ms: their total duration.
-        average_ms: mean duration without the slowest and fastest tenth.
-        algorithm_gbps: algorithm bandwidth in Gbit/s.
-        bus_gbps: bus bandwidth in Gbit/s.
+        calls: The number of calls.
+        total_ms: The total duration of the calls.
+        average_ms: The mean duration without the slowest and the fastest tenth.
+        algorithm_gbps: The algorithm bandwidth in Gbit/s.
+        bus_gbps: The bus bandwidth in Gbit/s.
     """
 
     calls: int
@@ -81,11 +82,11 @@ class CommLog:
     """The log of one process.
 
     Attributes:
-        enabled: whether calls are timed.
-        verbose: print a line for each call.
-        prof_all: time all operations; otherwise those in ``prof_ops``.
-        prof_ops: names of operations.
-        debug: add the name of the calling function to the operation.
+        enabled: Whether calls are timed.
+        verbose: Whether a line is printed for each call.
+        prof_all: Whether all operations are timed. Otherwise only the operations in ``prof_ops`` are timed.
+        prof_ops: The names of operations.
+        debug: Whether the name of the calling function is added to the operation.
     """
 
     enabled: bool = False
@@ -97,7 +98,7 @@ class CommLog:
     _on_device: list[tuple[str, int, Sample, Any, Any]] = field(default_factory=list)
 
     def configure(self, **settings: Any) -> None:
-        """Set attributes; None leaves one unchanged."""
+        """Set attributes of the log. None leaves an attribute unchanged."""
         for name, value in settings.items():
             if value is not None:
                 setattr(self, name, value)
@@ -119,7 +120,7 @@ class CommLog:
         self.prof_ops = [name for name in self.prof_ops if name not in op_name_list]
 
     def wants(self, name: str, asked: bool = False) -> bool:
-        """Whether calls of operation ``name`` are timed."""
+        """Return whether calls of operation ``name`` are timed. ``asked`` requests this explicitly."""
         return self.enabled and (asked or self.prof_all or name in self.prof_ops)
 
     def add(self, name: str, size: int, sample: Sample) -> None:
@@ -135,7 +136,10 @@ class CommLog:
     def time(
         self, name: str, operation: str, ranks: int, size: int, call: Callable[[], Any], cuda: bool
     ) -> Any:
-        """Time ``call``, which issues a collective. Returns its result, or a wrapper of its work handle."""
+        """Time ``call``, which issues a collective.
+
+        Return the result of ``call``, or a wrapper of its work handle.
+        """
         stopwatch = _DeviceStopwatch(self) if cuda else _HostStopwatch(self)
         result = call()
 
@@ -150,7 +154,7 @@ class CommLog:
         return result
 
     def read(self) -> Mapping[str, Mapping[int, Sequence[Sample]]]:
-        """All calls, by name and size. Waits for the device."""
+        """Return all calls, by name and size. This waits for the device."""
         waiting, self._on_device = self._on_device, []
         for name, size, sample, begin, end in waiting:
             end.synchronize()
@@ -159,7 +163,10 @@ class CommLog:
 
     @property
     def comms_dict(self) -> dict[str, dict[int, list[Any]]]:
-        """By name and size: number of calls, their milliseconds, algorithm and bus bandwidths. May be set."""
+        """By name and size: the number of calls, and lists of their milliseconds, algorithm and bus bandwidths.
+
+        The property may be set.
+        """
         return {
             name: {
                 size: [
@@ -184,11 +191,11 @@ class CommLog:
                 self._samples.setdefault(name, {})[size] = samples
 
     def get_raw_data(self) -> dict[str, dict[int, list[Any]]]:
-        """The value of ``comms_dict``."""
+        """Return the value of ``comms_dict``."""
         return self.comms_dict
 
     def get_operation_summary(self, operation_name: str) -> dict[int, dict[str, Any]]:
-        """The figures of one operation by size; empty if no call was logged."""
+        """Return the figures of one operation by size; empty if no call was logged."""
         return figures(self.read().get(operation_name, {}))
 
     @contextmanager
@@ -229,14 +236,14 @@ class _DeviceStopwatch:
 
 
 class LoggedWork:
-    """A work handle whose time ends when it is waited for."""
+    """A work handle for a timed call. The time ends when the program has waited for the handle."""
 
     def __init__(self, work: Any, stop: Callable[[], None]) -> None:
         self._work = work
         self._stop: Callable[[], None] | None = stop
 
     def wait(self, *arguments: Any) -> Any:
-        """Wait for it."""
+        """Wait for the collective, and end its time."""
         result = self._work.wait(*arguments)
         stop, self._stop = self._stop, None
         if stop is not None:
@@ -260,7 +267,7 @@ def _tells_of_its_end(work: Any, stop: Callable[[], None]) -> bool:
 
 
 def message_size(*tensors: Any) -> int:
-    """Bytes of ``tensors``, which may be nested in lists and tuples."""
+    """Return the size of ``tensors`` in bytes. The tensors may be nested in lists and tuples."""
     size = 0
     for each in tensors:
         if isinstance(each, torch.Tensor):
@@ -271,13 +278,13 @@ def message_size(*tensors: Any) -> int:
 
 
 def bandwidths(operation: str, ranks: int, size: int, milliseconds: float) -> tuple[float, float]:
-    """(algorithm, bus) bandwidth in Gbit/s, by the definitions of nccl-tests (doc/PERFORMANCE.md).
+    """Return the (algorithm, bus) bandwidth in Gbit/s, by the definitions of nccl-tests (doc/PERFORMANCE.md).
 
     Args:
-        operation: the kind of operation.
-        ranks: size of its group.
-        size: bytes of one rank's input.
-        milliseconds: its duration.
+        operation: The kind of operation.
+        ranks: The number of ranks of the group.
+        size: The size of one rank's input in bytes.
+        milliseconds: The duration.
     """
     if milliseconds <= 0.0:
         return 0.0, 0.0
@@ -288,7 +295,7 @@ def bandwidths(operation: str, ranks: int, size: int, milliseconds: float) -> tu
 
 
 def trimmed_mean(values: Iterable[float], share: float = _TRIM) -> float:
-    """The mean of ``values`` without the largest and the smallest ``share`` of them; 0 without values."""
+    """Return the mean of ``values`` without the largest and the smallest ``share``; 0 if there are no values."""
     ordered = sorted(values)
     cut = int(len(ordered) * share)
     middle = ordered[cut : len(ordered) - cut]
@@ -296,7 +303,7 @@ def trimmed_mean(values: Iterable[float], share: float = _TRIM) -> float:
 
 
 def summarise(size: int, samples: Sequence[Sample]) -> Summary:
-    """The figures of the calls of one operation and size."""
+    """Return the figures of the calls of one operation and size."""
     speeds = [each.bandwidths(size) for each in samples]
     return Summary(
         len(samples),
@@ -308,7 +315,7 @@ def summarise(size: int, samples: Sequence[Sample]) -> Summary:
 
 
 def figures(by_size: Mapping[int, Sequence[Sample]]) -> dict[int, dict[str, Any]]:
-    """The figures of one operation by size, under DeepSpeed's names."""
+    """Return the figures of one operation by size, under DeepSpeed's names."""
     summaries = {size: summarise(size, samples) for size, samples in sorted(by_size.items())}
     return {
         size: {
@@ -325,7 +332,7 @@ def figures(by_size: Mapping[int, Sequence[Sample]]) -> dict[int, dict[str, Any]
 
 
 def shown_size(size: int) -> str:
-    """Bytes in a readable form, in powers of 1024."""
+    """Return a number of bytes in a readable form, in powers of 1024."""
     value = float(size)
     for unit in ("B", "KB", "MB", "GB"):
         if value < 1024:
@@ -334,4 +341,4 @@ def shown_size(size: int) -> str:
     return f"{value:.2f} TB"
 
 
-LOG: Final = CommLog()  # of this process
+LOG: Final = CommLog()  # the log of this process

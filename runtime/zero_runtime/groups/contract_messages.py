@@ -1,4 +1,4 @@
-"""What ranks compare for the traffic contract, and the sentences about ranks that deviate."""
+"""The data that ranks compare for the traffic contract, and the error texts about ranks that deviate."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _SILENT: Final = (
 
 
 class Message(NamedTuple):
-    """What all ranks must have in common in one collective."""
+    """The properties of one collective that must be equal on all ranks."""
 
     operation: str
     purpose: str
@@ -32,11 +32,11 @@ class Message(NamedTuple):
 
     @property
     def module(self) -> str:
-        """The module of its first parameter, in a sentence."""
+        """The module of the first parameter, as part of a sentence."""
         return f"module {_module(self.parameters[0])}" if self.parameters else "no module"
 
     def described(self) -> str:
-        """In a sentence."""
+        """Return the message as part of a sentence."""
         where = "" if self.bucket is None else f" in bucket {self.bucket}"
         names = ", ".join(self.parameters[:_SHOWN])
         more = f" and {len(self.parameters) - _SHOWN} more" if len(self.parameters) > _SHOWN else ""
@@ -47,43 +47,46 @@ class Message(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Where a rank issues a message: step and micro-batch, -1 before the first, and the number within the step."""
+    """The point at which a rank issues a message: the step, the micro-batch and the number within the step.
+
+    The step and the micro-batch are -1 before the first step.
+    """
 
     step: int
     micro_batch: int
     number: int
 
     def described(self) -> str:
-        """In a sentence."""
+        """Return the place as part of a sentence."""
         return f"step {self.step}, micro-batch {self.micro_batch}, message {self.number}"
 
 
 class Issued(NamedTuple):
-    """A message of one rank."""
+    """A message that one rank issued."""
 
     place: Place
     message: Message
 
     @property
     def text(self) -> str:
-        """As text, for the store."""
+        """The message as text, for the store."""
         return json.dumps([*self.place, *self.message])
 
     @classmethod
     def of(cls, text: str) -> Issued:
-        """The message that ``text`` stands for."""
+        """Return the message that ``text`` encodes."""
         *place, operation, purpose, bucket, owner, numel, dtype, parameters = json.loads(text)
         message = Message(operation, purpose, bucket, owner, numel, dtype, tuple(parameters))
         return cls(Place(*place), message)
 
 
 class History(NamedTuple):
-    """The last messages of one rank, by the numbers that equal messages have on all ranks.
+    """The last messages of one rank. The ids of messages are equal on all ranks.
 
     Attributes:
-        first: the number of the first of them among all messages of the rank.
-        messages: their numbers among the distinct messages, which are equal on all ranks.
-        places: where each was issued: the fields of :class:`Place`.
+        first: The number of the first of these messages among all messages of the rank.
+        messages: The ids of the messages. Equal messages have the same id on all ranks.
+        places: The place where each message was issued, as the fields of :class:`Place`.
     """
 
     first: int
@@ -92,12 +95,15 @@ class History(NamedTuple):
 
     @property
     def end(self) -> int:
-        """The number of the message after the last one."""
+        """The number of the next message of the rank."""
         return self.first + len(self.messages)
 
 
 def first_difference(histories: Sequence[History]) -> int | None:
-    """The number of the first message in which ``histories`` differ, where at least two of them have one; None without."""
+    """Return the number of the first message in which ``histories`` differ; None if they do not differ.
+
+    Only messages that at least two histories contain can differ.
+    """
     for number in range(max(each.first for each in histories), max(each.end for each in histories)):
         messages = {each.messages[number - each.first] for each in histories if number < each.end}
         if len(messages) > 1:
@@ -106,15 +112,15 @@ def first_difference(histories: Sequence[History]) -> int | None:
 
 
 def deviation(issued: Mapping[int, Issued]) -> str:
-    """The sentence about ranks that issue different messages at one place.
+    """Return the error text about ranks that issue different messages at the same place.
 
     Args:
-        issued: by rank; those that did not say it are missing.
+        issued: The message of each rank. Ranks that did not report their message are missing.
     """
     ranks: dict[Message, list[int]] = defaultdict(list)
     for rank, each in sorted(issued.items()):
         ranks[each.message].append(rank)
-    # What most ranks issue is taken as expected, of two that of the lower one.
+    # The message that most ranks issue is taken as expected. In a tie it is the message of the lowest rank.
     (expected, others), *deviating = sorted(ranks.items(), key=lambda item: (-len(item[1]), item[1]))
     when = issued[deviating[0][1][0] if deviating else others[0]].place.described()
     if not deviating:
@@ -132,13 +138,13 @@ def deviation(issued: Mapping[int, Issued]) -> str:
 
 
 def departure(rank: int, step: int, waiting: int, issued: Issued) -> str:
-    """The sentence about a rank that has left, and a rank whose message needs it.
+    """Return the error text about a rank that has left, and a remaining rank whose message needs it.
 
     Args:
-        rank: that has left.
-        step: of its last message; -1 before the first.
-        waiting: a rank that remains.
-        issued: its message.
+        rank: The rank that has left.
+        step: The step of the last message of ``rank``; -1 before the first step.
+        waiting: A rank that remains.
+        issued: The message of the rank ``waiting``.
     """
     last = f"its last message is of step {step}" if step >= 0 else "it has issued no message in a step"
     return (
@@ -155,14 +161,16 @@ def loss(
     issued: Issued,
     running: Mapping[int, int] | None = None,
 ) -> str:
-    """The sentence about ranks that are gone without a word, or do not answer, and a rank whose message needs them.
+    """Return the error text about ranks that left without a report or do not answer.
+
+    The text also names a rank whose message needs these ranks.
 
     Args:
-        ranks: of which nothing is heard.
-        ended: the processes that are known to have ended, by rank; None where only the number is not known.
-        waiting: a rank that remains.
-        issued: its message.
-        running: the processes of the host of ``waiting`` that have not ended, by rank.
+        ranks: The ranks that gave no answer.
+        ended: The processes that are known to have ended, by rank. None if the process id is not known.
+        waiting: A rank that remains.
+        issued: The message of the rank ``waiting``.
+        running: The processes on the host of ``waiting`` that have not ended, by rank.
     """
     if ended.keys() >= set(ranks):
         what, advice = _gone(ranks, ended), _KILLED
@@ -175,16 +183,16 @@ def loss(
 
 
 def lost_start(ended: Mapping[int, int]) -> str:
-    """The sentence about ranks whose processes have ended while an engine was constructed.
+    """Return the error text about ranks whose processes ended during the construction of an engine.
 
     Args:
-        ended: the processes, by rank.
+        ended: The processes, by rank.
     """
     return f"traffic_contract: before step 0 {_gone(sorted(ended), ended)}, in zero_runtime.initialize; {_KILLED}"
 
 
 def failed_start(rank: int, error: Exception) -> str:
-    """The sentence about a rank that has failed while an engine was constructed."""
+    """Return the error text about a rank that failed during the construction of an engine."""
     return (
         f"traffic_contract: before step 0 rank {rank} has failed, in zero_runtime.initialize: {type(error).__name__}: "
         f"{error}; every rank needs the same configuration and model"
@@ -192,12 +200,12 @@ def failed_start(rank: int, error: Exception) -> str:
 
 
 def absence(ranks: Sequence[int], waiting: int, issued: Issued) -> str:
-    """The sentence about ranks that have not come to a message, in which a rank has waited for them until its time limit.
+    """Return the error text about ranks that have not reached a message before the time limit of a waiting rank.
 
     Args:
-        ranks: that have not come so far.
-        waiting: a rank that has waited.
-        issued: its message.
+        ranks: The ranks that have not reached the message.
+        waiting: A rank that has waited.
+        issued: The message of the rank ``waiting``.
     """
     return (
         f"traffic_contract: at {issued.place.described()} rank {waiting} has waited for {_listed(ranks)} in "

@@ -1,4 +1,4 @@
-"""The data-parallel group, with collectives as configured: timed, logged, along axes."""
+"""The data-parallel group and its configured observers: timing, logging and collectives along axes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ from zero_runtime.training.clock import Clock
 
 
 class DataParallelRanks(NamedTuple):
-    """The group, what the block ``communication`` has installed in it, and a wrapper for other groups of these ranks."""
+    """The data-parallel group, the parts that the block ``communication`` installed in it, and a wrapper function.
+
+    The function wraps other process groups of these ranks.
+    """
 
     group: DataParallelGroup
     installed: Installed
@@ -22,10 +25,13 @@ class DataParallelRanks(NamedTuple):
 
 
 def data_parallel_ranks(config: RuntimeConfig, data: ProcessGroup | None = None) -> DataParallelRanks:
-    """The ranks of ``data``; None for all. Every rank must call it: it may create groups and issue collectives.
+    """Return the data-parallel group of the ranks in ``data``; None for all ranks.
 
-    The group's observers, from the innermost to the outermost: the timer, the message logger, the counter of the watch for
-    slow ranks, and the composer, which replaces calls. So composed calls are timed, logged and counted along the axes.
+    Every rank must call this function, because it may create groups and issue collectives.
+
+    The group has these observers, from the innermost to the outermost: the timer, the message logger, the
+    counter of the slow-rank watch, and the composer, which replaces calls. Therefore composed calls are timed,
+    logged and counted along the axes.
     """
     group = DataParallelGroup(data)
     clock = Clock(True, group.device) if config.wall_clock_breakdown else None

@@ -1,4 +1,7 @@
-"""Whether tags carry buckets and parameters: for a recorder, or for a traffic contract. Otherwise that only costs time."""
+"""Whether tags contain buckets and parameters.
+
+A recorder and a traffic contract need these details. Without a reader they only cost time.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +11,11 @@ _readers = 0
 
 
 def detailed() -> bool:
-    """Whether somebody reads the details of tags."""
+    """Return whether the details of tags are read."""
     return _readers > 0 or hooks.recording()
 
 
 def add_reader(number: int = 1) -> None:
-    """Count a reader beside the recorder; -1 when it leaves."""
+    """Add ``number`` readers in addition to the recorder; -1 removes a reader."""
     global _readers
     _readers += number

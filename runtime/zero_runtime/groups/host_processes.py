@@ -1,4 +1,4 @@
-"""The processes of the ranks of one host: which of them have ended, by the kernel's table of processes (Linux)."""
+"""The processes of the ranks of one host, and which of them have ended, from the kernel's process table (Linux)."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ _PROC: Final = Path("/proc")
 
 
 class HostProcesses:
-    """The processes that have called this with the same store and key, on this host.
+    """The processes on this host that have constructed this object with the same store and key.
 
     Args:
-        store: of the process group.
-        key: equal on all ranks.
-        rank: of this process.
+        store: The store of the process group.
+        key: A key that is equal on all ranks.
+        rank: The rank of this process.
     """
 
     def __init__(self, store: Any, key: str, rank: int) -> None:
@@ -24,24 +24,27 @@ class HostProcesses:
         self._rank = rank
         host, started = _host(), _started("self")
         self._key = f"{key}/{host}"
-        self._known: dict[int, tuple[int, str]] = {}  # process and start, by rank
+        self._known: dict[int, tuple[int, str]] = {}  # process id and start time, by rank
         if host is not None and started is not None:
             mine = json.dumps([rank, os.getpid(), started])
             store.set(f"{self._key}/{store.add(self._key, 1)}", mine)
 
     def ended(self) -> dict[int, int]:
-        """The processes that have ended, by rank. Others than those of this host are not known."""
+        """Return the ids of the processes that have ended, by rank. Processes on other hosts are not known."""
         return self._where(ended=True)
 
     def running(self) -> dict[int, int]:
-        """The processes of this host that have not ended, stopped ones too, by rank."""
+        """Return the ids of the processes on this host that have not ended, by rank.
+
+        Stopped processes are included.
+        """
         return self._where(ended=False)
 
     def _where(self, ended: bool) -> dict[int, int]:
         while len(self._known) < self._store.add(self._key, 0):
             entry = f"{self._key}/{len(self._known) + 1}"
             if not self._store.check([entry]):
-                break  # another rank is just writing it
+                break  # another rank is writing this entry now
             rank, pid, started = json.loads(self._store.get(entry))
             self._known[rank] = pid, started
         return {
@@ -52,7 +55,7 @@ class HostProcesses:
 
 
 def _host() -> str | None:
-    """This boot of this host, and the namespace of its process numbers; None if that is not known."""
+    """Return an id of this boot of this host and of its process namespace; None if the id is not known."""
     try:
         boot = (_PROC / "sys/kernel/random/boot_id").read_text().strip()
         return f"{boot}/{(_PROC / 'self/ns/pid').readlink()}"
@@ -61,7 +64,10 @@ def _host() -> str | None:
 
 
 def _started(process: str) -> str | None:
-    """When a process began, in the kernel's unit; None if there is none, or it has ended and waits for its parent."""
+    """Return the start time of a process, in the kernel's unit.
+
+    The result is None if the process does not exist, or has ended and waits for its parent.
+    """
     try:
         state, *fields = (_PROC / process / "stat").read_text().rpartition(")")[2].split()
     except OSError:

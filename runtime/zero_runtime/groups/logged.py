@@ -1,4 +1,7 @@
-"""Logging of a data-parallel group's collectives in the communication log, which has the program's own too."""
+"""Logging of a data-parallel group's collectives in the communication log.
+
+The log also contains the program's own calls.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from zero_runtime.groups.comm_log import KINDS, LOG, message_size
 
 
 class _Logged(NamedTuple):
-    """The operation that a method is logged as, and the name of its input argument; None without an input."""
+    """The operation under which a method is logged, and the name of its input argument; None without an input."""
 
     operation: str
     handed: str | None
@@ -32,10 +35,11 @@ _METHODS: Final[Mapping[str, _Logged]] = {
 
 
 class MessageLogger:
-    """Times the collectives of ``group`` that the log's settings select.
+    """Times the collectives of a group that the settings of the log select.
 
     Attributes:
-        methods: as of :class:`zero_runtime.comm.Observer`, and what each is logged as.
+        methods: The observed methods (:class:`zero_runtime.comm.Observer`), and the operation under which each
+            is logged.
     """
 
     methods: Final = _METHODS
@@ -45,7 +49,7 @@ class MessageLogger:
         self._on_cuda = group.device.type == "cuda"
 
     def observe(self, call: Call, issue: Callable[[], Any]) -> Any:
-        """As of :class:`zero_runtime.comm.Observer`."""
+        """Issue the call, and time it if the log selects its operation (:class:`zero_runtime.comm.Observer`)."""
         how = self.methods[call.method]
         if not LOG.wants(how.operation):
             return issue()

@@ -1,4 +1,7 @@
-"""The axes of parallelism: which ranks differ in their samples, and which in parts of a sequence or of the model."""
+"""The axes of parallelism of a training.
+
+Along an axis, ranks have different samples, or different parts of a sequence or of the model.
+"""
 
 from __future__ import annotations
 
@@ -20,20 +23,22 @@ _MODEL_NAMES = ("get_tensor_model_parallel", "get_slice_parallel", "get_model_pa
 
 
 class ModelRanks(NamedTuple):
-    """The ranks that one model is divided over.
+    """The ranks among which one model is partitioned.
 
     Attributes:
-        group: their process group.
-        is_first: whether this rank counts the replicated parameters of the model axis in sums over the group.
+        group: The process group of these ranks.
+        is_first: Whether this rank counts the parameters that are replicated along the model axis in sums over
+            the group.
     """
 
     group: DataParallelGroup
     is_first: bool
 
     def counts(self, parameter: torch.Tensor) -> bool:
-        """Whether this rank counts ``parameter`` in a sum over the group that counts each element once.
+        """Return whether this rank counts ``parameter`` in a sum over the group that counts each element once.
 
-        The attributes are those by which Megatron and DeepSpeed mark partitioned parameters and those shared by stages.
+        The tested attributes are those by which Megatron and DeepSpeed mark partitioned parameters and
+        parameters that pipeline stages share.
         """
         if getattr(parameter, "ds_pipe_replicated", False):
             return False
@@ -41,7 +46,7 @@ class ModelRanks(NamedTuple):
 
 
 def is_cut(parameter: torch.Tensor) -> bool:
-    """Whether ``parameter`` is partitioned over the model axis."""
+    """Return whether ``parameter`` is partitioned along the model axis."""
     return bool(
         getattr(parameter, "tensor_model_parallel", False) or getattr(parameter, "model_parallel", False)
     )
@@ -51,13 +56,14 @@ class Parallelism(NamedTuple):
     """The position of this process in the axes of a training.
 
     Attributes:
-        data: torch's group of the ranks with the same parameters, over which gradients are reduced; None for all.
-        replicas: number of groups of ranks with different samples: the divisor of gradients.
-        replica: this process's number among the replicas.
-        model: the ranks that one model is divided over; None if each rank has the whole model.
-        grid: the groups by axis; None with only one axis, or if an ``mpu`` has them.
-        mpu: the script's ``mpu``, or None.
-        experts: the groups of the model's experts, by name; empty without experts.
+        data: torch's process group of the ranks that have the same parameters. Gradients are reduced in this
+            group. None for all ranks.
+        replicas: The number of groups of ranks with different samples, by which gradients are divided.
+        replica: The number of this process among the replicas.
+        model: The ranks among which one model is partitioned; None if each rank has the whole model.
+        grid: The groups by axis; None if there is only one axis, or if an ``mpu`` provides the groups.
+        mpu: The script's ``mpu``, or None.
+        experts: The groups of the model's experts, by name; empty without experts.
     """
 
     data: Any
@@ -70,17 +76,17 @@ class Parallelism(NamedTuple):
 
     @property
     def sequence_size(self) -> int:
-        """Ranks that share the sequences of one batch."""
+        """The number of ranks that share the sequences of one batch."""
         return 1 if self.grid is None else self.grid.size(SEQUENCE)
 
     @property
     def stages(self) -> int:
-        """Stages of a pipeline."""
+        """The number of pipeline stages."""
         return 1 if self.grid is None else self.grid.size(PIPE)
 
     @property
     def tensor_group(self) -> DataParallelGroup | None:
-        """The tensor-parallel ranks; None if this is the only one."""
+        """The tensor-parallel ranks; None if there is only one."""
         if self.mpu is not None and self.grid is None:
             return None if self.model is None else model_parallel(self.mpu).group
         if self.grid is None or self.grid.size(MODEL) == 1:
@@ -88,39 +94,45 @@ class Parallelism(NamedTuple):
         return self.grid.group(MODEL)
 
     def model_sizes(self) -> dict[str, int]:
-        """Ranks along each axis that divides the model, under the names of a checkpoint."""
+        """Return the number of ranks along each axis that divides the model, under the names of a checkpoint."""
         return {axis: size for axis, size in self.sizes().items() if axis in (PIPE, MODEL) and size > 1}
 
     def sizes(self) -> dict[str, int]:
-        """Ranks along each axis; for the record of a run."""
+        """Return the number of ranks along each axis, for the record of a run."""
         if self.grid is None:
             return {DATA: self.replicas, MODEL: 1 if self.model is None else self.model.group.world_size}
         return dict(zip(self.grid.topology.axes, self.grid.topology.sizes, strict=True))
 
     def described(self) -> dict[str, Any]:
-        """The axes for the record of a run, and whether a script defines the groups, which may then be any ranks."""
+        """Return the axes for the record of a run, and whether a script defines the groups.
+
+        A script's groups may contain any ranks.
+        """
         own = {"groups": "script"} if self.grid is None and self.mpu is not None else {}
         return {"topology": self.sizes(), **own}
 
 
 def data_parallel() -> Parallelism:
-    """Pure data parallelism over all ranks; this process alone before torch.distributed is initialised."""
+    """Return pure data parallelism over all ranks.
+
+    Before torch.distributed is initialized, the only rank is this process.
+    """
     if not comm.is_initialized():
         return Parallelism(None, 1, 0)
     return Parallelism(None, comm.get_world_size(), comm.get_rank())
 
 
 def along_axes(*, stages: int = 1, sequence: int = 1, slices: int = 1, replicas: int = 1) -> Parallelism:
-    """Groups along the axes pipe, data, sequence and model. All ranks must call it.
+    """Create the groups along the axes pipe, data, sequence and model. All ranks must call this function.
 
     Args:
-        stages: of a pipeline.
-        sequence: ranks that share the sequences of a batch.
-        slices: tensor-parallel ranks.
-        replicas: data-parallel ranks.
+        stages: The number of pipeline stages.
+        sequence: The number of ranks that share the sequences of a batch.
+        slices: The number of tensor-parallel ranks.
+        replicas: The number of data-parallel ranks.
 
     Raises:
-        ConfigError: they do not multiply to the number of ranks.
+        ConfigError: The product of the sizes is not the number of ranks.
     """
     if stages == sequence == slices == 1:
         return data_parallel()
@@ -132,10 +144,12 @@ def along_axes(*, stages: int = 1, sequence: int = 1, slices: int = 1, replicas:
 
 
 def of_grid(grid: ProcessGrid) -> Parallelism:
-    """The parallelism of a grid with the axes pipe, data, sequence and model; missing axes are one rank wide.
+    """Return the parallelism of a grid with the axes pipe, data, sequence and model.
+
+    Missing axes are one rank wide.
 
     Raises:
-        UsageError: the grid was made without a group that is needed, such as "pipe+model".
+        UsageError: The grid was constructed without a required group, such as "pipe+model".
     """
     model = None
     if grid.size(PIPE) * grid.size(MODEL) > 1:
@@ -144,20 +158,21 @@ def of_grid(grid: ProcessGrid) -> Parallelism:
 
 
 def _group(grid: ProcessGrid, *axes: str) -> DataParallelGroup:
-    """The group along ``axes``; axes that are one rank wide may be omitted."""
+    """Return the group along ``axes``. The grid may lack axes that are one rank wide."""
     wide = [axis for axis in axes if grid.size(axis) > 1]
     present = [axis for axis in axes if axis in grid.topology.axes]
     return grid.group(*wide) if len(wide) == 1 else grid.group(*present)
 
 
 def of_mpu(mpu: Any) -> Parallelism:
-    """The parallelism of a script's ``mpu``: a :class:`ProcessGrid`, or an object with Megatron's methods.
+    """Return the parallelism of a script's ``mpu``: a :class:`ProcessGrid`, or an object with Megatron's methods.
 
-    It needs ``get_data_parallel_group``, ``_world_size`` and ``_rank``, and the same three of ``get_model_parallel`` if the
-    model is partitioned. ``get_tensor_model_parallel_rank`` returns the tensor-parallel rank.
+    The object needs ``get_data_parallel_group``, ``_world_size`` and ``_rank``. If the model is partitioned, it
+    also needs the same three methods of ``get_model_parallel``. ``get_tensor_model_parallel_rank`` returns the
+    tensor-parallel rank.
 
     Raises:
-        ConfigError: it lacks one of them, or they contradict each other.
+        ConfigError: A method is missing, or the methods contradict each other.
     """
     if isinstance(mpu, ProcessGrid):
         return of_grid(mpu)._replace(mpu=mpu)
@@ -199,10 +214,10 @@ def _model_ranks(mpu: Any, replicas: int) -> ModelRanks | None:
 
 
 def with_mesh(config: Mapping[str, Any], sizes: Any) -> dict[str, Any]:
-    """``config`` with the sizes of ``mesh_param``: (data-parallel ranks, sequence-parallel ranks).
+    """Return ``config`` with the sizes of ``mesh_param``: (data-parallel ranks, sequence-parallel ranks).
 
     Raises:
-        ConfigError: it is not a pair of positive numbers, or the configuration has other sizes.
+        ConfigError: ``sizes`` is not a pair of positive numbers, or the configuration has different sizes.
     """
     pair = tuple(sizes) if isinstance(sizes, tuple | list) else ()
     if len(pair) != 2 or not all(isinstance(each, int) and each > 0 for each in pair):
@@ -220,11 +235,11 @@ def with_mesh(config: Mapping[str, Any], sizes: Any) -> dict[str, Any]:
 
 
 class Shared(NamedTuple):
-    """The axes before any group is created.
+    """The axes of parallelism before any group is created.
 
     Attributes:
-        stages: ranks of one model beyond the tensor- and sequence-parallel ones.
-        parallelism: creates the groups; all ranks must call it.
+        stages: The number of ranks of one model, divided by the tensor- and sequence-parallel ranks.
+        parallelism: A function that creates the groups. All ranks must call it.
     """
 
     stages: int
@@ -232,15 +247,16 @@ class Shared(NamedTuple):
 
 
 def share(config: ParallelConfig, mpu: Any, stages: int = 1) -> Shared:
-    """The axes by the configuration or by a script's ``mpu``. Nothing is sent.
+    """Return the axes from the configuration or from a script's ``mpu``. Nothing is sent.
 
     Args:
-        config: the parallel keys.
-        mpu: as for :func:`of_mpu`; None without one.
-        stages: of a pipeline, without an ``mpu``.
+        config: The parallel keys of the configuration.
+        mpu: See :func:`of_mpu`; None if there is no ``mpu``.
+        stages: The number of pipeline stages, if there is no ``mpu``.
 
     Raises:
-        ConfigError: the axes do not multiply to the number of ranks, or ``mpu`` and the configuration contradict each other.
+        ConfigError: The product of the axes is not the number of ranks, or ``mpu`` and the configuration contradict
+            each other.
     """
     world = comm.get_world_size()
     if mpu is None:
@@ -273,14 +289,14 @@ def use(parallelism: Parallelism) -> None:
 
 
 def current() -> Parallelism | None:
-    """The parallelism of the training that was initialised last; None before the first."""
+    """Return the parallelism of the training that was initialized last; None before the first."""
     return _current[0] if _current else None
 
 
 def stage_text(parameter: torch.Tensor) -> str | None:
-    """The pipeline stage that has ``parameter`` on this rank, for the record of a run; None without stages.
+    """Return the pipeline stage that has ``parameter`` on this rank, for the record of a run; None without stages.
 
-    A plus means that other stages have an equal copy.
+    A plus sign means that other stages have an equal copy.
     """
     parallelism = current()
     if parallelism is None or parallelism.grid is None or parallelism.stages == 1:

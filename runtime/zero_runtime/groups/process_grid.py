@@ -1,4 +1,7 @@
-"""A grid of ranks with named axes, and the process groups along them. The last axis changes fastest from rank to rank."""
+"""A grid of ranks with named axes, and the process groups along the axes.
+
+The last axis changes fastest from rank to rank.
+"""
 
 from __future__ import annotations
 
@@ -23,11 +26,11 @@ class ProcessTopology:
     """The mapping between ranks and places in a grid. Pure arithmetic.
 
     Attributes:
-        axes: their names, slowest first.
-        sizes: ranks along each.
+        axes: The names of the axes, slowest first.
+        sizes: The number of ranks along each axis.
 
     Raises:
-        ConfigError: the numbers of axes and sizes differ, an axis is named twice, or a size is not positive.
+        ConfigError: The numbers of axes and sizes differ, an axis is named twice, or a size is not positive.
     """
 
     axes: tuple[str, ...]
@@ -43,11 +46,14 @@ class ProcessTopology:
 
     @classmethod
     def of(cls, **sizes: int) -> ProcessTopology:
-        """The topology of the given axes, slowest first: ``ProcessTopology.of(pipe=2, data=4)``."""
+        """Return the topology of the given axes, slowest first: ``ProcessTopology.of(pipe=2, data=4)``."""
         return cls(tuple(sizes), tuple(sizes.values()))
 
     def widened(self, *axes: str) -> ProcessTopology:
-        """The same topology with missing ``axes`` added, one rank wide, so that no rank changes."""
+        """Return the same topology with missing ``axes`` added.
+
+        The added axes are one rank wide, so that the place of no rank changes.
+        """
         missing = tuple(axis for axis in axes if axis not in self.axes)
         return ProcessTopology(self.axes + missing, self.sizes + (1,) * len(missing))
 
@@ -57,14 +63,14 @@ class ProcessTopology:
         return prod(self.sizes)
 
     def size(self, axis: str) -> int:
-        """Ranks along ``axis``; 1 for a missing axis."""
+        """Return the number of ranks along ``axis``; 1 for a missing axis."""
         return self.sizes[self.axes.index(axis)] if axis in self.axes else 1
 
     def rank(self, **place: int) -> int:
-        """The rank at a place, which needs all axes.
+        """Return the rank at a place. All axes must be given.
 
         Raises:
-            ConfigError: an axis is missing or unknown, or there is no such place.
+            ConfigError: An axis is missing or unknown, or the place does not exist.
         """
         if set(place) != set(self.axes):
             raise ConfigError(
@@ -80,10 +86,10 @@ class ProcessTopology:
         return number
 
     def place(self, rank: int) -> dict[str, int]:
-        """The place of ``rank``: its number along each axis.
+        """Return the place of ``rank``: its number along each axis.
 
         Raises:
-            ConfigError: there is no such rank.
+            ConfigError: The rank does not exist.
         """
         if not 0 <= rank < self.world_size:
             raise ConfigError(f"rank {rank} is not one of the {self.world_size} of this topology")
@@ -93,10 +99,10 @@ class ProcessTopology:
         return {axis: place[axis] for axis in self.axes}
 
     def ranks(self, **part: int) -> list[int]:
-        """The ranks whose places have the given values, in order; all ranks without values.
+        """Return the ranks whose places have the given values, in order; all ranks if there are no values.
 
         Raises:
-            ConfigError: there is no such axis.
+            ConfigError: An axis does not exist.
         """
         unknown = set(part) - set(self.axes)
         if unknown:
@@ -111,13 +117,13 @@ class ProcessTopology:
         return [self.rank(**place) for place in places]
 
     def lines(self, *axes: str) -> list[list[int]]:
-        """The lists of ranks that differ only in ``axes``, each in order. A missing axis is one rank wide."""
+        """Return the lists of ranks that differ only in ``axes``, each in order. A missing axis is one rank wide."""
         others = [axis for axis in self.axes if axis not in axes]
         places = product(*(range(self.size(axis)) for axis in others))
         return [self.ranks(**dict(zip(others, place, strict=True))) for place in places]
 
     def line(self, rank: int, *axes: str) -> list[int]:
-        """The ranks that differ from ``rank`` only in ``axes``, itself included, in order."""
+        """Return the ranks that differ from ``rank`` only in ``axes``, in order. The list includes ``rank``."""
         place = self.place(rank)
         return self.ranks(**{axis: place[axis] for axis in self.axes if axis not in axes})
 
@@ -125,7 +131,7 @@ class ProcessTopology:
         """Check that the grid contains all ranks.
 
         Raises:
-            ConfigError: the sizes do not multiply to ``world_size``.
+            ConfigError: The product of the sizes is not ``world_size``.
         """
         if self.world_size != world_size:
             shown = ", ".join(f"{axis}={size}" for axis, size in zip(self.axes, self.sizes, strict=True))
@@ -138,19 +144,20 @@ class ProcessTopology:
 
 
 class ProcessGrid:
-    """The process groups along the axes of a topology, each named after its axis, also in traces.
+    """The process groups along the axes of a topology. Each group is named after its axis, also in traces.
 
-    Every rank creates the same groups in the same order, including those that it is not in. So all ranks must construct the
-    grid at the same point of their program, with the same arguments. Groups of one rank are created too.
+    Every rank creates the same groups in the same order, including the groups that do not contain the rank.
+    Therefore all ranks must construct the grid at the same point of their program, with the same arguments.
+    Groups of one rank are created too.
 
     Args:
-        topology: the places of all ranks.
-        joined: groups along several axes, such as ("pipe", "model"), named "pipe+model". Axes that the topology lacks are
-            left out; if one axis remains, its group is used.
+        topology: The places of all ranks.
+        joined: Groups along several axes, such as ("pipe", "model"), which is named "pipe+model". Axes that the
+            topology does not have are omitted. If one axis remains, the group of this axis is used.
 
     Raises:
-        ConfigError: the topology has another number of ranks.
-        UsageError: torch.distributed is not initialised.
+        ConfigError: The number of ranks in the topology is not the world size.
+        UsageError: torch.distributed is not initialized.
     """
 
     def __init__(self, topology: ProcessTopology, joined: Sequence[Sequence[str]] = ()) -> None:
@@ -178,10 +185,10 @@ class ProcessGrid:
                 self._groups[axes] = DataParallelGroup(group)
 
     def group(self, *axes: str) -> DataParallelGroup:
-        """The ranks that differ from this one only in ``axes``, itself included.
+        """Return the group of the ranks that differ from this rank only in ``axes``, including this rank.
 
         Raises:
-            UsageError: the grid was constructed without that group.
+            UsageError: The grid was constructed without this group.
         """
         group = self._groups.get(self._present(axes))
         if group is None:
@@ -190,9 +197,9 @@ class ProcessGrid:
         return group
 
     def along(self, axis: str) -> int:
-        """This rank's number along ``axis``; 0 for a missing axis."""
+        """Return the number of this rank along ``axis``; 0 for a missing axis."""
         return self.place.get(axis, 0)
 
     def size(self, axis: str) -> int:
-        """Ranks along ``axis``; 1 for a missing axis."""
+        """Return the number of ranks along ``axis``; 1 for a missing axis."""
         return self.topology.size(axis)

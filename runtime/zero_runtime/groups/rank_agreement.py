@@ -1,4 +1,7 @@
-"""A check that all ranks have the same list of numbers: two broadcasts from rank 0, of its length and its contents."""
+"""A check that all ranks have the same list of numbers.
+
+The first rank broadcasts the length of its list, and then its contents.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,10 @@ _CHECK: Final = hooks.tag("trace_check")
 
 
 def same_as_first(numbers: Sequence[int], group: DataParallelGroup) -> bool:
-    """Whether ``numbers`` equal those of the first rank of ``group``. If the length differs, only it is broadcast."""
+    """Return whether ``numbers`` are equal to those of the first rank of ``group``.
+
+    If the lengths differ, only the length is broadcast.
+    """
     for mine in ([len(numbers)], numbers):
         theirs = torch.tensor(mine, dtype=torch.int64, device=group.device)
         group.broadcast(theirs, 0, why=_CHECK)

@@ -1,4 +1,4 @@
-"""Times of a data-parallel group's collectives by purpose (``wall_clock_breakdown``)."""
+"""Times of a data-parallel group's collectives, by purpose (``wall_clock_breakdown``)."""
 
 from __future__ import annotations
 
@@ -10,11 +10,13 @@ from zero_runtime.training.clock import Clock
 
 
 class Timer:
-    """Adds the time of each call to a clock. For an asynchronous one, the times to start it and to wait for it count.
+    """An observer that adds the time of each call to a clock.
+
+    For an asynchronous call, the clock counts the time to start it and the time to wait for it.
 
     Attributes:
-        clock: the clock, which the groups of one engine share.
-        methods: as of :class:`zero_runtime.comm.Observer`.
+        clock: The clock, which the groups of one engine share.
+        methods: The observed methods (:class:`zero_runtime.comm.Observer`).
     """
 
     methods: Final = frozenset({*COLLECTIVES, *MESSAGES})
@@ -23,7 +25,7 @@ class Timer:
         self.clock = clock
 
     def observe(self, call: Call, issue: Callable[[], Any]) -> Any:
-        """As of :class:`zero_runtime.comm.Observer`."""
+        """Issue the call and time it (:class:`zero_runtime.comm.Observer`)."""
         purpose = call.why.purpose if call.why is not None else "other"
         with self.clock.communication(purpose):
             work = issue()
@@ -31,7 +33,7 @@ class Timer:
 
 
 class TimedWork:
-    """A work handle whose waiting is timed."""
+    """A work handle that times the wait for its collective."""
 
     def __init__(self, work: Any, clock: Clock, purpose: str) -> None:
         self._work = work
@@ -39,7 +41,7 @@ class TimedWork:
         self._purpose = purpose
 
     def wait(self, *arguments: Any) -> Any:
-        """Wait for it."""
+        """Wait for the collective, and add the time to the clock."""
         with self._clock.communication(self._purpose):
             return self._work.wait(*arguments)
 
@@ -48,6 +50,6 @@ class TimedWork:
 
 
 def clock_of(group: DataParallelGroup) -> Clock:
-    """The clock of ``group``; a stopped one if the group is not timed."""
+    """Return the clock of ``group``, or a stopped clock if the group is not timed."""
     clocks = (each.clock for each in group.observers if isinstance(each, Timer))
     return next(clocks, None) or Clock(False)

@@ -1,19 +1,22 @@
 """The traffic contract (``traffic_contract``): every rank of a group issues the same messages, in the same order.
 
-While the job runs, each collective of the data-parallel group is compared before it is issued: operation, purpose, bucket,
-owner, elements, dtype and parameters. A message that follows the one before it as in an earlier step costs a look into a
-set. Any other is agreed on first, and so is the first message of an evaluation or a checkpoint, and the first one after it:
-the ranks write it into the store of the process group and wait for each other. So a rank that is about to deviate stops
-before it issues anything. The ranks that have issued another message already, and wait in it, answer through a thread that
-polls the store. All ranks raise one error.
+While the job runs, each rank compares a collective of the data-parallel group before it issues the collective.
+The comparison covers operation, purpose, bucket, owner, elements, dtype and parameters. If a message follows
+the previous message as in an earlier step, the comparison is a lookup in a set. The ranks agree on any other
+message first, and also on the first message of an evaluation or a checkpoint and the first message after it. To
+agree, the ranks write the message into the store of the process group and wait for each other. Therefore a rank
+that is about to deviate stops before it issues anything. Ranks that have already issued a different message,
+and wait in it, answer through a thread that polls the store. All ranks raise the same error.
 
-A rank can also deviate by messages that each follow as in an earlier step. So the thread of each rank compares a checksum of
-all messages with that of its neighbor once a second, and all ranks compare their last messages when a checksum differs or a
-collective fails. A rank that leaves says in the store how far it has come; the others stop as soon as one of them issues a
-message beyond that. A process that ends without saying so is named by those that wait.
+A rank can also deviate by messages that each follow as in an earlier step. Therefore the thread of each rank
+compares a checksum of all messages with its neighbor's checksum once per second. All ranks compare their last
+messages when a checksum differs or a collective fails. A rank that leaves writes the number of its last message
+into the store. The other ranks stop as soon as one of them issues a message after this number. If a process
+ends without such a report, the waiting ranks name it.
 
-The expected messages are those that the ranks agree on, not those of ``commprof.requested``: this package does not import
-commprof, and the rules need the order of gradients, which only a run knows. ``commprof verify`` compares a run with them.
+The expected messages are those that the ranks agree on, not those of ``commprof.requested``. This package does
+not import ``commprof.requested``, and its rules need the order of gradients, which is known only in a run.
+``commprof verify`` compares a run with these rules.
 """
 
 from __future__ import annotations
@@ -53,36 +56,37 @@ from zero_runtime.groups.contract_messages import (
 from zero_runtime.groups.detailed_tags import add_reader
 from zero_runtime.groups.host_processes import HostProcesses
 
-# Values of traffic_contract, beside warn.
+# Values of traffic_contract. The third value is warn.
 OFF: Final = "off"
 STOP: Final = "stop"
 EXIT_CODE: Final = 2
-_POLL_S: Final = 0.5  # how often a thread looks into the store
-_COMPARE_POLLS: Final = 2  # how often it compares the messages so far with those of its neighbor
-_ASK_S: Final = 0.05  # without an answer for so long, the threads of the other ranks are asked
-_VOTE_S: Final = 3.0  # time for all ranks to say what they issue, and to read the error
+_POLL_S: Final = 0.5  # interval at which a thread polls the store
+_COMPARE_POLLS: Final = 2  # polls between two comparisons with the neighbor's messages
+_ASK_S: Final = 0.05  # wait without an answer before the threads of the other ranks are asked
+_VOTE_S: Final = 3.0  # time for all ranks to report their messages, and to read the error
 _GRACE_S: Final = 10.0  # time for a collective to fail after the error; then the process exits
-_KEPT: Final = 4096  # messages that a rank can still answer for
-_LISTED: Final = 3840  # of these, those that a thread may read while the program issues others
-_LEFT: Final = 512  # messages that a rank leaves behind
-_APART: Final = frozenset({"evaluation", "checkpoint"})  # phases whose begin and end the ranks agree on
+_KEPT: Final = 4096  # last messages that a rank stores
+_LISTED: Final = 3840  # stored messages that a thread may read while the program issues more
+_LEFT: Final = 512  # messages that a rank writes into the store when it leaves
+_APART: Final = frozenset({"evaluation", "checkpoint"})  # phases; the ranks agree on their begin and end
 _CHECKSUM_BITS: Final = (1 << 61) - 1
 
-_numbers: Final = count()  # of verdicts; equal on all ranks, which make as many
+_numbers: Final = count()  # of verdicts; equal on all ranks, because all create the same number of verdicts
 
 
 @dataclass(slots=True)
 class Verdict:
-    """What a process knows of a deviation.
+    """The state of a deviation in one process.
 
     Attributes:
-        failure: the sentence about it; None without one.
-        raised: the error has been raised in the program.
-        inside: the program is in a collective.
-        off: messages are compared no more.
-        failing: held while the failure is noted.
-        key: of the store, which all ranks share. All ranks make as many verdicts.
-        processes: of the ranks of this host; None before the start.
+        failure: The error text about the deviation; None without a deviation.
+        raised: Whether the error has been raised in the program.
+        inside: Whether the program is in a collective.
+        off: Whether the comparison of messages has ended.
+        failing: A lock that is acquired while the failure is recorded.
+        key: The prefix of keys in the store. It is equal on all ranks, because all ranks create the same number
+            of verdicts.
+        processes: The processes of the ranks of this host; None before the start.
     """
 
     failure: str | None = None
@@ -95,16 +99,16 @@ class Verdict:
 
 
 class TrafficContract:
-    """An observer of a group (:class:`zero_runtime.comm.Observer`) that compares its collectives.
+    """An observer of a group (:class:`zero_runtime.comm.Observer`) that compares the group's collectives.
 
     Args:
-        group: the data-parallel ranks. All of them must make a contract.
-        stops: whether a deviation is an error on all ranks; otherwise one rank warns, and the comparison ends.
-        verdict: of this process, which the contracts of its groups share.
-        name: of the contract among those that share a verdict.
+        group: The data-parallel ranks. All of them must construct a contract.
+        stops: Whether a deviation is an error on all ranks. Otherwise one rank warns, and the comparison ends.
+        verdict: The verdict of this process, which the contracts of its groups share.
+        name: The name of the contract among the contracts that share a verdict.
 
     Attributes:
-        methods: as of :class:`zero_runtime.comm.Observer`.
+        methods: The observed methods (:class:`zero_runtime.comm.Observer`).
     """
 
     methods: Final = frozenset(COLLECTIVES)
@@ -116,22 +120,24 @@ class TrafficContract:
         members = hashlib.sha256(repr(group.global_ranks).encode()).hexdigest()[:16]
         self._prefix = f"{verdict.key}/{name}/{members}"
         self._ids: dict[Message, int] = {}
-        self._messages: list[Message] = []  # by their ids
-        self._tagged: dict[tuple[str, hooks.tag, int], int] = {}  # ids by what identifies a bucket's message
-        self._known: set[tuple[int, int]] = set()  # agreed on: a message, and the one before it
-        # Message, fields of its place, and checksum of all messages until then.
+        self._messages: list[Message] = []  # indexed by id
+        # The ids of messages, by the values that identify the message of a bucket.
+        self._tagged: dict[tuple[str, hooks.tag, int], int] = {}
+        self._known: set[tuple[int, int]] = set()  # pairs that were agreed on: (previous message, message)
+        # The id of the message, the fields of its place, and the checksum of all messages up to this message.
         self._history: list[tuple[int, tuple[int, int, int], int]] = [(-1, (-1, -1, 0), 0)] * _KEPT
         self._reached = -1  # number of the last message that this rank issues
-        self._asked: set[int] = set()  # numbers of those that this rank itself agrees on
+        self._asked: set[int] = set()  # numbers of messages on which the program itself agrees
         self._step, self._begins = -1, 0  # the step, and the number of its first message
-        # The last message, and whether it was of an evaluation or a checkpoint.
+        # The last message, and whether it belonged to an evaluation or a checkpoint.
         self._before, self._apart = -1, False
         self._checksum = 0
         self._compared = -1  # number of the last message whose checksum the neighbor can read
-        self._agreeing = False  # the program waits for an agreement
-        self._has_voted = self._has_said = False  # on the message in dispute; what this rank has issued
-        self._looked = 0.0  # when a wait of the program outside of this class last looked for an error
-        # Number of the message in which the program waited at the last comparison.
+        self._agreeing = False  # whether the program waits for an agreement
+        # Whether this rank has voted in the dispute, and whether it has written its last messages.
+        self._has_voted = self._has_said = False
+        self._looked = 0.0  # last time when a wait outside of this class looked for an error
+        # The number of the message in which the program waited at the last comparison.
         self._waiting: int | None = None
         self._ended = threading.Event()
         add_reader()
@@ -160,7 +166,10 @@ class TrafficContract:
             self._thread.join(2 * _POLL_S + 1.0)
 
     def _leave_program(self) -> None:
-        """Close at the exit. Rank 0 may have the store, so it stays until the others have left, or read that it leaves."""
+        """Close the contract at the exit of the program.
+
+        Rank 0 may run the store. Therefore rank 0 stays until the others have left or have read the error.
+        """
         self.close()
         others = self._group.world_size - 1
         until = time.monotonic() + _VOTE_S
@@ -172,10 +181,10 @@ class TrafficContract:
                 time.sleep(0.02)
 
     def observe(self, call: Call, issue: Callable[[], Any]) -> Any:
-        """As of :class:`zero_runtime.comm.Observer`.
+        """Compare the call, and then issue it (:class:`zero_runtime.comm.Observer`).
 
         Raises:
-            TrafficContractError: this rank or another one deviates; the same on all ranks.
+            TrafficContractError: A rank deviates. The error is the same on all ranks.
         """
         if self.verdict.off:
             return issue()
@@ -190,7 +199,7 @@ class TrafficContract:
         if new:
             self._asked.add(number)
         self._checksum = (self._checksum * 1_000_003 ^ message) & _CHECKSUM_BITS
-        # Not as a Place, which takes longer to make and few are looked at.
+        # A tuple instead of a Place, because a Place takes longer to construct and only few are read.
         place = (moment.step, moment.micro_step, number - self._begins)
         self._history[number % _KEPT] = message, place, self._checksum
         self._reached = number
@@ -202,7 +211,10 @@ class TrafficContract:
         return work if work is None else _Work(work, self, number)
 
     def _id_of(self, call: Call) -> int:
-        """The id of what ``call`` sends, equal for equal messages. Tags of buckets come back in every step."""
+        """Return the id of the message of ``call``; equal messages have equal ids.
+
+        The ids of bucket messages are cached, because the tags of buckets are the same in every step.
+        """
         why: hooks.tag | None = call.arguments["why"]
         compared = _COMPARED[call.method]
         value = None if compared is None else call.arguments[compared]
@@ -231,12 +243,12 @@ class TrafficContract:
         return number
 
     def run(self, issue: Callable[[], Any], number: int, limited: bool = False) -> Any:
-        """Call ``issue``; a collective that fails because of another rank raises what that rank raises.
+        """Call ``issue``. If a collective fails because of a deviation, raise the error that all ranks raise.
 
         Args:
-            issue: issues or waits for a collective.
-            number: of its message.
-            limited: whether it waits for a limited time, so that the caller may wait again.
+            issue: A function that issues a collective or waits for it.
+            number: The number of the message.
+            limited: Whether ``issue`` waits for a limited time, so that the caller may wait again.
         """
         self.verdict.inside = True
         try:
@@ -260,7 +272,7 @@ class TrafficContract:
             raise TrafficContractError(self.verdict.failure)
 
     def _look(self) -> None:
-        """Called while the program waits for something else."""
+        """Raise the error of a deviation. This method is called while the program waits for something else."""
         self._looked = time.monotonic()
         self._refuse()
 
@@ -273,7 +285,10 @@ class TrafficContract:
     # Agreement, by the thread that issues the message.
 
     def _agree(self, number: int) -> None:
-        """Wait until all ranks have the same message ``number``. Raises TrafficContractError, or warns, if they have not."""
+        """Wait until all ranks have the same message ``number``.
+
+        If they do not, raise TrafficContractError or warn.
+        """
         self._agreeing = True
         try:
             if self._is_agreed(number):
@@ -293,7 +308,10 @@ class TrafficContract:
         self.verdict.off = True
 
     def _is_agreed(self, number: int) -> bool:
-        """Count this rank among those that have the same message ``number`` as the first that wrote it; False otherwise."""
+        """Return whether this rank has the same message ``number`` as the first rank that wrote it.
+
+        If so, count this rank among the ranks that agree.
+        """
         message = json.dumps(self._at(number).message)
         if self._store.compare_set(self._key("message", number), "", message).decode() != message:
             return False
@@ -312,7 +330,7 @@ class TrafficContract:
                 claim = self._store.add(self._key("claims"), 1)
                 self._store.set(self._key("claim", claim), str(number))
             if asked:
-                comm.look()  # for other errors, for which a rank does not come
+                comm.look()  # for other errors, because of which a rank may not arrive
             if asked and self._store.check([self._key("ended")]):
                 return  # a rank has left, and the collective itself will fail
             if passed > DEFAULT_TIMEOUT.total_seconds():
@@ -325,7 +343,7 @@ class TrafficContract:
             pause = min(2 * pause, 0.01)
 
     def _dispute(self, number: int) -> None:
-        """Ask all ranks for their message ``number``, and tell them in what they differ."""
+        """Collect message ``number`` of all ranks, and report the difference to all ranks."""
         key = self._key("dispute")
         if self._store.compare_set(key, "", str(number)).decode() != str(number):
             until = time.monotonic() + _VOTE_S + _GRACE_S
@@ -337,7 +355,7 @@ class TrafficContract:
         self._deviate({rank: Issued.of(text) for rank, text in self._collected("vote").items()})
 
     def _deviate(self, issued: Mapping[int, Issued]) -> None:
-        """Fail by the messages that ranks have issued at one place."""
+        """Fail because of the messages that ranks have issued at the same place."""
         text = deviation(issued)
         sentence = self._store.compare_set(f"{self.verdict.key}/error", "", text).decode()
         if sentence == text and not self._stops:
@@ -345,9 +363,12 @@ class TrafficContract:
         self._fail(sentence)
 
     def _collected(self, topic: str) -> dict[int, str]:
-        """What each rank says of ``topic``, once all that are left have done so, or time is up.
+        """Return the answer of each rank to ``topic``.
 
-        Meanwhile it says for this rank what others ask: two ranks that wait for each other's answers would both get none.
+        The wait ends when all remaining ranks have answered, or when the time is up.
+
+        Meanwhile this method answers the questions of other ranks for this rank. Otherwise two ranks that wait for
+        each other would both get no answer.
         """
         answers: dict[int, str] = {}
         until = time.monotonic() + _VOTE_S
@@ -362,15 +383,15 @@ class TrafficContract:
             time.sleep(0.02)
         return answers
 
-    # Comparison of what has been issued, after a failed collective or where a checksum differs.
+    # Comparison of the issued messages, after a failed collective or if a checksum differs.
 
     def _is_explained(self, number: int, timed_out: bool) -> bool:
-        """Whether a rank is why the collective of message ``number`` has failed on this one."""
-        # Another rank waits for the answers, and then until its sentence has been read, by silent ranks too.
+        """Return whether another rank caused the failure of the collective of message ``number`` on this rank."""
+        # Another rank waits for the answers, and then until all ranks, including silent ranks, have read its error.
         patience = 3 * _VOTE_S
         try:
             if not self._failed_within(2 * _POLL_S) and self._compare_all(number, timed_out):
-                patience = _VOTE_S  # for a rank that is just leaving
+                patience = _VOTE_S  # for a rank that is leaving now
         except (RuntimeError, OSError) as error:
             if isinstance(error, ZeroRuntimeError):
                 raise
@@ -378,11 +399,15 @@ class TrafficContract:
         return self._failed_within(patience)
 
     def _compare_all(self, failed: int | None = None, timed_out: bool = False) -> bool:
-        """Have all ranks say what they have issued, and fail by the first difference; False if another thread does it.
+        """Collect the issued messages of all ranks, and fail by the first difference.
+
+        The result is False if another thread does this already.
 
         Args:
-            failed: number of the message whose collective has failed. Then it also fails by a rank that does not answer.
-            timed_out: whether it has failed by waiting. Then it also fails by a rank that has not come so far.
+            failed: The number of the message whose collective has failed. If given, a rank that does not answer
+                is also a failure.
+            timed_out: Whether the collective failed because of its time limit. If so, a rank that has not
+                reached the message is also a failure.
         """
         mine = f"{self._rank}/{threading.get_ident()}"
         if self._store.compare_set(self._key("comparison"), "", mine).decode() != mine:
@@ -404,10 +429,10 @@ class TrafficContract:
         return True
 
     def _deviate_at(self, number: int, histories: Mapping[int, History]) -> None:
-        """Fail by message ``number`` of ``histories``, by rank."""
+        """Fail because message ``number`` differs between ``histories``, which are given by rank."""
         reached = {rank: each for rank, each in histories.items() if each.first <= number < each.end}
         messages = {rank: each.messages[number - each.first] for rank, each in reached.items()}
-        if max(messages.values()) >= len(self._messages):  # one that only that rank can describe
+        if max(messages.values()) >= len(self._messages):  # a message that only another rank can describe
             self._dispute(number)
             return
         places = {rank: Place(*each.places[number - each.first]) for rank, each in reached.items()}
@@ -418,20 +443,23 @@ class TrafficContract:
         self._store.set(self._key("history", self._rank), json.dumps(self._last(length)))
 
     def _last(self, length: int) -> History:
-        """The last messages of this rank."""
+        """Return the last ``length`` messages of this rank."""
         reached = self._reached
         first = max(0, reached - length + 1)
         entries = [self._history[number % _KEPT] for number in range(first, reached + 1)]
         return History(first, [message for message, _, _ in entries], [place for _, place, _ in entries])
 
     def _lose_store(self, number: int) -> None:
-        """Fail because the store is gone, which is in the process of rank 0 unless a launcher has one."""
+        """Fail because the store is gone.
+
+        The store is in the process of rank 0, unless a launcher runs it.
+        """
         if self._rank == 0 or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
             self.verdict.off = True  # the collective itself will fail
         else:
             self.verdict.failure = loss([0], {0: None}, self._rank, self._at(number))
 
-    # Answers, by a thread of its own: the other one may wait in a collective.
+    # Answers, by a separate thread, because the thread of the program may wait in a collective.
 
     def _watch(self) -> None:
         pending: list[int] = []
@@ -459,7 +487,7 @@ class TrafficContract:
             self._exit_if_stuck()
 
     def _compare_with_neighbor(self) -> None:
-        """Compare all messages so far with those of the rank before this one, as far as both have come."""
+        """Compare the checksum of all messages with that of the previous rank, up to the last common message."""
         reached, members = self._reached, self._group.global_ranks
         if reached > self._compared:
             self._compared = reached
@@ -473,7 +501,10 @@ class TrafficContract:
             self._compare_all()
 
     def _look_for_ended(self) -> None:
-        """Fail if a process of this host has ended without saying so, and this rank has waited since the last call."""
+        """Fail if a process on this host has ended without a report while this rank waits.
+
+        This rank must have waited since the last call.
+        """
         looks = time.monotonic() - self._looked < _COMPARE_POLLS * _POLL_S
         waits = self.verdict.inside or self._agreeing or looks
         before, self._waiting = self._waiting, self._reached if waits else None
@@ -484,7 +515,7 @@ class TrafficContract:
                 self._fail_for_all(loss(lost, ended, self._rank, self._at(self._reached)))
 
     def _look_for_departed(self) -> None:
-        """Fail if this rank has issued a message that a rank did not issue before it left."""
+        """Fail if this rank has issued a message that another rank did not issue before it left."""
         reached = self._reached
         for rank, (last, step) in self._departed().items():
             if last < reached:
@@ -493,7 +524,10 @@ class TrafficContract:
                 return
 
     def _differs(self, rank: int) -> bool:
-        """Fail if a rank that has left issued other messages than this one, which may be why it has left."""
+        """Fail if ``rank``, which has left, issued different messages than this rank.
+
+        The deviation may be the reason why ``rank`` has left. The result is whether there is a difference.
+        """
         theirs = History(*json.loads(self._store.get(self._key("history", rank)).decode()))
         mine = self._last(_LISTED)
         number = first_difference([mine, theirs])
@@ -503,16 +537,16 @@ class TrafficContract:
         return True
 
     def _gone(self) -> set[int]:
-        """The other ranks that have left, or whose processes have ended on this host."""
+        """Return the other ranks that have left, or whose processes have ended on this host."""
         return self._departed().keys() | self._ended_processes().keys()
 
     def _ended_processes(self) -> dict[int, int]:
-        """The processes of other ranks of the group that have ended on this host, by rank."""
+        """Return the processes of ranks of the group that have ended on this host, by rank."""
         ended = {} if self.verdict.processes is None else self.verdict.processes.ended()
         return {rank: process for rank, process in ended.items() if rank in self._group.global_ranks}
 
     def _departed(self) -> dict[int, list[int]]:
-        """The other ranks that have left: number and step of the last message of each."""
+        """Return the other ranks that have left, with the number and the step of the last message of each."""
         keys = {rank: self._key("ended", rank) for rank in self._group.global_ranks if rank != self._rank}
         return {
             rank: json.loads(self._store.get(key).decode())
@@ -521,7 +555,7 @@ class TrafficContract:
         }
 
     def _answer(self, number: int) -> bool:
-        """Say for this rank what it has issued as message ``number``; False if it has not come so far."""
+        """Report the message ``number`` of this rank. Return False if this rank has not reached the message."""
         if number in self._asked:
             return True
         if number > self._reached:
@@ -531,7 +565,10 @@ class TrafficContract:
         return True
 
     def _say_what_is_asked(self) -> None:
-        """Answer once what a rank has asked: this rank's message at the number in dispute, and its last messages."""
+        """Answer each question of another rank once.
+
+        The questions are for this rank's message in a dispute, and for its last messages.
+        """
         if not self._has_voted and self._store.check([self._key("dispute")]):
             self._has_voted = self._vote(int(self._store.get(self._key("dispute"))))
         if not self._has_said and self._store.check([self._key("comparison")]):
@@ -545,11 +582,14 @@ class TrafficContract:
         return True
 
     def _fail_for_all(self, text: str) -> None:
-        """Fail by ``text``, or by what another rank has said first."""
+        """Fail with ``text``, or with the error that another rank has written first."""
         self._fail(self._store.compare_set(f"{self.verdict.key}/error", "", text).decode())
 
     def _fail(self, text: str) -> None:
-        """Note the failure, once all ranks have read it: a rank that has raised may end, and take the store along."""
+        """Record the failure after all ranks have read it.
+
+        A rank that has raised the error may exit, and the store may exit with it.
+        """
         with self.verdict.failing:
             if self.verdict.failure is None:
                 self.verdict.off = not self._stops
@@ -569,10 +609,13 @@ class TrafficContract:
             pass  # the store has ended with rank 0
 
     def _exit_if_stuck(self) -> None:
-        """Exit where the error cannot be raised: the program waits in a collective that does not fail."""
+        """Exit the process if the error cannot be raised.
+
+        This is the case if the program waits in a collective that does not fail.
+        """
         on_cpu = self._group.device.type == "cpu"
         if not on_cpu:
-            self._group.abort()  # gloo's groups cannot be
+            self._group.abort()  # gloo's groups cannot be aborted
         begin = time.monotonic()
         while not self.verdict.raised and time.monotonic() < begin + _GRACE_S:
             if self._ended.wait(_POLL_S):
@@ -613,14 +656,14 @@ class _Work:
         self._number = number
 
     def wait(self, *arguments: Any) -> Any:
-        """Wait for it, or as long as an argument says."""
+        """Wait for the collective, for a limited time if an argument limits it."""
         return self._contract.run(partial(self._work.wait, *arguments), self._number, bool(arguments))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._work, name)
 
 
-# The argument whose elements are the same on all ranks; None where ranks may send different numbers.
+# The argument that has the same number of elements on all ranks; None if ranks may send different numbers.
 _COMPARED: Final[Mapping[str, str | None]] = {
     **dict.fromkeys(COLLECTIVES, "tensor"),
     "barrier": None,

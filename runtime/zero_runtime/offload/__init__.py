@@ -1,1 +1,1 @@
-"""Offload: optimizer states and parameters in host memory or in files while they are not in use."""
+"""Offload: optimizer states and parameters are in host memory or in files while they are not in use."""

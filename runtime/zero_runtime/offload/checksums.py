@@ -1,7 +1,7 @@
 """The checksum of data that is written to a disk and read back by the same process.
 
-XXH3 runs at about memory speed. CRC-32 takes fifteen times as long (4 GB/s against 63), which was a sixth of the CPU time
-of a step with its states in files.
+XXH3 runs at about memory speed. CRC-32 takes fifteen times as long (4 GB/s against 63), which was a sixth of
+the CPU time of a step with its states in files.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Final
 xxhash: ModuleType | None
 try:
     import xxhash
-except ImportError:  # an environment without the extra `train`, or from before it had this package
+except ImportError:  # The environment lacks the extra `train`, or was installed before the extra had xxhash.
     xxhash = None
 
 ALGORITHM: Final = "CRC-32" if xxhash is None else "XXH3"

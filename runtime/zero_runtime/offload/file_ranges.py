@@ -1,7 +1,8 @@
-"""Reads and writes of one range of a file, bypassing the page cache if the file system supports it (O_DIRECT).
+"""Reads and writes of one range of a file. They bypass the page cache if the file system supports it (O_DIRECT).
 
-Direct transfers go between the disk and the caller's memory. They must begin and end at multiples of :data:`ALIGNMENT`
-bytes, in memory and in the file. Unaligned data is copied through an aligned buffer of the thread.
+Direct transfers go between the disk and the caller's memory. They must begin and end at multiples of
+:data:`ALIGNMENT` bytes, in memory and in the file. Unaligned data is copied through an aligned buffer of the
+thread.
 """
 
 from __future__ import annotations
@@ -20,24 +21,25 @@ _local = threading.local()
 
 
 def aligned_empty(size: int, pinned: bool = False) -> torch.Tensor:
-    """Memory of ``size`` bytes that begins and ends at multiples of ``ALIGNMENT``: 1-D, uint8.
+    """Return 1-D uint8 memory of ``size`` bytes that begins at a multiple of ``ALIGNMENT``.
 
-    An accelerator copies from ``pinned`` memory without an intermediate copy; it needs CUDA.
+    The memory is allocated up to the next multiple of ``ALIGNMENT`` after its end. With ``pinned``, which needs
+    CUDA, an accelerator copies from the memory without an intermediate copy.
     """
     memory = torch.empty(aligned(size) + ALIGNMENT, dtype=torch.uint8, device="cpu", pin_memory=pinned)
     return memory.narrow(0, -memory.data_ptr() % ALIGNMENT, aligned(size)).narrow(0, 0, size)
 
 
 def aligned(size: int) -> int:
-    """``size`` rounded up to a multiple of ``ALIGNMENT``."""
+    """Return ``size`` rounded up to a multiple of ``ALIGNMENT``."""
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
 def as_memory(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a contiguous tensor in host memory.
+    """Return the bytes of a contiguous tensor in host memory.
 
     Raises:
-        ValueError: the tensor is on another device, or not contiguous.
+        ValueError: The tensor is on another device, or is not contiguous.
     """
     if tensor.device.type != "cpu" or not tensor.is_contiguous():
         raise ValueError(
@@ -48,7 +50,7 @@ def as_memory(tensor: torch.Tensor) -> memoryview:
 
 
 def takes_direct(folder: Path) -> bool:
-    """Whether the file system of ``folder`` supports direct reads and writes."""
+    """Return whether the file system of ``folder`` supports direct reads and writes."""
     path = folder / ".direct"
     memory = mmap.mmap(-1, ALIGNMENT)
     try:
@@ -65,13 +67,15 @@ def takes_direct(folder: Path) -> bool:
 
 
 def write_range(path: Path, data: memoryview, offset: int, direct: bool) -> None:
-    """Write ``data`` at ``offset`` of an existing file; ``direct`` may write up to ``ALIGNMENT`` more bytes after it.
+    """Write ``data`` at ``offset`` of an existing file.
+
+    With ``direct``, up to ``ALIGNMENT`` more bytes may be written after the data.
 
     Args:
-        path: of the file.
-        data: bytes to write.
-        offset: in bytes; a multiple of ``ALIGNMENT`` with ``direct``.
-        direct: bypass the page cache.
+        path: The path of the file.
+        data: The bytes to write.
+        offset: The offset in bytes. With ``direct`` it must be a multiple of ``ALIGNMENT``.
+        direct: Whether to bypass the page cache.
     """
     descriptor = os.open(path, os.O_WRONLY | (os.O_DIRECT if direct else 0))
     try:
@@ -93,7 +97,7 @@ def read_range(path: Path, target: memoryview, offset: int, direct: bool) -> Non
     """Fill ``target`` from ``offset`` of a file that ``write_range`` wrote with the same ``direct``.
 
     Raises:
-        EOFError: the file is too short.
+        EOFError: The file is too short.
     """
     descriptor = os.open(path, os.O_RDONLY | (os.O_DIRECT if direct else 0))
     try:
@@ -118,7 +122,7 @@ def _write_all(descriptor: int, data: memoryview, offset: int) -> None:
 
 
 def _read_all(descriptor: int, target: memoryview, offset: int, least: int) -> None:
-    """Read into ``target``; the file must have at least ``least`` bytes for it."""
+    """Read into ``target``. The file must have at least ``least`` bytes after ``offset``."""
     done = 0
     while done < least:
         count = os.preadv(descriptor, [target[done:]], offset + done)
@@ -134,7 +138,7 @@ def _begins_aligned(memory: memoryview) -> bool:
 
 
 def _bounce(size: int) -> memoryview:
-    """An aligned buffer of this thread."""
+    """Return an aligned buffer of this thread."""
     buffer: mmap.mmap | None = getattr(_local, "bounce", None)
     if buffer is None or len(buffer) < size:
         buffer = _local.bounce = mmap.mmap(-1, size)

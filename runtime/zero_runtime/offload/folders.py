@@ -1,8 +1,10 @@
-"""Folders for the files of offloaded tensors: one for each process, removed at its exit, or after a crash by the next one.
+"""Folders for the files of offloaded tensors.
 
-A folder is ``<nvme_path>/zero_runtime/<host>-<pid>-<start time>/rank<k>/<kind>``. Its process locks the file ``lock`` in it
-while it lives. A folder is a leftover if no process with that number and start time runs on this host *and* the file is not
-locked. The lock protects folders of processes in other containers, whose process numbers mean nothing here.
+Each process has its own folder, which is removed when the process exits. After a crash, the next process
+removes it. A folder is ``<nvme_path>/zero_runtime/<host>-<pid>-<start time>/rank<k>/<kind>``. While the process
+runs, it locks the file ``lock`` in its folder. A folder is a leftover if no process with its number and start
+time runs on this host *and* the file is not locked. The lock protects folders of processes in other containers,
+whose process numbers have no meaning here.
 """
 
 from __future__ import annotations
@@ -21,11 +23,11 @@ _LOCK: Final = "lock"
 
 
 class _Claim:
-    """The folder of this process below one path.
+    """The folder of this process in one ``nvme_path``.
 
     Attributes:
-        folder: of the process.
-        pid: of the process; a fork of it must leave the folder alone.
+        folder: The folder of the process.
+        pid: The number of the process. A fork of the process must not change the folder.
     """
 
     def __init__(self, nvme_path: Path) -> None:
@@ -41,7 +43,7 @@ class _Claim:
         atexit.register(self.remove)
 
     def new(self, rank: int, kind: str) -> Path:
-        """A new folder, which was not used before."""
+        """Make and return a new folder that was not used before."""
         key = f"rank{rank}/{kind}"
         number = self._used[key] = self._used.get(key, 0) + 1
         folder = self.folder / (key if number == 1 else f"{key}-{number}")
@@ -50,7 +52,7 @@ class _Claim:
         return folder
 
     def give_back(self, folder: Path) -> None:
-        """Remove one folder; after the last one, remove the folder of the process too."""
+        """Remove one folder. After the last folder, remove the folder of the process too."""
         shutil.rmtree(folder, ignore_errors=True)
         self._open.discard(folder)
         if not self._open:
@@ -67,7 +69,7 @@ class _Claim:
         try:
             self.folder.parent.rmdir()
         except OSError:
-            pass  # other processes have folders in it
+            pass  # The directory is not empty, because other processes have folders in it.
         for path, claim in list(_claims.items()):
             if claim is self:
                 del _claims[path]
@@ -77,16 +79,16 @@ _claims: Final[dict[Path, _Claim]] = {}
 
 
 def new_folder(nvme_path: str | Path, rank: int, kind: str, key: str = "nvme_path") -> Path:
-    """Make a folder for files of this process; leftovers of dead processes of this host are removed.
+    """Make a folder for files of this process, and remove leftovers of dead processes of this host.
 
     Args:
-        nvme_path: created if it is missing.
-        rank: of this process.
-        kind: of the files, such as ``optimizer``.
-        key: the configuration key that names ``nvme_path``, for errors.
+        nvme_path: The path in which the folder is made. It is created if it is missing.
+        rank: The rank of this process.
+        kind: The kind of the files, such as ``optimizer``.
+        key: The configuration key that names ``nvme_path``, for error messages.
 
     Raises:
-        ConfigError: the folder cannot be made.
+        ConfigError: The folder cannot be made.
     """
     path = Path(nvme_path).expanduser().absolute()
     try:
@@ -102,7 +104,10 @@ def new_folder(nvme_path: str | Path, rank: int, kind: str, key: str = "nvme_pat
 
 
 def remove_folder(folder: Path) -> None:
-    """Remove a folder that ``new_folder`` made, or any other; in a fork of its process, do nothing."""
+    """Remove a folder, whether or not ``new_folder`` made it.
+
+    A folder of ``new_folder`` is not removed in a fork of its process.
+    """
     for claim in list(_claims.values()):
         if claim.folder in folder.parents:
             if claim.pid == os.getpid():
@@ -128,7 +133,7 @@ def _is_locked(path: Path) -> bool:
     except FileNotFoundError:
         return False
     except OSError:
-        return True  # another user's
+        return True  # The file belongs to another user, so its process may still run.
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
@@ -139,7 +144,7 @@ def _is_locked(path: Path) -> bool:
 
 
 def _start_time(pid: int) -> str:
-    """The start time of process ``pid``, in clock ticks since boot; empty if there is no such process."""
+    """Return the start time of process ``pid`` in clock ticks since boot, or "" if the process does not exist."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
     except OSError:

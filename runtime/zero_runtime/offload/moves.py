@@ -1,8 +1,9 @@
 """Moves device memory to host memory and back.
 
-The unit is a block of memory (a storage), not a tensor: parameters are views of flat buffers, and the masters of an fp32
-model are the parameters themselves. A block is copied once, and every tensor in it becomes a view of the copy. The device
-frees a block once no tensor uses it, so the caller must pass all of its tensors.
+The unit is a block of memory (a storage), not a tensor. The reason is that parameters are views of flat
+buffers, and that the masters of an fp32 model are the parameters themselves. A block is copied once, and every
+tensor in it becomes a view of the copy. The device frees a block only when no tensor uses it, so the caller
+must pass all tensors of the block.
 """
 
 from __future__ import annotations
@@ -14,18 +15,19 @@ import torch
 
 
 class _Block(NamedTuple):
-    """Tensors of one block of memory, and the device that they came from."""
+    """The tensors of one block of memory, and their original device."""
 
     tensors: list[torch.Tensor]
     device: torch.device
 
 
 class Moves:
-    """Moves blocks to host memory and back, by the kind of their contents."""
+    """Moves blocks to host memory and back. Blocks are selected by the kind of their contents."""
 
     def __init__(self) -> None:
         self._away: dict[str, list[_Block]] = {}
-        self._copies: torch.cuda.Event | None = None  # after the last copy that was not waited for
+        # The event after the last copy that no call has waited for.
+        self._copies: torch.cuda.Event | None = None
 
     @property
     def away(self) -> tuple[str, ...]:
@@ -41,17 +43,18 @@ class Moves:
         pinned: bool,
         non_blocking: bool,
     ) -> None:
-        """Move the kinds in ``wanted`` to host memory, unless they are there already.
+        """Move the kinds in ``wanted`` to host memory, unless they are already in host memory.
 
         Args:
-            tensors: all tensors by kind; a block of several kinds belongs to the first of them.
-            wanted: the kinds to move.
-            pinned: use page-locked memory for CUDA tensors.
-            non_blocking: do not wait for the copies; :meth:`settle` does.
+            tensors: All tensors by kind. A block with tensors of several kinds belongs to the first of these
+                kinds.
+            wanted: The kinds to move.
+            pinned: Whether to use page-locked memory for CUDA tensors.
+            non_blocking: Whether to return before the copies are complete. :meth:`settle` waits for the copies.
         """
         blocks = _blocks(tensors)
         if any(each.device.type == "cuda" for theirs in blocks.values() for each in theirs):
-            torch.cuda.synchronize()  # another stream may still read memory that is freed here
+            torch.cuda.synchronize()  # Another stream may still read memory that is freed here.
         for kind in wanted:
             if kind in self._away:
                 continue
@@ -64,7 +67,7 @@ class Moves:
     @torch.inference_mode(False)
     @torch.no_grad()
     def reload(self, non_blocking: bool) -> None:
-        """Move everything back to where it was, and wait for that."""
+        """Move everything back to its original device, and wait until the copies are complete."""
         while self._away:
             kind = next(iter(self._away))
             for each in self._away[kind]:
@@ -73,7 +76,7 @@ class Moves:
         self._finish(False)
 
     def settle(self) -> None:
-        """Wait for copies to host memory; their values can be read afterwards."""
+        """Wait for copies to host memory. The values can be read afterwards."""
         copies, self._copies = self._copies, None
         if copies is not None:
             copies.synchronize()
@@ -85,15 +88,15 @@ class Moves:
         self._copies.record()
         if not non_blocking:
             self.settle()
-        torch.cuda.empty_cache()  # for other processes on the device
+        torch.cuda.empty_cache()  # Other processes on the device can then use the memory.
 
 
 def _blocks(tensors: Mapping[str, Iterable[torch.Tensor]]) -> dict[str, list[_Block]]:
-    """The blocks by kind, with all tensors in each."""
+    """Return the blocks by kind, each with all of its tensors."""
     by_place: dict[tuple[torch.device, int], tuple[str, dict[int, torch.Tensor]]] = {}
     for kind, theirs in tensors.items():
         for tensor in theirs:
-            # A view keeps its base tensor alive, and so the base's memory.
+            # A view keeps its base tensor alive, and therefore the memory of the base tensor.
             for each in (tensor, tensor._base):
                 if each is not None and each.untyped_storage().nbytes():
                     place = each.device, each.untyped_storage().data_ptr()
@@ -109,7 +112,7 @@ def _is_on_host(block: _Block) -> bool:
 
 
 def _move(tensors: Iterable[torch.Tensor], device: torch.device, pinned: bool, non_blocking: bool) -> None:
-    """Copy the block that ``tensors`` are in to ``device``, and make them views of the copy."""
+    """Copy the block of ``tensors`` to ``device``, and make ``tensors`` views of the copy."""
     tensors = list(tensors)
     block = torch.empty(0, dtype=torch.uint8, device=tensors[0].device).set_(tensors[0].untyped_storage())
     copy = torch.empty(block.numel(), dtype=torch.uint8, device=device, pin_memory=pinned)

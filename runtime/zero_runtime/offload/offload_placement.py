@@ -1,4 +1,4 @@
-"""Placement of an optimizer's masters and states, from the configuration and the device."""
+"""Placement of an optimizer's masters and states, derived from the configuration and the device."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from zero_runtime.optimizers import Lamb, Muon
 
 
 class Placement(NamedTuple):
-    """The placement of masters and states that are not kept with the parameters.
+    """The placement of masters and states that are not on the device of the parameters.
 
     Attributes:
-        policy: the block ``offload_optimizer`` of the configuration.
-        files: for device ``nvme``; None otherwise.
-        limit: largest number of elements that are updated together.
-        pinned: page-locked host memory.
-        divisible: whether the optimizer may update a shard in chunks.
+        policy: The block ``offload_optimizer`` of the configuration.
+        files: The files for device ``nvme``. None for other devices.
+        limit: The largest number of elements that are updated together.
+        pinned: Whether host memory is page-locked.
+        divisible: Whether the optimizer may update a shard in chunks.
     """
 
     policy: OptimizerOffload
@@ -36,13 +36,14 @@ class Placement(NamedTuple):
 def placement(
     config: RuntimeConfig, optimizer: torch.optim.Optimizer, group: DataParallelGroup
 ) -> Placement | None:
-    """The placement of the masters and states of ``optimizer``; None if they are kept with the parameters.
+    """Return the placement of the masters and states of ``optimizer``.
 
-    Device ``cpu`` also gives None if the parameters are in host memory themselves.
+    The result is None if they stay on the device of the parameters. This includes device ``cpu`` if the
+    parameters themselves are in host memory.
 
     Raises:
-        UnsupportedError: the optimizer cannot update elsewhere.
-        ConfigError: the folder for the files cannot be made.
+        UnsupportedError: The optimizer does not support this offload device.
+        ConfigError: The folder for the files cannot be made.
     """
     policy = config.zero.offload_optimizer
     on_host = group.device.type == "cpu"

@@ -1,15 +1,17 @@
-"""Masters and states of an optimizer in files; they are in memory only around their update.
+"""Masters and states of an optimizer in files. They are in memory only around their update.
 
-A step walks through the chunks of the state. While one chunk is updated, the next ones are read and the last ones are
-written, each in its own set of buffers. There are ``buffer_count`` sets, and no further memory is needed::
+A step walks through the chunks of the state. While one chunk is updated, the next chunks are read and the
+previous chunks are written, each in its own set of buffers. There are ``buffer_count`` sets, and no further
+memory is needed::
 
     buffers 0   read 0 | update 0 | write 0            | read 4 ...
     buffers 1   read 1            | update 1 | write 1 | ...
     buffers 2   read 2                       | update 2 | write 2
     buffers 3   read 3                                  | update 3 | ...
 
-The optimizer identifies each chunk by one tensor, its master. While the values are in files, the master and the tensors of
-its state keep their shapes and contain NaN, one element in memory for all. Writing to them has no effect or is an error.
+The optimizer identifies each chunk by one tensor, its master. While the values are in files, the master and its
+state tensors keep their shapes and contain NaN. All elements of such a tensor are one element in memory.
+Writing to such a tensor has no effect or is an error.
 """
 
 from __future__ import annotations
@@ -29,11 +31,11 @@ _GRADIENT: Final = "gradient"
 
 
 class _Buffers:
-    """Memory for one chunk.
+    """The memory for one chunk.
 
     Attributes:
-        writes: outstanding writes from it.
-        used: whether a chunk is in it.
+        writes: The outstanding writes from this memory.
+        used: Whether this memory contains a chunk.
     """
 
     def __init__(self, pinned: bool) -> None:
@@ -43,7 +45,7 @@ class _Buffers:
         self._memory: dict[str, torch.Tensor] = {}
 
     def tensor(self, name: str, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Memory for ``numel`` elements of tensor ``name``, reused by later calls."""
+        """Return memory for ``numel`` elements of tensor ``name``. Later calls reuse the memory."""
         size = numel * dtype.itemsize
         memory = self._memory.get(name)
         if memory is None or memory.numel() < size:
@@ -52,18 +54,18 @@ class _Buffers:
 
     @property
     def idle(self) -> bool:
-        """Whether a chunk can be read into it at once."""
+        """Whether a chunk can be read into this memory immediately."""
         return not self.used and all(write.done for write in self.writes)
 
     def settle(self) -> None:
-        """Wait for outstanding writes. Raises OffloadError."""
+        """Wait for outstanding writes. Raise OffloadError if a write failed."""
         writes, self.writes = self.writes, []
         for write in writes:
             write.wait()
 
 
 class _Reading(NamedTuple):
-    """A chunk in memory or on its way there: its tensors, by name, and their transfers."""
+    """A chunk that is in memory or is being read: its tensors, by name, and their transfers."""
 
     buffers: _Buffers
     tensors: dict[str, torch.Tensor]
@@ -78,11 +80,12 @@ class _Entry:
     """A chunk whose state is in files.
 
     Attributes:
-        master: the tensor that the optimizer updates.
-        numel, dtype: of the master.
-        fill: fills the master with the model's values; None if the master is the model's own memory, which stays.
-        stored_dtypes: the dtypes of the tensors in files, by name.
-        reading: while the chunk is in memory or on its way there; None otherwise.
+        master: The tensor that the optimizer updates.
+        numel, dtype: The number of elements and the dtype of the master.
+        fill: A function that fills the master with the model's values. None if the master is the model's own
+            memory, which stays in memory.
+        stored_dtypes: The dtypes of the tensors in files, by name.
+        reading: The buffers and transfers while the chunk is in memory or is being read. None otherwise.
     """
 
     def __init__(self, master: torch.Tensor, fill: Callable[[torch.Tensor], None] | None) -> None:
@@ -98,10 +101,10 @@ class StateFiles:
     """The masters and states of some tensors of an optimizer, in files.
 
     Args:
-        optimizer: whose state it is; it must update tensor by tensor.
-        files: that hold the tensors; closed with this object.
-        policy: number of buffers, and whether reads and writes overlap updates.
-        pinned: page-locked buffers.
+        optimizer: The optimizer that owns the state. It must update tensor by tensor.
+        files: The files that store the tensors. They are closed with this object.
+        policy: The number of buffers, and whether reads and writes overlap updates.
+        pinned: Whether the buffers are page-locked.
     """
 
     def __init__(
@@ -112,14 +115,14 @@ class StateFiles:
         self._policy = policy
         self._entries: dict[int, _Entry] = {}
         self._buffers = [_Buffers(pinned) for _ in range(policy.buffer_count)]
-        self._shown: int | None = None  # the chunk that was read for a checkpoint
+        self._shown: int | None = None  # The number of the chunk that was read for a checkpoint.
 
     def __contains__(self, number: int) -> bool:
-        """Whether the state of that master is in files."""
+        """Return whether the state of master ``number`` is in files."""
         return number in self._entries
 
     def close(self) -> None:
-        """Remove the files; their tensors cannot be used afterwards."""
+        """Remove the files. Their tensors cannot be used afterwards."""
         self._entries.clear()
         self._files.close()
 
@@ -127,7 +130,10 @@ class StateFiles:
     def add(
         self, number: int, numel: int, dtype: torch.dtype, fill: Callable[[torch.Tensor], None]
     ) -> torch.Tensor:
-        """Add a master of ``numel`` elements in files, filled by ``fill``; written now, unless ``fast_init`` is set."""
+        """Add a master of ``numel`` elements in files. ``fill`` fills its values.
+
+        The master is written immediately, unless ``fast_init`` is set.
+        """
         master = torch.empty(numel, dtype=dtype)
         entry = self._entries[number] = _Entry(master, fill)
         master.data = absent(numel, dtype)
@@ -138,9 +144,9 @@ class StateFiles:
         return master
 
     def add_state(self, number: int, master: torch.Tensor) -> None:
-        """Add a master that stays in memory while its state goes to files."""
+        """Add a master that stays in memory while its state is in files."""
         self._entries[number] = _Entry(master, None)
-        self._store(number)  # some optimizers create their state in the constructor
+        self._store(number)  # Some optimizers create their state in the constructor.
 
     def begin(self) -> None:
         """Start to read the first chunks of the next walk, if ``pipeline_read`` is set."""
@@ -149,10 +155,12 @@ class StateFiles:
             self._read_ahead(list(self._entries))
 
     def walk(self, numbers: Iterable[int] | None = None) -> Iterator[int]:
-        """Yield the number of every chunk in turn. It is in memory until the next one is requested; changes are written.
+        """Yield the number of every chunk in turn.
+
+        A chunk is in memory until the next number is requested. Changes to the chunk are written.
 
         Raises:
-            OffloadError: a file cannot be read or written.
+            OffloadError: A file cannot be read or written.
         """
         self._drop_shown()
         queue = list(self._entries if numbers is None else numbers)
@@ -170,33 +178,36 @@ class StateFiles:
                     self._store(number)
         finally:
             for number in queue:
-                self._forget(number)  # chunks that were prefetched for a walk that was broken off
+                self._forget(number)  # If the walk was interrupted, prefetched chunks remain.
         for buffers in self._buffers:
             buffers.settle()
 
     @contextmanager
     def resident(self, number: int) -> Iterator[None]:
-        """Within the block the chunk is in memory; changes are written."""
+        """Keep the chunk in memory within the ``with`` block. Changes to the chunk are written."""
         for _ in self.walk([number]):
             yield
 
     def gradient(self, number: int, dtype: torch.dtype) -> torch.Tensor:
-        """Memory for the gradient of a chunk that is in memory."""
+        """Return memory for the gradient of a chunk that is in memory."""
         entry = self._entries[number]
         assert entry.reading is not None
         return entry.reading.buffers.tensor(_GRADIENT, entry.numel, dtype)
 
     def pending(self, number: int) -> bool:
-        """Whether the master has not been written yet and has to be filled."""
+        """Return whether the master has not been written yet, so that it must be filled."""
         entry = self._entries[number]
         return entry.fill is not None and MASTER not in entry.stored_dtypes
 
     def kept(self, number: int) -> dict[str, torch.dtype]:
-        """The dtypes of the state tensors in files, by name."""
+        """Return the dtypes of the state tensors in files, by name."""
         return {name: dtype for name, dtype in self._entries[number].stored_dtypes.items() if name != MASTER}
 
     def show(self, number: int, name: str, span: slice) -> torch.Tensor:
-        """A copy of a range of one state tensor, or of the master. Cheap if the last call was for the same chunk."""
+        """Return a copy of a range of one state tensor or of the master.
+
+        The call is cheap if the previous call was for the same chunk.
+        """
         entry = self._entries[number]
         if name == MASTER and entry.fill is None:
             return entry.master.detach()[span].clone()
@@ -217,7 +228,7 @@ class StateFiles:
             self._shown = None
 
     def _forget(self, number: int) -> None:
-        """Free the buffers of a chunk that was read and not changed."""
+        """Free the buffers of a chunk that was read and not modified."""
         entry = self._entries.get(number)
         if entry is not None and entry.reading is not None:
             for transfer in entry.reading.transfers:
@@ -234,7 +245,7 @@ class StateFiles:
             self._begin(number)
 
     def _begin(self, number: int) -> None:
-        """Start to read a chunk, once buffers are free for it."""
+        """Start to read a chunk, after buffers for the chunk are free."""
         entry = self._entries[number]
         free = [buffers for buffers in self._buffers if not buffers.used]
         buffers = next((each for each in free if each.idle), free[0])
@@ -247,7 +258,7 @@ class StateFiles:
         entry.reading = _Reading(buffers, tensors, transfers)
 
     def _land(self, entry: _Entry) -> None:
-        """Hand a chunk that has been read to the optimizer."""
+        """Pass a chunk that has been read to the optimizer."""
         assert entry.reading is not None
         entry.reading.wait()
         if entry.fill is not None:
@@ -288,13 +299,17 @@ class StateFiles:
 
 
 def absent(numel: int, dtype: torch.dtype, device: torch.device | None = None) -> torch.Tensor:
-    """The placeholder of a tensor that is in a file: ``numel`` times one NaN, or 0 for integers."""
+    """Return the placeholder of a tensor that is in a file.
+
+    The placeholder has ``numel`` elements, all in the memory of one element. The value is NaN, or 0 for
+    integers.
+    """
     value = float("nan") if dtype.is_floating_point else 0
     return torch.full((1,), value, dtype=dtype, device=device).expand(numel)
 
 
 def _elementwise(state: dict[str, Any], master: torch.Tensor) -> list[str]:
-    """The names of the state tensors that have the master's shape."""
+    """Return the names of the state tensors that have the master's shape."""
     return [
         name
         for name, value in state.items()

@@ -1,8 +1,9 @@
-"""Tensors in files, written and read by background threads and verified by checksums.
+"""Tensors in files. Background threads write and read the files, and checksums verify them.
 
-A transfer consists of requests of ``block_size * queue_depth`` bytes, each one system call (``single_submit``: one block
-each). Reads and writes have separate threads, so that prefetching never waits for writes. The checksum of every request
-stays in memory and is compared when the request is read.
+A transfer consists of requests of ``block_size * queue_depth`` bytes. Each request is usually one read or write
+system call. A direct request whose end is not aligned needs a second call. With ``single_submit`` each request
+is one block. Reads and writes have separate threads, so that prefetching never waits for writes. The checksum
+of every written request stays in memory, and is compared when the request is read.
 """
 
 from __future__ import annotations
@@ -32,15 +33,15 @@ _LONGEST_NAME: Final = 80
 
 
 class AsynchronousIO(NamedTuple):
-    """How files are read and written: the block ``aio``, whose defaults these are.
+    """How files are read and written. The fields and defaults are those of the configuration block ``aio``.
 
     Attributes:
-        block_size: bytes of a block.
-        queue_depth: blocks of one request.
-        threads: for reads, and as many for writes.
-        single_submit: every block is a separate request.
-        overlap_events: a second request is in progress for each thread, so that the checksum of one is computed while the
-            disk transfers the other.
+        block_size: The size of a block in bytes.
+        queue_depth: The number of blocks of one request.
+        threads: The number of threads for reads. Writes have the same number of threads.
+        single_submit: Whether every block is a separate request.
+        overlap_events: Whether each thread has a second request in progress, so that the checksum of one
+            request is computed while the disk transfers the other.
     """
 
     block_size: int = 1_048_576
@@ -51,7 +52,7 @@ class AsynchronousIO(NamedTuple):
 
     @property
     def request(self) -> int:
-        """Bytes of a request."""
+        """The size of a request in bytes."""
         return aligned(self.block_size) * (1 if self.single_submit else self.queue_depth)
 
 
@@ -59,7 +60,7 @@ _DEFAULT: Final = AsynchronousIO()
 
 
 class Transfer:
-    """A tensor on its way to or from its file; its memory must not be used until ``wait`` has returned."""
+    """A transfer of a tensor to or from its file. Do not use the memory of the tensor before ``wait`` returns."""
 
     def __init__(
         self, requests: Sequence[Future[None]], describe: Callable[[BaseException], OffloadError]
@@ -69,7 +70,7 @@ class Transfer:
 
     @property
     def done(self) -> bool:
-        """Whether ``wait`` would return, or raise, at once."""
+        """Whether ``wait`` would return or raise immediately."""
         return all(request.done() for request in self._requests)
 
     def settle(self) -> None:
@@ -77,10 +78,10 @@ class Transfer:
         wait_for(self._requests)
 
     def wait(self) -> None:
-        """Wait until the tensor has arrived.
+        """Wait until the transfer is complete.
 
         Raises:
-            OffloadError: a request failed; the message names the file, what happened and what to do.
+            OffloadError: A request failed. The message names the file, what happened and what to do.
         """
         self.settle()
         for request in self._requests:
@@ -94,13 +95,13 @@ class Transfer:
 
 
 class _File:
-    """One tensor's file.
+    """The file of one tensor.
 
     Attributes:
-        path: of the file.
-        size: bytes of the tensor.
-        checksums: of its requests.
-        last: the transfer that was started last.
+        path: The path of the file.
+        size: The size of the tensor in bytes.
+        checksums: The checksums of the requests.
+        last: The transfer that was started last.
     """
 
     __slots__ = ("checksums", "last", "path", "size")
@@ -116,11 +117,12 @@ class TensorFiles:
     """Named tensors in the files of one folder.
 
     Args:
-        folder: an existing folder, which is removed by ``close``, or when this object or its process ends.
-        io: how files are read and written.
-        checked: compare checksums.
-        direct: bypass the page cache; None to do so if the file system supports it.
-        key: the configuration key that names ``folder``, for errors.
+        folder: An existing folder. It is removed by ``close``, or when this object is deleted or its process
+            exits.
+        io: How files are read and written.
+        checked: Whether checksums are compared.
+        direct: Whether to bypass the page cache. None bypasses it if the file system supports this.
+        key: The configuration key that names ``folder``, for error messages.
     """
 
     def __init__(
@@ -146,15 +148,15 @@ class TensorFiles:
         self._end = weakref.finalize(self, _end, os.getpid(), folder, self._readers, self._writers)
 
     def __contains__(self, name: str) -> bool:
-        """Whether a tensor of that name was written."""
+        """Return whether a tensor with this name was written."""
         return name in self._files
 
     def write(self, name: str, tensor: torch.Tensor) -> Transfer:
-        """Start to write a tensor; it replaces an earlier one of that name.
+        """Start to write a tensor. It replaces an earlier tensor with the same name.
 
         Raises:
-            OffloadError: there is no space for the file.
-            ValueError: the tensor is not contiguous host memory.
+            OffloadError: There is no space for the file.
+            ValueError: The tensor is not contiguous host memory.
         """
         memory = as_memory(tensor)
         file = self._file(name)
@@ -170,12 +172,12 @@ class TensorFiles:
         return file.last
 
     def read(self, name: str, out: torch.Tensor) -> Transfer:
-        """Start to fill ``out`` with the tensor of that name.
+        """Start to fill ``out`` with the tensor ``name``.
 
         Raises:
-            OffloadError: it could not be written.
-            KeyError: there is no such tensor.
-            ValueError: ``out`` has another number of bytes, or is not contiguous host memory.
+            OffloadError: The tensor could not be written.
+            KeyError: There is no tensor with this name.
+            ValueError: ``out`` has a different number of bytes, or is not contiguous host memory.
         """
         file = self._files[name]
         memory = as_memory(out)
@@ -190,7 +192,7 @@ class TensorFiles:
         return file.last
 
     def remove(self, name: str) -> None:
-        """Remove a tensor and its file, if it exists."""
+        """Remove a tensor and its file, if they exist."""
         file = self._files.pop(name, None)
         if file is not None:
             if file.last is not None:
@@ -198,7 +200,7 @@ class TensorFiles:
             file.path.unlink(missing_ok=True)
 
     def close(self) -> None:
-        """Wait for requests in progress and remove the folder. May be called twice."""
+        """Wait for requests in progress and remove the folder. This method may be called twice."""
         self._files.clear()
         self._end()
 
@@ -211,13 +213,13 @@ class TensorFiles:
         return file
 
     def _settle(self, file: _File) -> None:
-        """Wait for an earlier transfer of the file."""
+        """Wait for the last transfer of the file, if it is still in progress."""
         if file.last is not None:
             last, file.last = file.last, None
             last.wait()
 
     def _reserve(self, name: str, file: _File, size: int) -> None:
-        """Allocate the file's complete space before anything is written, so that a full disk is noticed at once."""
+        """Allocate the complete space of the file before the first write, to detect a full disk immediately."""
         if size == file.size and file.checksums:
             return
         try:
@@ -284,7 +286,7 @@ def _free(folder: Path) -> str:
 
 def _end(pid: int, folder: Path, *pools: ThreadPoolExecutor) -> None:
     if os.getpid() != pid:
-        return  # a fork: the files and threads belong to its parent
+        return  # This process is a fork. The files and threads belong to its parent.
     for pool in pools:
         pool.shutdown(wait=True, cancel_futures=True)
     remove_folder(folder)

@@ -1,4 +1,4 @@
-"""The dtypes of a training, and the casts of the model that they need."""
+"""The dtypes of a training job, and the casts of the model to these dtypes."""
 
 from __future__ import annotations
 
@@ -24,22 +24,23 @@ DTYPES: Final = {
 }
 # The modules that torch.autocast runs in the lower precision by default, as DeepSpeed lists them.
 _AUTOCAST_MODULES: Final = (torch.nn.Linear, torch.nn.Conv1d, torch.nn.Conv2d, torch.nn.Conv3d)
-_CHUNK: Final = 2**20  # elements
+_CHUNK: Final = 2**20  # The number of elements.
 _OVERFLOW: Final = hooks.tag("overflow_check")
 
 
 class Precision(NamedTuple):
-    """The dtypes of one training.
+    """The dtypes of a training job.
 
     Attributes:
-        model: of parameters and gradients; None does not cast them.
-        communication: of gradients.
-        fp32_communication: of gradients of parameters that stay in fp32 in a 16-bit model.
-        accumulation: of accumulated gradients; None for the gradients' own.
-        masters: of the copies of 16-bit parameters that the optimizer updates.
-        check_overflow: whether the ranks agree before each step that no gradient is infinite or NaN.
-        autocast: the dtype of torch.autocast; None without it.
-        inputs: of floating-point inputs of the model; None does not cast them.
+        model: The dtype of parameters and gradients. None does not cast them.
+        communication: The dtype in which gradients are communicated.
+        fp32_communication: The communication dtype for gradients of parameters that stay in fp32 in a 16-bit
+            model.
+        accumulation: The dtype of accumulated gradients. None for the gradients' own dtype.
+        masters: The dtype of the copies of 16-bit parameters that the optimizer updates.
+        check_overflow: Whether the ranks agree before each step that no gradient is infinite or NaN.
+        autocast: The dtype of torch.autocast. None if autocast is not used.
+        inputs: The dtype to which floating-point inputs of the model are cast. None does not cast them.
     """
 
     model: torch.dtype | None
@@ -53,7 +54,7 @@ class Precision(NamedTuple):
 
 
 def precision(config: PrecisionConfig) -> Precision:
-    """The dtypes of ``config``. The communication dtype is the training dtype by default."""
+    """Return the dtypes of ``config``. The communication dtype is the training dtype by default."""
     model = DTYPES[config.model] if config.model != "fp32" else None
     named = DTYPES[config.communication_data_type] if config.communication_data_type else None
     return Precision(
@@ -69,9 +70,10 @@ def precision(config: PrecisionConfig) -> Precision:
 
 
 def cast_module(module: torch.nn.Module, config: PrecisionConfig) -> None:
-    """Cast floating-point parameters to the model dtype, and buffers to ``buffer_dtype`` if that is set.
+    """Cast floating-point parameters to the model dtype. Cast buffers to ``buffer_dtype`` if that key is set.
 
-    Modules in ``fp16_override_modules`` and buffers in ``data_types.keep_in_fp32_modules`` are cast to fp32 instead.
+    Modules in ``fp16_override_modules`` and buffers in ``data_types.keep_in_fp32_modules`` are cast to fp32
+    instead.
     """
     dtype = DTYPES[config.model]
     patterns = config.fp32_modules if config.model != "fp32" else ()
@@ -97,7 +99,7 @@ def cast_tensors(
 
 
 def accumulate_in(parameters: Iterable[torch.Tensor], dtype: torch.dtype | None) -> None:
-    """Let autograd accumulate the gradients of ``parameters`` in ``dtype``; None for the parameters' own."""
+    """Make autograd accumulate the gradients of ``parameters`` in ``dtype``. None means the parameters' own dtype."""
     for parameter in parameters:
         wanted = dtype or parameter.dtype
         if parameter.requires_grad and parameter.grad_dtype != wanted:
@@ -106,7 +108,7 @@ def accumulate_in(parameters: Iterable[torch.Tensor], dtype: torch.dtype | None)
 
 
 def autocast(dtype: torch.dtype | None, device: torch.device) -> AbstractContextManager[object]:
-    """The context of a forward pass. On CUDA the config wins over a torch.autocast of the caller."""
+    """Return the context of a forward pass. On CUDA, the config overrides a torch.autocast of the caller."""
     if dtype is not None:
         return torch.autocast(device.type, dtype=dtype)
     if device.type == "cuda" and torch.is_autocast_enabled("cuda"):
@@ -117,14 +119,16 @@ def autocast(dtype: torch.dtype | None, device: torch.device) -> AbstractContext
 def communication_dtypes(
     module: torch.nn.Module, kinds: Precision, names: tuple[str, ...] | None
 ) -> dict[torch.nn.Parameter, torch.dtype]:
-    """The communication dtype of each parameter's gradient.
+    """Return the communication dtype of each parameter's gradient.
 
-    With torch_autocast this is the lower precision for modules that run in it, and the parameter's own dtype for others.
+    With torch_autocast, this is the lower precision for parameters of modules that run in the lower precision.
+    For all other parameters it is the parameter's own dtype.
 
     Args:
-        module: the model.
-        kinds: the dtypes.
-        names: qualified names of the classes of these modules; None for Linear and the convolutions.
+        module: The model.
+        kinds: The dtypes of the training job.
+        names: The qualified class names of the modules that run in the lower precision. None for Linear and the
+            convolutions.
     """
     if kinds.autocast is None:
         return {parameter: communication_dtype(parameter, kinds) for parameter in module.parameters()}
@@ -137,7 +141,7 @@ def communication_dtypes(
 
 
 def communication_dtype(parameter: torch.Tensor, kinds: Precision) -> torch.dtype:
-    """The communication dtype of the gradient of ``parameter`` without torch_autocast."""
+    """Return the communication dtype of the gradient of ``parameter`` if torch_autocast is not used."""
     stays_fp32 = kinds.model is not None and parameter.dtype is torch.float32
     return kinds.fp32_communication if stays_fp32 else kinds.communication
 
@@ -155,21 +159,22 @@ def _module_class(name: str) -> type:
 
 
 def any_overflow(gradients: Iterable[torch.Tensor], device: torch.device) -> torch.Tensor:
-    """A uint8 tensor of one element: 1 where any element of ``gradients`` is infinite or NaN."""
+    """Return a uint8 tensor of one element: 1 if any element of ``gradients`` is infinite or NaN, else 0."""
     flag = torch.zeros(1, dtype=torch.uint8, device=device)
     for gradient in gradients:
         # aminmax copies 16-bit values to fp32, so they are processed one chunk at a time.
         size = gradient.numel() if gradient.dtype is torch.float32 else _CHUNK
         for chunk in gradient.reshape(-1).split(max(size, 1)):
             if chunk.numel():
-                # If an element is NaN, both extremes are. Testing every element takes 70 times as long, and memory.
+                # If an element is NaN, both extremes are NaN. Testing every element takes 70 times as long and
+                # needs additional memory.
                 extremes = torch.stack(torch.aminmax(chunk))
                 flag |= (~torch.isfinite(extremes).all()).to(torch.uint8)
     return flag
 
 
 def agree_on_overflow(flag: torch.Tensor, *groups: DataParallelGroup) -> bool:
-    """Whether any rank of ``groups`` has an overflow: one all_reduce MAX of one byte in each group."""
+    """Return whether any rank of ``groups`` has an overflow. Issue one all_reduce MAX of one byte in each group."""
     for group in groups:
         group.all_reduce(flag, op=ReduceOp.MAX, why=_OVERFLOW)
     return bool(flag.item())

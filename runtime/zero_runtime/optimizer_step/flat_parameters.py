@@ -1,9 +1,9 @@
 """Parameters as views of flat buffers, replicated on every rank (stages 1 and 2).
 
-The sharded optimizer uses the same methods here and in :mod:`zero_runtime.sharding.sharded_parameters`: ``own``, this
-rank's shard of every group in the model's dtype, read and written as
-:class:`zero_runtime.optimizer_step.owned_shards.OwnedShards` describes; ``begin_step`` before the shards are written;
-``share`` afterwards.
+The sharded optimizer uses the same methods here and in :mod:`zero_runtime.sharding.sharded_parameters`. ``own``
+is this rank's shard of every group, in the model's dtype.
+:class:`zero_runtime.optimizer_step.owned_shards.OwnedShards` describes how the shards are read and written. The
+optimizer calls ``begin_step`` before it writes the shards, and ``share`` afterwards.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ class _GatherMessage(NamedTuple):
     """One message of the parameter gather.
 
     Attributes:
-        contiguous: the rows as one tensor; None if they are not contiguous.
-        rows: of each rank.
-        whys: the tag of each row, with the number of its padding bytes.
-        why: the tag of all rows together.
-        ranks: that gather it.
+        contiguous: The rows as one tensor. None if the rows are not contiguous.
+        rows: The row of each rank.
+        whys: The tag of each row, with the number of padding bytes of the row.
+        why: The tag of all rows together.
+        ranks: The group of the ranks that gather the message.
     """
 
     contiguous: torch.Tensor | None
@@ -42,20 +42,22 @@ class _GatherMessage(NamedTuple):
 
 
 class FlatParameters(OwnedShards):
-    """Makes the parameters of each group views of one flat buffer; this rank updates one shard of it.
+    """Makes the parameters of each group views of one flat buffer. This rank updates one shard of the buffer.
 
     Args:
-        groups: the trainable parameters.
-        group: the data-parallel ranks.
-        by_broadcast: share the shards by one broadcast each, instead of by an all_gather.
-        bucket: elements of the largest message of such an all_gather; None sends each chunk at once.
-        module: the model, if ``share`` only starts the gather and accesses to parameters wait for it; None if ``share``
-            waits itself.
-        quantized: whether an all_gather sends the shards in 8 bits. Every rank then has the same rounded parameters.
+        groups: The trainable parameters.
+        group: The group of the data-parallel ranks.
+        by_broadcast: Whether to share the shards with one broadcast each, instead of with an all_gather.
+        bucket: The number of elements of the largest message of such an all_gather. None sends each chunk as
+            one message.
+        module: The model, if ``share`` only starts the gather and accesses to parameters wait for it. None if
+            ``share`` itself waits.
+        quantized: Whether an all_gather sends the shards in 8 bits. Every rank then has the same rounded
+            parameters.
 
     Attributes:
-        own: for each group, this rank's shard of the flat buffer, 1-D: a view, or a copy of this rank's rows if there are
-            several chunks or the gather is quantized.
+        own: For each group, this rank's 1-D shard of the flat buffer. The shard is a view of the buffer. If
+            there are several chunks or the gather is quantized, the shard is a copy of this rank's rows.
     """
 
     def __init__(
@@ -89,26 +91,28 @@ class FlatParameters(OwnedShards):
         self._arrivals = None if module is None else Arrivals(module, self._carriers(groups))
 
     def close(self) -> None:
-        """Wait for messages in flight, and remove the hooks."""
+        """Wait for messages in flight and remove the hooks."""
         if self._arrivals is not None:
             self._arrivals.close()
 
     def begin_step(self) -> Sequence[tuple[int, slice]]:
-        """Wait for messages in flight: the model reads the shards, so they must be complete before they change.
+        """Wait for messages in flight.
+
+        The messages read the shards and fill the parameters, so they must be complete before the shards change.
 
         Returns:
-            An empty sequence: changes by scripts are not detected at these stages.
+            An empty sequence, because changes by scripts are not detected at these stages.
         """
         return self.changes()
 
     def changes(self) -> Sequence[tuple[int, slice]]:
-        """Wait for messages in flight; returns the same as ``begin_step``."""
+        """Wait for messages in flight. The return value is the same as that of ``begin_step``."""
         if self._arrivals is not None:
             self._arrivals.land_all()
         return ()
 
     def tensors(self) -> Iterator[torch.Tensor]:
-        """Every tensor of the flat buffers, after all messages in flight."""
+        """Yield every tensor of the flat buffers, after all messages in flight."""
         self.changes()
         yield from self.own
         yield from self._rows
@@ -129,7 +133,7 @@ class FlatParameters(OwnedShards):
                 for owner, (row, why) in enumerate(zip(message.rows, message.whys, strict=True)):
                     message.ranks.broadcast(row, owner, why=why)
             return
-        # Several messages in flight keep the network busy while one of them starts or ends.
+        # Several messages are in flight at the same time, so the network stays busy while one of them starts or ends.
         if self._quantized:
             self._share_quantized()
             return
@@ -166,7 +170,7 @@ class FlatParameters(OwnedShards):
             fill()
 
     def _messages_of(self, chunk: torch.Tensor, of: ParameterGroup) -> Iterator[_GatherMessage]:
-        """The messages that gather ``chunk``; each part of a row begins at an even element."""
+        """Yield the messages that gather ``chunk``. Each part of a row begins at an even element."""
         ranks = of.ranks or self._group
         rows = chunk.chunk(ranks.world_size)
         if of.ranks is not None and ranks.world_size == 1:
@@ -192,7 +196,7 @@ class FlatParameters(OwnedShards):
         return ranks.all_gather(list(message.rows), own, why=message.why, asynchronous=asynchronous)
 
     def _carriers(self, groups: Sequence[ParameterGroup]) -> dict[torch.nn.Parameter, tuple[int, ...]]:
-        """The numbers of the messages that carry a part of each parameter."""
+        """Return the numbers of the messages that carry a part of each parameter."""
         carriers_of: dict[torch.nn.Parameter, tuple[int, ...]] = {}
         first = 0
         for each in groups:
@@ -219,7 +223,7 @@ def _gather_message(
     of: ParameterGroup,
     ranks: DataParallelGroup,
 ) -> _GatherMessage:
-    # Offsets in the flat buffer, which has its own storage.
+    # The flat buffer has its own storage, so storage offsets are offsets in the buffer.
     starts = [int(row.storage_offset()) for row in rows]
     paddings = [
         of.flat_layout.padding(start, start + row.numel()) * row.element_size()
@@ -233,7 +237,7 @@ def _why(padding_bytes: int) -> hooks.tag:
 
 
 def flatten(each: ParameterGroup) -> torch.Tensor:
-    """Concatenate the parameters of a group in a new flat buffer, and make them views of it."""
+    """Concatenate the parameters of a group in a new flat buffer, and make the parameters views of the buffer."""
     first, layout = each.parameters[0], each.flat_layout
     flat = torch.zeros(layout.numel, dtype=first.dtype, device=first.device)
     for parameter, offset in zip(each.parameters, layout.offsets, strict=True):

@@ -1,9 +1,11 @@
-"""Modules and buffers of a 16-bit model that stay in fp32: ``fp16_override_modules``, ``data_types.keep_in_fp32_modules``.
+"""Modules and buffers of a 16-bit model that stay in fp32.
 
-A pattern of ``fp16_override_modules`` is a glob (``*``, ``?``, ``[...]``) that must match one of these entirely: the
-qualified name of a module, the last part of that name, or the name of its class. With the prefix ``re:`` it is a regular
-expression that may match anywhere in the qualified name. A matching module stays in fp32 with all its submodules: its
-inputs are cast to fp32, and its outputs to the model's dtype.
+The keys ``fp16_override_modules`` and ``data_types.keep_in_fp32_modules`` select them. A pattern of
+``fp16_override_modules`` is a glob (``*``, ``?``, ``[...]``). The glob must match one of these names entirely:
+the qualified name of a module, the last part of that name, or the name of the module's class. A pattern with
+the prefix ``re:`` is a regular expression that may match anywhere in the qualified name. A matching module
+stays in fp32 with all its submodules: its inputs are cast to fp32, and its outputs are cast to the model's
+dtype.
 """
 
 from __future__ import annotations
@@ -25,13 +27,13 @@ from zero_runtime.errors import ConfigError
 _REGULAR: Final = "re:"
 # Containers are never called, so a hook on them would not run.
 _CONTAINERS: Final = (torch.nn.ModuleList, torch.nn.ModuleDict)
-# The casting hooks of modules, to remove them when a model is prepared again in another precision.
+# The casting hooks of modules. They are removed when a model is prepared again in another precision.
 _BORDERS: Final[WeakKeyDictionary[torch.nn.Module, tuple[RemovableHandle, ...]]] = WeakKeyDictionary()
 _REDUCED: Final = (torch.float16, torch.bfloat16)
 
 
 def cast_floating(values: Any, dtype: torch.dtype) -> Any:
-    """``values`` with every floating-point tensor in it, however nested, cast to ``dtype``."""
+    """Return ``values`` with every floating-point tensor cast to ``dtype``, however deeply the tensor is nested."""
 
     def cast(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(dtype) if tensor.is_floating_point() else tensor
@@ -42,18 +44,18 @@ def cast_floating(values: Any, dtype: torch.dtype) -> Any:
 def keep_in_fp32(
     module: torch.nn.Module, patterns: Sequence[str], dtype: torch.dtype
 ) -> frozenset[torch.nn.Parameter]:
-    """Let the modules that match ``patterns`` compute in fp32 within a model of ``dtype``.
+    """Make the modules that match ``patterns`` compute in fp32 within a model of ``dtype``.
 
     Args:
-        module: the model.
-        patterns: of ``fp16_override_modules``.
-        dtype: of the rest of the model; outputs of the matching modules are cast to it.
+        module: The model.
+        patterns: The patterns of ``fp16_override_modules``.
+        dtype: The dtype of the rest of the model. Outputs of the matching modules are cast to this dtype.
 
     Returns:
         The parameters that must not be cast.
 
     Raises:
-        ConfigError: a pattern that matches nothing, or a parameter that another module uses too.
+        ConfigError: A pattern matches nothing, or a parameter is also used by a module that does not match.
     """
     for child in module.modules():
         for handle in _BORDERS.pop(child, ()):
@@ -110,12 +112,12 @@ def _matcher(pattern: str) -> Callable[[str, str], bool]:
 
 
 def _within(name: str, other: str) -> bool:
-    """Whether module ``name`` is a submodule of ``other``."""
+    """Return whether module ``name`` is a submodule of module ``other``."""
     return name != other and (not other or name.startswith(other + "."))
 
 
 def _called(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
-    """``module``, or the modules in it if it is a container."""
+    """Yield ``module``, or the modules in it if it is a container."""
     if isinstance(module, _CONTAINERS):
         for child in module.children():
             yield from _called(child)
@@ -136,15 +138,16 @@ def _narrow(dtype: torch.dtype, module: torch.nn.Module, inputs: Any, outputs: A
 def fp32_buffers(
     module: torch.nn.Module, patterns: Sequence[str] | None, dtype: torch.dtype
 ) -> list[torch.Tensor]:
-    """The floating-point buffers that stay in fp32 in a model of ``dtype``, by DeepSpeed's ``keep_in_fp32_modules``.
+    """Return the floating-point buffers that stay in fp32 in a model of ``dtype``.
 
-    A pattern may match anywhere in a buffer's full name; ``*`` in it stands for any characters.
+    The patterns are those of DeepSpeed's ``keep_in_fp32_modules``. A pattern may match anywhere in a buffer's
+    full name. A ``*`` in a pattern matches any characters.
 
     Args:
-        module: the model.
-        patterns: the list; None takes the lists of Hugging Face models, ``_keep_in_fp32_modules_strict`` and, for
-            fp16, ``_keep_in_fp32_modules``.
-        dtype: of the model; with fp32 there is nothing to keep.
+        module: The model.
+        patterns: The list of patterns. None uses the lists of Hugging Face models:
+            ``_keep_in_fp32_modules_strict`` and, for fp16, ``_keep_in_fp32_modules``.
+        dtype: The dtype of the model. In an fp32 model, the result is empty.
     """
     if dtype not in _REDUCED:
         return []

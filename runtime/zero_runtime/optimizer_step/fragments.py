@@ -1,14 +1,14 @@
-"""Fragments: the values and optimizer state of each parameter by its name, the unit of checkpoints.
+"""Fragments: the values and optimizer state of each parameter by its name. A fragment is the unit of checkpoints.
 
-The torch optimizer works on *masters*: the parameters themselves, fp32 copies of them, or flat fp32 shards that contain
-parts of many parameters. At every stage, a master is a tensor and a list of the parts in it. Saving and loading need
-nothing else: another rank may read a saved part in another layout::
+The torch optimizer updates *masters*. These are the parameters themselves, fp32 copies of them, or flat fp32
+shards that contain parts of many parameters. At every stage, a master is a tensor and a list of the parts in
+it. Saving and loading need nothing else, and another rank may read a saved part in another layout::
 
     stage 0   master = one parameter          parts: (weight, elements 0..n)
     stage 2   master = a rank's flat shard    parts: (weight, elements 600..n) (bias, elements 0..m) padding
 
-A wrapped optimizer lists its masters (``masters_with_parts``); :func:`fragments_of` and :func:`load` do the rest. Padding
-belongs to no part and is never saved.
+A wrapped optimizer lists its masters (``masters_with_parts``). :func:`fragments_of` and :func:`load` then save
+and load them. Padding belongs to no part and is never saved.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ import torch
 
 from zero_runtime.errors import CheckpointError
 
-# Options that choose an implementation, not a result: never loaded from a checkpoint.
+# These options select an implementation and do not change the result, so they are never loaded from a checkpoint.
 IMPLEMENTATION: Final = ("foreach", "fused", "capturable", "differentiable")
 Scalar = bool | int | float | str | None
 
 
 class Part(NamedTuple):
-    """A range of one parameter within a master. Counts are elements.
+    """A range of one parameter within a master. Counts are in elements.
 
     Attributes:
-        name: of the parameter.
-        parameter: the model's parameter; at stage 3 it may be released.
-        group: its param group.
-        start: first element within the flattened parameter.
-        numel: elements.
-        offset: first element within the flattened master.
+        name: The name of the parameter.
+        parameter: The model's parameter. At stage 3 the parameter may be released.
+        group: The number of the parameter's param group.
+        start: The first element of the range within the flattened parameter.
+        numel: The number of elements.
+        offset: The first element of the range within the flattened master.
     """
 
     name: str
@@ -46,14 +46,14 @@ class Part(NamedTuple):
 
 
 class Master(NamedTuple):
-    """A tensor that the torch optimizer updates, and the parts in it. Elements of no part are padding."""
+    """A tensor that the torch optimizer updates, and the parts in it. Elements outside of all parts are padding."""
 
     tensor: torch.Tensor
     parts: tuple[Part, ...]
 
 
 class NumberTensor(NamedTuple):
-    """A tensor of one element in an optimizer's state, such as ``step``; 0-D, or of another ``shape``."""
+    """A tensor of one element in an optimizer's state, such as ``step``. The tensor is 0-D unless ``shape`` is set."""
 
     value: bool | int | float
     dtype: torch.dtype
@@ -64,11 +64,11 @@ class Fragment(NamedTuple):
     """A range of one parameter with its part of the optimizer's state.
 
     Attributes:
-        name, parameter, group, start, numel: as in :class:`Part`.
-        master: the elements, 1-D; if they are a whole tensor that is not contiguous, that tensor itself.
-        state: the same range of the optimizer's elementwise state tensors.
-        scalars: its state values that are one number or None.
-        whole: its state tensors of other shapes; only where the part is the whole parameter.
+        name, parameter, group, start, numel: The same values as in :class:`Part`.
+        master: The elements, 1-D. If they are a whole tensor that is not contiguous, this is the tensor itself.
+        state: The same range of the optimizer's elementwise state tensors.
+        scalars: The state values of the optimizer that are one number or None.
+        whole: The state tensors of other shapes. Present only if the part is the whole parameter.
     """
 
     name: str
@@ -83,7 +83,7 @@ class Fragment(NamedTuple):
 
 
 class Elements(NamedTuple):
-    """Elements that may be in a file: ``read`` returns them as a 1-D tensor of dtype ``dtype``."""
+    """Elements that may be in a file. ``read`` returns them as a 1-D tensor of dtype ``dtype``."""
 
     dtype: torch.dtype
     read: Callable[[], torch.Tensor]
@@ -104,34 +104,34 @@ class Stored(NamedTuple):
 
 
 class Source(Protocol):
-    """The source of values for :func:`load`: an open checkpoint."""
+    """The source of values for :func:`load`, such as an open checkpoint."""
 
     def has(self, name: str) -> bool:
-        """Whether parameter ``name`` is in it."""
+        """Return whether the source contains parameter ``name``."""
 
     def read_master(self, name: str, start: int, target: torch.Tensor) -> None:
-        """Fill the 1-D ``target`` with elements from ``start`` of parameter ``name``."""
+        """Fill the 1-D ``target`` with the elements of parameter ``name`` that begin at ``start``."""
 
     def state_dtypes(self, name: str) -> Mapping[str, torch.dtype]:
-        """The dtypes of the elementwise state tensors of parameter ``name``."""
+        """Return the dtypes of the elementwise state tensors of parameter ``name``."""
 
     def read_state(self, state: str, name: str, start: int, target: torch.Tensor) -> None:
-        """Fill ``target`` as ``read_master`` does, with elements of one state tensor."""
+        """Fill ``target`` with elements of one state tensor, in the same way as ``read_master``."""
 
     def scalars(self, name: str) -> Mapping[str, Scalar | NumberTensor]:
-        """The state values of parameter ``name`` that are one number or None."""
+        """Return the state values of parameter ``name`` that are one number or None."""
 
     def whole(self, name: str) -> Mapping[str, torch.Tensor]:
-        """The state tensors of parameter ``name`` of other shapes."""
+        """Return the state tensors of parameter ``name`` whose shape differs from the parameter's."""
 
 
 def fragments_of(
     states: Mapping[torch.Tensor, Mapping[str, Any]], masters: Sequence[Master]
 ) -> Iterator[Fragment]:
-    """Every part of ``masters`` with its part of the optimizer's ``states``, in order.
+    """Yield every part of ``masters`` with its part of the optimizer's ``states``, in order.
 
     Raises:
-        CheckpointError: a state value cannot be assigned to a parameter.
+        CheckpointError: A state value cannot be assigned to a parameter.
     """
     for master in masters:
         values = states.get(master.tensor, {})
@@ -147,7 +147,7 @@ def fragments_of(
 
 
 def stored(fragment: Fragment) -> Stored:
-    """``fragment``, whose tensors are in memory, as a :class:`Stored`."""
+    """Return ``fragment``, whose tensors are in memory, as a :class:`Stored`."""
     return Stored(
         *fragment[:5],
         master=_elements(fragment.master),
@@ -162,10 +162,10 @@ def _elements(tensor: torch.Tensor) -> Elements:
 
 
 def scalars_of(values: Mapping[str, Any], master: Master) -> Mapping[str, Scalar | NumberTensor]:
-    """The state values of ``master`` that are one number or None, if its elementwise state is not in memory.
+    """Return the state values of ``master`` that are one number or None, if its elementwise state is not in memory.
 
     Raises:
-        CheckpointError: a state value cannot be assigned to a parameter.
+        CheckpointError: A state value cannot be assigned to a parameter.
     """
     return _sorted_state(values, master)[1]
 
@@ -174,9 +174,10 @@ def scalars_of(values: Mapping[str, Any], master: Master) -> Mapping[str, Scalar
 def load(
     optimizer: torch.optim.Optimizer, masters: Sequence[Master], source: Source, states: bool = True
 ) -> None:
-    """Fill ``masters`` in place and, with ``states``, set the state of ``optimizer`` from ``source``.
+    """Fill ``masters`` in place from ``source``. With ``states``, set the state of ``optimizer`` too.
 
-    Values that ``source`` lacks do not change. A state tensor that it has for some parts only is zero in the others.
+    Values that ``source`` lacks do not change. If ``source`` has a state tensor for some parts only, the tensor
+    is zero in the other parts.
     """
     for master in masters:
         known = [part for part in master.parts if source.has(part.name)]
@@ -191,7 +192,7 @@ def _load_state(
     optimizer: torch.optim.Optimizer, tensor: torch.Tensor, known_parts: Sequence[Part], source: Source
 ) -> None:
     if tensor.numel() == 0:
-        # Some stages save a state for it and some do not; the optimizer creates one when needed.
+        # Some stages save a state for an empty tensor and some do not. The optimizer creates a state when needed.
         optimizer.state.pop(tensor, None)
         return
     names = {part.name: None for part in known_parts}
@@ -207,7 +208,8 @@ def _load_state(
         if isinstance(value, NumberTensor):
             values[key] = torch.full(value.shape, value.value, dtype=value.dtype, device=device)
     for state, dtype in dtypes.items():
-        if state in values:  # a number, which is elementwise state for parameters of one element
+        # A state that is a number for larger parameters is elementwise state for a parameter of one element.
+        if state in values:
             continue
         filled = _zeros_like(
             tensor, tensor.dtype if dtype.is_floating_point else dtype, optimizer.state[tensor].get(state)
@@ -233,7 +235,7 @@ def _load_state(
 
 
 def _zeros_like(tensor: torch.Tensor, dtype: torch.dtype, used: Any) -> torch.Tensor:
-    """Zeros of the shape of ``tensor``, in the memory of ``used`` if it has that shape and dtype."""
+    """Return zeros of the shape of ``tensor``. Reuse the memory of ``used`` if its shape and dtype match."""
     if isinstance(used, torch.Tensor) and used.shape == tensor.shape and used.dtype is dtype:
         return used.detach().zero_()
     return torch.zeros_like(tensor, dtype=dtype)
@@ -247,7 +249,10 @@ def _cut(tensor: torch.Tensor, part: Part) -> torch.Tensor:
 
 
 class _Flat:
-    """A tensor as writable 1-D: a view, or for a tensor that is not contiguous a copy that is written back."""
+    """A tensor as a writable 1-D tensor.
+
+    This is a view, or a copy that is written back if the tensor is not contiguous.
+    """
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._tensor = tensor.detach()
@@ -292,7 +297,7 @@ def _sorted_state(
 
 
 def _later(first: Any, second: Any) -> Any:
-    """The larger of two values of one state: parameters that were added later have taken fewer steps."""
+    """Return the larger of two values of one state, because parameters that were added later have taken fewer steps."""
     numbers = [each.value if isinstance(each, NumberTensor) else each for each in (first, second)]
     if all(isinstance(each, int | float) for each in numbers):
         return first if numbers[0] >= numbers[1] else second

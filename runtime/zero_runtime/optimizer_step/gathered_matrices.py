@@ -1,7 +1,8 @@
-"""Muon on sharded matrices (stage 3): gradients and momentum are gathered, and the ranks divide the work.
+"""Muon on sharded matrices (stage 3): the ranks gather gradients and momentum, and divide the work.
 
-All ranks gather the gradients and momentum of as many matrices as fit a bucket. Then, in rounds of one matrix for each
-rank, each orthogonalizes its matrix and sends update and momentum to the others. The messages are DeepSpeed 0.19.8's.
+All ranks gather the gradients and momentum of as many matrices as fit a bucket. The ranks then process these
+matrices in rounds of one matrix for each rank. In a round, each rank orthogonalizes its matrix, and sends the
+update and the momentum to the other ranks. The messages are the same as in DeepSpeed 0.19.8.
 """
 
 from __future__ import annotations
@@ -18,14 +19,15 @@ from zero_runtime.sharding.shards import shard_of, slice_numel
 
 
 class GatheredMatrices:
-    """Replaces the shards of reduced gradients of matrices by shards of Muon's updates.
+    """Replaces the shards of the matrices' reduced gradients by shards of Muon's updates.
 
     Args:
-        optimizer: its state has the momentum, one element for each element of a master.
-        groups: the sub-groups.
-        masters: this rank's shards of each sub-group, flat.
-        group: the ranks that hold the other shards.
-        limit: elements of the matrices that are gathered together; a larger matrix is gathered alone.
+        optimizer: The optimizer. Its state has the momentum, one element for each element of a master.
+        groups: The sub-groups.
+        masters: The flat shard of each sub-group on this rank.
+        group: The group of the ranks that have the other shards.
+        limit: The number of elements of the matrices that are gathered together. A larger matrix is gathered
+            alone.
     """
 
     def __init__(
@@ -46,7 +48,8 @@ class GatheredMatrices:
         """Replace the gradients of matrices in ``reduced`` by Muon's updates, multiplied by ``scale``.
 
         Returns:
-            A function that stores the new momentum in the optimizer; do not call it if the step is skipped.
+            A function that stores the new momentum in the optimizer. Do not call this function if the step is
+            skipped.
         """
         renewed = {}
         for each, master, gradient in zip(self._groups, self._masters, reduced, strict=True):
@@ -95,7 +98,7 @@ class GatheredMatrices:
     def _gathered(
         self, each: ParameterGroup, indices: Sequence[int], flat: torch.Tensor
     ) -> list[torch.Tensor]:
-        """The whole matrices ``indices`` of a sub-group; ``flat`` has this rank's shards of them."""
+        """Return the whole matrices ``indices`` of a sub-group. ``flat`` has the shards of this rank."""
         world = self._group.world_size
         widths = [slice_numel(each.layout.numels[index], world) for index in indices]
         begin = each.layout.offsets[indices[0]]
@@ -110,7 +113,10 @@ class GatheredMatrices:
         ]
 
     def _share(self, tensors: list[torch.Tensor]) -> Callable[[], None]:
-        """Start to send tensor r of ``tensors``, which rank r has computed, to all ranks; the last ranks may have none."""
+        """Start to send tensor r of ``tensors``, which rank r has computed, to all ranks.
+
+        The last ranks may have no tensor.
+        """
         world, rank = self._group.world_size, self._group.rank
         if len(tensors) == world and len({each.shape for each in tensors}) == 1:
             return _finish(self._group.all_gather(tensors, tensors[rank], asynchronous=True), [])
@@ -134,7 +140,10 @@ def _finish(work: Work | None, copies: list[tuple[torch.Tensor, torch.Tensor]]) 
 
 
 def _chunks(numels: Sequence[int], limit: int) -> Iterator[list[int]]:
-    """Consecutive positions whose ``numels`` sum to at most ``limit``, or a single larger one."""
+    """Yield lists of consecutive positions whose ``numels`` sum to at most ``limit``.
+
+    A position whose ``numels`` entry is larger than ``limit`` forms a list of its own.
+    """
     chunk: list[int] = []
     chunk_numel = 0
     for index, numel in enumerate(numels):

@@ -1,8 +1,9 @@
 """Overlap of the parameter gather after a step with the next forward pass (``overlap_parameter_gather``).
 
-A step only starts the gather. While it is in flight, each access to a parameter through its module waits for the messages
-that carry a part of it. So does the forward pass of a module that owns it, since some modules keep their parameters in
-lists too. Only a reference that the program has stored elsewhere can be read too early, with its ``data``.
+A step only starts the gather. While the gather is in flight, each access to a parameter through its module
+waits for the messages that carry a part of the parameter. The forward pass of a module that owns the parameter
+waits too, because some modules also keep their parameters in lists. Only one access is unsafe: code that reads
+the ``data`` of a reference that the program stored elsewhere may read old values.
 """
 
 from __future__ import annotations
@@ -17,15 +18,15 @@ class Message(Protocol):
     """A collective in flight."""
 
     def wait(self) -> Any:
-        """Wait until it is complete."""
+        """Wait until the collective is complete."""
 
 
 class Arrivals:
     """Waits for the messages that carry a parameter when the parameter is needed.
 
     Args:
-        module: the model.
-        carriers: numbers of the messages that carry a part of each parameter.
+        module: The model.
+        carriers: The numbers of the messages that carry a part of each parameter.
     """
 
     def __init__(self, module: torch.nn.Module, carriers: Mapping[torch.nn.Parameter, Sequence[int]]) -> None:
@@ -40,13 +41,13 @@ class Arrivals:
         self._handles = [owner.register_forward_pre_hook(hook) for owner, _ in self._owners]
 
     def close(self) -> None:
-        """Wait for all messages, and remove the hooks."""
+        """Wait for all messages and remove the hooks."""
         self.land_all()
         for handle in self._handles:
             handle.remove()
 
     def expect(self, messages: Sequence[Message]) -> None:
-        """Expect ``messages``, numbered from 0, which are in flight."""
+        """Register ``messages``, which are in flight. They are numbered from 0."""
         self._under_way = dict(enumerate(messages))
         for owner, plain in self._owners:
             owner._parameters = _Watched(plain, self)
@@ -80,7 +81,7 @@ class Arrivals:
 
 
 class _BeforeForward:
-    """The hook of modules that own parameters. Its copy, in a copied module, does nothing."""
+    """The forward pre-hook of modules that own parameters. A copy of the hook, in a copied module, does nothing."""
 
     def __init__(self, arrivals: Arrivals) -> None:
         self._arrivals = arrivals
@@ -101,14 +102,14 @@ class _Nothing:
 
 
 class _Watched(dict[str, Any]):
-    """The parameters of a module while some are in flight."""
+    """The parameters of a module while some of them are in flight."""
 
     def __init__(self, plain: Mapping[str, Any], arrivals: Arrivals) -> None:
         super().__init__(plain)
         self._arrivals = arrivals
 
     def without_waiting(self) -> dict[str, Any]:
-        """A plain copy."""
+        """Return a copy as a plain dictionary."""
         return dict(super().items())
 
     def __getitem__(self, name: str) -> Any:
@@ -117,19 +118,19 @@ class _Watched(dict[str, Any]):
         return parameter
 
     def get(self, name: str, default: Any = None) -> Any:
-        """As of a dict."""
+        """Return the value as ``dict.get`` does, after the parameter has arrived."""
         parameter = super().get(name, default)
         if name in self:
             self._arrivals.land(parameter)
         return parameter
 
     def items(self) -> ItemsView[str, Any]:  # type: ignore[override]
-        """As of a dict."""
+        """Return the items as ``dict.items`` does, after all parameters of the module have arrived."""
         self._land_mine()
         return super().items()
 
     def values(self) -> ValuesView[Any]:  # type: ignore[override]
-        """As of a dict."""
+        """Return the values as ``dict.values`` does, after all parameters of the module have arrived."""
         self._land_mine()
         return super().values()
 
@@ -138,5 +139,5 @@ class _Watched(dict[str, Any]):
             self._arrivals.land(parameter)
 
     def __reduce_ex__(self, protocol: Any) -> tuple[type[dict[str, Any]], tuple[Iterator[Any]]]:
-        # A copied or pickled module has its parameters, in a plain dictionary.
+        # A copied or pickled module stores its parameters in a plain dictionary.
         return dict, (list(self.items()),)  # type: ignore[return-value]

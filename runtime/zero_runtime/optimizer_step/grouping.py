@@ -1,4 +1,7 @@
-"""Groups of parameters that are updated as one flat tensor: param groups divided by dtype, at stage 3 also by size."""
+"""Groups of parameters that are updated as one flat tensor.
+
+Param groups are divided by dtype. At stage 3 they are also divided by size.
+"""
 
 from __future__ import annotations
 
@@ -28,12 +31,13 @@ def flat_groups(
     chunked: bool = False,
     experts: Mapping[str, ExpertRanks] = MappingProxyType({}),
 ) -> list[ParameterGroup]:
-    """The trainable parameters of each param group, in one flat buffer for each dtype (stages 1 and 2).
+    """Return the trainable parameters of each param group, in one flat buffer for each dtype (stages 1 and 2).
 
-    Those of experts are partitioned over the ranks that hold them, which ``experts`` names.
+    The parameters of experts are partitioned over the ranks that have these experts. ``experts`` names these
+    ranks.
 
     Raises:
-        ConfigError: a group without a trainable parameter, or a parameter in two groups.
+        ConfigError: A group has no trainable parameter, or a parameter is in two groups.
     """
     groups = []
     for number, named in trainable(module, param_groups):
@@ -63,10 +67,12 @@ def flat_groups(
 def shard_groups(
     module: torch.nn.Module, param_groups: Sequence[dict[str, Any]], limit: int, world_size: int
 ) -> list[ParameterGroup]:
-    """The trainable parameters of each param group, in sub-groups of about ``limit`` elements on each rank (stage 3).
+    """Return the trainable parameters of each param group, in sub-groups (stage 3).
+
+    A sub-group has about ``limit`` elements on each rank.
 
     Raises:
-        ConfigError: a parameter in two groups, or one that is not the model's; no trainable parameter at all.
+        ConfigError: A parameter is in two groups or is not in the model, or no parameter is trainable.
     """
     groups = []
     for number, named in trainable(module, param_groups):
@@ -84,7 +90,10 @@ def shard_groups(
 def trainable(
     module: torch.nn.Module, param_groups: Iterable[dict[str, Any]]
 ) -> Iterator[tuple[int, list[Named]]]:
-    """The trainable parameters of each param group with their names; parameters outside the module get their position."""
+    """Yield the number of each param group and its trainable parameters with their names.
+
+    The name of a parameter outside the module is its position in the param groups.
+    """
     names = parameter_names(module)
     seen: set[torch.nn.Parameter] = set()
     for number, each in enumerate(param_groups):

@@ -1,8 +1,9 @@
 """The wrapper of a torch optimizer: its param groups, state, loss scale and fragments.
 
-A step (:mod:`zero_runtime.optimizer_step.sharded_step` and :mod:`zero_runtime.optimizer_step.replicated_step`) agrees
-on overflow, computes the norm, unscales and clips, updates, and, if sharded, gathers the parameters. After an overflow,
-or with a norm that is infinite or NaN, the step is skipped: the parameters do not change, and the loss scale falls.
+:mod:`zero_runtime.optimizer_step.sharded_step` and :mod:`zero_runtime.optimizer_step.replicated_step` implement
+the step. In a step the ranks agree on overflow, compute the norm, unscale and clip the gradients, and update
+the masters. If the masters are sharded, the ranks then gather the parameters. After an overflow, or if the norm
+is infinite or NaN, the step is skipped: the parameters do not change, and the loss scale decreases.
 """
 
 from __future__ import annotations
@@ -30,11 +31,11 @@ class StepPolicy(NamedTuple):
     """The options of a step.
 
     Attributes:
-        clipping: the largest norm of gradients; 0 for no clipping.
-        compute_norm: whether the norm is computed, clipped or not.
-        check_overflow: whether a separate message finds infinite and NaN gradients of any rank.
-        check_norm: whether a step whose norm is infinite or NaN is skipped.
-        masters: dtype of the masters of 16-bit parameters.
+        clipping: The largest norm of the gradients. 0 disables clipping.
+        compute_norm: Whether the norm is computed, even without clipping.
+        check_overflow: Whether a separate message finds infinite and NaN gradients of any rank.
+        check_norm: Whether a step whose norm is infinite or NaN is skipped.
+        masters: The dtype of the masters of 16-bit parameters.
     """
 
     clipping: float
@@ -45,16 +46,18 @@ class StepPolicy(NamedTuple):
 
 
 class WrappedOptimizer(torch.optim.Optimizer, ABC):
-    """The common part of both wrappers of a torch optimizer.
+    """The base class of both wrappers of a torch optimizer.
 
-    Param groups and state are the torch optimizer's own objects, so that schedules work with either.
+    Param groups and state are the torch optimizer's own objects, so a learning-rate schedule works with the
+    wrapper or with the torch optimizer.
 
     Attributes:
-        overflow: whether the last step was skipped because a gradient was infinite or NaN.
-        grad_norm: of the last step, before clipping; infinity if it was skipped; None if it is not computed.
-        is_sharded: whether each rank has only a shard of the masters.
-        model_ranks: the ranks that the model is divided over, which agree on norm and overflow; None if each rank has all
-            of the model.
+        overflow: Whether the last step was skipped because a gradient was infinite or NaN.
+        grad_norm: The gradient norm of the last step, before clipping. Infinity if that step was skipped. None
+            if the norm is not computed.
+        is_sharded: Whether each rank has only a shard of the masters.
+        model_ranks: The ranks that the model is divided over, which agree on norm and overflow. None if each
+            rank has the whole model.
     """
 
     is_sharded: bool
@@ -80,7 +83,7 @@ class WrappedOptimizer(torch.optim.Optimizer, ABC):
 
     @property
     def loss_scale(self) -> float:
-        """The factor on the loss of the next step."""
+        """The factor by which the loss of the next step is multiplied."""
         return self._scale.value
 
     @loss_scale.setter
@@ -89,7 +92,7 @@ class WrappedOptimizer(torch.optim.Optimizer, ABC):
 
     @property
     def cur_scale(self) -> float:
-        """Another name of ``loss_scale``."""
+        """An alias of ``loss_scale``."""
         return self._scale.value
 
     @property
@@ -98,15 +101,15 @@ class WrappedOptimizer(torch.optim.Optimizer, ABC):
         return self._scale.dynamic
 
     def needs_scaler(self) -> bool:
-        """Whether ``loss.backward()`` needs ``engine.scale`` before it."""
+        """Return whether the loss must pass through ``engine.scale`` before ``loss.backward()``."""
         return self._scale.dynamic or self._scale.value != 1.0
 
     @property
     def loss_scaler(self) -> LossScale:
-        """The loss scale, under DeepSpeed's name with ZeRO."""
+        """The loss scale, under the name that DeepSpeed uses with ZeRO."""
         return self._scale
 
-    loss_scale_config = loss_scaler  # DeepSpeed's name without ZeRO
+    loss_scale_config = loss_scaler  # This is the name that DeepSpeed uses without ZeRO.
 
     @property
     def _global_grad_norm(self) -> torch.Tensor | None:
@@ -118,13 +121,13 @@ class WrappedOptimizer(torch.optim.Optimizer, ABC):
         self._scale.override(loss_scale)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop all gradients; ``set_to_none`` is accepted for torch's signature."""
+        """Drop all gradients. ``set_to_none`` only matches torch's signature and has no effect."""
         self._gradients.clear()
 
     def _measured(self, overflow: bool, norm: Callable[[], torch.Tensor]) -> bool:
-        """Record overflow and norm of the scaled gradients, and return whether to take the step.
+        """Record the overflow and the norm of the scaled gradients, and return whether to take the step.
 
-        With an overflow, or a norm that is infinite or NaN, it drops the gradients and lowers the loss scale.
+        After an overflow, or if the norm is infinite or NaN, drop the gradients and lower the loss scale.
         """
         if self._scale.rules is not UNSCALED:
             hooks.metric("loss_scale", self._scale.value)
@@ -144,54 +147,54 @@ class WrappedOptimizer(torch.optim.Optimizer, ABC):
         return not overflow
 
     def _factor(self) -> torch.Tensor | float | None:
-        """The factor that unscales and clips the gradients; None for 1."""
+        """Return the factor that unscales and clips the gradients. None means 1."""
         scale = self._scale.value
         if self._policy.clipping > 0.0 and self.grad_norm is not None:
             return clip_factor(self.grad_norm, self._policy.clipping) / scale
         return None if scale == 1.0 else 1.0 / scale
 
     def _model_groups(self) -> list[DataParallelGroup]:
-        """The group of the ranks that the model is divided over; empty if there are none."""
+        """Return a list with the group of the ranks that the model is divided over. The list may be empty."""
         return [] if self.model_ranks is None else [self.model_ranks.group]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Always raises UsageError: the layout of the flat buffers is fixed."""
+        """Raise UsageError, because the layout of the flat buffers is fixed. Stage 3 overrides this behavior."""
         raise UsageError(
             "add_param_group works at stage 3 only; at the other stages pass all parameters to initialize, and call it "
             "again for new ones"
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """The torch optimizer's state on this rank."""
+        """Return the torch optimizer's state on this rank."""
         return self.optimizer.state_dict()
 
     @abstractmethod
     def masters_with_parts(self) -> list[Master]:
-        """The tensors that the torch optimizer updates on this rank, with their parts."""
+        """Return the tensors that the torch optimizer updates on this rank, with their parts."""
 
     @abstractmethod
     def parameter_tensors(self) -> Iterator[torch.Tensor]:
-        """The tensors of the model's parameters that the optimizer holds, after all messages in flight."""
+        """Return the tensors of the model's parameters that the optimizer uses, after all messages in flight."""
 
     @abstractmethod
     def reduced(self) -> list[torch.Tensor]:
-        """The reduced gradients of the current step: one for each master, with the same layout."""
+        """Return the reduced gradients of the current step: one for each master, with the layout of the master."""
 
     @abstractmethod
     def trained(self) -> dict[str, tuple[torch.nn.Parameter, int]]:
-        """The parameters that all ranks together update, with their param groups."""
+        """Return the parameters that all ranks together update, by name, with the number of their param group."""
 
     def settle(self) -> None:
-        """Wait for parameters in flight, and adopt the changes that a script has made to them."""
+        """Wait for parameters in flight, and copy changes that a script has made to the parameters."""
 
     def adopt(self) -> None:
-        """Set the masters from the model's parameters, after these have been changed."""
+        """Set the masters from the model's parameters after a script has changed the parameters."""
 
     def loaded(self) -> None:
-        """Set the model's parameters as after a step, once a checkpoint has been loaded."""
+        """After a checkpoint is loaded, set the model's parameters as the end of a step would set them."""
 
     def fragments(self, parameter: torch.nn.Parameter | None = None) -> Iterator[Fragment]:
-        """This rank's fragments of all parameters or of one, with their state.
+        """Return this rank's fragments of all parameters, or only of ``parameter``, with their optimizer state.
 
         The tensors may be read and written until the next fragment is requested.
         """
@@ -203,15 +206,22 @@ class WrappedOptimizer(torch.optim.Optimizer, ABC):
         return fragments_of(self.optimizer.state, masters)
 
     def stored(self) -> Iterator[Stored]:
-        """The fragments for a checkpoint, whose tensors are read on demand, in any order."""
+        """Return the fragments for a checkpoint. Their tensors are read on demand, in any order."""
         return map(stored, self.fragments())
 
     def load_fragments(self, source: Source, states: bool = True) -> None:
-        """Fill the masters and, with ``states``, the state from a checkpoint; the model's parameters do not change."""
+        """Fill the masters and, with ``states``, the optimizer state from a checkpoint.
+
+        The model's parameters do not change.
+        """
         load(self.optimizer, self.masters_with_parts(), source, states)
 
 
 def master_of(parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The master of ``parameter``: a copy of at least ``dtype``, or the parameter itself if its dtype is that wide."""
+    """Return the master of ``parameter``.
+
+    The master is a copy whose dtype is at least as wide as ``dtype``, or the parameter itself if its dtype is
+    wide enough.
+    """
     wide = torch.promote_types(parameter.dtype, dtype)
     return parameter.detach().to(wide).requires_grad_()

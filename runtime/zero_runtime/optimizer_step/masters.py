@@ -1,8 +1,10 @@
-"""Masters: the flat tensors that the optimizer updates for this rank's shards, on the device, in host memory or on NVMe.
+"""Masters: the flat tensors that the optimizer updates for the shards of this rank.
 
-A shard has one master, or if it is offloaded one for each chunk; these are updated one after another
-(:mod:`zero_runtime.offload.stretches`). The optimizer's state is on the device of its master. If fp32 parameters are on
-NVMe themselves, their masters are read from there for the update, chunk by chunk, and written back.
+Masters are on the device, in host memory or on NVMe. A shard has one master. If the shard is offloaded and the
+optimizer is elementwise, it has one master for each chunk, and the chunks are updated one after another
+(:mod:`zero_runtime.offload.stretches`). The optimizer state of a master is on the same device as the master.
+The fp32 parameters themselves may be on NVMe. Their masters are then read from NVMe for the update, chunk by
+chunk, and written back.
 """
 
 from __future__ import annotations
@@ -37,15 +39,15 @@ class Masters:
     """The masters of an optimizer.
 
     Args:
-        optimizer: the torch optimizer; its param groups and its state are changed.
-        parameters: this rank's shards.
-        dtype: of masters of 16-bit parameters.
-        rank: of this process among the data-parallel ranks.
-        placement: None if masters and states are on the device of the parameters.
+        optimizer: The torch optimizer. Its param groups and its state are changed.
+        parameters: The shards of this rank.
+        dtype: The dtype of the masters of 16-bit parameters.
+        rank: The rank of this process among the data-parallel ranks.
+        placement: The placement of masters and states. None if they are on the device of the parameters.
 
     Attributes:
-        tensors: the masters, one or more for each group; do not read them while they are on NVMe.
-        stretches: the chunk of a shard that each master stands for.
+        tensors: The masters, one or more for each group. Do not read masters while they are on NVMe.
+        stretches: The chunk of a shard that each master represents.
     """
 
     def __init__(
@@ -64,7 +66,8 @@ class Masters:
         self._rank = rank
         self._placement = placement
         self._groups: list[ParameterGroup] = []
-        self._borrowed: list[int] = []  # numbers of masters that are in memory only for their update
+        # The numbers of the masters that are in memory only during their update.
+        self._borrowed: list[int] = []
         self._staging: torch.Tensor | None = None
         self._files: StateFiles | None = None
         if placement is not None and placement.files is not None:
@@ -76,7 +79,7 @@ class Masters:
             self._files.close()
 
     def add(self, groups: Sequence[ParameterGroup]) -> list[list[torch.Tensor]]:
-        """Create masters for further groups. Returns those of each group."""
+        """Create masters for further groups, and return the masters of each group."""
         first, new_masters = len(self._groups), []
         self._groups += groups
         total = sum(each.layout.shard_numel for each in groups)
@@ -90,7 +93,10 @@ class Masters:
 
     @torch.no_grad()
     def watch(self) -> None:
-        """Move the state that the optimizer has from its construction to the files, where it is offloaded."""
+        """Move optimizer state that the optimizer's constructor created to the files, for offloaded chunks.
+
+        Offloaded chunks whose masters stay in memory are registered, so that their state is written to files.
+        """
         if self._files is None:
             return
         for number, (master, stretch) in enumerate(zip(self.tensors, self.stretches, strict=True)):
@@ -100,10 +106,10 @@ class Masters:
                 self._files.add_state(number, master)
             elif self._optimizer.state.get(master):
                 for _ in self._in_memory(number, fill=True):
-                    pass  # it is written at the end
+                    pass  # The iterator writes the state to the file when it is advanced.
 
     def masters_with_parts(self) -> list[Master]:
-        """Each master with its parts."""
+        """Return every master together with its parts."""
         masters = []
         for master, stretch in zip(self.tensors, self.stretches, strict=True):
             each = self._groups[stretch.piece]
@@ -118,7 +124,7 @@ class Masters:
         return masters
 
     def reduced(self, shards: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The range of ``shards``, one for each group, that belongs to each master."""
+        """Return the range of ``shards`` that belongs to each master. ``shards`` has one tensor for each group."""
         return [shards[stretch.piece][stretch.part] for stretch in self.stretches]
 
     # The step.
@@ -129,7 +135,10 @@ class Masters:
             self._files.begin()
 
     def rounds(self) -> Iterator[list[int]]:
-        """The numbers of the masters that are updated together in each round; during a round they are in memory."""
+        """Yield, for each round, the numbers of the masters that are updated together.
+
+        The masters of a round are in memory during the round.
+        """
         alone = [number for number, stretch in enumerate(self.stretches) if self._is_alone(stretch)]
         together = sorted(set(range(len(self.tensors))).difference(alone, self._borrowed))
         if together:
@@ -140,7 +149,7 @@ class Masters:
             yield [number]
 
     def take_gradient(self, number: int, reduced: torch.Tensor, factor: torch.Tensor | float | None) -> None:
-        """Set the gradient of a master: the ``reduced`` range, which may be changed, times ``factor``."""
+        """Set the gradient of a master to the ``reduced`` range times ``factor``. ``reduced`` may be modified."""
         master = self.tensors[number]
         if reduced.dtype is master.dtype and reduced.device == master.device:
             gradient = reduced
@@ -157,7 +166,7 @@ class Masters:
         self._parameters.write(stretch.piece, self.tensors[number], stretch.part)
 
     def take_over(self, index: int, part: slice) -> None:
-        """Copy a range of shard ``index`` that has changed to the masters."""
+        """Copy a changed range of shard ``index`` to its masters."""
         for number, stretch in enumerate(self.stretches):
             begin, end = max(part.start, stretch.part.start), min(part.stop, stretch.part.stop)
             if stretch.piece != index or begin >= end or number in self._borrowed:
@@ -174,14 +183,17 @@ class Masters:
     # Reading, saving and loading.
 
     def fragments(self, parameter: torch.nn.Parameter | None = None) -> Iterator[Fragment]:
-        """The fragments of all parameters or of one: in memory until the next is requested; changes are kept."""
+        """Yield the fragments of all parameters, or only of ``parameter``.
+
+        A fragment is in memory until the next fragment is requested. Changes to a fragment are kept.
+        """
         for number, master in enumerate(self.masters_with_parts()):
             if parameter is None or any(part.parameter is parameter for part in master.parts):
                 for _ in self._in_memory(number, fill=True):
                     yield from fragments_of(self._optimizer.state, [master])
 
     def stored(self) -> Iterator[Stored]:
-        """The fragments, whose tensors are read on demand, in any order."""
+        """Yield the fragments for a checkpoint. Their tensors are read on demand, in any order."""
         for number, master in enumerate(self.masters_with_parts()):
             if number in self._borrowed:
                 for each in fragments_of(self._optimizer.state, [master]):
@@ -208,13 +220,13 @@ class Masters:
                 )
 
     def load(self, source: Source, states: bool) -> None:
-        """Fill the masters and, with ``states``, their state from a checkpoint."""
+        """Fill the masters from a checkpoint. With ``states``, fill their optimizer state too."""
         for number, master in enumerate(self.masters_with_parts()):
             for _ in self._in_memory(number, fill=True):
                 load(self._optimizer, [master], source, states)
 
     def state_dict(self) -> dict[str, Any]:
-        """The optimizer's state, with copies of the state on NVMe."""
+        """Return the optimizer's state, with copies of the state tensors that are on NVMe."""
         packed: dict[str, Any] = self._optimizer.state_dict()
         if self._files is not None:
             numbers = {id(each): number for number, each in enumerate(self._listed())}
@@ -231,7 +243,10 @@ class Masters:
             yield from group["params"]
 
     def _in_memory(self, number: int, fill: bool = False) -> Iterator[torch.Tensor]:
-        """Yield the master once, in memory; skip one whose file is not filled yet, unless ``fill`` is set."""
+        """Yield the master once, while it is in memory.
+
+        A master whose file is not filled yet is skipped, unless ``fill`` is set.
+        """
         if number in self._borrowed:
             for _ in self._borrow([number]):
                 yield self.tensors[number]
@@ -244,7 +259,7 @@ class Masters:
 
     @torch.no_grad()
     def _borrow(self, numbers: Sequence[int]) -> Iterator[int]:
-        """Yield each of these masters in turn, filled from the shards until the next is requested."""
+        """Yield each of these masters in turn, filled from its shard until the next master is requested."""
         for place, number in enumerate(numbers):
             master, stretch = self.tensors[number], self.stretches[number]
             values = torch.empty(stretch.numel, dtype=master.dtype, device=master.device)
@@ -257,7 +272,7 @@ class Masters:
             master.data = absent(stretch.numel, master.dtype, master.device)
 
     def _look(self, number: int, part: slice) -> torch.Tensor:
-        """A range of a master that is not in memory."""
+        """Return a range of a master that is not in memory."""
         stretch, master = self.stretches[number], self.tensors[number]
         begin = stretch.part.start
         values = torch.empty(part.stop - part.start, dtype=master.dtype)
@@ -265,7 +280,7 @@ class Masters:
         return values
 
     def _borrows(self, index: int) -> bool:
-        """Whether the master of shard ``index`` has no storage of its own: it has the values of the shard on NVMe."""
+        """Return whether the master of shard ``index`` uses the shard's values on NVMe and has no own storage."""
         parameters = self._parameters
         dtype = parameters.own[index].dtype
         as_wide = torch.promote_types(dtype, self._dtype) is dtype
@@ -324,7 +339,10 @@ class Masters:
 def _within(
     each: ParameterGroup, index: int, start: int, numel: int, offset: int, stretch: Stretch
 ) -> Iterator[Part]:
-    """The range of parameter ``index`` in a chunk; its shard begins at ``offset`` of the rank's shard."""
+    """Yield the range of parameter ``index`` that is in a chunk.
+
+    The parameter's part begins at element ``offset`` of the shard of this rank.
+    """
     begin = max(offset, stretch.part.start)
     end = min(offset + numel, stretch.part.stop)
     if end > begin or (numel == 0 and stretch.part.start <= offset <= stretch.part.stop):

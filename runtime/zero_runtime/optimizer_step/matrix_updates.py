@@ -1,6 +1,7 @@
-"""Muon on flat shards of matrices (stages 1 and 2): every rank orthogonalizes each matrix that it has a part of.
+"""Muon on flat shards of matrices (stages 1 and 2).
 
-Several ranks may have parts of a matrix. Each of them keeps its whole gradient and its whole momentum, so that no
+Every rank orthogonalizes each matrix that its shard has a part of. Several ranks may have parts of the same
+matrix. Each of these ranks keeps the whole gradient and the whole momentum of the matrix, so that no
 communication is needed.
 """
 
@@ -21,7 +22,7 @@ from zero_runtime.optimizers.muon import MOMENTUM, Muon, matrix_update
 
 
 class _Matrix(NamedTuple):
-    """A matrix with a ``part`` in a master; its momentum begins at element ``start`` of the master's momentum."""
+    """A matrix with a ``part`` in a master. Its momentum begins at element ``start`` of the master's momentum."""
 
     part: Part
     start: int
@@ -33,18 +34,18 @@ class _Matrix(NamedTuple):
 
 
 class MatrixUpdates:
-    """Replaces the shards of reduced gradients of matrices by shards of Muon's updates.
+    """Replaces the shards of the matrices' reduced gradients by shards of Muon's updates.
 
     Args:
-        optimizer: its state has the momentum.
-        masters: the flat shards that it updates, with the parameters in them.
-        gradients: the reduced gradients; it keeps the matrices' gradients whole on request.
+        optimizer: The optimizer. Its state has the momentum.
+        masters: The flat shards that the optimizer updates, with the parameters in each.
+        gradients: The reduced gradients. This object keeps the gradients of matrices whole on request.
     """
 
     def __init__(self, optimizer: Muon, masters: Sequence[Master], gradients: ShardedGradients) -> None:
         self._optimizer = optimizer
         self._gradients = gradients
-        # One entry for each master; None without matrices.
+        # One entry for each master. The entry is None if the master has no matrices.
         self._matrices: list[tuple[Master, Mapping[str, Any], list[_Matrix]] | None] = []
         for master in masters:
             group = optimizer.param_groups[master.parts[0].group] if master.parts else {"use_muon": False}
@@ -65,7 +66,8 @@ class MatrixUpdates:
         """Replace the gradients of matrices in ``reduced`` by Muon's updates, multiplied by ``scale``.
 
         Returns:
-            A function that stores the new momentum in the optimizer; do not call it if the step is skipped.
+            A function that stores the new momentum in the optimizer. Do not call this function if the step is
+            skipped.
         """
         renewed = []
         for shard, entry in zip(reduced, self._matrices, strict=True):
@@ -91,7 +93,7 @@ class MatrixUpdates:
         return commit
 
     def elementwise(self) -> dict[torch.Tensor, Mapping[str, Any]]:
-        """The optimizer's state, with the momentum reduced to one element for each element of the masters."""
+        """Return the optimizer's state, with the momentum cut to one element for each element of the masters."""
         states: dict[torch.Tensor, Mapping[str, Any]] = dict(self._optimizer.state)
         for entry in self._matrices:
             if entry is None:
@@ -106,7 +108,7 @@ class MatrixUpdates:
         return states
 
     def load(self, source: Source) -> None:
-        """Read the momentum of whole matrices from a checkpoint; zeros where it has none."""
+        """Read the momentum of whole matrices from a checkpoint. Momentum that the checkpoint lacks becomes zero."""
         for entry in self._matrices:
             if entry is None:
                 continue
@@ -122,7 +124,7 @@ def check_whole_gradients(optimizer: torch.optim.Optimizer, config: RuntimeConfi
     """Refuse Muon at stages 1 and 2 with a reduction that leaves a rank only its own shard of a gradient.
 
     Raises:
-        ConfigError: such a reduction is configured.
+        ConfigError: Such a reduction is configured.
     """
     if not isinstance(optimizer, Muon):
         return

@@ -1,4 +1,4 @@
-"""This rank's shard of every group of parameters, as the optimizer step reads and writes it (stages 1 to 3)."""
+"""This rank's shard of every group of parameters (stages 1 to 3). The optimizer step reads and writes these shards."""
 
 from __future__ import annotations
 
@@ -10,47 +10,53 @@ WHOLE = slice(None)
 
 
 class OwnedShards:
-    """Shards in memory, one for each group. A ``part`` is a Python slice of a shard's elements, with a step of 1.
+    """The shards in memory, one for each group.
+
+    In all methods, ``part`` is a Python slice of a shard's elements, with a step of 1.
 
     Attributes:
-        own: for each group, this rank's shard in the model's dtype, 1-D.
+        own: For each group, the 1-D shard of this rank in the model's dtype.
     """
 
     own: list[torch.Tensor]
 
     def tensors(self) -> Iterator[torch.Tensor]:
-        """Every tensor of the shards and of the buffers that contain them, after all messages in flight."""
+        """Yield every tensor of the shards and of the buffers that contain them, after all messages in flight."""
         yield from self.own
 
     def refresh(self) -> None:
-        """Update shards that are copies, after a script has changed the model's parameters."""
+        """Update the shards that are copies, after a script has changed the model's parameters."""
 
     def loaded(self) -> None:
-        """Set the model's parameters as sharing the shards would, after a checkpoint has been loaded."""
+        """Set the model's parameters as sharing the shards would set them, after a checkpoint is loaded."""
 
     def master(self, index: int, dtype: torch.dtype, part: slice = WHOLE) -> torch.Tensor:
-        """The master of a part of shard ``index``: a copy of at least ``dtype``, or the shard itself."""
+        """Return the master of a part of shard ``index``.
+
+        The master is a copy whose dtype is at least as wide as ``dtype``, or the shard itself if its dtype is
+        wide enough.
+        """
         own = self.own[index]
         return own.detach()[part].to(torch.promote_types(own.dtype, dtype)).requires_grad_()
 
     def is_master(self, index: int, dtype: torch.dtype) -> bool:
-        """Whether ``master`` returns the memory of shard ``index`` itself."""
+        """Return whether ``master`` returns the memory of shard ``index`` itself."""
         own = self.own[index]
         return torch.promote_types(own.dtype, dtype) is own.dtype
 
     def are_filed(self, index: int) -> bool:
-        """Whether a part of shard ``index`` is on NVMe, so that reading it takes time."""
+        """Return whether a part of shard ``index`` is on NVMe, so that reading it takes time."""
         return False
 
     def begin_to_read(self, index: int, part: slice = WHOLE) -> None:
-        """Start to read that part of shard ``index``, if it is on NVMe."""
+        """Start to read ``part`` of shard ``index``, if it is on NVMe."""
 
     def starts(self, index: int) -> Sequence[int] | None:
-        """The elements of shard ``index`` at which a part may begin, in order; None for all elements."""
+        """Return the elements of shard ``index`` at which a part may begin, in order. None means every element."""
         return None
 
     def read(self, index: int, target: torch.Tensor, part: slice = WHOLE) -> None:
-        """Fill ``target`` with the values of ``part`` of shard ``index``, which has the same length."""
+        """Fill ``target`` with the values of ``part`` of shard ``index``. Both have the same length."""
         target.copy_(self.own[index][part])
 
     def write(self, index: int, master: torch.Tensor, part: slice = WHOLE) -> None:

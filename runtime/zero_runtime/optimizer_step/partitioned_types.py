@@ -1,8 +1,9 @@
 """Parameters that are never partitioned, selected by the classes of their modules.
 
-``zero_allowed_param_types`` and ``zero_force_param_types`` name classes. A module matches if its class, or a base class of
-it, has that name. For a parameter of several modules (tied weights) one matching module is enough; a forced class wins
-over an allowed one.
+``zero_allowed_param_types`` and ``zero_force_param_types`` name classes. A module matches a name if its class
+or one of its base classes has that name. A parameter of several modules (tied weights) matches if one of these
+modules matches. A class in ``zero_force_param_types`` takes precedence over one in
+``zero_allowed_param_types``.
 """
 
 from __future__ import annotations
@@ -21,26 +22,26 @@ _FORCED = "zero_optimization.zero_force_param_types"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PartitionedTypes:
-    """The values of the two keys.
+    """The values of ``zero_allowed_param_types`` and ``zero_force_param_types``.
 
     Attributes:
-        allowed: only parameters of modules of these classes are partitioned; None for all.
-        whole: parameters of modules of these classes are never partitioned.
+        allowed: The classes of modules whose parameters may be partitioned. None allows all classes.
+        whole: The classes of modules whose parameters are never partitioned.
     """
 
     allowed: tuple[str, ...] | None = None
     whole: tuple[str, ...] = ()
 
     def __bool__(self) -> bool:
-        """Whether any parameter may be excluded from partitioning."""
+        """Return whether any parameter may be excluded from partitioning."""
         return self.allowed is not None or bool(self.whole)
 
 
 def whole_parameters(module: torch.nn.Module, types: PartitionedTypes) -> set[torch.nn.Parameter]:
-    """The parameters of ``module`` that are never partitioned.
+    """Return the parameters of ``module`` that are never partitioned.
 
     Raises:
-        ConfigError: no module with parameters of its own is of a named class.
+        ConfigError: A key names a class, and no module with parameters of its own has that class.
     """
     if not types:
         return set()
@@ -52,10 +53,12 @@ def whole_parameters(module: torch.nn.Module, types: PartitionedTypes) -> set[to
 
 
 def owner_types(module: torch.nn.Module) -> dict[torch.nn.Parameter, str]:
-    """The classes of each parameter's owners, for the record of a run: separated by commas, owners by semicolons.
+    """Return the classes of each parameter's owners, for the record of a run.
 
-    A class that only shares its name with one of torch.nn has its full name too, and so has that of a module whose forward
-    is replaced: an ``Embedding`` of the program may read its weight in the backward pass, which torch's does not.
+    The classes of one owner are separated by commas, and the owners by semicolons. The full name of a class is
+    added in two cases: the class has the same name as a class of torch.nn but is a different class, or the
+    module's forward was replaced. For example, an ``Embedding`` of the program may read its weight in the
+    backward pass, which torch's ``Embedding`` does not do.
     """
     return {
         parameter: ";".join(",".join(sorted(names)) for names in several)
@@ -80,7 +83,7 @@ def _is_partitioned(owners: Sequence[set[str]], types: PartitionedTypes) -> bool
 
 
 def _names(module: torch.nn.Module) -> set[str]:
-    """The names of a module's class and of its base classes, up to torch.nn.Module."""
+    """Return the names of a module's class and of its base classes, up to but without torch.nn.Module."""
     return {each.__name__ for each in _classes(module)} - {"Module"}
 
 

@@ -28,16 +28,16 @@ from zero_runtime.optimizer_step.torch_optimizer import replace_parameters
 
 
 class ReplicatedOptimizer(WrappedOptimizer):
-    """Updates all parameters on every rank; 16-bit parameters through fp32 copies.
+    """Updates all parameters on every rank. 16-bit parameters are updated through fp32 copies.
 
     Args:
-        optimizer: the torch optimizer over the parameters.
-        gradients: the reduced gradients.
-        group: the data-parallel ranks.
-        policy: the options of a step.
-        scale: the loss scale.
-        full_precision: whether no parameter needs a copy.
-        names: of the model's parameters.
+        optimizer: The torch optimizer over the parameters.
+        gradients: The reduced gradients.
+        group: The group of the data-parallel ranks.
+        policy: The options of a step.
+        scale: The loss scale.
+        full_precision: Whether no parameter needs a copy.
+        names: The names of the model's parameters.
     """
 
     is_sharded = False
@@ -70,11 +70,11 @@ class ReplicatedOptimizer(WrappedOptimizer):
             if isinstance(optimizer, OneBitOptimizer):
                 optimizer.rename(dict(zip(self._parameters, self.masters, strict=True)))
 
-    # Without copies DeepSpeed returns the torch optimizer itself, and scripts test its class.
+    # Without copies, DeepSpeed returns the torch optimizer itself, and scripts test the class of that object.
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
-        """The class for ``isinstance``: the torch optimizer's, if that updates the parameters in place."""
+        """The class that ``isinstance`` sees: the torch optimizer's class if it updates the parameters in place."""
         return type(self.optimizer) if self._updates_in_place else ReplicatedOptimizer
 
     def __eq__(self, other: object) -> bool:
@@ -93,11 +93,11 @@ class ReplicatedOptimizer(WrappedOptimizer):
         return [master.detach().reshape(-1) for master in self.masters]
 
     def parameter_tensors(self) -> Iterator[torch.Tensor]:
-        """The trainable parameters."""
+        """Return the trainable parameters."""
         return iter(self._parameters)
 
     def masters_with_parts(self) -> list[Master]:
-        """One master for each trainable parameter: itself, or its fp32 copy."""
+        """Return one master for each trainable parameter: the parameter itself, or its fp32 copy."""
         return [
             Master(master, (Part(name, parameter, group, 0, parameter.numel(), 0),))
             for (name, group), parameter, master in zip(
@@ -106,14 +106,14 @@ class ReplicatedOptimizer(WrappedOptimizer):
         ]
 
     def reduced(self) -> list[torch.Tensor]:
-        """The gradient of each trainable parameter; zeros for a parameter without one."""
+        """Return the gradient of each trainable parameter. A parameter without a gradient gets zeros."""
         return [
             torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
             for parameter in self._parameters
         ]
 
     def trained(self) -> dict[str, tuple[torch.nn.Parameter, int]]:
-        """The parameters of all param groups."""
+        """Return the parameters of all param groups, by name, with the number of their param group."""
         return {
             name: (parameter, group)
             for (name, group), parameter in zip(self._labels, self._parameters, strict=True)
@@ -121,7 +121,7 @@ class ReplicatedOptimizer(WrappedOptimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Update the parameters by the reduced gradients, unless one of them overflowed."""
+        """Update the parameters with the reduced gradients. Skip the step if a gradient overflowed."""
         taken = self._step_in_place() if self._updates_in_place else self._step_through_copies()
         if taken:
             self._scale.update(False)
@@ -135,7 +135,7 @@ class ReplicatedOptimizer(WrappedOptimizer):
 
     @torch.no_grad()
     def adopt(self) -> None:
-        """Set the masters from the model's parameters, after these have been changed."""
+        """Set the masters from the model's parameters after a script has changed the parameters."""
         if not self._updates_in_place:
             for master, parameter in zip(self.masters, self._parameters, strict=True):
                 master.copy_(parameter)
@@ -143,7 +143,7 @@ class ReplicatedOptimizer(WrappedOptimizer):
     def _step_in_place(self) -> bool:
         gradients = [p.grad for p in self._parameters if p.grad is not None]
         if self._scale.rules is not UNSCALED:
-            # Data-parallel ranks with equal gradients find the same overflows, without a message.
+            # Data-parallel ranks with equal gradients find the same overflows, so they need no message.
             groups = [
                 *self._model_groups(),
                 *([self._group] if self._is_apart else []),
@@ -156,7 +156,7 @@ class ReplicatedOptimizer(WrappedOptimizer):
         # In fp32 the norm is computed for clipping only, and never reported, as in DeepSpeed.
         if self._policy.clipping > 0.0:
             norm = self._norm()
-            # No message with delayed gradients, which would synchronize all ranks: the gradients are equal bit by bit.
+            # Delayed gradients are bitwise equal on all ranks, so a message would only synchronize the ranks.
             if not isinstance(self._gradients, DelayedGradients):
                 norm = averaged_norm(norm, self._group)
             torch._foreach_mul_(gradients, clip_factor(norm, self._policy.clipping))
@@ -165,15 +165,15 @@ class ReplicatedOptimizer(WrappedOptimizer):
 
     @property
     def _is_apart(self) -> bool:
-        """Whether each rank takes the next step by gradients of its own."""
+        """Whether each rank takes the next step with its own gradients."""
         alone = self._group.world_size == 1
         return isinstance(self.optimizer, OneBitOptimizer) and not alone and not self.optimizer.wants_mean()
 
     def _agreed_norm(self) -> torch.Tensor:
-        """The norm of the whole model's gradients; the mean over the ranks if they differ.
+        """Return the norm of the whole model's gradients. If the ranks have different norms, return the mean.
 
-        A norm that is infinite on one rank makes the mean infinite on all of them. With experts the squares of all ranks'
-        experts are summed.
+        A norm that is infinite on one rank makes the mean infinite on all ranks. With experts, the squares of
+        the experts of all ranks are summed.
         """
         if self.experts:
             return self._norm_with_experts()
@@ -190,12 +190,15 @@ class ReplicatedOptimizer(WrappedOptimizer):
         return norm_with_experts(dense, of_experts)
 
     def _expert_parallel(self) -> list[DataParallelGroup]:
-        """The largest group of ranks with different experts, in a list; empty without experts."""
+        """Return a list with the largest group of ranks that have different experts.
+
+        The list is empty if the model has no experts.
+        """
         groups = [each.parallel for each in self.experts.values()]
         return sorted(groups, key=lambda each: each.world_size)[-1:]
 
     def _norm(self) -> torch.Tensor:
-        """The norm of the whole model's gradients."""
+        """Return the norm of the whole model's gradients."""
         gradients = {p: p.grad for p in self._parameters if p.grad is not None}
         if self.model_ranks is None:
             return replicated_norm(list(gradients.values()))
@@ -205,7 +208,7 @@ class ReplicatedOptimizer(WrappedOptimizer):
 
     def _step_through_copies(self) -> bool:
         gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in self._parameters]
-        # Other ranks have other experts, so the ranks have to agree on overflows.
+        # The ranks have different experts, so they must agree on overflows.
         overflow = bool(self.experts) and agree_on_overflow(
             any_overflow(gradients, self._group.device), *self._expert_parallel()
         )

@@ -36,22 +36,24 @@ _NORM: Final = hooks.tag("gradient_norm")
 
 
 class ShardedOptimizer(WrappedOptimizer):
-    """Updates this rank's shard of every group of parameters, and shares it with the other ranks.
+    """Updates this rank's shard of every group of parameters, and shares the shard with the other ranks.
 
-    The torch optimizer sees only the rank's shards, as flat fp32 tensors. These are the memory of the parameters themselves
-    if the parameters are fp32.
+    The torch optimizer sees only the shards of this rank, as flat tensors in the dtype of the masters
+    (``policy.masters``, fp32 by default). If the parameters are fp32, these tensors are the memory of the
+    parameters themselves.
 
     Args:
-        optimizer: the torch optimizer.
-        groups: the trainable parameters: one or more groups for each of its param groups.
-        parameters: their shards in the model's dtype.
-        gradients: the reduced gradients.
-        group: the data-parallel ranks.
-        policy: the options of a step.
-        scale: the loss scale.
-        chunk: elements of the matrices that Muon gathers together, at stage 3.
-        placement: of the masters and the optimizer's state; None for the device of the parameters.
-        used: the check that every parameter gets a gradient in each step; None without it.
+        optimizer: The torch optimizer.
+        groups: The trainable parameters. Each param group of the optimizer has one or more of these groups.
+        parameters: The shards of the parameters, in the model's dtype.
+        gradients: The reduced gradients.
+        group: The group of the data-parallel ranks.
+        policy: The options of a step.
+        scale: The loss scale.
+        chunk: The number of elements of the matrices that Muon gathers together at stage 3.
+        placement: The placement of the masters and the optimizer's state. None for the device of the
+            parameters.
+        used: The check that every parameter gets a gradient in each step. None if there is no such check.
     """
 
     is_sharded = True
@@ -94,39 +96,44 @@ class ShardedOptimizer(WrappedOptimizer):
             )
 
     def close(self) -> None:
-        """Remove files and hooks; no step can be taken any more."""
+        """Remove files and hooks. No step can be taken afterwards."""
         self._masters.close()
         if self._used is not None:
             self._used.close()
 
     def fragments(self, parameter: torch.nn.Parameter | None = None) -> Iterator[Fragment]:
-        """This rank's fragments of all parameters or of one, with their state."""
+        """Return this rank's fragments of all parameters, or only of ``parameter``, with their optimizer state."""
         if isinstance(self._matrices, MatrixUpdates):
             return fragments_of(self._matrices.elementwise(), self.masters_with_parts())
         return self._masters.fragments(parameter)
 
     def stored(self) -> Iterator[Stored]:
-        """The fragments for a checkpoint, whose tensors are read on demand, in any order."""
+        """Return the fragments for a checkpoint. Their tensors are read on demand, in any order."""
         if isinstance(self._matrices, MatrixUpdates):
             return super().stored()
         return self._masters.stored()
 
     def load_fragments(self, source: Source, states: bool = True) -> None:
-        """Fill the masters and, with ``states``, the state from a checkpoint; the model's parameters do not change."""
+        """Fill the masters and, with ``states``, the optimizer state from a checkpoint.
+
+        The model's parameters do not change.
+        """
         self._masters.load(source, states)
         if isinstance(self._matrices, MatrixUpdates) and states:
             self._matrices.load(source)
 
     def state_dict(self) -> dict[str, Any]:
-        """The torch optimizer's state on this rank."""
+        """Return the torch optimizer's state on this rank."""
         return self._masters.state_dict()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Train further parameters of the model, at stage 3; parameters that are new in it are broadcast from rank 0.
+        """Train additional parameters of the model (stage 3 only).
+
+        Parameters that are new in the model are broadcast from rank 0.
 
         Raises:
-            UsageError: at another stage.
-            ConfigError: a parameter is trained already, or is not the model's.
+            UsageError: The stage is not 3.
+            ConfigError: A parameter is trained already, or is not in the model.
         """
         if self.grow is None:
             super().add_param_group(param_group)
@@ -157,7 +164,7 @@ class ShardedOptimizer(WrappedOptimizer):
             self.optimizer.divide(self._division())
 
     def _division(self) -> Division:
-        """The positions of the parameters in the masters."""
+        """Return the positions of the parameters in the masters."""
         numbers = {name: number for number, name in enumerate(self.trained())}
         segments = {
             master.tensor: [Segment(numbers[part.name], part.offset, part.numel) for part in master.parts]
@@ -167,28 +174,32 @@ class ShardedOptimizer(WrappedOptimizer):
 
     @property
     def masters(self) -> list[torch.Tensor]:
-        """The masters on this rank, flat; placeholders for those on NVMe."""
+        """The flat masters on this rank. Masters on NVMe are placeholders."""
         return self._masters.tensors
 
     def parameter_tensors(self) -> Iterator[torch.Tensor]:
-        """The shards of the parameters."""
+        """Return the tensors of the parameters' shards."""
         return self._parameters.tensors()
 
     @property
     def fp32_partitioned_groups_flat(self) -> list[torch.Tensor]:
-        """The masters on this rank, flat, under DeepSpeed's name at stage 3."""
+        """The flat masters on this rank, under DeepSpeed's name at stage 3."""
         return [master.tensor for master in self.masters_with_parts()]
 
-    single_partition_of_fp32_groups = fp32_partitioned_groups_flat  # DeepSpeed's name at stages 1 and 2
+    # This is DeepSpeed's name at stages 1 and 2.
+    single_partition_of_fp32_groups = fp32_partitioned_groups_flat
 
     @property
     def fp16_groups(self) -> list[list[torch.nn.Parameter]]:
-        """The parameters of each group (at stage 3 sub-group), of any dtype, under DeepSpeed's name at stage 3."""
+        """The parameters of each group, of any dtype, under DeepSpeed's name at stage 3.
+
+        At stage 3 these groups are sub-groups.
+        """
         return [list(each.parameters) for each in self._groups]
 
     @property
     def averaged_gradients(self) -> dict[int, list[torch.Tensor]]:
-        """This rank's parts of the reduced gradients, for each group, under DeepSpeed's name at stages 1 and 2."""
+        """This rank's parts of the reduced gradients for each group, under DeepSpeed's name at stages 1 and 2."""
         by_group: dict[int, list[torch.Tensor]] = {number: [] for number in range(len(self._reduced.shards))}
         for stretch, master, reduced in zip(
             self._masters.stretches, self.masters_with_parts(), self.reduced(), strict=True
@@ -198,19 +209,22 @@ class ShardedOptimizer(WrappedOptimizer):
 
     @property
     def grad_partitions_flat_buffer(self) -> torch.Tensor:
-        """This rank's reduced gradients, concatenated, under DeepSpeed's name at stage 3; a copy with several groups."""
+        """This rank's reduced gradients, concatenated, under DeepSpeed's name at stage 3.
+
+        With several groups this is a copy.
+        """
         return joined(self._reduced.shards)
 
     def masters_with_parts(self) -> list[Master]:
-        """The masters with their parts: for each group this rank's shard, whole or in chunks."""
+        """Return the masters with their parts: for each group the shard of this rank, whole or in chunks."""
         return self._masters.masters_with_parts()
 
     def reduced(self) -> list[torch.Tensor]:
-        """The gradients of the masters."""
+        """Return the gradient of each master."""
         return self._masters.reduced(self._reduced.shards)
 
     def trained(self) -> dict[str, tuple[torch.nn.Parameter, int]]:
-        """The parameters of all groups."""
+        """Return the parameters of all groups, by name, with the number of their param group."""
         return {
             name: (parameter, each.number)
             for each in self._groups
@@ -219,18 +233,18 @@ class ShardedOptimizer(WrappedOptimizer):
 
     @torch.no_grad()
     def settle(self) -> None:
-        """Wait for parameters in flight, and copy the shards that a script has changed to the masters."""
+        """Wait for parameters in flight, and copy shards that a script has changed to the masters."""
         self._take_over(self._parameters.changes())
 
     @torch.no_grad()
     def adopt(self) -> None:
-        """Set the masters from the model's parameters, after these have been changed."""
+        """Set the masters from the model's parameters after a script has changed the parameters."""
         self.settle()
         self._parameters.refresh()
         self._masters.take_all_over()
 
     def loaded(self) -> None:
-        """Set the model's parameters as after a step, once a checkpoint has been loaded."""
+        """After a checkpoint is loaded, set the model's parameters as the end of a step would set them."""
         self._parameters.loaded()
 
     def _take_over(self, changes: Sequence[tuple[int, slice]]) -> None:
@@ -238,7 +252,7 @@ class ShardedOptimizer(WrappedOptimizer):
             self._masters.take_over(index, part)
 
     def _norm(self) -> torch.Tensor:
-        """The norm of the whole model's gradients."""
+        """Return the norm of the whole model's gradients."""
         if self.model_ranks is None:
             return self._reduced.norm()
         if self._counted is None:
@@ -253,7 +267,10 @@ class ShardedOptimizer(WrappedOptimizer):
 
     @torch.no_grad()
     def _get_norm_groups(self) -> list[torch.Tensor]:
-        """The norm of each group's reduced, scaled gradients, under DeepSpeed's name. All ranks must call it."""
+        """Return the norm of each group's reduced, scaled gradients, under DeepSpeed's name.
+
+        All ranks must call this function.
+        """
         return [
             sharded_norm([shard], self._group, self._reduced.norm_dtype, [each.ranks])
             for shard, each in zip(self._reduced.shards, self._groups, strict=True)
@@ -261,7 +278,10 @@ class ShardedOptimizer(WrappedOptimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Update the shards by the reduced gradients, unless one of them overflowed, and share them."""
+        """Update the shards with the reduced gradients, and share the shards.
+
+        The step is skipped if a gradient overflowed.
+        """
         self._take_over(self._parameters.begin_step())
         self._masters.begin_step()
         shards = self._reduced.shards
@@ -291,7 +311,10 @@ class ShardedOptimizer(WrappedOptimizer):
 
 
 def _counted(master: Master, model: ModelRanks) -> list[slice]:
-    """The ranges of a master that this rank counts in a norm of the whole model; adjacent ranges are merged."""
+    """Return the ranges of a master that this rank counts in a norm of the whole model.
+
+    Adjacent ranges are merged.
+    """
     spans: list[slice] = []
     for part in sorted(master.parts, key=lambda each: each.offset):
         if not model.counts(part.parameter):

@@ -1,4 +1,4 @@
-"""Construction of the torch optimizer: from the config, the client's own, or by a client's callable."""
+"""Construction of the torch optimizer: from the config, or from the optimizer or callable that a client passes."""
 
 from __future__ import annotations
 
@@ -22,32 +22,33 @@ _Made = tuple[Callable[..., torch.optim.Optimizer], dict[str, Any]]
 
 _ADAM: Final = ("adam", "adamw")
 _MUP: Final = ("muadam", "muadamw", "musgd")
-# Correct on flat shards of parameters. Plain SGD is included, though DeepSpeed has not tested it.
+# These optimizers are correct on flat shards of parameters. DeepSpeed has not tested plain SGD, which is included here.
 _TESTED: Final = (
     torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad, torch.optim.SGD, Lamb, Lion, UncorrectedAdam,
 )  # fmt: skip
-# These need whole parameters, or all of them at once.
+# These optimizers need whole parameters, or all parameters at once.
 _NOT_ELEMENTWISE: Final = ("Adafactor", "Muon")
 _UNUSABLE: Final = {
     "LBFGS": "computes the loss several times in a step, which engine.step() cannot",
     "SparseAdam": "needs sparse gradients, which are not in this version",
 }
-# Not Adagrad, which turns rounding noise into full steps: the fused one would differ from DeepSpeed's.
+# Adagrad is missing because it turns rounding noise into full steps, so fused Adagrad would differ from DeepSpeed's.
 _FUSED: Final = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
 
 
 def torch_optimizer(
     config: OptimizerConfig | None, client: ClientOptimizer | None, parameters: Parameters
 ) -> torch.optim.Optimizer | None:
-    """The optimizer over ``parameters`` (tensors or param groups); None if neither config nor client has one.
+    """Return the optimizer over ``parameters``, or None if neither the config nor the client has an optimizer.
 
-    A client's optimizer wins over the config's. "Adam" means AdamW unless adam_w_mode is false. Without torch_adam the
-    default weight decay is 0, as in DeepSpeed's own Adam; with it, torch's. Where torch has a fused implementation, an
-    optimizer from the config uses it, unless its arguments choose another.
+    ``parameters`` are tensors or param groups. The optimizer of the client overrides the optimizer of the
+    config. "Adam" means AdamW unless adam_w_mode is false. Without torch_adam the default weight decay is 0, as
+    in DeepSpeed's own Adam. With torch_adam the default is torch's. If torch has a fused implementation, an
+    optimizer from the config uses it, unless its arguments choose another implementation.
 
     Raises:
-        ConfigError: the type is unknown, or does not take the arguments.
-        UnsupportedError: an optimizer of DeepSpeed's that is not in this version.
+        ConfigError: The type is unknown, or does not accept the arguments.
+        UnsupportedError: The optimizer exists in DeepSpeed, but not in this version.
     """
     if isinstance(client, torch.optim.Optimizer):
         optimizer = client
@@ -74,7 +75,7 @@ def torch_optimizer(
 
 
 def _with_list(each: Any) -> Any:
-    """A tensor, or a param group whose parameters are a list, which can be iterated twice."""
+    """Return a tensor unchanged. Return a param group with its parameters as a list, which can be iterated twice."""
     if not isinstance(each, dict) or "params" not in each:
         return each
     params = each["params"]
@@ -101,7 +102,8 @@ def _from_config(config: OptimizerConfig) -> _Made:
         raise ConfigError(
             "optimizer.params.max_grad_norm is not an optimizer's parameter; use gradient_clipping at the top instead"
         )
-    if isinstance(betas := arguments.get("betas"), list | tuple):  # torch refuses the 0 of JSON beside 0.99
+    # torch refuses a tuple that mixes the integer 0, as JSON may write it, with a float such as 0.99.
+    if isinstance(betas := arguments.get("betas"), list | tuple):
         arguments["betas"] = [float(each) if type(each) is int else each for each in betas]
     lower = name.lower()
     if lower in _MUP:
@@ -186,7 +188,8 @@ def _one_bit(arguments: dict[str, Any], name: str) -> _Made:
             "gradient_compression"
         )
     _refuse_amsgrad(arguments, name)
-    for idle in ("cuda_aware", "comm_backend_name"):  # DeepSpeed's choice of a transport
+    # These arguments select DeepSpeed's transport and have no effect here.
+    for idle in ("cuda_aware", "comm_backend_name"):
         arguments.pop(idle, None)
     return _ONE_BIT[name], arguments
 
@@ -217,7 +220,7 @@ def _refuse_amsgrad(arguments: dict[str, Any], name: str) -> None:
 def with_fusion(
     kind: Callable[..., torch.optim.Optimizer], arguments: dict[str, Any], parameters: list[Any]
 ) -> dict[str, Any]:
-    """``arguments``, with torch's fused implementation selected if it can be used."""
+    """Return ``arguments``, with torch's fused implementation selected if it can be used."""
     chosen = any(arguments.get(name) is not None for name in ("fused", "foreach", "differentiable"))
     if kind not in _FUSED or chosen:
         return arguments
@@ -227,7 +230,7 @@ def with_fusion(
         for tensor in (each["params"] if isinstance(each, dict) else [each])
         if isinstance(tensor, torch.Tensor)
     ]
-    # The fused kernels ignore strides.
+    # The fused kernels ignore strides, so all tensors must be contiguous.
     fits = all(tensor.is_floating_point() and tensor.is_contiguous() for tensor in tensors)
     devices = {tensor.device for tensor in tensors}
     if not fits or not all(_has_fusion(kind, device.type) for device in devices):
@@ -245,10 +248,12 @@ def _has_fusion(kind: Callable[..., torch.optim.Optimizer], device: str) -> bool
 
 
 def check_shardable(optimizer: torch.optim.Optimizer, stage: int, untested_allowed: bool) -> None:
-    """Refuse an optimizer that is wrong on flat shards of parameters, or untested on them without the key that allows it.
+    """Refuse an optimizer that computes wrong results on flat shards of parameters.
+
+    An optimizer that is untested on flat shards is refused too, unless ``untested_allowed`` is set.
 
     Raises:
-        ConfigError: it is such an optimizer.
+        ConfigError: The optimizer is refused.
     """
     name = type(optimizer).__name__
     if isinstance(optimizer, OneBitOptimizer):
@@ -270,7 +275,7 @@ def check_shardable(optimizer: torch.optim.Optimizer, stage: int, untested_allow
 
 
 def replace_parameters(optimizer: torch.optim.Optimizer, groups: list[list[torch.Tensor]]) -> None:
-    """Make ``optimizer`` work on other tensors: one list for each of its param groups, whose options stay."""
+    """Make ``optimizer`` update other tensors: one list for each of its param groups, whose options do not change."""
     for group, tensors in zip(optimizer.param_groups, groups, strict=True):
         group["params"] = tensors
     if optimizer.state and isinstance(optimizer, torch.optim.Adagrad):

@@ -1,4 +1,4 @@
-"""Optimizers that torch does not have, as torch optimizers: they update whole parameters or flat shards of them."""
+"""Optimizers that torch does not have. Each is a torch optimizer, and updates whole parameters or flat shards."""
 
 from __future__ import annotations
 

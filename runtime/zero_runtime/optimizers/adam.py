@@ -1,4 +1,4 @@
-"""Adam without bias correction, which torch's own does not offer."""
+"""Adam without bias correction, which torch does not offer."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ class UncorrectedAdam(GroupwiseOptimizer):
     """Adam or AdamW without bias correction of the moments, which begin at zero.
 
     Args:
-        params: tensors or param groups.
-        lr: learning rate.
-        betas: of the moments of the gradient and of its square.
-        eps: added to the root of the second moment.
-        weight_decay: decoupled, or added to the gradient.
-        decoupled: which of them; true is AdamW.
+        params: The tensors or param groups.
+        lr: The learning rate.
+        betas: The coefficients of the moments of the gradient and of its square.
+        eps: The value added to the root of the second moment.
+        weight_decay: The weight decay.
+        decoupled: Whether the weight decay is decoupled (AdamW) or added to the gradient (Adam).
     """
 
     moments = ("exp_avg", "exp_avg_sq")
@@ -38,7 +38,7 @@ class UncorrectedAdam(GroupwiseOptimizer):
         self._decoupled = decoupled
 
     def update(self, group: dict[str, Any], tensors: list[torch.Tensor]) -> None:
-        """Update ``tensors`` of ``group``, which have gradients."""
+        """Update ``tensors`` of ``group``, which all have gradients."""
         means, squares = self.moments_of(tensors)
         gradients = [tensor.grad for tensor in tensors if tensor.grad is not None]
         rate, decay, (beta1, beta2) = float(group["lr"]), group["weight_decay"], group["betas"]

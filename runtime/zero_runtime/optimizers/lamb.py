@@ -1,4 +1,4 @@
-"""Lamb: Adam whose step in each parameter is scaled by the ratio of the parameter's norm to the step's."""
+"""Lamb: Adam whose step of each parameter is scaled by the ratio of the parameter's norm to the step's norm."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ class Segment(NamedTuple):
     """The range of a flat tensor that belongs to one parameter.
 
     Attributes:
-        parameter: its number, equal on all ranks.
-        offset: first element within the tensor.
-        numel: elements.
+        parameter: The number of the parameter, which is equal on all ranks.
+        offset: The first element of the range within the tensor.
+        numel: The number of elements.
     """
 
     parameter: int
@@ -29,9 +29,9 @@ class Division(NamedTuple):
     """The positions of parameters in the updated tensors.
 
     Attributes:
-        segments: the parameters in each tensor; elements of no segment are padding.
-        parameters: number of parameters on all ranks together.
-        sum_over_ranks: sums a tensor over the ranks, in place.
+        segments: The segments of each tensor. Elements outside of all segments are padding.
+        parameters: The number of parameters on all ranks together.
+        sum_over_ranks: A function that sums a tensor over the ranks, in place.
     """
 
     segments: Mapping[torch.Tensor, Sequence[Segment]]
@@ -42,23 +42,24 @@ class Division(NamedTuple):
 class Lamb(MomentOptimizer):
     """Lamb of You et al., "Large Batch Optimization for Deep Learning" (arXiv:1904.00962), as DeepSpeed scales it.
 
-    With the moments m of the gradient and v of its square, u = m / (sqrt(v) + eps) + weight_decay p, and
-    p <- p - rate * clamp(|p| / |u|, min_coeff, max_coeff) u, where the ratio is 1 if either norm is 0, and rate is
-    lr * sqrt(1 - beta2^t) / (1 - beta1^t), or lr without bias correction.
+    With the moments m of the gradient and v of its square, u = m / (sqrt(v) + eps) + weight_decay p, and p <- p
+    - rate * clamp(|p| / |u|, min_coeff, max_coeff) u. The ratio is 1 if either norm is 0. The rate is lr *
+    sqrt(1 - beta2^t) / (1 - beta1^t), or lr without bias correction.
 
-    The norms are those of whole parameters. If tensors contain shards of parameters, ``divide`` must tell their positions.
-    The squares are then summed over the ranks: one message of two numbers for each parameter in each step.
+    The norms are those of whole parameters. If tensors contain shards of parameters, ``divide`` must be called
+    to set the positions of the parameters. The squares are then summed over the ranks, in one message of two
+    numbers for each parameter in each step.
 
     Args:
-        params: tensors or param groups.
-        lr: learning rate.
-        bias_correction: whether the learning rate corrects for moments that begin at zero.
-        betas: of the moments.
-        eps: added to the root of the second moment.
-        eps_inside_sqrt: add it to the second moment instead.
-        weight_decay: added to the step.
-        max_coeff: the largest ratio.
-        min_coeff: the smallest ratio.
+        params: The tensors or param groups.
+        lr: The learning rate.
+        bias_correction: Whether the learning rate corrects for moments that begin at zero.
+        betas: The coefficients of the moments.
+        eps: The value added to the root of the second moment.
+        eps_inside_sqrt: Whether eps is added to the second moment instead of to its root.
+        weight_decay: The weight decay, which is added to the step.
+        max_coeff: The largest ratio.
+        min_coeff: The smallest ratio.
     """
 
     moments = ("exp_avg", "exp_avg_sq")
@@ -100,7 +101,10 @@ class Lamb(MomentOptimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Update every parameter that has a gradient. With sharded parameters all ranks must call it."""
+        """Update every parameter that has a gradient.
+
+        If the parameters are sharded, all ranks must call this method.
+        """
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -122,7 +126,7 @@ class Lamb(MomentOptimizer):
         return loss
 
     def _direction(self, group: dict[str, Any], tensor: torch.Tensor) -> torch.Tensor:
-        """Update the moments of ``tensor``, and return its step before it is scaled."""
+        """Update the moments of ``tensor``, and return the unscaled step."""
         assert tensor.grad is not None
         (mean,), (square,) = self.moments_of([tensor])
         state = self.state[tensor]
@@ -144,7 +148,10 @@ class Lamb(MomentOptimizer):
     def _ratios(
         self, directions: dict[torch.Tensor, torch.Tensor]
     ) -> list[list[tuple[Segment | None, torch.Tensor]]]:
-        """For each tensor its segments (None for a whole parameter) with the ratio of norms; not finite if one is 0."""
+        """Return the segments of each tensor with their ratios of norms.
+
+        The segment is None for a whole parameter. A ratio is not finite if one of its norms is 0.
+        """
         if self._division is None:
             return [
                 [(None, _ratio(_squared(tensor), _squared(direction)))]

@@ -1,4 +1,4 @@
-"""Lion: steps of one size in the direction of the sign of a blend of momentum and gradient."""
+"""Lion: every step moves each element by the same amount, in the direction of the sign of a momentum blend."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from zero_runtime.optimizers.optimizer_states import GroupwiseOptimizer, check_h
 class Lion(GroupwiseOptimizer):
     """Lion of Chen et al., "Symbolic Discovery of Optimization Algorithms" (arXiv:2302.06675, algorithm 2).
 
-    With gradient g and momentum m: p <- (1 - lr * weight_decay) p - lr * sign(beta1 m + (1 - beta1) g), then
-    m <- beta2 m + (1 - beta2) g. It is elementwise, so it works on flat shards too.
+    With gradient g and momentum m: p <- (1 - lr * weight_decay) p - lr * sign(beta1 m + (1 - beta1) g), then m
+    <- beta2 m + (1 - beta2) g. The update is elementwise, so it also works on flat shards.
 
     Args:
-        params: tensors or param groups.
-        lr: learning rate.
-        betas: of the blend, and of the momentum.
-        weight_decay: decoupled.
+        params: The tensors or param groups.
+        lr: The learning rate.
+        betas: The coefficient of the blend, and the coefficient of the momentum.
+        weight_decay: The decoupled weight decay.
     """
 
     moments = ("exp_avg",)
@@ -35,7 +35,7 @@ class Lion(GroupwiseOptimizer):
         super().__init__(params, {"lr": lr, "betas": tuple(betas), "weight_decay": weight_decay})
 
     def update(self, group: dict[str, Any], tensors: list[torch.Tensor]) -> None:
-        """Update ``tensors`` of ``group``, which have gradients."""
+        """Update ``tensors`` of ``group``, which all have gradients."""
         (momenta,) = self.moments_of(tensors)
         gradients = [tensor.grad for tensor in tensors if tensor.grad is not None]
         rate, (beta1, beta2) = float(group["lr"]), group["betas"]

@@ -18,22 +18,24 @@ _OF_OTHERS: Final = {"lr": 3e-4, "betas": (0.9, 0.95), "eps": 1e-10, "weight_dec
 
 
 class Muon(torch.optim.Optimizer):
-    """Muon of Jordan et al. (2024) for the parameters marked ``use_muon``, AdamW or Adam for the others.
+    """Muon of Jordan et al. (2024) for the parameters marked ``use_muon``, and AdamW or Adam for the others.
 
-    The gradient of a flat shard of matrices is used as the update itself: the sharded optimizer step orthogonalizes before
-    (:mod:`zero_runtime.optimizer_step.matrix_updates`).
+    For a flat shard of matrices, the gradient already is the update. The sharded optimizer step orthogonalizes
+    the matrices before it calls this optimizer (:mod:`zero_runtime.optimizer_step.matrix_updates`).
 
     Args:
-        params: tensors or param groups; each group is divided into one of matrices and one of the others.
-        lr: learning rate of both; default 0.02 and 3e-4.
-        muon_lr: of the matrices, over ``lr``.
-        adam_lr: of the others, over ``lr``.
-        momentum: of the matrices.
-        weight_decay: decoupled.
-        ns_method: how matrices are orthogonalized: gram or standard.
-        betas: of Adam.
-        eps: of Adam.
-        adam_w_mode: whether Adam's weight decay is decoupled.
+        params: The tensors or param groups. Each group is divided into a group of matrices and a group of the
+            other parameters.
+        lr: The learning rate of both kinds of groups. The defaults are 0.02 for matrices and 3e-4 for the
+            others.
+        muon_lr: The learning rate of the matrices. It overrides ``lr``.
+        adam_lr: The learning rate of the other parameters. It overrides ``lr``.
+        momentum: The momentum coefficient of the matrices.
+        weight_decay: The weight decay. It is decoupled.
+        ns_method: The method that orthogonalizes matrices: gram or standard.
+        betas: The betas of Adam.
+        eps: The eps of Adam.
+        adam_w_mode: Whether Adam's weight decay is decoupled.
     """
 
     def __init__(
@@ -82,7 +84,7 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Update every parameter; a missing gradient counts as zeros."""
+        """Update every parameter. A missing gradient counts as zeros."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -111,12 +113,12 @@ class Muon(torch.optim.Optimizer):
 def matrix_update(
     gradient: torch.Tensor, momentum: torch.Tensor, group: Mapping[str, Any]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The update of one matrix, for a learning rate of 1, and its new momentum.
+    """Return the update of one matrix, for a learning rate of 1, and the new momentum.
 
     Args:
-        gradient: of two or more dimensions; the filters of a convolution become rows.
-        momentum: of the same shape; not changed.
-        group: ``momentum`` and ``ns_method``.
+        gradient: The gradient, of two or more dimensions. The filters of a convolution become rows.
+        momentum: The momentum, of the same shape as the gradient. It is not modified.
+        group: The options ``momentum`` and ``ns_method``.
     """
     momentum = momentum.lerp(gradient, 1.0 - group["momentum"])
     blend = gradient.lerp(momentum, group["momentum"])
@@ -127,7 +129,10 @@ def matrix_update(
 
 
 def mark_matrices(module: torch.nn.Module) -> None:
-    """Set ``use_muon`` on every parameter that lacks it: true for matrices, except embeddings and heads by name."""
+    """Set ``use_muon`` on every parameter that lacks this attribute.
+
+    The value is true for matrices, except for embeddings and heads, which are recognized by name.
+    """
     for name, parameter in module.named_parameters():
         if not hasattr(parameter, "use_muon"):
             named = any(word in name.lower() for word in _NOT_BY_NAME)
@@ -135,7 +140,7 @@ def mark_matrices(module: torch.nn.Module) -> None:
 
 
 def _groups(params: Iterable[Any]) -> list[tuple[dict[str, Any], list[Any]]]:
-    """The options and trainable parameters of each group; single tensors form the last group."""
+    """Return the options and trainable parameters of each group. Single tensors form the last group."""
     groups: list[tuple[dict[str, Any], list[Any]]] = []
     loose = []
     for each in params:

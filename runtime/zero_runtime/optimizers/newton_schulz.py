@@ -1,7 +1,8 @@
 """Orthogonalization of matrices by a Newton-Schulz iteration. Pure arithmetic.
 
-Each step makes p(X) = a X + b (X X^T) X + c (X X^T)^2 X, whose coefficients push every singular value of a matrix of norm
-1 towards 1, to between about 0.7 and 1.2 in five steps (Jordan et al., "Muon", 2024).
+Each step computes p(X) = a X + b (X X^T) X + c (X X^T)^2 X. The coefficients move every singular value of a
+matrix of norm 1 toward 1. After five steps the singular values are between about 0.7 and 1.2 (Jordan et al.,
+"Muon", 2024).
 """
 
 from __future__ import annotations
@@ -14,21 +15,22 @@ METHODS: Final = ("gram", "standard")
 STEPS: Final = 5
 _A, _B, _C = 3.4445, -4.7750, 2.0315
 _SMALLEST_NORM: Final = 1e-7
-# Steps after which "gram" returns to the matrix itself, so that rounding errors do not accumulate.
+# After this number of steps, "gram" starts again from the matrix itself, so that rounding errors do not accumulate.
 _RESTART: Final = 2
 
 
 def orthogonalized(matrix: torch.Tensor, method: str = "gram", steps: int = STEPS) -> torch.Tensor:
-    """A matrix with the singular vectors of ``matrix`` and singular values near 1.
+    """Return a matrix with the singular vectors of ``matrix`` and singular values near 1.
 
     Args:
-        matrix: the last two dimensions are rows and columns; those before them number matrices.
-        method: ``standard`` iterates on the matrix, in bf16; ``gram`` on its smaller Gram matrix, in fp16 on CUDA and fp32
-            elsewhere.
-        steps: of the iteration.
+        matrix: A matrix, or a batch of matrices in the leading dimensions. The last two dimensions are rows and
+            columns.
+        method: ``standard`` iterates on the matrix, in bf16. ``gram`` iterates on its smaller Gram matrix, in
+            fp16 on CUDA and in fp32 elsewhere.
+        steps: The number of steps of the iteration.
 
     Returns:
-        Of the shape of ``matrix``, in the dtype of the iteration.
+        A tensor of the shape of ``matrix``, in the dtype of the iteration.
     """
     tall = matrix.size(-2) > matrix.size(-1)
     wide = matrix.mT if tall else matrix
@@ -45,7 +47,10 @@ def orthogonalized(matrix: torch.Tensor, method: str = "gram", steps: int = STEP
 
 
 def _through_gram(wide: torch.Tensor, steps: int) -> torch.Tensor:
-    """``steps`` steps at once: their polynomials commute with the Gram matrix, so the iteration runs on that alone."""
+    """Return the result of ``steps`` steps at once.
+
+    The polynomials of the steps commute with the Gram matrix, so the iteration runs on the Gram matrix alone.
+    """
     if not steps:
         return wide
     gram = wide @ wide.mT
@@ -59,7 +64,7 @@ def _through_gram(wide: torch.Tensor, steps: int) -> torch.Tensor:
 
 
 def _polynomial(gram: torch.Tensor) -> torch.Tensor:
-    """a I + b G + c G^2."""
+    """Return a I + b G + c G^2."""
     result = _B * gram + _C * (gram @ gram)
     result.diagonal(dim1=-2, dim2=-1).add_(_A)
     return result

@@ -1,4 +1,4 @@
-"""Base classes of this package's optimizers: state tensors of the shape of each parameter."""
+"""Base classes of this package's optimizers, which have state tensors of the shape of each parameter."""
 
 from __future__ import annotations
 
@@ -15,13 +15,16 @@ class MomentOptimizer(torch.optim.Optimizer):
     """A torch optimizer with state tensors of the shape of each parameter.
 
     Attributes:
-        moments: names of the state tensors.
+        moments: The names of the state tensors.
     """
 
     moments: tuple[str, ...] = ()
 
     def moments_of(self, tensors: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-        """For each of ``moments``, that state of ``tensors``; created as zeros."""
+        """Yield, for each name in ``moments``, the list of these state tensors of ``tensors``.
+
+        State tensors that do not exist yet are created as zeros.
+        """
         for tensor in tensors:
             state = self.state[tensor]
             for name in self.moments:
@@ -32,17 +35,17 @@ class MomentOptimizer(torch.optim.Optimizer):
 
 
 class GroupwiseOptimizer(MomentOptimizer, ABC):
-    """An optimizer that updates group by group, all tensors of a group at once."""
+    """An optimizer that updates all tensors of a param group at once, one group after another."""
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Update every parameter that has a gradient.
 
         Args:
-            closure: computes the loss and its gradients again.
+            closure: A function that computes the loss and its gradients again.
 
         Returns:
-            The value of ``closure``, or None.
+            The value of ``closure``, or None without a closure.
         """
         loss = None
         if closure is not None:
@@ -56,14 +59,14 @@ class GroupwiseOptimizer(MomentOptimizer, ABC):
 
     @abstractmethod
     def update(self, group: dict[str, Any], tensors: list[torch.Tensor]) -> None:
-        """Update ``tensors`` of ``group``, which have gradients."""
+        """Update ``tensors`` of ``group``, which all have gradients."""
 
 
 def check_hyperparameters(lr: float, betas: tuple[float, float], weight_decay: float) -> None:
     """Refuse values outside of their valid ranges.
 
     Raises:
-        ConfigError: naming the value and the range.
+        ConfigError: A value is outside of its range. The message names the value and the range.
     """
     if not lr >= 0.0:
         raise ConfigError(f"optimizer.params.lr is {lr!r}; expected a number from 0")

@@ -1,12 +1,12 @@
-"""Reduction of gradients block by block (stage 3): one reduce_scatter for the parameters that are gathered by one message.
+"""Reduction of gradients block by block (stage 3): one reduce_scatter for the parameters that one message gathers.
 
-Each gradient is copied into the rows of its block, and divided, when it is ready: row r has shard r of every parameter,
-padded with zeros to ceil(numel / ranks) elements. The rows are sent when the last gradient has arrived, during the backward
-pass.
-At the end of the pass a block without some of its gradients is sent with zeros for them, and one without any is not sent.
+When a gradient is ready, it is divided and copied into the rows of its block. Row r has shard r of every
+parameter, padded with zeros to ceil(numel / ranks) elements. The rows are sent during the backward pass, when
+the last gradient has arrived. At the end of the pass a block without some of its gradients is sent with zeros
+for these gradients. A block without any gradient is not sent.
 
-Of the first pass of a step the shards stay apart, one tensor for each message, until the pass has ended: memory for all of
-them together would be there while most parameters are gathered.
+In the first pass of a step the shards remain separate, one tensor for each message, until the pass has ended.
+Memory for all shards together would otherwise be allocated while most parameters are gathered.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ class _Member(NamedTuple):
     """One parameter of a message. Counts are elements.
 
     Attributes:
-        name: of the parameter.
-        group, place: the number of its group, and its number in that.
-        numel: of the parameter.
-        start, width: its place in a row, padding included.
-        target: first element of its shard in the gradients of its group.
+        name: The name of the parameter.
+        group, place: The number of the parameter's group, and the number of the parameter in this group.
+        numel: The number of elements of the parameter.
+        start, width: The position and the length of the shard in a row, including padding.
+        target: The first element of the shard in the gradients of its group.
     """
 
     name: str
@@ -47,15 +47,16 @@ class _Member(NamedTuple):
 
 
 class _Message:
-    """The parameters that one reduce_scatter carries, and the gradients that have arrived.
+    """The parameters that one reduce_scatter sums, and the gradients that have arrived.
 
     Attributes:
         members: the parameters, in the order of the rows.
         dtype: the communication dtype.
-        kept: the dtype of the gradients.
-        width: elements of a row.
-        gathered: elements of the parameters that are gathered in the backward pass, padding included.
-        rows: the gradients, one row for each rank; None while none has arrived.
+        kept: The dtype of the gradients.
+        width: The number of elements of a row.
+        gathered: The number of elements of the parameters that are gathered in the backward pass, including
+            padding.
+        rows: The gradients, one row for each rank; None if no gradient has arrived.
         arrived: the members whose gradients are in ``rows``.
     """
 
@@ -74,12 +75,16 @@ class _Message:
         self.spans = _spans(members)
 
     def real(self, rank: int) -> int:
-        """Elements of row ``rank`` without padding."""
+        """Return the number of elements of row ``rank`` without padding."""
         return sum(max(0, min(each.width, each.numel - rank * each.width)) for each in self.members)
 
 
 class _Piece(NamedTuple):
-    """Shards that a message has brought: the number of their group, and their first element in its gradient."""
+    """The sums of shards from a message.
+
+    ``group`` is the number of the shards' group, and ``target`` is the first element in the gradient of this
+    group.
+    """
 
     group: int
     target: int
@@ -89,17 +94,18 @@ class _Piece(NamedTuple):
 class BlockGradients(ShardedGradients):
     """A :class:`ShardedGradients` that sends one message for each block and dtype.
 
-    Unpartitioned parameters are in no block; their gradients enter buckets. Between a step and the end of the next pass
-    there is no memory for ``shards``, unless they are read.
+    Unpartitioned parameters are not in a block. Their gradients enter buckets. Between a step and the end of
+    the next pass there is no memory for ``shards``, unless they are read.
 
     Args:
         blocks: the parameters of each block, in the order of the rows.
-        implementation: of a reduce_scatter: ``native``, ``all_to_all``, or None for the backend's.
-        memory: of the messages.
-        ahead: elements of parameters that are gathered ahead in the backward pass; None where all stay from the forward
-            pass.
-        unread: parameters that are not gathered in the backward pass.
-        arguments: the others are those of a ShardedGradients.
+        implementation: The implementation of a reduce_scatter: ``native``, ``all_to_all``, or None for the
+            default of the backend.
+        memory: The memory of the messages.
+        ahead: The number of elements of parameters that are gathered ahead in the backward pass. None if all
+            parameters stay gathered after the forward pass.
+        unread: The parameters that are not gathered in the backward pass.
+        arguments: The other arguments, which are those of a ShardedGradients.
     """
 
     def __init__(
@@ -122,12 +128,12 @@ class BlockGradients(ShardedGradients):
         self._totals: list[torch.Tensor] = []
         self._pieces: list[_Piece] = []
         self._apart = False
-        self._unsent: dict[_Message, None] = {}  # in this backward pass
-        self._last = 0  # bytes of the message that was sent last in it
-        self._most = 0  # bytes, see _depth
+        self._unsent: dict[_Message, None] = {}  # messages that this backward pass has not sent yet
+        self._last = 0  # bytes of the last message of this backward pass
+        self._most = 0  # largest number of bytes so far, see _depth
         super().__init__(groups, *arguments)
         self._clear_shards()
-        # Of buckets, which hold what is in no block; each message has a depth of its own.
+        # The depth of buckets, which contain the gradients that are not in a block. Each message has its own depth.
         self._overlap = Overlap(self._group.device, self._policy.overlap, depth=1)
         self._divide()
 
@@ -138,7 +144,7 @@ class BlockGradients(ShardedGradients):
         leaves: Sequence[Leaf] = (),
         blocks: Sequence[Sequence[torch.nn.Parameter]] | None = None,
     ) -> None:
-        """Reduce the gradients of further ``groups`` too; the parameters are in ``blocks`` then."""
+        """Reduce the gradients of the additional ``groups``, too. Afterwards ``blocks`` contain all parameters."""
         self._join()
         super().add(groups, dtypes, leaves)
         if blocks is not None:
@@ -156,12 +162,12 @@ class BlockGradients(ShardedGradients):
         self._totals = totals
 
     def tensors(self) -> Iterator[torch.Tensor]:
-        """The memory of reduced gradients, where there is some."""
+        """Yield the memory of reduced gradients that is allocated."""
         yield from self._totals
         yield from self.unsharded.values()
 
     def _join(self) -> None:
-        """Make one shard for each param group of what the messages have brought, if that is still apart."""
+        """Combine the sums of all messages into one shard for each param group, if they are still separate."""
         if self._apart:
             self._apart = False
             self._totals = [self._zeros(each) for each in self._groups]
@@ -222,7 +228,10 @@ class BlockGradients(ShardedGradients):
             self._send_message(message, FULL)
 
     def _lay(self, message: _Message, member: _Member, gradient: torch.Tensor) -> None:
-        """Copy a gradient to its places in the rows, divided; add it, if there is one already."""
+        """Divide a gradient and copy it to its places in the rows.
+
+        If the rows already contain a gradient of the parameter, the gradient is added.
+        """
         world = self._group.world_size
         if message.rows is None:
             rows = self._memory.take(world * message.width, message.dtype, gradient.device)
@@ -288,11 +297,14 @@ class BlockGradients(ShardedGradients):
         self._overlap.send(bucket, lambda each: self._scatter(message, each), self._depth(message))
 
     def _depth(self, message: _Message) -> int:
-        """Messages in flight once ``message`` is sent: two if the pass has needed as much memory before, otherwise one.
+        """Return the number of messages in flight after ``message`` is sent.
 
-        A second one keeps the wire busy while the slowest rank fills the next. But each takes twice its bytes, what it sends
-        and what arrives. Early in the pass, when most parameters are gathered, there is no room for it. Later the
-        parameters of the blocks that were sent have left room.
+        The number is two if the pass has needed as much memory before, otherwise one.
+
+        A second message keeps the network busy while the slowest rank fills the next message. But each message
+        takes twice its bytes, for the sent and the received data. Early in the pass most parameters are
+        gathered, and there is no memory for a second message. Later the released parameters of the sent blocks
+        have left enough memory.
         """
         self._unsent.pop(message, None)
         later = sum(each.gathered for each in self._unsent)
@@ -302,12 +314,12 @@ class BlockGradients(ShardedGradients):
         numel = self._group.world_size * message.width
         before, size = self._last, numel * message.dtype.itemsize
         self._last = size
-        # The message before has its memory until this one is about to be sent, or until it has arrived.
+        # The previous message keeps its memory until this message is about to be sent, or until the previous one lands.
         self._most = max(self._most, 2 * before + size + gathered, 2 * size + gathered)
         return 2 if 2 * before + 2 * size + gathered <= self._most else 1
 
     def _scatter(self, message: _Message, bucket: Bucket) -> Finish | None:
-        """Send the rows, and add this rank's sum to its shards."""
+        """Send the rows, and add this rank's row of the sum to its shards."""
         group, rows = self._group, bucket.tensor
         received = None
         if (self._implementation or reduction.default_implementation(group.backend)) == reduction.ALL_TO_ALL:
@@ -346,7 +358,10 @@ def _numel(parameter: torch.nn.Parameter) -> int:
 
 
 def _spans(members: Sequence[_Member]) -> list[tuple[int, int, int, int]]:
-    """Adjacent members that are adjacent in one group too: the group, the places in it and in a row, and the width."""
+    """Return the spans of adjacent members that are also adjacent in one group.
+
+    A span is the group, the position in the group, the position in a row, and the width.
+    """
     spans: list[tuple[int, int, int, int]] = []
     for each in members:
         if spans:

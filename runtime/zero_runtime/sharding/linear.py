@@ -1,9 +1,10 @@
-"""The linear function of stage 3: torch's arithmetic, with a backward that saves no view of the weight.
+"""The linear function of stage 3: torch's arithmetic, with a backward pass that saves no view of the weight.
 
-torch's own function saves a transposed view of the weight for backward, which keeps the gathered weight in memory after its
-release. This one saves a reference to the parameter, whose memory may be released. It is not a saved tensor, since
-activation checkpointing would keep the memory of one. As in DeepSpeed 0.19.8's ``memory_efficient_linear``, the weight's
-gradient is ready before the bias's, which determines how gradients fill buckets.
+torch's linear function saves a transposed view of the weight for backward. This view keeps the gathered weight
+in memory after its release. The function of this module saves a reference to the parameter, whose memory may be
+released. The reference is not a saved tensor, because activation checkpointing would keep the memory of a saved
+tensor. As in DeepSpeed 0.19.8's ``memory_efficient_linear``, the gradient of the weight is ready before the
+gradient of the bias. This determines how gradients fill buckets.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ _torch_linear: Final = functional.linear
 
 
 def _product(inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    # The bias is added separately, unless one operation does both for this shape: DeepSpeed's order of roundings.
+    # The bias is added separately, unless one operation does both for this shape. This is DeepSpeed's order of
+    # roundings.
     if bias is None or inputs.dim() == 2:
         return _torch_linear(inputs, weight, bias)
     return inputs.matmul(weight.t()).add_(bias)
@@ -39,7 +41,7 @@ def _remember(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
 
 
 def _remembered(ctx: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """The inputs and the weight. Raises UsageError if the weight has changed since."""
+    """Return the inputs and the weight. Raise UsageError if the weight has changed since the forward pass."""
     if ctx.weight is None:
         inputs, weight = ctx.saved_tensors
         return inputs, weight
@@ -79,7 +81,7 @@ class _Linear(torch.autograd.Function):
 
 
 class _TransformableLinear(_Linear):
-    """The form for torch.func and vmap, which is slower to call: torch looks up its signature each time."""
+    """The form for torch.func and vmap. It is slower to call, because torch looks up its signature each time."""
 
     generate_vmap_rule = True
     forward = staticmethod(_product)  # type: ignore[assignment]
@@ -98,7 +100,7 @@ def _linear(
 
 @contextmanager
 def memory_efficient_linear() -> Iterator[None]:
-    """A context in which ``torch.nn.functional.linear`` is this module's, for layers and direct calls."""
+    """A context in which ``torch.nn.functional.linear`` is the function of this module, for layers and direct calls."""
     before = functional.linear
     functional.linear = _linear
     try:

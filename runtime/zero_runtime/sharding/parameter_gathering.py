@@ -1,7 +1,7 @@
 """Gathering of sharded parameters: the messages of stage 3.
 
-Several parameters share one all_gather for each dtype: every rank concatenates its shards, by number of the parameter. A
-single parameter has its own all_gather, without a copy.
+Several parameters share one all_gather for each dtype. Every rank concatenates its shards, ordered by the
+number of the parameter. A single parameter has its own all_gather, without a copy.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from zero_runtime.sharding.shards import Shard, Status
 _GATHER: Final = hooks.tag("parameter_gather")
 _BROADCAST: Final = hooks.tag("parameter_broadcast")
 _CHECKPOINT: Final = hooks.tag("checkpoint")
-ACCESS: Final = hooks.tag("parameter_access")  # by a program, which reads or changes whole parameters
+ACCESS: Final = hooks.tag("parameter_access")  # gathers by a program that reads or changes whole parameters
 WEIGHT_BITS: Final = 8
-_ALIGNMENT: Final = 64  # bytes, as of torch's own allocations on a CPU
+_ALIGNMENT: Final = 64  # bytes; the alignment of torch's allocations on a CPU
 
 
 class _Message(NamedTuple):
     """One message in flight, and the parameters that it gathers.
 
-    ``rows`` is the number of rows in ``buffer``; each row has one shard of every parameter. With 0 rows, the buffer has the
-    whole, padded parameters, concatenated. A quantized message is in ``payloads``, one row from each rank, until the buffer
-    is filled from it.
+    ``rows`` is the number of rows in ``buffer``. Each row has one shard of every parameter. With 0 rows, the
+    buffer contains the whole, padded parameters, concatenated. A quantized message is in ``payloads``, one row
+    from each rank, until it is copied to the buffer.
     """
 
     work: Any
@@ -44,7 +44,10 @@ class _Message(NamedTuple):
 
 
 class Gathering:
-    """A gather in flight; ``wait`` completes it. ``memory`` has lent the buffers of blocks; None for modules."""
+    """A gather in flight; ``wait`` completes it.
+
+    ``memory`` is the source of the buffers of blocks; None for modules.
+    """
 
     def __init__(self, messages: Sequence[_Message], memory: MessageMemory | None = None) -> None:
         self._messages = messages
@@ -53,7 +56,7 @@ class Gathering:
     @torch.inference_mode(False)
     @torch.no_grad()
     def wait(self) -> None:
-        """Wait for the messages, and fill the parameters that they carry. May be called again."""
+        """Wait for the messages, and fill the parameters that they gather. May be called again."""
         messages, self._messages = self._messages, ()
         for message in messages:
             comm.wait(message.work)
@@ -74,17 +77,18 @@ class Gatherer:
     """Sends the messages that gather parameters.
 
     Args:
-        sequential: one message for each parameter.
-        by_all_reduce: gather several parameters by one all_reduce of whole, padded buffers to which each rank adds its
-            shards.
-        secondary: the ranks of the secondary partition; None for none.
-        dtypes: the communication dtype of parameters, if it is not their own.
-        quantizes: whether a parameter is gathered in 8 bits among all ranks; never inside the secondary group, nor by
-            ``gather_each``, whose parameters may be changed and kept.
-        why: the tag of the messages; None for the gather of a pass.
-        group: the ranks as a group of their own for the messages of :meth:`start`, so that they do not wait for other
-            messages; None for the group of each shard.
-        memory: of the messages of blocks; None where modules are gathered.
+        sequential: Whether there is one message for each parameter.
+        by_all_reduce: Whether several parameters are gathered by one all_reduce of whole, padded buffers, to
+            which each rank adds its shards.
+        secondary: The ranks of the secondary partition; None without a secondary partition.
+        dtypes: The communication dtype of the parameters for which it differs from their own dtype.
+        quantizes: A function that returns whether a parameter is gathered in 8 bits among all ranks. Gathers
+            within the secondary group and gathers by ``gather_each``, whose parameters may be changed and kept,
+            are never quantized.
+        why: The tag of the messages; None for the gather of a pass.
+        group: The ranks as a separate group for the messages of :meth:`start`, so that these messages do not
+            wait for other messages. None for the group of each shard.
+        memory: The memory of the messages of blocks; None if modules are gathered.
     """
 
     def __init__(
@@ -110,7 +114,7 @@ class Gatherer:
     @torch.inference_mode(False)
     @torch.no_grad()
     def start(self, shards: Iterable[Shard]) -> Gathering:
-        """Start to gather the released ones of ``shards``, in as few messages as possible."""
+        """Start to gather the released parameters of ``shards``, in as few messages as possible."""
         waiting = sorted(
             (each for each in shards if each.status is Status.NOT_AVAILABLE), key=lambda each: each.number
         )
@@ -134,13 +138,16 @@ class Gatherer:
     @torch.inference_mode(False)
     @torch.no_grad()
     def gather_each(self, shards: Iterable[Shard]) -> None:
-        """Gather the released ones of ``shards`` from their primary shards, one message each, in the given order."""
+        """Gather the released parameters of ``shards`` from their primary shards.
+
+        There is one message for each parameter, in the given order.
+        """
         shards = list(shards)
         for each in shards:
             each.wait()
         waiting = [each for each in shards if each.status is Status.NOT_AVAILABLE or each.rounded]
         _begin_to_read(waiting)
-        # With one rank DeepSpeed sends a message for a single parameter, and none for several.
+        # With one rank DeepSpeed sends a message for a single parameter, but no message for several parameters.
         sent = waiting if len(waiting) == 1 and waiting[0].numel else _without_messages(waiting)
         for each in sent:
             each.status = Status.INFLIGHT
@@ -171,7 +178,7 @@ class Gatherer:
         quantize: bool = False,
         primary: DataParallelGroup | None = None,
     ) -> _Message:
-        """Gather one parameter from its shards in the group ``secondary``, or with None from its primary shards."""
+        """Gather one parameter from its shards in the group ``secondary``, or from its primary shards if it is None."""
         group = secondary or primary or shard.group
         numel = _numel(shard, secondary)
         buffer = torch.empty(numel * group.world_size, dtype=dtype, device=shard.parameter.device)
@@ -222,7 +229,7 @@ class Gatherer:
 def _send_quantized(
     buffer: torch.Tensor, row: torch.Tensor, group: DataParallelGroup, shards: Sequence[Shard], rows: int
 ) -> _Message:
-    """Send this rank's ``row`` quantized; the other arguments are those of the message."""
+    """Send this rank's ``row`` quantized. The other arguments are those of the message."""
     payload = quantized(row.view(1, -1), WEIGHT_BITS).view(-1)
     payloads = payload.new_empty(group.world_size, payload.numel())
     work = group.start_all_gather(payloads.view(-1), payload, why=_tag_of(shards, _GATHER))
@@ -232,7 +239,7 @@ def _send_quantized(
 def broadcast(
     parameter: torch.nn.Parameter, group: DataParallelGroup, owner: int = 0, why: hooks.tag = _BROADCAST
 ) -> None:
-    """Broadcast the whole parameter of member ``owner`` to ``group``, as bytes, with the tag ``why``."""
+    """Broadcast the whole parameter of member ``owner`` to ``group`` as bytes, with the tag ``why``."""
     data = parameter.detach()
     message = data.contiguous().view(-1).view(torch.uint8)
     group.broadcast(message, owner, why=_CHECKPOINT if _in_checkpoint() else why)
@@ -241,7 +248,7 @@ def broadcast(
 
 
 def _tag_of(shards: Sequence[Shard], why: hooks.tag, padded: torch.Tensor | None = None) -> hooks.tag:
-    """The tag of a message; ``padded`` is the gathered buffer, unless the message is quantized."""
+    """Return the tag of a message. ``padded`` is the gathered buffer, unless the message is quantized."""
     if not detailed():
         return why
     purpose = _CHECKPOINT.purpose if _in_checkpoint() else why.purpose
@@ -252,19 +259,19 @@ def _tag_of(shards: Sequence[Shard], why: hooks.tag, padded: torch.Tensor | None
 
 
 def _in_checkpoint() -> bool:
-    """Whether a checkpoint is written or read: its messages are not part of the training."""
+    """Return whether a checkpoint is being written or read. Its messages are not part of the training."""
     return hooks.position.phase == "checkpoint"
 
 
 def _numel(shard: Shard, secondary: DataParallelGroup | None) -> int:
-    """Elements of this rank's primary or secondary shard."""
+    """Return the number of elements of this rank's primary or secondary shard."""
     if secondary is None:
         return shard.slice_numel
     return shard.slice_numel * shard.group.world_size // secondary.world_size
 
 
 def _begin_to_read(shards: Sequence[Shard]) -> None:
-    """Start to read shards on NVMe, so that reading one overlaps copying another to the send buffer."""
+    """Start to read shards on NVMe, so that the read of one shard overlaps the copy of another to the send buffer."""
     filed: dict[Pager, list[Shard]] = {}
     for each in shards:
         if each.pager is not None and each.secondary is None:
@@ -274,7 +281,7 @@ def _begin_to_read(shards: Sequence[Shard]) -> None:
 
 
 def _without_messages(shards: Sequence[Shard]) -> list[Shard]:
-    """Fill the parameters that need no other rank, and return the rest."""
+    """Fill the parameters that need no data from other ranks, and return the remaining shards."""
     rest = []
     for each in shards:
         if each.numel and each.group.world_size > 1:
@@ -291,7 +298,10 @@ def _without_messages(shards: Sequence[Shard]) -> list[Shard]:
 def _end_to_end(
     shards: Sequence[Shard], secondary: DataParallelGroup | None, numel: int
 ) -> torch.Tensor | None:
-    """The primary shards as one tensor, if they are adjacent in memory in the order of the message; else None."""
+    """Return the primary shards as one tensor, if they are adjacent in memory in the order of the message.
+
+    Otherwise return None.
+    """
     if secondary is not None or any(each.pager is not None for each in shards):
         return None
     first = shards[0].own
@@ -332,8 +342,9 @@ def _reduce_whole(
 def _unpack_rows(message: _Message, of_block: bool) -> None:
     """Fill the parameters of a message from its rows.
 
-    Those of a block share an allocation for each dtype: they are released together, and one large allocation costs less than
-    several. A message for prefetched modules has parameters that are released one after the other.
+    The parameters of a block share an allocation for each dtype. They are released together, and one large
+    allocation costs less than several. A message for prefetched modules contains parameters that are released
+    one after the other.
     """
     rows = message.buffer.view(message.rows, -1)
     numels = [each.slice_numel * each.group.world_size for each in message.shards]
@@ -355,7 +366,7 @@ def _unpack_rows(message: _Message, of_block: bool) -> None:
 def _adjacent(
     numels: Sequence[int], dtypes: Sequence[torch.dtype], device: torch.device
 ) -> list[torch.Tensor]:
-    """Tensors with these numbers of elements, aligned, in one allocation for each dtype."""
+    """Return aligned tensors with these numbers of elements, in one allocation for each dtype."""
     places: list[int] = []
     ends: dict[torch.dtype, int] = {}
     for numel, dtype in zip(numels, dtypes, strict=True):

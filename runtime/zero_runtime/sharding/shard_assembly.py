@@ -1,4 +1,4 @@
-"""Assembly of stage 3: residency of the parameters, sharded gradients, an optimizer over sub-groups."""
+"""Assembly of stage 3: residency of the parameters, sharded gradients, and an optimizer over sub-groups."""
 
 from __future__ import annotations
 
@@ -23,22 +23,23 @@ from zero_runtime.sharding.shards import shards_of
 
 
 class ShardedModel:
-    """A model whose parameters are sharded, with its gradients.
+    """A model with sharded parameters, and its gradients.
 
     Args:
-        config: the configuration.
-        module: the model, on its device and in its dtype; equal on all ranks unless it is sharded already.
-        param_groups: those of the optimizer; without one, all parameters in one group.
-        kinds: the dtypes.
-        group: the data-parallel ranks.
-        at_boundary: whether the current micro-batch is the last of its step.
-        replicas: number of ranks with different samples: the divisor of gradients.
+        config: The configuration.
+        module: The model, on its device and in its dtype. It is equal on all ranks, unless it is already
+            sharded.
+        param_groups: The param groups of the optimizer; without an optimizer, all parameters in one group.
+        kinds: The dtypes.
+        group: The data-parallel ranks.
+        at_boundary: A function that returns whether the current micro-batch is the last of its step.
+        replicas: The number of ranks with different samples, by which gradients are divided.
 
     Attributes:
-        residency: gathers and releases the parameters; its hooks are not installed yet.
-        groups: the trainable parameters, in sub-groups.
-        gradients: reduces and accumulates their gradients.
-        parameters: this rank's shards of them.
+        residency: The object that gathers and releases the parameters. Its hooks are not installed yet.
+        groups: The trainable parameters, in sub-groups.
+        gradients: The object that reduces and accumulates the gradients of these parameters.
+        parameters: This rank's shards of these parameters.
     """
 
     def __init__(
@@ -103,7 +104,7 @@ class ShardedModel:
         self.parameters = ShardedParameters(self.groups, self.residency)
 
     def add(self, number: int, param_group: dict[str, Any]) -> list[ParameterGroup]:
-        """Shard and train the parameters of a further param group ``number``. Returns its sub-groups."""
+        """Shard and train the parameters of the additional param group ``number``. Return its sub-groups."""
         self._unpartitioned |= whole_parameters(self._module, self._config.zero.partitioned_types)
         self.residency.extend()
         before: list[dict[str, Any]] = [{"params": []} for _ in range(number)]
@@ -121,16 +122,19 @@ class ShardedModel:
         return groups
 
     def _ahead(self, blocks: Sequence[Sequence[torch.nn.Parameter]]) -> int | None:
-        """Elements that are gathered ahead in a backward pass; None where all stay gathered from the forward pass."""
+        """Return the number of elements that are gathered ahead in a backward pass.
+
+        None means that all parameters stay gathered after the forward pass.
+        """
         numels = [sum(shard.numel for shard in shards_of(block)) for block in blocks]
         limits = self._config.zero.sharding.residency
-        # A block is used again within both passes over the whole model.
+        # Between two uses of a block there are at most both passes over the whole model.
         if limits.reuse_distance > 2 * sum(numels) and limits.max_live >= sum(numels):
             return None
         return min(limits.prefetch, max(numels))
 
     def _blocks(self) -> list[list[torch.nn.Parameter]]:
-        """The parameters of each block that is gathered and reduced by one message."""
+        """Return the parameters of each block that is gathered and reduced by one message."""
         return [[shard.parameter for shard in block.shards] for block in self.residency.blocks]
 
     @property
@@ -140,7 +144,7 @@ class ShardedModel:
 
 
 def _unread(module: torch.nn.Module) -> set[torch.nn.Parameter]:
-    """The parameters that no backward pass of a module reads."""
+    """Return the parameters that are not read by the backward pass of any module."""
     reading: set[torch.nn.Parameter] = set()
     others: set[torch.nn.Parameter] = set()
     for each in module.modules():
@@ -152,7 +156,8 @@ def _reduction(config: RuntimeConfig, numbers: Mapping[str, int]) -> ShardReduct
     zero = config.zero
     limit = -1
     if zero.gradient_reduction == "all_reduce":
-        # Larger buckets than the contiguous buffer use a reduce_scatter, unless the config names all_reduce.
+        # Buckets that are larger than the contiguous buffer use a reduce_scatter, unless the configuration names
+        # all_reduce.
         limit = 2**63 - 1 if zero.explicit_reduction else zero.reduce_bucket_size
     return ShardReduction(
         numbers,
@@ -169,7 +174,10 @@ def _numbers(groups: Sequence[ParameterGroup]) -> dict[str, int]:
 
 
 def _leaves(module: torch.nn.Module, groups: Sequence[ParameterGroup]) -> list[Leaf]:
-    """The leaf modules with their trainable parameters in the order of the groups; outer modules include inner ones."""
+    """Return the leaf modules with their trainable parameters in the order of the groups.
+
+    Outer modules include inner modules.
+    """
     trained = [parameter for each in groups for parameter in each.parameters]
     taken: set[torch.nn.Parameter] = set()
     leaves = []

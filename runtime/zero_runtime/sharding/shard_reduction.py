@@ -8,9 +8,10 @@
 | ``all_reduce``, otherwise                                     | as for ``reduce_scatter``                 | (n-1)/n S   |
 | any, with ``zero_quantized_gradients``                        | 1 all_to_all of bytes, and a sum          | about S / 8 |
 
-n is the number of ranks, S the bytes of the bucket. As in DeepSpeed 0.19.8, reduce_scatters are issued even with
-``reduce_scatter: false``. A native one takes equal rows: row r has shard r of each parameter, padded to ceil(numel / n)
-elements, in the order in which the parameters were created. An all_to_all sends the shards without padding.
+n is the number of ranks, and S is the number of bytes of the bucket. As in DeepSpeed 0.19.8, reduce_scatters
+are issued even with ``reduce_scatter: false``. A native reduce_scatter takes equal rows. Row r has shard r of
+each parameter, padded to ceil(numel / n) elements, in the order in which the parameters were created. An
+all_to_all sends the shards without padding.
 """
 
 from __future__ import annotations
@@ -38,11 +39,13 @@ class ShardReduction:
     """A :data:`zero_runtime.gradient_reduction.reduction.Reduction` for buckets of whole gradients.
 
     Attributes:
-        numbers: of the parameters by name, in the order of their creation.
-        all_reduce_limit: elements of the largest bucket that is reduced by all_reduce.
-        implementation: of a reduce_scatter: ``native``, ``all_to_all``, or None for the backend's.
+        numbers: The number of each parameter by name, in the order of their creation.
+        all_reduce_limit: The number of elements of the largest bucket that is reduced by all_reduce.
+        implementation: The implementation of a reduce_scatter: ``native``, ``all_to_all``, or None for the
+            default of the backend.
         quantized: whether all buckets are sent in 4 bits, by an all_to_all of bytes and a local sum.
-        compares: whether the ranks check before each bucket that it has the same parameters on all of them.
+        compares: Whether the ranks check before each bucket that the bucket has the same parameters on all
+            ranks.
     """
 
     numbers: Mapping[str, int]
@@ -52,10 +55,10 @@ class ShardReduction:
     quantized: bool = False
 
     def __call__(self, bucket: Bucket, group: DataParallelGroup) -> Finish | None:
-        """Sum the bucket over the ranks; afterwards this rank's shards in ``bucket.tensor`` are valid.
+        """Sum the bucket over the ranks. Afterwards this rank's shards in ``bucket.tensor`` are valid.
 
         Raises:
-            UsageError: rank 0 has other parameters in it.
+            UsageError: The bucket has different parameters on rank 0.
         """
         if self.compares:
             self._compare(bucket, group)
@@ -92,7 +95,7 @@ class ShardReduction:
         order = sorted(range(len(gradients)), key=lambda index: self.numbers[bucket.entries[index].name])
         rows = [_rows(gradients[index], world) for index in order]
         outgoing = (rows[0] if len(rows) == 1 else torch.cat(rows, dim=1)).to(bucket.dtype)
-        # A single gradient without padding is the bucket's own memory, which may be written.
+        # A single gradient without padding is the bucket's own memory. This memory may be written.
         if bucket.scaling.divisor != 1.0:
             outgoing.div_(bucket.scaling.divisor)
         if bucket.scaling.factor_before != 1.0:
@@ -115,13 +118,13 @@ def _scale_own(bucket: Bucket, rank: int) -> None:
 
 
 def _own_shard(gradient: torch.Tensor, rank: int, width: int) -> torch.Tensor:
-    """Shard ``rank`` of a 1-D gradient without its padding: at most ``width`` elements."""
+    """Return shard ``rank`` of a 1-D gradient without its padding: at most ``width`` elements."""
     start = min(rank * width, gradient.numel())
     return gradient.narrow(0, start, min(width, gradient.numel() - start))
 
 
 def _rows(gradient: torch.Tensor, world_size: int) -> torch.Tensor:
-    """The shards of a 1-D gradient as rows of one matrix, the last ones padded with zeros."""
+    """Return the shards of a 1-D gradient as the rows of a matrix. The last rows are padded with zeros."""
     width = slice_numel(gradient.numel(), world_size)
     missing = width * world_size - gradient.numel()
     return (functional.pad(gradient, (0, missing)) if missing else gradient).view(world_size, width)

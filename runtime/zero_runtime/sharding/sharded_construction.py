@@ -1,6 +1,8 @@
-"""Construction of a sharded model: parameters are sharded when they are created, so that no rank ever has all (stage 3).
+"""Construction of a sharded model (stage 3).
 
-Within :func:`constructing`, every module shards its own parameters when its ``__init__`` has returned, and
+Parameters are sharded when they are created, so that no rank ever stores all of them.
+
+Within :func:`constructing`, every module shards its own parameters after its ``__init__`` has returned.
 ``module.apply(function)`` gathers the parameters of each module around the call of ``function``.
 """
 
@@ -27,8 +29,8 @@ _FACTORIES: Final = (
     torch.tensor, torch.empty, torch.zeros, torch.ones, torch.full, torch.arange, torch.eye, torch.randn,
 )  # fmt: skip
 Factory = Callable[..., torch.Tensor]
-_cutters: list[Cutter] = []  # of the active contexts, innermost last
-# Sizes of parameters that were sharded since an engine was last constructed.
+_cutters: list[Cutter] = []  # the cutters of the active contexts, innermost last
+# The number of parameters of each size, in bytes, that were sharded since an engine was last constructed.
 _sharded_bytes: Counter[int] = Counter()
 
 
@@ -36,9 +38,9 @@ class Cutter:
     """Shards the parameters of new modules.
 
     Args:
-        group: the ranks that they are partitioned over.
-        storage: the storage of shards.
-        dtype: of the parameters; None does not cast them.
+        group: The ranks among which the parameters are partitioned.
+        storage: The storage of the shards.
+        dtype: The dtype of the parameters; None does not cast them.
     """
 
     def __init__(self, group: DataParallelGroup, storage: SliceStorage, dtype: torch.dtype | None) -> None:
@@ -48,10 +50,13 @@ class Cutter:
 
     @torch.no_grad()
     def cut(self, module: torch.nn.Module, recurse: bool = False) -> None:
-        """Shard the whole parameters of ``module``: one broadcast from rank 0 for each, so that all ranks agree."""
+        """Shard the whole parameters of ``module``.
+
+        Each parameter is broadcast from rank 0, so that all ranks have equal values.
+        """
         for parameter in module.parameters(recurse=recurse):
             if shard_of(parameter) is not None or is_lazy(parameter) or parameter.is_meta:
-                continue  # without elements: sharded later, when it has some
+                continue  # no elements yet; sharded later, when it has elements
             wanted = self.dtype if parameter.is_floating_point() else None
             parameter.data = parameter.data.to(device=self.group.device, dtype=wanted)
             broadcast(parameter, self.group)
@@ -63,15 +68,15 @@ class Cutter:
 
 
 class Construction(NamedTuple):
-    """How the parameters of a model were constructed, counted when its engine is.
+    """How the parameters of a model were constructed. The counts are made when the engine is constructed.
 
     A program may drop parameters that ``zero.Init`` has sharded, or replace them (for example resize an embedding).
 
     Attributes:
-        sharded: number of parameters by size in bytes that ``zero.Init`` has sharded in this process since the last engine
-            was constructed, including dropped ones.
-        unsharded: number of the model's unsharded parameters by size in bytes.
-        sharded_of_model: number of the model's parameters that are sharded already.
+        sharded: The number of parameters that ``zero.Init`` has sharded in this process since the last engine
+            was constructed, by size in bytes. Dropped parameters are included.
+        unsharded: The number of the model's unsharded parameters, by size in bytes.
+        sharded_of_model: The number of the model's parameters that are already sharded.
     """
 
     sharded: Mapping[int, int]
@@ -79,7 +84,7 @@ class Construction(NamedTuple):
     sharded_of_model: int
 
     def described(self) -> dict[str, Any]:
-        """The form that the recorder gets."""
+        """Return the counts in the form for the recorder."""
         return {
             "sharded": sorted(map(list, self.sharded.items())),
             "whole": sorted(map(list, self.unsharded.items())),
@@ -88,7 +93,10 @@ class Construction(NamedTuple):
 
 
 def construction_of(parameters: Iterable[torch.nn.Parameter]) -> Construction:
-    """How the ``parameters`` of a model were constructed. The next call counts only parameters sharded after this one."""
+    """Return how the ``parameters`` of a model were constructed.
+
+    The next call counts only parameters that are sharded after this call.
+    """
     sharded = Counter(_sharded_bytes)
     _sharded_bytes.clear()
     unsharded: Counter[int] = Counter()
@@ -108,14 +116,14 @@ def _bytes(dtype: torch.dtype, numel: int) -> int:
 def typed_factory(
     fn: Factory, target_fp_dtype: torch.dtype | None, target_device: torch.device | None
 ) -> Factory:
-    """A wrapper of ``fn`` that makes floating-point tensors of one dtype, whatever dtype is requested.
+    """Return a wrapper of ``fn`` that creates floating-point tensors of one dtype, whatever dtype is requested.
 
     The signature is that of DeepSpeed's ``zero_wrapper_for_fp_tensor_constructor``.
 
     Args:
-        fn: a tensor factory such as ``torch.empty``.
-        target_fp_dtype: None does not change the dtype.
-        target_device: the default device; None for torch's.
+        fn: A tensor factory such as ``torch.empty``.
+        target_fp_dtype: The dtype of the tensors; None does not change the dtype.
+        target_device: The default device; None for torch's default.
     """
 
     @functools.wraps(fn)
@@ -124,7 +132,7 @@ def typed_factory(
             keywords["device"] = target_device
         result = fn(*args, **keywords)
         if target_fp_dtype is not None and result.is_floating_point():
-            # In place, so that it stays a leaf of autograd's graph.
+            # Cast in place, so that the tensor remains a leaf of autograd's graph.
             result.data = result.data.to(target_fp_dtype)
         return result
 
@@ -137,12 +145,12 @@ def constructing(
 ) -> Iterator[None]:
     """Shard the parameters of every module that is constructed in this context.
 
-    Contexts may be nested; the outermost one shards.
+    Contexts may be nested. The outermost context shards the parameters.
 
     Args:
-        cutter: shards the parameters.
-        gather_in_apply: whether ``module.apply`` gathers parameters.
-        typed: wraps tensor factories, with the arguments of :func:`typed_factory`.
+        cutter: The object that shards the parameters.
+        gather_in_apply: Whether ``module.apply`` gathers parameters.
+        typed: A function that wraps tensor factories, with the arguments of :func:`typed_factory`.
     """
     with ExitStack() as stack:
         if not _cutters:
@@ -152,7 +160,7 @@ def constructing(
             stack.enter_context(_replaced(Module, "to_empty", _cutting_to_empty(Module.to_empty)))
             if cutter.dtype is not None:
                 device = cutter.group.device
-                # On a CPU torch's default device is kept: a program may use the meta device inside.
+                # On a CPU torch's default device is kept, because a program may use the meta device inside.
                 target = None if device.type == "cpu" else device
                 stack.enter_context(
                     _Factories(
@@ -183,7 +191,7 @@ class _Factories(TorchFunctionMode):
 
 @contextmanager
 def _cutting_after_init() -> Iterator[None]:
-    """Wrap ``__init__`` of every existing module class, and of those defined in this context."""
+    """Wrap ``__init__`` of every existing module class, and of every class that is defined in this context."""
     originals: dict[type, Callable[..., None]] = {}
     building: set[int] = set()
 
@@ -215,7 +223,7 @@ def _cutting_after_init() -> Iterator[None]:
 def _cutting_init(original: Callable[..., None], building: set[int]) -> Callable[..., None]:
     @functools.wraps(original)
     def __init__(module: torch.nn.Module, *args: Any, **keywords: Any) -> None:  # noqa: N807 - it is one
-        # Only the called class shards: its bases have created and filled the parameters by then.
+        # Only the called class shards the parameters, after its base classes have created and filled them.
         outermost = id(module) not in building
         building.add(id(module))
         try:
@@ -238,7 +246,10 @@ def _gathering_apply(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Gathering:
-    """A function that is called with the module's own parameters gathered; rank 0's changes count."""
+    """A function that is called with the module's own parameters gathered.
+
+    The changes of rank 0 become the new values.
+    """
 
     def __init__(self, function: Callable[[torch.nn.Module], None]) -> None:
         self._function = function

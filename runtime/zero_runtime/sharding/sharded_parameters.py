@@ -1,7 +1,7 @@
-"""Sharded parameters (stage 3) as the sharded optimizer reads and writes them.
+"""The view of sharded parameters (stage 3) through which the sharded optimizer reads and writes them.
 
-The shards of a sub-group are moved into one flat buffer, so that one write changes all of them. A sub-group with a shard on
-NVMe has no such buffer: its shards are read and written one by one.
+The shards of a sub-group are moved into one flat buffer, so that one write changes all of them. A sub-group
+with a shard on NVMe has no such buffer. Its shards are read and written one by one.
 """
 
 from __future__ import annotations
@@ -18,7 +18,10 @@ from zero_runtime.sharding.shards import Shard, shard_of
 
 
 class _Slot(NamedTuple):
-    """The position of a shard: from element ``start`` of this rank's part of sub-group ``group``."""
+    """The position of a shard in a sub-group.
+
+    The shard begins at element ``start`` of this rank's part of sub-group ``group``.
+    """
 
     shard: Shard
     group: int
@@ -33,22 +36,22 @@ class ShardedParameters(OwnedShards):
     """Concatenates this rank's shards of each sub-group.
 
     Args:
-        groups: the sub-groups; their parameters have shards.
-        residency: gathers the parameters of the model.
+        groups: The sub-groups, whose parameters have shards.
+        residency: The object that gathers the parameters of the model.
 
     Attributes:
-        own: for each sub-group, this rank's shards, padding included; 1-D; empty if some of them are on NVMe.
+        own: For each sub-group, this rank's shards including padding; 1-D. Empty if some shards are on NVMe.
     """
 
     def __init__(self, groups: Sequence[ParameterGroup], residency: Residency) -> None:
         self._residency = residency
         self._groups: list[ParameterGroup] = []
-        self._slots: list[list[_Slot]] = []  # of each sub-group
+        self._slots: list[list[_Slot]] = []  # the slots of each sub-group
         self.own: list[torch.Tensor] = []
         self.add(groups)
 
     def add(self, groups: Sequence[ParameterGroup]) -> None:
-        """Take over the shards of further sub-groups."""
+        """Take over the shards of additional sub-groups."""
         for each in groups:
             slots = _slots(len(self._groups), each)
             self._groups.append(each)
@@ -58,7 +61,7 @@ class ShardedParameters(OwnedShards):
                 slot.shard.changed = False
 
     def master(self, index: int, dtype: torch.dtype, part: slice = WHOLE) -> torch.Tensor:
-        """The master of a part of sub-group ``index``, on the device of the parameters."""
+        """Return the master of a part of sub-group ``index``, on the device of the parameters."""
         first = self._groups[index].parameters[0]
         if not self.are_filed(index):
             return super().master(index, dtype, part).detach().to(first.device).requires_grad_()
@@ -69,23 +72,23 @@ class ShardedParameters(OwnedShards):
         return master.requires_grad_()
 
     def is_master(self, index: int, dtype: torch.dtype) -> bool:
-        """Whether ``master`` returns the memory of sub-group ``index`` itself."""
+        """Return whether ``master`` returns the memory of sub-group ``index`` itself."""
         beside = self.own[index].device == self._groups[index].parameters[0].device
         return not self.are_filed(index) and beside and super().is_master(index, dtype)
 
     def are_filed(self, index: int) -> bool:
-        """Whether a part of sub-group ``index`` is on NVMe."""
+        """Return whether a part of sub-group ``index`` is on NVMe."""
         return self.own[index].numel() != self._groups[index].layout.shard_numel
 
     def begin_to_read(self, index: int, part: slice = WHOLE) -> None:
-        """Start to read that part of sub-group ``index``, if it is on NVMe."""
+        """Start to read ``part`` of sub-group ``index``, if it is on NVMe."""
         if self.are_filed(index):
             for slot, within, _ in self._overlaps(index, part):
                 slot.shard.begin_to_read(within)
 
     @torch.no_grad()
     def read(self, index: int, target: torch.Tensor, part: slice = WHOLE) -> None:
-        """Fill ``target`` with the values of ``part`` of sub-group ``index``, which has the same length."""
+        """Fill ``target`` with the values of ``part`` of sub-group ``index``. Both have the same length."""
         if not self.are_filed(index):
             super().read(index, target, part)
             return
@@ -94,7 +97,7 @@ class ShardedParameters(OwnedShards):
 
     @torch.no_grad()
     def write(self, index: int, master: torch.Tensor, part: slice = WHOLE) -> None:
-        """Write the values of ``master`` to ``part`` of sub-group ``index``; on NVMe the write is only started."""
+        """Write the values of ``master`` to ``part`` of sub-group ``index``. On NVMe the write is only started."""
         if not self.are_filed(index):
             super().write(index, master, part)
             return
@@ -102,7 +105,7 @@ class ShardedParameters(OwnedShards):
             slot.shard.write(master[there], within.start)
 
     def _overlaps(self, index: int, part: slice) -> Iterator[tuple[_Slot, slice, slice]]:
-        """The shards in a part of sub-group ``index``: the elements of each, and their position in the part."""
+        """Return the shards in a part of sub-group ``index``: the elements of each, and their position in the part."""
         begin, end, _ = part.indices(self._groups[index].layout.shard_numel)
         for slot in self._slots[index]:
             first, last = max(begin, slot.span.start), min(end, slot.span.stop)
@@ -110,16 +113,17 @@ class ShardedParameters(OwnedShards):
                 yield slot, slice(first - slot.start, last - slot.start), slice(first - begin, last - begin)
 
     def begin_step(self) -> Sequence[tuple[int, slice]]:
-        """Release every parameter: it is about to change.
+        """Release every parameter, because its value is about to change.
 
         Returns:
-            The changes of ``own`` by scripts since the last call: number of the sub-group, and part of it.
+            The parts of ``own`` that scripts have changed since the last call: the number of the sub-group, and
+            the part.
         """
         self._residency.release_all()
         return self.changes()
 
     def changes(self) -> Sequence[tuple[int, slice]]:
-        """The changes that ``begin_step`` returns, without releasing parameters."""
+        """Return the changes that ``begin_step`` returns, without releasing parameters."""
         changed = []
         for slot in (slot for slots in self._slots for slot in slots):
             if slot.shard.changed:
@@ -128,7 +132,7 @@ class ShardedParameters(OwnedShards):
         return changed
 
     def share(self) -> None:
-        """Gather the persistent parameters; the next forward pass gathers the others."""
+        """Gather the persistent parameters. The next forward pass gathers the others."""
         self._residency.parameters_changed()
 
 
@@ -143,7 +147,7 @@ def _slots(index: int, each: ParameterGroup) -> list[_Slot]:
 
 
 def _flatten(each: ParameterGroup, slots: Sequence[_Slot]) -> torch.Tensor:
-    """The shards concatenated in new memory; empty if one of them is on NVMe."""
+    """Return the shards concatenated in new memory; empty if one of them is on NVMe."""
     first = each.parameters[0]
     if any(slot.shard.pager is not None for slot in slots):
         return torch.empty(0, dtype=first.dtype)

@@ -1,9 +1,9 @@
 """Sharded parameters (stage 3): each rank's shard of a parameter, and the state of the parameter.
 
-Every parameter is partitioned separately: ``ceil(numel / world_size)`` elements for each rank, in rank order. The last ranks
-may hold padding, which is zero. While a parameter is released its ``data`` is an empty tensor; its :class:`Shard` has the
-real shape. The shard is in memory, on the parameter's device or on the host, or on NVMe
-(:mod:`zero_runtime.sharding.placement.pages`).
+Every parameter is partitioned separately. Each rank has ``ceil(numel / world_size)`` elements, in rank order.
+The last ranks may have padding, which is zero. While a parameter is released, its ``data`` is an empty tensor
+and its :class:`Shard` stores the real shape. The shard is in memory, on the parameter's device or on the host,
+or on NVMe (:mod:`zero_runtime.sharding.placement.pages`).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Status(enum.Enum):
     """The state of a sharded parameter. The names are DeepSpeed's (``ds_status``)."""
 
     AVAILABLE = 1  # gathered
-    NOT_AVAILABLE = 2  # released: each rank has its shard
+    NOT_AVAILABLE = 2  # released; each rank has only its shard
     INFLIGHT = 3  # being gathered
 
 
@@ -44,7 +44,7 @@ _BESIDE: Final = Place()
 
 
 def slice_numel(numel: int, world_size: int) -> int:
-    """Elements of each rank's shard of a parameter of ``numel`` elements, padding included."""
+    """Return the number of elements of each rank's shard of a parameter of ``numel`` elements, including padding."""
     return -(-numel // world_size)
 
 
@@ -52,24 +52,27 @@ class Shard:
     """This rank's shard of one parameter, and the state of the parameter.
 
     Args:
-        parameter: the parameter to shard; it stays gathered until :meth:`release`.
-        group: the ranks that it is partitioned over.
-        place: the memory of the shard.
+        parameter: The parameter to shard. It stays gathered until :meth:`release`.
+        group: The ranks among which the parameter is partitioned.
+        place: The memory of the shard.
 
     Attributes:
-        parameter: the parameter that carries this shard.
-        group: the ranks that have the other shards.
-        number: counts sharded parameters of the process in the order of their creation; messages are sorted by it.
-        name: of the parameter in its model; empty until the model is known.
-        shape, numel, dtype: of the whole parameter.
-        slice_numel: elements of each rank's shard.
-        place: the memory of the shard while it is in memory.
-        pager: keeps the shard on NVMe; None while it is in memory.
-        secondary: the larger shard of the secondary partition (hpZ), or None.
-        active: the users of the parameter: modules by number, contexts of scripts by negative numbers.
-        gathering: the gather in flight, or None.
-        rounded: the parameter was gathered in 8 bits, and differs from the shards by rounding.
-        changed: a script has changed the shard since ``changed`` was last set to False; copies of it are out of date.
+        parameter: The parameter to which this shard belongs.
+        group: The ranks that have the other shards.
+        number: The number of the parameter among the sharded parameters of the process, in the order of their
+            creation. Messages are sorted by this number.
+        name: The name of the parameter in its model; empty until the model is known.
+        shape, numel, dtype: The shape, number of elements and dtype of the whole parameter.
+        slice_numel: The number of elements of each rank's shard.
+        place: The memory of the shard while the shard is in memory.
+        pager: The pager that stores the shard on NVMe; None while the shard is in memory.
+        secondary: The larger shard of the secondary partition (hpZ), or None.
+        active: The users of the parameter. Modules have numbers, and contexts of scripts have negative numbers.
+        gathering: The gather in flight, or None.
+        rounded: Whether the parameter was gathered in 8 bits, and therefore differs from the shards by
+            rounding.
+        changed: Whether a script has changed the shard since ``changed`` was last set to False. If so, copies
+            of the shard are out of date.
     """
 
     __slots__ = (
@@ -122,7 +125,10 @@ class Shard:
 
     @property
     def own(self) -> torch.Tensor:
-        """This rank's shard, which must be in memory: 1-D, ``slice_numel`` elements of ``dtype``; padding is zeros."""
+        """This rank's shard, which must be in memory: 1-D, ``slice_numel`` elements of ``dtype``.
+
+        Padding is zeros.
+        """
         assert self._own is not None, f"the shard of {self.name} is in files"
         return self._own
 
@@ -157,7 +163,7 @@ class Shard:
         self.parameter.ds_status = status  # type: ignore[attr-defined]
 
     def cut(self, target: torch.Tensor, index: int) -> None:
-        """Copy shard ``index`` of the gathered parameter to ``target``, whose length is that of a shard."""
+        """Copy shard ``index`` of the gathered parameter to ``target``, which has the length of a shard."""
         start = index * target.numel()
         numel = max(0, min(target.numel(), self.numel - start))
         if numel:
@@ -165,14 +171,14 @@ class Shard:
             target.narrow(0, 0, numel).copy_(flat.narrow(0, start, numel))
 
     def keep(self) -> None:
-        """Copy the values of the gathered parameter, which a script has changed, to the shard."""
+        """Copy the values of the gathered parameter to the shard, after a script has changed them."""
         with self.lent() as own:
             self.cut(own, self.group.rank)
         self.secondary = None
         self.changed = True
 
     def tensors(self) -> Iterator[torch.Tensor]:
-        """Its tensors in memory: the parameter, the shard and the secondary shard."""
+        """Yield the tensors in memory: the parameter, the shard and the secondary shard."""
         yield self.parameter
         yield from (each for each in (self._own, self.secondary) if each is not None)
 
@@ -188,7 +194,7 @@ class Shard:
         self.own = own
 
     def begin_to_read(self, part: slice) -> None:
-        """Start to read these elements of the shard, if they are on NVMe."""
+        """Start to read the elements ``part`` of the shard, if they are on NVMe."""
         if self.pager is not None:
             self.pager.begin([self], part.start, part.stop)
 
@@ -200,7 +206,7 @@ class Shard:
             self.pager.read(self, out, start)
 
     def write(self, values: torch.Tensor, start: int = 0) -> None:
-        """Write ``values`` as the shard's elements from ``start``; on NVMe the write is only started."""
+        """Write ``values`` as the shard's elements from ``start``. On NVMe the write is only started."""
         if self.pager is None:
             self.own.narrow(0, start, values.numel()).copy_(values)
         else:
@@ -218,7 +224,7 @@ class Shard:
         self.pager.write(self, own)
 
     def page_out(self, pager: Pager) -> None:
-        """Let ``pager`` keep the shard."""
+        """Let ``pager`` store the shard."""
         self.pager = pager
         self.own = None
 
@@ -233,7 +239,10 @@ class Shard:
             self.own = own
 
     def cast(self, dtype: torch.dtype) -> None:
-        """Cast the shard to ``dtype``, and gather the parameter in it. Not while the parameter is gathered."""
+        """Cast the shard to ``dtype``, so that the parameter is gathered in ``dtype``.
+
+        The parameter must not be gathered.
+        """
         pager = self.pager
         self.page_in()
         self.dtype = dtype
@@ -252,13 +261,13 @@ class Shard:
     def stand_in(self) -> None:
         """Give the released parameter its shape without its memory, so that a gradient can be accumulated.
 
-        Its values are NaN, so that nobody takes them for those of the parameter.
+        The values of the parameter are NaN, so that they are not mistaken for the real values.
         """
         element = torch.full((), torch.nan, dtype=self.dtype, device=self.parameter.device)
         self.parameter.data = element.expand(self.shape)
 
     def release(self) -> None:
-        """Release the parameter; the shard stays."""
+        """Release the parameter. The shard remains."""
         empty = self._empty
         if empty is None or empty.dtype != self.dtype or empty.device != self.parameter.device:
             with torch.inference_mode(False):
@@ -268,7 +277,7 @@ class Shard:
         self.status = Status.NOT_AVAILABLE
 
     def detach(self) -> None:
-        """Make the parameter, which must be gathered, an ordinary one again."""
+        """Make the parameter an ordinary parameter again. It must be gathered."""
         if self.pager is not None:
             self.pager.forget(self)
             self.pager = None
@@ -278,12 +287,12 @@ class Shard:
 
 
 def shard_of(parameter: torch.Tensor) -> Shard | None:
-    """The shard of a parameter; None if it is not sharded."""
+    """Return the shard of a parameter; None if it is not sharded."""
     return getattr(parameter, _ATTRIBUTE, None)
 
 
 def shards_of(parameters: Iterable[torch.Tensor]) -> list[Shard]:
-    """The shards of those of ``parameters`` that have one, each once, by number."""
+    """Return the shards of those ``parameters`` that are sharded, without duplicates, sorted by number."""
     by_number = {shard.number: shard for shard in map(shard_of, parameters) if shard is not None}
     return [by_number[number] for number in sorted(by_number)]
 

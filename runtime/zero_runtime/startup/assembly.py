@@ -78,22 +78,25 @@ Gradients = ShardedGradients | OwnerOrderedGradients | ReplicatedGradients | Acc
 
 @dataclass(slots=True)
 class Boundary:
-    """Whether the current micro-batch is the last of its step. Asks the engine, which is constructed last."""
+    """Whether the current micro-batch is the last of its step.
+
+    This object asks the engine, which is constructed last.
+    """
 
     ask: Callable[[], bool] = lambda: True
-    steps: Callable[[], int] = lambda: 0  # taken so far, by the engine's count
+    steps: Callable[[], int] = lambda: 0  # number of steps so far, as counted by the engine
 
     def __call__(self) -> bool:
-        """The engine's answer."""
+        """Return the engine's answer."""
         return self.ask()
 
 
 class Assembly(NamedTuple):
     """The parts of an engine. Without an optimizer, both optimizers are None and the loss scale is 1.
 
-    ``residency`` is that of sharded parameters; ``installed`` are the parts that the block ``communication`` configures;
-    ``residuals`` are those of gradient compression; ``parallelism`` has the axes; ``construction`` tells how sharded
-    parameters were constructed.
+    ``residency`` is the residency of sharded parameters. ``installed`` contains the parts that the block
+    ``communication`` configures. ``residuals`` are the residuals of gradient compression. ``parallelism``
+    contains the axes. ``construction`` describes how sharded parameters were constructed.
     """
 
     module: torch.nn.Module
@@ -119,14 +122,14 @@ def assemble(
     parameters: Any,
     parallelism: Parallelism | None = None,
 ) -> Assembly:
-    """Prepare ``module`` for training: move, cast, broadcast from rank 0, and construct its optimizer.
+    """Prepare ``module`` for training: move and cast it, broadcast it from rank 0, and construct its optimizer.
 
     Args:
-        config: the configuration.
-        module: the model.
-        client: the client's optimizer, or a function that makes one.
-        parameters: tensors or param groups; None for all of the module.
-        parallelism: the axes; None for pure data parallelism.
+        config: The configuration.
+        module: The model.
+        client: The client's optimizer, or a function that creates an optimizer.
+        parameters: Tensors or param groups; None for all parameters of the module.
+        parallelism: The axes; None for pure data parallelism.
     """
     parallelism = parallelism or data_parallel()
     check_whole(config.communication, parallelism.model is not None or parallelism.grid is not None)
@@ -208,7 +211,10 @@ def _reduction(
     boundary: Boundary,
     scale: LossScale,
 ) -> tuple[Reduction, Residuals | None]:
-    """The reduction of gradients, and the residuals if they or the values of a 1-bit optimizer are compressed."""
+    """Return the reduction of gradients, and the residuals.
+
+    There are residuals if the gradients or the values of a 1-bit optimizer are compressed.
+    """
     return_momentum(inner)
     plain = reduction(config.zero.gradient_reduction, config.zero.reduce_scatter_impl)
     if isinstance(inner, OneBitOptimizer):
@@ -253,10 +259,10 @@ def broadcast_parameters(
     group: DataParallelGroup,
     experts: Mapping[str, ExpertRanks] = MappingProxyType({}),
 ) -> None:
-    """Broadcast the parameters of rank 0 as bytes, one broadcast each, frozen ones included.
+    """Broadcast the parameters of rank 0 as bytes, with one broadcast for each, including frozen parameters.
 
-    Those of experts come from the first rank that has them. Sharded parameters are skipped: they were broadcast when they
-    were sharded.
+    Parameters of experts are broadcast from the first rank that has them. Sharded parameters are skipped,
+    because they were broadcast when they were sharded.
     """
     for parameter in module.parameters():
         if shard_of(parameter) is not None:
@@ -283,15 +289,15 @@ def _sharded(
     check_shardable(inner, config.zero.stage.number, config.zero_allow_untested_optimizer)
     check_whole_gradients(inner, config, kinds)
     # Owner-ordered buckets need one communication dtype and one owner for each element. With torch.autocast a group has
-    # several dtypes, and unpartitioned parameters are summed on every rank. Experts have groups of ranks of their own.
+    # several dtypes, and unpartitioned parameters are summed on every rank. Experts have separate groups of ranks.
     unpartitioned = whole_parameters(module, config.zero.partitioned_types)
     reduced = config.zero.gradient_reduction == "reduce_scatter" and kinds.autocast is None
     chunked = reduced and not unpartitioned and not experts
     groups = flat_groups(module, inner.param_groups, config.zero, group.world_size, chunked, experts)
     gradients: ShardedGradients | OwnerOrderedGradients | AccumulatedGradients
     steps = _step_policy(config, kinds)
-    # bf16 with fp32 accumulation reduces whole gradients, as DeepSpeed's separate optimizer for this case does: its norm is
-    # computed without a message and shows overflows, so that no extra check is needed.
+    # bf16 with fp32 accumulation reduces whole gradients, as DeepSpeed's separate optimizer for this case does. The
+    # norm of whole gradients is computed without a message and shows overflows, so no extra check is needed.
     if config.accumulates_whole:
         gradients = AccumulatedGradients(
             groups, kinds.communication, policy, group, kinds.accumulation or torch.float32, boundary
@@ -300,7 +306,8 @@ def _sharded(
     else:
         dtypes = communication_dtypes(module, kinds, config.precision.autocast_modules)
         _add_foreign(dtypes, groups, kinds)
-        # Gradients that wait for the last micro-batch accumulate in each parameter's grad, others in the reducer's shards.
+        # Gradients that wait for the last micro-batch accumulate in each parameter's grad. Other gradients
+        # accumulate in the reducer's shards.
         if not config.zero.stage.reduces_every_micro_batch:
             accumulate_in((p for each in groups for p in each.parameters), kinds.accumulation)
         gradients = (
@@ -335,9 +342,9 @@ def _sharded(
         module if config.zero.overlap_parameter_gather else None,
         config.zero.quantized_weights,
     )
-    # Remembered by module, so that a later assemble() of the same module can undo this one.
+    # Stored by module, so that a later assemble() of the same module can undo this assembly.
     _parameters_of[module] = weakref.ref(parameters)
-    # DeepSpeed checks for unused parameters only with offload, where it sums the norm parameter by parameter.
+    # DeepSpeed checks for unused parameters only with offload, because it then sums the norm parameter by parameter.
     may_be_unused = config.zero.ignore_unused_parameters or config.zero.offload_optimizer is None
     if isinstance(gradients, ShardedGradients | OwnerOrderedGradients):
         _gradients_of[module] = weakref.ref(gradients)
@@ -406,7 +413,7 @@ def _replicated(
 def _ranks_of(
     parameters: Iterable[torch.nn.Parameter], experts: Mapping[str, ExpertRanks]
 ) -> dict[torch.nn.Parameter, DataParallelGroup]:
-    """The ranks that hold each parameter of an expert."""
+    """Return the ranks that store each parameter of an expert."""
     return {each: experts[group_of(each)].data for each in parameters if is_expert(each)}
 
 
@@ -417,7 +424,10 @@ def _unused_gradients(
     group: DataParallelGroup,
     boundary: Boundary,
 ) -> ReplicatedGradients:
-    """Gradients without an optimizer: with nothing to shard, stages 1 and 2 reduce them as stage 0 does."""
+    """Return the gradients of an engine without an optimizer.
+
+    There is nothing to shard, so stages 1 and 2 reduce gradients in the same way as stage 0.
+    """
     zero = dataclasses.replace(
         config.zero, stage=stage(0, False), gradient_reduction="all_reduce", explicit_reduction=True
     )
@@ -442,7 +452,7 @@ def _with_sharded_parameters(
     boundary: Boundary,
     replicas: int,
 ) -> Assembly:
-    """The assembly of stage 3. Without an optimizer gradients are reduced and kept."""
+    """Return the assembly of stage 3. Without an optimizer gradients are reduced and kept."""
     if inner is not None:
         check_shardable(inner, config.zero.stage.number, config.zero_allow_untested_optimizer)
     construction = construction_of(module.parameters())
@@ -455,7 +465,7 @@ def _with_sharded_parameters(
     if inner is not None:
         _describe(module, inner)
         scale = LossScale(config.precision.loss_scale)
-        # Only a step in fp16 checks for overflows by a separate message.
+        # Only a step in fp16 checks for overflows with a separate message.
         steps = _step_policy(config, kinds)._replace(check_overflow=config.precision.fp16)
         optimizer = ShardedOptimizer(
             inner,
@@ -488,7 +498,7 @@ def _with_sharded_parameters(
 
 def _step_policy(config: RuntimeConfig, kinds: Precision) -> StepPolicy:
     norm = config.zero.compute_grad_norm
-    # Without a norm, torch.autocast in fp16 would not see an overflow.
+    # Without a norm, torch.autocast in fp16 would not detect an overflow.
     scaled = config.precision.loss_scale.dynamic and not norm
     return StepPolicy(
         clipping=config.sum_clipping,
@@ -502,7 +512,7 @@ def _step_policy(config: RuntimeConfig, kinds: Precision) -> StepPolicy:
 def _add_foreign(
     dtypes: dict[torch.nn.Parameter, torch.dtype], groups: Sequence[ParameterGroup], kinds: Precision
 ) -> None:
-    """Add the dtypes of parameters that the optimizer has and the module lacks."""
+    """Add the dtypes of parameters that are in the optimizer but not in the module."""
     for each in groups:
         for parameter in each.parameters:
             dtypes.setdefault(parameter, communication_dtype(parameter, kinds))
@@ -528,7 +538,7 @@ def _check_module(module: torch.nn.Module) -> None:
 
 
 def _describe(module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Publish the parameters for the recorder, in the order of the optimizer's groups, others last."""
+    """Publish the parameters for the recorder, in the order of the optimizer's groups. Other parameters are last."""
     if not hooks.recording():
         return
     names = parameter_names(module)

@@ -1,4 +1,7 @@
-"""The start of an engine on all ranks under a traffic contract: no rank waits for one that fails, or starts differently."""
+"""The start of an engine on all ranks with a traffic contract.
+
+No rank waits for a rank that fails or starts differently.
+"""
 
 from __future__ import annotations
 
@@ -15,20 +18,20 @@ from zero_runtime.groups.contract_messages import failed_start, lost_start
 from zero_runtime.groups.host_processes import HostProcesses
 from zero_runtime.groups.traffic_contract import OFF, Verdict
 
-_LOOK_S: Final = 0.2  # how often a rank that waits looks for others that have failed
+_LOOK_S: Final = 0.2  # interval at which a waiting rank looks for failed ranks
 _READ_S: Final = 3.0  # time for the other ranks to write or read an error
 
 
 class CommonStart:
-    """A context in which an error of one rank is raised on the others, which would wait for that rank.
+    """A context in which an error of one rank is raised on all other ranks, which otherwise would wait for this rank.
 
-    Ranks whose ``traffic_contract`` is off tell their errors, and wait for nobody.
+    Ranks whose ``traffic_contract`` is off report their errors, but do not wait for other ranks.
 
     Args:
-        mode: ``traffic_contract`` as it is written.
+        mode: The value of ``traffic_contract`` in the configuration.
 
     Attributes:
-        verdict: of the engine's contracts.
+        verdict: The verdict of the engine's contracts.
     """
 
     def __init__(self, mode: object) -> None:
@@ -62,11 +65,13 @@ class CommonStart:
             raise TrafficContractError(reason) from error
 
     def decided(self, mine: str, decide: Callable[[Mapping[int, str]], str]) -> str:
-        """What rank 0 decides by the texts of all ranks, by rank. A rank without a contract waits for nobody: empty there.
+        """Return the text that rank 0 decides from the texts of all ranks, which are given by rank.
+
+        A rank without a contract does not wait for other ranks. On such a rank the result is empty.
 
         Args:
-            mine: this rank's text; empty on ranks without a contract.
-            decide: of the texts of some ranks.
+            mine: The text of this rank; empty on ranks without a contract.
+            decide: A function that returns the decision for the texts of some ranks.
         """
         rank, world = comm.get_rank(), comm.get_world_size()
         if self._is_alone:
@@ -86,10 +91,14 @@ class CommonStart:
         return decision
 
     def _told(self, error: Exception) -> str | None:
-        """Tell the others of ``error``; what one of them has told, if that is why this rank has failed."""
+        """Report ``error`` to the other ranks.
+
+        The result is the error that another rank reported, if it is why this rank has failed. Otherwise it is
+        None.
+        """
         store, reason = comm.store(), None
         if not isinstance(error, ZeroRuntimeError) and self._keeps:
-            # A collective fails where another rank has ended, and that one has said why before.
+            # A collective fails if another rank has ended. That rank has reported its error before.
             until = time.monotonic() + (_READ_S if isinstance(error, RuntimeError | OSError) else 0.0)
             while not store.check([self._error]) and time.monotonic() < until:
                 time.sleep(0.02)
@@ -101,7 +110,10 @@ class CommonStart:
         return reason
 
     def _read(self) -> None:
-        """Count this rank among those that know of an error. Rank 0, which may have the store, waits for the others."""
+        """Count this rank among the ranks that have read an error.
+
+        Rank 0 may run the store, and therefore waits for the others.
+        """
         store, key = comm.store(), f"{self.verdict.key}/read"
         if not self._has_read:
             self._has_read = True
@@ -113,7 +125,7 @@ class CommonStart:
             time.sleep(0.02)
 
     def _look(self) -> None:
-        """Raise what another rank has told, or that the process of one has ended."""
+        """Raise the error that another rank reported, or an error if the process of another rank has ended."""
         if time.monotonic() - self._looked < _LOOK_S:
             return
         self._looked = time.monotonic()

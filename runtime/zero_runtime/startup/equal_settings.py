@@ -1,4 +1,7 @@
-"""The settings and parameters that decide what is sent, compared between the ranks at the start (``traffic_contract``)."""
+"""A comparison of the settings and parameters that decide which messages are sent (``traffic_contract``).
+
+The ranks compare them at the start.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ from zero_runtime.groups.traffic_contract import OFF, STOP
 from zero_runtime.sharding.shards import shard_of
 from zero_runtime.startup.common_start import CommonStart
 
-# The blocks and keys of the effective configuration that decide what is sent.
+# The blocks and keys of the effective configuration that decide which messages are sent.
 _SETTINGS: Final = (
     "zero_optimization",
     "communication",
@@ -41,20 +44,21 @@ _SETTINGS: Final = (
 _EQUAL: Final = ""
 _EVERY: Final = "before step 0; every rank needs the same configuration and model"
 _MODE: Final = "traffic_contract"
-_FIRST: Final = (_MODE, "zero_optimization.stage")  # named before others, which may follow from them
-# Keys in these whose values may differ between ranks.
+# Reported before other settings, which may follow from these settings.
+_FIRST: Final = (_MODE, "zero_optimization.stage")
+# Keys in these blocks whose values may differ between ranks.
 _OWN: Final = frozenset({"nvme_path", "calibration"})
 
 
 def check_settings(config: RuntimeConfig, start: CommonStart) -> RuntimeConfig:
-    """Compare the settings of all ranks, before anything is sent. All ranks must call it.
+    """Compare the settings of all ranks, before anything is sent. All ranks must call this function.
 
     Returns:
-        ``config``, without a contract where another rank has none.
+        ``config``, without a contract if another rank has no contract.
 
     Raises:
-        TrafficContractError: on every rank with a contract, if they differ and ``traffic_contract`` is stop; a rank warns
-            otherwise.
+        TrafficContractError: The settings differ and ``traffic_contract`` is stop. The error is raised on every rank
+            with a contract. With other values of ``traffic_contract`` a rank warns.
     """
     mode = config.traffic_contract
     effective = config.effective()
@@ -72,10 +76,11 @@ def check_settings(config: RuntimeConfig, start: CommonStart) -> RuntimeConfig:
 
 
 def check_parameters(config: RuntimeConfig, module: torch.nn.Module, group: DataParallelGroup) -> None:
-    """Compare the parameters of the ranks of each group. All ranks must call it.
+    """Compare the parameters of the ranks of each group. All ranks must call this function.
 
     Raises:
-        TrafficContractError: on every rank, if they differ and ``traffic_contract`` is stop; rank 0 warns otherwise.
+        TrafficContractError: The parameters differ and ``traffic_contract`` is stop. The error is raised on every
+            rank. With other values of ``traffic_contract`` rank 0 warns.
     """
     named = [
         [name, list(_shape(each)), str(each.dtype), each.requires_grad]
@@ -94,7 +99,10 @@ def check_parameters(config: RuntimeConfig, module: torch.nn.Module, group: Data
 
 
 def _different_settings(texts: Mapping[int, str]) -> str:
-    """The sentence about the first setting in which ranks differ; an empty text is that of a rank without a contract."""
+    """Return the error text about the first setting in which ranks differ.
+
+    An empty input text belongs to a rank without a contract.
+    """
     settings = {rank: _flat(json.loads(text)) if text else {_MODE: OFF} for rank, text in texts.items()}
     names = {name for each in settings.values() for name in each if _OWN.isdisjoint(name.split("."))}
     for name in sorted(names, key=lambda name: (*(name != first for first in _FIRST), name)):
@@ -111,7 +119,7 @@ def _different_settings(texts: Mapping[int, str]) -> str:
 
 
 def _most_and_first(texts: Mapping[int, str]) -> tuple[int, int | None]:
-    """The first rank that says what most ranks say, and the first one that says something else."""
+    """Return the first rank whose text is the most frequent, and the first rank with a different text."""
     ranks: dict[str, list[int]] = defaultdict(list)
     for rank in sorted(texts):
         ranks[texts[rank]].append(rank)
@@ -125,7 +133,7 @@ def _shape(parameter: torch.nn.Parameter) -> Sequence[int]:
 
 
 def _grouped(texts: Sequence[str]) -> list[dict[int, str]]:
-    """What each rank says, by the group that it is in."""
+    """Return the value of each rank, for each group of ranks."""
     groups: dict[tuple[int, ...], dict[int, str]] = defaultdict(dict)
     for rank, text in enumerate(texts):
         members, value = json.loads(text)
@@ -168,7 +176,7 @@ def _shown(parameter: list[Any]) -> str:
 
 
 def _flat(values: Any, name: str = "") -> dict[str, Any]:
-    """The values of nested blocks by their dotted keys."""
+    """Return the values of nested blocks by their dotted keys."""
     if not isinstance(values, dict):
         return {name: values}
     return {

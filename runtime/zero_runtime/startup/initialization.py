@@ -1,4 +1,4 @@
-"""``initialize``: constructs an engine from a model and a configuration."""
+"""The function ``initialize``, which constructs an engine from a model and a configuration."""
 
 from __future__ import annotations
 
@@ -56,27 +56,32 @@ def initialize(  # noqa: PLR0913 - the signature is DeepSpeed's
     """Construct an engine for a model. The signature is DeepSpeed's.
 
     Args:
-        args: may carry ``deepspeed_config``; its ``local_rank`` is set.
-        model: the model; its parameters are moved to the device. At stages 1 and 2 they become views of flat buffers, at
-            stage 3 they are sharded. If the model is passed again, its earlier engine can train it no longer.
-        optimizer: a torch optimizer, or a function that makes one from the parameters; default: the config's.
-        model_parameters: tensors or param groups; default: all parameters of the model.
-        training_data: a dataset, which is distributed over the ranks.
-        lr_scheduler: a scheduler, or a function that makes one from the torch optimizer; default: the config's.
-        distributed_port: the port of rank 0, if no launcher has chosen one.
-        mpu: the process groups of a script: a :class:`zero_runtime.ProcessGrid`, or an object with Megatron's methods.
-        dist_init_required: False if torch.distributed must be initialised already.
-        collate_fn: of the data loader.
-        config: the configuration: a dict, or the path of a JSON file.
-        mesh_param: (data-parallel ranks, sequence-parallel ranks), like data_parallel_size and sequence_parallel_size.
-        config_params: another name of ``config``.
+        args: Command-line arguments. They may contain ``deepspeed_config``, and their ``local_rank`` is set.
+        model: The model, whose parameters are moved to the device. At stages 1 and 2 the parameters become
+            views of flat buffers. At stage 3 they are sharded. If the model is passed again, its earlier engine
+            can no longer train it.
+        optimizer: A torch optimizer, or a function that creates an optimizer from the parameters. Default: the
+            optimizer of the configuration.
+        model_parameters: Tensors or param groups. Default: all parameters of the model.
+        training_data: A dataset, which is distributed over the ranks.
+        lr_scheduler: A scheduler, or a function that creates a scheduler from the torch optimizer. Default: the
+            scheduler of the configuration.
+        distributed_port: The port of rank 0, if no launcher has chosen a port.
+        mpu: The process groups of a script: a :class:`zero_runtime.ProcessGrid`, or an object with Megatron's
+            methods.
+        dist_init_required: False if torch.distributed must already be initialized.
+        collate_fn: The collate function of the data loader.
+        config: The configuration: a dict, or the path of a JSON file.
+        mesh_param: A pair (data-parallel ranks, sequence-parallel ranks), with the same meaning as
+            data_parallel_size and sequence_parallel_size.
+        config_params: Another name for ``config``.
 
     Returns:
         (engine, engine.optimizer, data loader or None, schedule or None)
 
     Raises:
-        ConfigError: the configuration or an argument cannot be used.
-        UnsupportedError: it requests a feature that is not in this version.
+        ConfigError: The configuration or an argument cannot be used.
+        UnsupportedError: The configuration requests a feature that is not in this version.
     """
     # First, so that every later error is reported as one line.
     report_uncaught()
@@ -86,12 +91,12 @@ def initialize(  # noqa: PLR0913 - the signature is DeepSpeed's
     if config is not None and config_params is not None:
         raise ConfigError("both config and config_params are given; keep config")
     if hooks.position.step >= 0 and not hooks.has_stepped():
-        hooks.step(-1)  # the steps belong to another recording, or to none
+        hooks.step(-1)  # the counted steps belong to another recording, or to no recording
     hooks.phase("init")
     config_values = configuration.load(config if config is not None else config_params, args)
     if mesh_param is not None:
         config_values = with_mesh(config_values, mesh_param)
-    # The world size is needed to check the configuration: axes and batch sizes must multiply to it.
+    # The world size is needed to check the configuration, because axes and batch sizes must multiply to it.
     comm.init_distributed(dist_init_required=dist_init_required, distributed_port=distributed_port)
     if args is not None and hasattr(args, "local_rank"):
         args.local_rank = comm.get_local_rank()
@@ -120,20 +125,20 @@ def _constructed(
     mpu: Any,
     collate_fn: Any,
 ) -> tuple[Engine, Any, Any, Any]:
-    """What ``initialize`` returns, of its arguments."""
+    """Construct the engine and return the result of ``initialize`` for these arguments."""
     stages = stages_for(model, configuration.pipeline_of(config_values))
-    # A pipeline has its own groups; scripts pass the same ones as mpu.
+    # A pipeline has its own groups. Scripts pass the same groups as mpu.
     shared = share(
         configuration.parallel_of(config_values), None if isinstance(model, PipelineModule) else mpu, stages
     )
     checked = RuntimeConfig.from_mapping(config_values, comm.get_world_size(), shared.stages)
-    # Before anything is sent: with other settings ranks would wait for messages that never come.
+    # Compared before anything is sent. With different settings ranks would wait for messages that are never sent.
     checked = check_settings(checked, start)
     _notify(checked)
     if checked.comms_logger.enabled:
         LOG.configure(**dataclasses.asdict(checked.comms_logger))
-    # A pipeline creates its groups and keeps only this rank's layers before anything is assembled; other models only need
-    # the groups.
+    # A pipeline creates its groups and keeps only this rank's layers before anything is assembled. Other models need
+    # only the groups.
     engine_type: type[Engine] = Engine
     if isinstance(model, PipelineModule):
         engine_type = PipelineEngine
@@ -145,13 +150,13 @@ def _constructed(
     else:
         parallelism = shared.parallelism()
     _notify_host_update(checked, optimizer)
-    use_batch_policy()  # of gloo's threads, before messages are timed for sizes that are "auto"
+    use_batch_policy()  # before messages are timed for sizes that are "auto"
     checked = decide(checked, model, comm.DataParallelGroup(parallelism.data))
     if checked.traffic_contract != OFF:
         check_parameters(checked, model, comm.DataParallelGroup(parallelism.data))
     assembly = assemble(checked, model, optimizer, model_parameters, parallelism)
-    # Activations that all tensor-parallel ranks have can be partitioned for checkpointing; with sequence parallelism there
-    # are none.
+    # Activations that are equal on all tensor-parallel ranks can be partitioned for checkpointing. With sequence
+    # parallelism there are no such activations.
     alike = None if checked.parallel.sequence_parallel else assembly.parallelism.tensor_group
     configure_by(
         checked.activation_checkpointing,
@@ -195,13 +200,13 @@ def _constructed(
         has_optimizer=engine.optimizer is not None,
         construction=None if assembly.construction is None else assembly.construction.described(),
     )
-    use_batch_policy()  # of the threads of groups that were made since
+    use_batch_policy()  # again, for the threads of groups that were created since the first call
     hooks.phase("other")
     return engine, engine.optimizer, loader, scheduler
 
 
 def _sample(training_data: Any, config: RuntimeConfig, collate_fn: Any) -> Any:
-    """An input of the first layer: the input of the first batch."""
+    """Return an input of the first layer: the input of the first batch."""
     loader = rank_loader(
         training_data,
         config.train_micro_batch_size_per_gpu,
@@ -213,7 +218,7 @@ def _sample(training_data: Any, config: RuntimeConfig, collate_fn: Any) -> Any:
 
 
 def _notify_host_update(config: RuntimeConfig, optimizer: Any) -> None:
-    """Warn about an offloaded optimizer of the script that DeepSpeed would refuse."""
+    """Warn if the script's optimizer is offloaded and DeepSpeed would refuse it."""
     offloads = config.zero.offload_optimizer is not None
     if not offloads or not isinstance(optimizer, torch.optim.Optimizer) or comm.get_rank() != 0:
         return

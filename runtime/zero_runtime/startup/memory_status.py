@@ -18,16 +18,16 @@ _HOST: Final = Path("/proc/meminfo")
 
 
 class Memory(NamedTuple):
-    """Bytes in use; device values are 0 without a device.
+    """The memory in use, in bytes. Device values are 0 without a device.
 
     Attributes:
-        allocated: by tensors on the device.
-        peak: the largest ``allocated`` since the last reset.
-        reserved: by torch's allocator on the device.
-        resident: by this process in host memory.
-        peak_resident: the largest ``resident``.
-        host_used: of host memory, by all processes.
-        host: host memory in all.
+        allocated: Memory of tensors on the device.
+        peak: The largest ``allocated`` since the last reset.
+        reserved: Memory that torch's allocator has reserved on the device.
+        resident: Host memory of this process.
+        peak_resident: The largest ``resident``.
+        host_used: Host memory that all processes use.
+        host: The size of the host memory.
     """
 
     allocated: int
@@ -39,7 +39,7 @@ class Memory(NamedTuple):
     host: int
 
     def shown(self) -> str:
-        """The figures in GiB."""
+        """Return the figures in GiB as text."""
         device = ""
         if self.reserved:
             device = f"device {_gib(self.allocated)} allocated (peak {_gib(self.peak)}), {_gib(self.reserved)} reserved; "
@@ -49,7 +49,7 @@ class Memory(NamedTuple):
 
 
 def memory_in_use() -> Memory:
-    """The memory in use now, without a synchronization."""
+    """Return the memory that is in use now, without a synchronization."""
     cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
     peak_resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     host, free = _host()
@@ -65,14 +65,17 @@ def memory_in_use() -> Memory:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Free memory of ``device``: of a GPU, or this rank's share of the host memory that the system reports as available."""
+    """Return the free memory of ``device`` in bytes.
+
+    On a CPU this is this rank's share of the host memory that the system reports as available.
+    """
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     return _host()[1] // max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 
 def see_memory_usage(message: str, force: bool = False) -> None:
-    """Print ``message`` and the memory in use, on rank 0; nothing without ``force``.
+    """Print ``message`` and the memory in use, on rank 0. Do nothing without ``force``.
 
     Garbage is collected first, so that unreachable tensors do not count. The device's peak is reset afterwards.
     """
@@ -90,9 +93,9 @@ def memory_status(msg: str, print_rank: int = -1, reset_max: bool = False) -> No
     """Print the memory in use, and the changes since the last call.
 
     Args:
-        msg: printed before it.
-        print_rank: the one rank that prints; -1 for all.
-        reset_max: reset the peak first.
+        msg: A text that is printed before the figures.
+        print_rank: The rank that prints; -1 for all ranks.
+        reset_max: Whether the peak is reset first.
     """
     global _last
     rank = comm.get_rank() if comm.is_initialized() else 0
@@ -126,7 +129,7 @@ def _resident(otherwise: int) -> int:
 
 
 def _host() -> tuple[int, int]:
-    """(all, available) bytes of host memory; zeros if the system does not report them."""
+    """Return the (total, available) bytes of host memory; zeros if the system does not report them."""
     try:
         lines = dict(line.split(":", 1) for line in _HOST.read_text().splitlines() if ":" in line)
         return tuple(int(lines[name].split()[0]) * 1024 for name in ("MemTotal", "MemAvailable"))  # type: ignore[return-value]

@@ -1,4 +1,4 @@
-"""Sizes of messages that a configuration leaves open (``auto``), decided by rank 0 for all ranks."""
+"""Message sizes that a configuration leaves open (``auto``). Rank 0 decides them for all ranks."""
 
 from __future__ import annotations
 
@@ -27,25 +27,27 @@ _EVEN: Final = 2  # shards are aligned to 2 elements
 
 
 class _Message(NamedTuple):
-    """What a size limits: messages of one operation and dtype."""
+    """The messages that a size limits, which have one operation and dtype."""
 
     operation: str
     dtype: torch.dtype
 
 
 def with_sizes(config: RuntimeConfig, group: DataParallelGroup) -> RuntimeConfig:
-    """``config`` with the sizes that are auto decided; rank 0 prints them. All ranks must call it.
+    """Return ``config`` with values for the sizes that are auto. Rank 0 prints them.
+
+    All ranks must call this function.
 
     Args:
         config: the configuration.
-        group: the ranks among which the messages go.
+        group: The ranks that exchange the messages.
 
     Raises:
-        ConfigError: on every rank, if rank 0 cannot read the calibration.
+        ConfigError: Rank 0 cannot read the calibration. The error is raised on every rank.
     """
     zero = config.zero
-    # All gradients are one message with fp32 accumulation at stage 1, by blocks they have no buckets, and one rank sends
-    # nothing.
+    # The bucket size is unused in two cases: with fp32 accumulation at stage 1 all gradients are one message, and
+    # gradients that are reduced by blocks have no buckets. A single rank sends nothing.
     unused = config.accumulates_whole or zero.sharding.residency.unit == BLOCK
     names = [name for name in zero.open_sizes if name != REDUCE_SIZE or not unused]
     if not names or comm.get_world_size() == 1:
@@ -98,11 +100,14 @@ def _calibrated(path: str, messages: Mapping[str, _Message]) -> dict[_Message, C
 
 
 def _numel(cost: Cost | None, message: _Message, group: DataParallelGroup) -> int | None:
-    """Elements of the smallest message at 90 % of the bandwidth, an even number; None without a cost or a latency."""
+    """Return the elements of the smallest message at 90 % of the bandwidth, an even number.
+
+    The result is None without a cost or a latency.
+    """
     if cost is None or cost.alpha_ns <= 0.0:
         return None
     payload = smallest_payload(cost, message.operation, group.world_size)
-    # Rounded first, so that the same numbers give the same size whatever the order of the arithmetic.
+    # Rounded first, so that the size does not depend on the order of the arithmetic.
     elements = math.ceil(round(payload, 3) / message.dtype.itemsize)
     return max(1, -(-elements // _EVEN)) * _EVEN
 

@@ -1,7 +1,9 @@
-"""Values that a configuration leaves to the start of a training (``auto``), decided by rank 0 for all ranks.
+"""Values that a configuration leaves open until the start of a training (``auto``).
 
-The ranks talk through the store of the process group, so that no message is added. A rank that decided alone would send
-other messages than the others, and hang.
+Rank 0 decides them for all ranks.
+
+The ranks communicate through the store of the process group, so that no message is added. A rank that decided
+alone would send different messages than the other ranks, and hang.
 """
 
 from __future__ import annotations
@@ -22,19 +24,21 @@ from zero_runtime.sharding.shards import shard_of
 from zero_runtime.startup.memory_status import free_bytes
 from zero_runtime.startup.open_sizes import with_sizes
 
-# Share of the free memory; the rest is for activations, which are not known before the first pass.
+# The share of the free memory for gradients and states. The rest is for activations, whose size is not known before
+# the first pass.
 _FREE_SHARE: Final = 0.5
-_STATE_BYTES: Final = 12  # of an element of a shard: the fp32 master and two fp32 states of Adam
+_STATE_BYTES: Final = 12  # for each element of a shard: the fp32 master and two fp32 states of Adam
 _KEY: Final = "zero_optimization.gradient_accumulation_reduce"
 
 
 class _Need(NamedTuple):
-    """What a rank knows before it decides. Bytes.
+    """The memory that a rank needs and has, in bytes.
 
     Attributes:
-        gradients: of all trained parameters.
-        states: that the engine allocates: parameters that are not on the device yet, masters and optimizer states.
-        free: memory of its device.
+        gradients: The gradients of all trained parameters.
+        states: The states that the engine allocates: parameters that are not on the device yet, masters and
+            optimizer states.
+        free: The free memory of the rank's device.
     """
 
     gradients: int
@@ -43,12 +47,12 @@ class _Need(NamedTuple):
 
 
 def decide(config: RuntimeConfig, module: torch.nn.Module, group: DataParallelGroup) -> RuntimeConfig:
-    """``config`` without open values; rank 0 prints what they cost. All ranks must call it.
+    """Return ``config`` without open values. Rank 0 prints their cost. All ranks must call this function.
 
     Args:
         config: the configuration.
         module: the model, before it is moved and sharded.
-        group: the ranks that will share its optimizer states.
+        group: The ranks among which the optimizer states will be sharded.
     """
     config = with_sizes(config, group)
     zero = config.zero
@@ -85,7 +89,10 @@ def _numel(parameter: torch.nn.Parameter) -> int:
 
 
 def _accumulation_reduce(config: RuntimeConfig, need: _Need) -> ZeroConfig:
-    """``gradient_accumulation_reduce`` without auto: boundary if whole gradients fit on every rank."""
+    """Return the ZeRO configuration with ``auto`` replaced in ``gradient_accumulation_reduce``.
+
+    The value is boundary if whole gradients fit on every rank.
+    """
     zero, limit = config.zero, config.zero.gradient_accumulation_limit
     value = zero.gradient_accumulation_reduce
     if value not in (EACH, BOUNDARY):

@@ -1,9 +1,10 @@
 """A pause before the process exits, which gives c10d's threads time to release tensors.
 
-gloo's threads release a collective's tensors shortly after ``wait`` has returned to the program, and need the GIL for
-tensors that Python references. If the interpreter is already shutting down, it kills such a thread within a C++ destructor,
-and the process aborts ("terminate called without an active exception", exit code -6) after all of its work is done.
-``destroy_process_group`` waits for the threads only if nothing references the group; an engine does.
+gloo's threads release a collective's tensors shortly after ``wait`` has returned to the program. They need the
+GIL for tensors that Python references. If the interpreter is already shutting down, it kills such a thread
+within a C++ destructor. The process then aborts ("terminate called without an active exception", exit code -6),
+although all of its work is done. ``destroy_process_group`` waits for the threads only if nothing references the
+group, but an engine references it.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ import atexit
 import time
 from typing import Final
 
-_PAUSE_S: Final = 0.02  # many times what a runnable thread needs, and negligible beside a program's start
+# Many times the time that a runnable thread needs, and negligible compared to the start of a program.
+_PAUSE_S: Final = 0.02
 
 
 def pause_before_ending() -> None:

@@ -6,7 +6,7 @@ import argparse
 
 
 def add_core_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add ``--deepspeed`` and ``--deepspeed_config``, and their old names; returns ``parser``."""
+    """Add ``--deepspeed`` and ``--deepspeed_config``, and their old names. Return ``parser``."""
     group = parser.add_argument_group("DeepSpeed", "DeepSpeed configurations")
     group.add_argument(
         "--deepspeed", action="store_true", help="use the runtime (a flag for the script's own use)"
@@ -18,7 +18,7 @@ def add_core_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPars
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add ``--deepspeed``, ``--deepspeed_config`` and, unless it is there, ``--local_rank``; returns ``parser``."""
+    """Add ``--deepspeed`` and ``--deepspeed_config``, and ``--local_rank`` if it is missing. Return ``parser``."""
     add_core_arguments(parser)
     if "--local_rank" not in parser._option_string_actions:
         parser.add_argument("--local_rank", type=int, default=-1, help="set by the launcher")

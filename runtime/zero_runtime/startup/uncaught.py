@@ -1,8 +1,9 @@
 """One-line reports of uncaught errors of this package, with exit code 2.
 
-The line has the message and the line of the script; a traceback through this package and torch, once for each rank, would
-hide both. Ranks mostly fail alike, so only the first failing rank of a host prints it. A script that catches the error is
-not affected, other errors keep their traceback, and ``ZERO_RUNTIME_LOG_LEVEL=debug`` shows it for these too.
+The report contains the message and the line of the script. A traceback through this package and torch, once for
+each rank, would hide both. Ranks usually fail in the same way, so only the first failing rank of a host prints
+the report. A script that catches the error is not affected, and other errors keep their traceback.
+``ZERO_RUNTIME_LOG_LEVEL=debug`` shows the traceback of these errors, too.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ from zero_runtime.errors import TrafficContractError, ZeroRuntimeError
 
 EXIT_CODE: Final = 2
 PAUSE_S: Final = 2.0  # time in which other ranks with the same error stay silent
-# Folders without scripts of the user: this package, commprof (whose wrappers are around the calls of a recorded program),
-# torch, Python's own modules and installed packages.
+# Folders without scripts of the user: this package, commprof (which wraps the calls of a recorded program), torch,
+# Python's own modules and installed packages.
 _INNER: Final = tuple(
     f"{folder}{os.sep}"
     for folder in (
@@ -43,7 +44,7 @@ _INNER: Final = tuple(
 
 
 def report_uncaught() -> None:
-    """Report an uncaught error of this package by one line from now on. A second call changes nothing."""
+    """Report uncaught errors of this package by one line from now on. A second call changes nothing."""
     previous = sys.excepthook
     if getattr(previous, "__module__", None) == __name__:
         return
@@ -57,7 +58,7 @@ def report_uncaught() -> None:
             traceback.print_exception(kind, error, trace, file=sys.__stderr__)
         _say_once(sentence_of(error, trace))
         if isinstance(error, TrafficContractError):
-            # Other ranks may wait in a collective, and the end of the process group would wait for them.
+            # Other ranks may wait in a collective, and the destruction of the process group would wait for them.
             atexit._run_exitfuncs()
             os._exit(EXIT_CODE)
         # Python uses the exit code of a SystemExit that the hook raises.
@@ -67,7 +68,7 @@ def report_uncaught() -> None:
 
 
 def sentence_of(error: BaseException, trace: TracebackType | None) -> str:
-    """The printed text of ``error``: its message, and the line of the script."""
+    """Return the printed text of ``error``: its message, and the line of the script."""
     sentence = f"zero_runtime: error: {error}"
     places = [frame for frame in traceback.extract_tb(trace) if not frame.filename.startswith((*_INNER, "<"))]
     if not places:
@@ -78,12 +79,16 @@ def sentence_of(error: BaseException, trace: TracebackType | None) -> str:
 
 
 def _say_once(sentence: str) -> None:
-    """Print the sentence unless another rank of this host has; the ranks of a job have one parent process."""
+    """Print the sentence, unless another rank of this host has printed it.
+
+    The ranks of a job have one parent process.
+    """
     if int(os.environ.get("WORLD_SIZE", "1")) <= 1:
         print(sentence, file=sys.__stderr__, flush=True)
         return
     name = hashlib.sha256(f"{os.getppid()} {sentence}".encode()).hexdigest()
-    # An abstract socket name: only one process can have it, it needs no folder, and it vanishes with its process.
+    # The claim is an abstract socket name. Only one process can have the name, it needs no folder, and it disappears
+    # with its process.
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as claim:
         try:
             claim.bind(f"\0zero_runtime/{name}")

@@ -1,4 +1,4 @@
-"""Open checkpoints that DeepSpeed wrote, with the same interface as this runtime's own."""
+"""Open checkpoints that DeepSpeed wrote, with the same interface as checkpoints of this runtime."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ class Known(NamedTuple):
     """Facts about the loading model that some checkpoints do not record.
 
     Attributes:
-        groups: the names of the parameters that each param group trains, in the optimizer's order.
-        frozen: names of the parameters that nothing trains.
-        buffers: names of the persistent buffers.
-        aliases: further names of tied parameters and shared buffers, and their first names.
-        optimizer: the class of the torch optimizer.
+        groups: The names of the parameters that each param group trains, in the optimizer's order.
+        frozen: The names of the parameters that no optimizer trains.
+        buffers: The names of the persistent buffers.
+        aliases: The additional names of tied parameters and shared buffers, with the first name of each.
+        optimizer: The class name of the torch optimizer. None without an optimizer.
     """
 
     groups: tuple[tuple[str, ...], ...]
@@ -57,13 +57,14 @@ class DeepSpeedCheckpoint(OpenCheckpoint):
     Tensors stay in their files until they are read.
 
     Args:
-        folder: the files of the checkpoint.
-        rounding: by parameter, the dtype to which ``read_master`` rounds; empty for none.
-        known: facts about the loading model; None without a model.
-        module_suffices: accept the model's own weights if all files of optimizer states are missing.
+        folder: The files of the checkpoint.
+        rounding: The dtype to which ``read_master`` rounds, by parameter. Parameters without an entry are not
+            rounded.
+        known: The facts about the loading model. None without a model.
+        module_suffices: Whether to accept the model's own weights if all files of optimizer states are missing.
 
     Raises:
-        CheckpointError: a file is missing, damaged, or of a kind that cannot be read.
+        CheckpointError: A file is missing, is damaged, or has a kind that cannot be read.
     """
 
     def __init__(
@@ -85,7 +86,7 @@ class DeepSpeedCheckpoint(OpenCheckpoint):
         self._check_complete()
 
     def verify(self, ranks: Iterable[int]) -> None:
-        """Compare the files of these numbers with the checksums in them."""
+        """Compare files with the checksums in them. ``ranks`` are the numbers of the files."""
         for rank in ranks:
             torch_file.verify(self._folder.files[rank])
 
@@ -171,9 +172,10 @@ class DeepSpeedCheckpoint(OpenCheckpoint):
         trained: Mapping[str, Any] | None = None,
         sharded: bool = False,
     ) -> None:
-        """Add the model's own tensors, except ``trained`` parameters, whose values the optimizer states hold.
+        """Add the model's own tensors.
 
-        In a ``sharded`` model (stage 3) the parameters in the model states are empty.
+        ``trained`` parameters are left out, because the optimizer states contain their values. In a ``sharded``
+        model (stage 3) the parameters in the model states are empty.
         """
         self._take_buffers(module, buffers, 0)
         places: dict[tuple[Any, ...], str] = {}
@@ -193,7 +195,10 @@ class DeepSpeedCheckpoint(OpenCheckpoint):
                 self._add("value", first, _mapped_range(0, value.reshape(-1)))
 
     def _first_name(self, name: str, value: torch.Tensor, places: dict[tuple[Any, ...], str]) -> str:
-        """The name under which ``value`` is stored: that of the parameter or buffer it is tied to, or its own."""
+        """Return the name under which ``value`` is stored.
+
+        This is the name of the parameter or buffer that ``value`` is tied to, or its own name.
+        """
         if name in self._aliases:
             return self._aliases[name]
         if self._known is not None and name in self._known.aliases:
@@ -211,7 +216,7 @@ class DeepSpeedCheckpoint(OpenCheckpoint):
                 self._add("buffer", name, _mapped_range(rank, module[name]))
 
     def _take_frozen(self, models: Mapping[int, Mapping[str, Any]]) -> None:
-        """Add frozen parameters; at stage 3 every rank has a shard of them."""
+        """Add the frozen parameters. At stage 3 every rank has a shard of each frozen parameter."""
         shapes = models[0].get("frozen_param_shapes") or {}
         for name, shape in shapes.items():
             if name in self._facts:
@@ -229,7 +234,7 @@ class DeepSpeedCheckpoint(OpenCheckpoint):
 
     def _take_runs(self, runs: Sequence[Run]) -> None:
         for name in {run.name for run in runs if run.value is not None}:
-            self._ranges.pop(("value", name), None)  # the model's own values, in 16 bits
+            self._ranges.pop(("value", name), None)  # These are the model's own values, in 16 bits.
         for run in runs:
             if run.value is not None:
                 self._add("value", run.name, _mapped_range(run.start, run.value))
@@ -246,7 +251,7 @@ class DeepSpeedCheckpoint(OpenCheckpoint):
     def _take_unnamed(
         self, path: Path, optimizer: Mapping[str, Any], known: Sequence[Sequence[str]], experts: Experts
     ) -> list[dict[str, Any]]:
-        """Add the state of an optimizer that names no parameters. Returns the options of its param groups."""
+        """Add the state of an optimizer that names no parameters, and return the options of its param groups."""
         missing = [name for names in known for name in names if name not in self._facts]
         if missing:
             raise CheckpointError(
@@ -272,7 +277,7 @@ class DeepSpeedCheckpoint(OpenCheckpoint):
         value = plain(value)
         kind = self._known.optimizer if self._known else None
         if name == "step" and (kind is None or hasattr(torch.optim, kind)):
-            # torch's optimizers count steps in tensors, DeepSpeed's in integers.
+            # torch's optimizers count steps in tensors, and DeepSpeed's optimizers count them in integers.
             return NumberTensor(float(value), torch.float32)
         return value  # type: ignore[no-any-return]
 
@@ -305,7 +310,7 @@ class DeepSpeedCheckpoint(OpenCheckpoint):
             aliases={alias: name for alias, name in self._aliases.items() if alias not in self._facts},
             buffers=self._buffers,
             extra_state=self._extra,
-            # DeepSpeed's exclude_frozen_parameters leaves them out without recording it.
+            # DeepSpeed's exclude_frozen_parameters leaves out frozen parameters and does not record this.
             excluded=sorted(name for name in frozen if name not in self._facts),
             files=tuple(
                 RankFile(
@@ -341,7 +346,7 @@ class _Mapped:
         self._tensor = tensor
 
     def get_tensor(self, key: str) -> torch.Tensor:
-        return self._tensor.clone()  # a copy outlives the mapped file
+        return self._tensor.clone()  # The copy stays valid after the mapped file is closed.
 
     def get_slice(self, key: str) -> torch.Tensor:
         return self._tensor
@@ -358,10 +363,12 @@ def open_folder(
     known: Known | None = None,
     module_suffices: bool = False,
 ) -> DeepSpeedCheckpoint | None:
-    """DeepSpeed's checkpoint in ``directory``; None if there is none. Arguments as for :class:`DeepSpeedCheckpoint`.
+    """Return the DeepSpeed checkpoint in ``directory``, or None if there is no such checkpoint.
+
+    The arguments are the same as those of :class:`DeepSpeedCheckpoint`.
 
     Raises:
-        CheckpointError: it is damaged, or of a kind that cannot be read.
+        CheckpointError: The checkpoint is damaged, or has a kind that cannot be read.
     """
     folder = find(directory)
     if folder is None:

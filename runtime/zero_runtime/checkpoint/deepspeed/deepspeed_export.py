@@ -9,7 +9,7 @@
     <out>/<tag>/mp_rank_00_model_states.pt                   the model, the schedule, counters, client state
     <out>/<tag>/zero_pp_rank_0_mp_rank_00_model_states.pt    the same, under the name that stage 3 reads
 
-One folder serves stages 1, 2 and 3: the files that they read do not conflict.
+One folder is sufficient for stages 1, 2 and 3, because the files that these stages read do not conflict.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from zero_runtime.checkpoint.opened import OpenCheckpoint
 from zero_runtime.errors import CheckpointError
 from zero_runtime.optimizer_step.fragments import IMPLEMENTATION, NumberTensor
 
-_VERSION: Final = "0.19.8"  # of the DeepSpeed whose format this is
+_VERSION: Final = "0.19.8"  # The version of DeepSpeed that defines this format.
 _MODEL: Final = ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt")
 _SCALER: Final = "deepspeed.runtime.fp16.loss_scaler"
 
 
 class DynamicLossScaler:
-    """Has the attributes of DeepSpeed's class of this name; its objects are written under DeepSpeed's module name."""
+    """Has the attributes of DeepSpeed's class of this name. Its objects are written under DeepSpeed's module name."""
 
     def __init__(self, state: Mapping[str, Any]) -> None:
         self.cur_scale = float(state["value"])
@@ -62,21 +62,24 @@ class DynamicLossScaler:
 def write_universal(
     checkpoint: OpenCheckpoint, out: Path, steps_as_tensors: bool = False, replace: bool = False
 ) -> Path:
-    """Write ``checkpoint`` as a DeepSpeed universal folder. Apart from the model, one parameter is in memory at a time.
+    """Write ``checkpoint`` as a DeepSpeed universal folder.
+
+    In addition to the model, only one parameter is in memory at a time.
 
     Args:
-        checkpoint: of this runtime or of DeepSpeed.
-        out: the directory in which the folder is created; the folder's name is the checkpoint's tag.
-        steps_as_tensors: write step counts as tensors, as torch's optimizers need them (torch_adam, or one that the
-            script makes). False writes integers, as DeepSpeed's own FusedAdam and DeepSpeedCPUAdam need them.
-        replace: whether an existing folder may be replaced.
+        checkpoint: A checkpoint of this runtime or of DeepSpeed.
+        out: The directory in which the folder is created. The name of the folder is the checkpoint's tag.
+        steps_as_tensors: Whether to write step counts as tensors, which torch's optimizers need (torch_adam, or
+            an optimizer that the script makes). False writes integers, which DeepSpeed's own FusedAdam and
+            DeepSpeedCPUAdam need.
+        replace: Whether an existing folder may be replaced.
 
     Returns:
-        The folder.
+        The path of the folder.
 
     Raises:
-        CheckpointError: the folder exists or cannot be written, or the checkpoint has no optimizer state by parameter
-            name.
+        CheckpointError: The folder exists or cannot be written, or the checkpoint has no optimizer state by
+            parameter name.
     """
     tag = checkpoint.manifest.tag
     check_tag(tag)
@@ -146,8 +149,9 @@ def _write_global(checkpoint: OpenCheckpoint, path: Path, first: str, as_tensor:
         {name: value for name, value in group.items() if name not in IMPLEMENTATION}
         for group in checkpoint.decode(manifest.param_groups)
     ]
-    # Stage 3 applies the options of the first group to all groups, so only options that are equal in all are written. The
-    # learning rate is also written if a schedule sets it: otherwise the first step would use the configuration's.
+    # Stage 3 applies the options of the first group to all groups, so only options that are equal in all groups are
+    # written. The learning rate is also written if a schedule sets it, because otherwise the first step would use the
+    # learning rate of the configuration.
     scheduled = manifest.lr_scheduler is not None
     shared = {
         name: value
@@ -172,7 +176,7 @@ def _write_global(checkpoint: OpenCheckpoint, path: Path, first: str, as_tensor:
 
 
 def _save_renamed(content: Mapping[str, Any], path: Path) -> None:
-    """Write ``content`` with torch.save, and name the class of the loss scaler as in DeepSpeed.
+    """Write ``content`` with torch.save, with DeepSpeed's name for the class of the loss scaler.
 
     pickle cannot write the name of a class that is not installed, so the name is replaced afterwards.
     """

@@ -1,4 +1,4 @@
-"""Counters, loss scale, optimizer class and client values in DeepSpeed's files, in this runtime's terms."""
+"""Counters, loss scale, optimizer class and client values in DeepSpeed's files, converted to this runtime's form."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from zero_runtime.checkpoint.deepspeed.objects import plain
 
-# DeepSpeed's own keys in the dictionary that also holds the client's values.
+# DeepSpeed's own keys in the dictionary that also contains the client's values.
 _OWN_KEYS: Final = frozenset((
     "module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "frozen_param_fragments", "shared_params",
     "lr_scheduler", "data_sampler", "random_ltd", "sparse_tensor_module_names", "csr_tensor_module_names", "skipped_steps",
@@ -24,7 +24,7 @@ _CLASSES: Final = {
     "lion": "Lion",
     "muon": "Muon",
 }
-# The same by the names of state tensors. Several classes have the same states: the first is the default.
+# The same classes by the names of their state tensors. If several classes have equal states, the first is the default.
 _BY_STATES: Final[Mapping[frozenset[str], Sequence[str]]] = {
     frozenset(("exp_avg", "exp_avg_sq")): ("AdamW", "UncorrectedAdam", "Lamb", "Lion"),
     frozenset(("exp_avg", "exp_avg_sq", "max_exp_avg_sq")): ("AdamW",),
@@ -34,7 +34,8 @@ _BY_STATES: Final[Mapping[frozenset[str], Sequence[str]]] = {
     frozenset(("exp_avg_sq",)): ("Adagrad",),
     frozenset(("exp_avg",)): ("Lion",),
 }
-# State tensors whose name in DeepSpeed's own optimizers differs: DeepSpeed's name to this runtime's; None for unused ones.
+# State tensors that have a different name in DeepSpeed's own optimizers. This maps DeepSpeed's name to the name in this
+# runtime. None marks a state tensor that is not used.
 _STATE_NAMES: Final[Mapping[str, Mapping[str, str | None]]] = {
     "Adagrad": {"exp_avg_sq": "sum"},
     "Lion": {"exp_avg_sq": None},
@@ -42,7 +43,7 @@ _STATE_NAMES: Final[Mapping[str, Mapping[str, str | None]]] = {
 
 
 def counters(states: Mapping[str, Any]) -> dict[str, int]:
-    """The counters of the model states; none where there are no model states."""
+    """Return the counters of the model states. The result is empty if there are no model states."""
     if not states:
         return {}
     steps = int(states["global_steps"])
@@ -50,19 +51,19 @@ def counters(states: Mapping[str, Any]) -> dict[str, int]:
         "global_steps": steps,
         "global_samples": int(states.get("global_samples") or 0),
         "skipped_steps": int(states.get("skipped_steps") or 0),
-        # DeepSpeed saves no count of micro-steps: accumulation starts again after each step.
+        # DeepSpeed saves no count of micro-batches, because accumulation starts again after each step.
         "micro_steps": steps,
         "gradient_accumulation_steps": 1,
     }
 
 
 def client_values(states: Mapping[str, Any]) -> dict[str, Any]:
-    """The script's own values (client state) among the model states."""
+    """Return the script's own values (client state) from the model states."""
     return {key: plain(value) for key, value in states.items() if key not in _OWN_KEYS}
 
 
 def stage(common: Mapping[str, Any], config: Any) -> int:
-    """The ZeRO stage: from the optimizer states, else from the configuration."""
+    """Return the ZeRO stage that the optimizer states record, or else the stage of the configuration."""
     recorded = common.get("zero_stage")
     if isinstance(recorded, int):
         return int(recorded)
@@ -72,7 +73,7 @@ def stage(common: Mapping[str, Any], config: Any) -> int:
 
 
 def loss_scale(common: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The state of the loss scale; None if it is static."""
+    """Return the state of the loss scale, or None if the loss scale is static."""
     scaler_state = vars(common["loss_scaler"]) if hasattr(common.get("loss_scaler"), "__dict__") else common
     if (
         not (scaler_state.get("dynamic") or scaler_state.get("dynamic_loss_scale"))
@@ -93,12 +94,13 @@ def loss_scale(common: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def optimizer_class(config: Mapping[str, Any], states: Sequence[frozenset[str]], known: str | None) -> str:
-    """The class of the optimizer, inferred because no file names it.
+    """Return the class name of the optimizer. It is inferred, because no file names the class.
 
     Args:
-        config: the configuration, which may name its type.
-        states: the names of the state tensors of each parameter that was trained.
-        known: the class of the optimizer that loads the checkpoint; used unless the states contradict it.
+        config: The configuration, which may name the optimizer's type.
+        states: The names of the state tensors of each parameter that was trained.
+        known: The class name of the optimizer that loads the checkpoint. It is used unless the states
+            contradict it.
     """
     optimizer_block = config.get("optimizer")
     if isinstance(optimizer_block, dict) and isinstance(name := optimizer_block.get("type"), str):
@@ -114,5 +116,8 @@ def optimizer_class(config: Mapping[str, Any], states: Sequence[frozenset[str]],
 
 
 def state_name(optimizer: str | None, name: str) -> str | None:
-    """The name in class ``optimizer`` of the state tensor that DeepSpeed calls ``name``; None if it has no such state."""
+    """Return the name that class ``optimizer`` gives to the state tensor that DeepSpeed calls ``name``.
+
+    The result is None if the class has no such state.
+    """
     return _STATE_NAMES.get(optimizer or "", {}).get(name, name)

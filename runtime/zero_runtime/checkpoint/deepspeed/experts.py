@@ -1,8 +1,9 @@
-"""Experts in DeepSpeed's checkpoints: one file of weights for each, and optimizer states that number them within a rank.
+"""Experts in DeepSpeed's checkpoints: one file of weights for each expert, and optimizer states.
 
-``layer_<l>_expert_<n>_mp_rank_00_model_states.pt`` has the weights of expert n of layer l. The other files name the experts
-of one rank 0, 1, ...; here each gets its number within the layer, as in this runtime's checkpoints. The optimizer state of
-experts is partitioned among the ranks with the same experts (stages 1 and 2), or in ``expp_rank_<r>_*`` (stage 0).
+``layer_<l>_expert_<n>_mp_rank_00_model_states.pt`` has the weights of expert n of layer l. The other files
+number the experts within one rank: 0, 1, ... Here each expert gets its number within the layer, as in this
+runtime's checkpoints. At stages 1 and 2, the optimizer state of experts is partitioned among the ranks with the
+same experts. At stage 0 it is in ``expp_rank_<r>_*``.
 """
 
 from __future__ import annotations
@@ -25,10 +26,11 @@ class Experts(NamedTuple):
     """The experts of a checkpoint.
 
     Attributes:
-        weights: of all experts, by name; empty without experts.
-        totals: experts of each layer, by what their names begin with.
-        ranks: data-parallel ranks that saved them.
-        data_first: ``use_data_before_expert_parallelism``: ranks with the same experts are neighbors.
+        weights: The weights of all experts, by name. Empty without experts.
+        totals: The number of experts of each layer, by the prefix of their names.
+        ranks: The number of data-parallel ranks that saved the experts.
+        data_first: The value of ``use_data_before_expert_parallelism``. If true, ranks with the same experts
+            are neighbors.
     """
 
     weights: Mapping[str, torch.Tensor]
@@ -37,18 +39,24 @@ class Experts(NamedTuple):
     data_first: bool
 
     def members(self, ep_size: int, place: int) -> list[int]:
-        """The ranks that have the experts of place ``place`` of ``ep_size``, in the order of their partitions."""
+        """Return the ranks that have the experts of ``place`` in groups of ``ep_size`` ranks.
+
+        The ranks are in the order of their partitions.
+        """
         copies = self.ranks // ep_size
         if self.data_first:
             return list(range(place * copies, (place + 1) * copies))
         return list(range(place, self.ranks, ep_size))
 
     def place(self, rank: int, ep_size: int) -> int:
-        """The place of ``rank`` in its group of expert-parallel ranks."""
+        """Return the place of ``rank`` in its group of expert-parallel ranks."""
         return rank // (self.ranks // ep_size) if self.data_first else rank % ep_size
 
     def name_of(self, name: str, ep_size: int, place: int) -> str:
-        """``name`` of a parameter of the rank at ``place``, with the number of the expert within its layer."""
+        """Return the name of a parameter with the number of the expert within its layer.
+
+        ``name`` is the name of the parameter on the rank at ``place``. Names of other parameters do not change.
+        """
         match = _NAME.fullmatch(name)
         if match is None:
             return name
@@ -56,8 +64,12 @@ class Experts(NamedTuple):
         return f"{match[1]}{place * local + int(match[2])}{match[3]}"
 
     def names_of_rank(self, names: Sequence[str], ep_size: int) -> list[str]:
-        """The names of a param group of a rank at place 0 of ``ep_size``, from those of a rank at any other ``ep_size``."""
-        of_layers: dict[str, list[str]] = defaultdict(list)  # the rests of the names of one expert
+        """Return the parameter names of a param group on a rank at place 0 of ``ep_size``.
+
+        ``names`` are the parameter names of this param group on a rank at any other ``ep_size``.
+        """
+        # For each layer, the parts of the names of one expert's parameters that follow the number of the expert.
+        of_layers: dict[str, list[str]] = defaultdict(list)
         for name in names:
             match = _NAME.fullmatch(name)
             if match is not None and match[3] not in of_layers[match[1]]:
@@ -71,7 +83,7 @@ class Experts(NamedTuple):
 
 
 def has_experts(names: Sequence[str]) -> bool:
-    """Whether parameters of experts are among ``names``."""
+    """Return whether parameters of experts are among ``names``."""
     return any(_NAME.fullmatch(name) for name in names)
 
 
@@ -79,12 +91,12 @@ def read_experts(paths: Mapping[tuple[int, int], Path], first: Mapping[str, Any]
     """Read the weights of all experts.
 
     Args:
-        paths: of the files, by layer and expert.
-        first: the model states of rank 0.
-        ranks: data-parallel ranks that saved the checkpoint.
+        paths: The paths of the files, by layer and number of the expert.
+        first: The model states of rank 0.
+        ranks: The number of data-parallel ranks that saved the checkpoint.
 
     Raises:
-        CheckpointError: a file is missing or damaged.
+        CheckpointError: A file is missing or damaged.
     """
     config = first.get("ds_config")
     data_first = isinstance(config, dict) and bool(config.get("use_data_before_expert_parallelism"))

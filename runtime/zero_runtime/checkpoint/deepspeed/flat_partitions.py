@@ -1,4 +1,7 @@
-"""ZeRO's files of optimizer states (stages 1 to 3): one for each rank, with its shard of flat groups of parameters."""
+"""ZeRO's files of optimizer states (stages 1 to 3).
+
+There is one file for each rank, with the rank's shard of flat groups of parameters.
+"""
 
 from __future__ import annotations
 
@@ -21,14 +24,14 @@ _PARTITIONED: Final = "single_partition_of_fp32_groups"
 
 
 class Partitions(NamedTuple):
-    """The contents of all ranks' files of optimizer states.
+    """The contents of the files of optimizer states of all ranks.
 
     Attributes:
-        runs: all elements of all parameters that were trained.
-        groups: the param group of each of those parameters.
-        options: of the param groups.
-        common: the other values in rank 0's file: loss scale, stage and others.
-        shapes: of the parameters, by name.
+        runs: All elements of all parameters that were trained.
+        groups: The number of the param group of each of these parameters.
+        options: The options of the param groups.
+        common: The other values in the file of rank 0, such as the loss scale and the stage.
+        shapes: The shapes of the parameters, by name.
     """
 
     runs: list[Run]
@@ -44,13 +47,13 @@ def read_partitions(
     """Read the optimizer states of all ranks.
 
     Args:
-        folder: the files of the checkpoint.
-        shapes: of the parameters of rank 0, group by group, in their order in the flat groups; None if the model states
-            lack them.
-        experts: of the checkpoint.
+        folder: The files of the checkpoint.
+        shapes: The shapes of the parameters of rank 0, group by group, in their order in the flat groups. None
+            if the model states lack them.
+        experts: The experts of the checkpoint.
 
     Raises:
-        CheckpointError: a file is missing, damaged, or does not fit the others.
+        CheckpointError: A file is missing, is damaged, or does not match the other files.
     """
     paths = _complete(folder)
     files = [read_dict(path, STATES) for path in paths]
@@ -93,13 +96,16 @@ def read_partitions(
 
 
 def _partitions(rank: Mapping[str, Any], number: int, ranks: int) -> int:
-    """How many ranks a flat group is partitioned among: fewer for experts, which differ between the others."""
+    """Return the number of ranks among which a flat group is partitioned.
+
+    The number is smaller for experts, because the other ranks have different experts.
+    """
     counts = rank.get("partition_count", ranks)
     return int(counts[number]) if isinstance(counts, list) and number < len(counts) else ranks
 
 
 def _complete(folder: Folder) -> list[Path]:
-    """The files of ranks 0, 1, ... without a gap."""
+    """Return the files of ranks 0, 1, ... without a gap."""
     by_rank = folder.optimizers
     if not by_rank:
         raise CheckpointError(
@@ -141,9 +147,9 @@ def _check_count(paths: Sequence[Path], ranks: Sequence[Mapping[str, Any]]) -> N
 
 
 def _base(rank: Mapping[str, Any], key: str) -> tuple[Any, list[dict[str, Any]]]:
-    """The state of the torch optimizer by flat group, and its param groups."""
+    """Return the state of the torch optimizer by flat group, and the optimizer's param groups."""
     base = rank[STATES if key == _SHARDED else "base_optimizer_state"]
-    if isinstance(base, list):  # elastic_checkpoint: only the states, without padding
+    if isinstance(base, list):  # With elastic_checkpoint, the file has only the states, without padding.
         return dict(enumerate(base)), []
     return base["state"], base["param_groups"]
 
@@ -173,7 +179,10 @@ def _flats(path: Path, rank: Mapping[str, Any], key: str) -> list[Flat]:
 
 
 def _owners(path: Path, groups: Sequence[Mapping[str, Any]]) -> list[int]:
-    """The param group of each flat group; stage 3 may split one param group into several flat groups."""
+    """Return the number of the param group of each flat group.
+
+    Stage 3 may split one param group into several flat groups.
+    """
     owners = {index: number for number, group in enumerate(groups) for index in group["params"]}
     if sorted(owners) != list(range(len(owners))):
         raise CheckpointError(f"{path} numbers its flat groups {sorted(owners)}; expected 0, 1, ...")
@@ -181,7 +190,7 @@ def _owners(path: Path, groups: Sequence[Mapping[str, Any]]) -> list[int]:
 
 
 def _paddings(path: Path, rank: Mapping[str, Any], number: int, count: int) -> list[int]:
-    """Elements of padding after each parameter of a group (zero_optimization.parameter_alignment)."""
+    """Return the number of padding elements after each parameter of a group (zero_optimization.parameter_alignment)."""
     paddings = rank.get("param_alignment_paddings")
     if paddings is None:
         return [0] * count
@@ -192,10 +201,10 @@ def _paddings(path: Path, rank: Mapping[str, Any], number: int, count: int) -> l
     return [int(each) for each in paddings[number]]
 
 
-# Options of DeepSpeed's optimizers that torch's do not have, or that this runtime stores elsewhere.
+# Options of DeepSpeed's optimizers that torch's optimizers do not have, or that this runtime stores elsewhere.
 _NO_OPTIONS: Final = ("params", "step", "bias_correction", "max_grad_norm", "freeze_step", "name")
 
 
 def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of a param group that torch's optimizers have."""
+    """Return the options of a param group that torch's optimizers have."""
     return {name: value for name, value in group.items() if name not in _NO_OPTIONS}

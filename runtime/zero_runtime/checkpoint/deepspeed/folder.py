@@ -33,14 +33,15 @@ class Folder:
     """The files of one checkpoint.
 
     Attributes:
-        directory: of the checkpoint.
-        models: the files of model states by data-parallel rank; only rank 0 has one below stage 3.
-        optimizers: the files of ZeRO's optimizer states by data-parallel rank.
-        universal: whether each parameter has a directory below ``zero``.
-        weights: the files of a weights-only export.
-        model_parallel: how many ranks shared one copy of the model.
-        experts: the files of experts' weights, by layer and number of the expert.
-        expert_optimizers: the files of optimizer states at stage 0 of a model with experts, by expert-parallel rank.
+        directory: The directory of the checkpoint.
+        models: The files of model states, by data-parallel rank. Below stage 3 only rank 0 has such a file.
+        optimizers: The files of ZeRO's optimizer states, by data-parallel rank.
+        universal: Whether each parameter has a directory in ``zero``.
+        weights: The files of a weights-only export.
+        model_parallel: The number of ranks that shared one copy of the model.
+        experts: The files of experts' weights, by layer and number of the expert.
+        expert_optimizers: The files of optimizer states at stage 0 of a model with experts, by expert-parallel
+            rank.
     """
 
     directory: Path
@@ -68,10 +69,10 @@ class Folder:
 
 
 def find(directory: Path) -> Folder | None:
-    """The files of DeepSpeed's checkpoint in ``directory``; None if there is none.
+    """Return the files of the DeepSpeed checkpoint in ``directory``, or None if there is no such checkpoint.
 
     Raises:
-        CheckpointError: it is of a kind that cannot be read, or a file is missing.
+        CheckpointError: The checkpoint has a kind that cannot be read, or a file is missing.
     """
     if not directory.is_dir():
         return None
@@ -111,12 +112,12 @@ def find(directory: Path) -> Folder | None:
 
 
 def is_exported(directory: Path) -> bool:
-    """Whether ``directory`` has exported weights under their usual names."""
+    """Return whether ``directory`` has exported weights under their usual names."""
     return any((directory / name).is_file() for name in _WEIGHTS)
 
 
 def _by_rank(directory: Path, names: Sequence[str], pattern: re.Pattern[str]) -> dict[tuple[int, int], Path]:
-    """The files whose names match, by data-parallel rank and model-parallel rank."""
+    """Return the files whose names match, by data-parallel rank and model-parallel rank."""
     paths = {}
     for name in names:
         match = pattern.fullmatch(name)

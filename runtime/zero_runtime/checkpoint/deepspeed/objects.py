@@ -1,7 +1,8 @@
-"""Stand-ins for the classes that DeepSpeed's files name: they hold values and have no behavior.
+"""Replacements for the classes that DeepSpeed's files name. They store values and have no behavior.
 
-This is the closed list of classes that such a file may name besides torch's own. Each name becomes one of the classes
-here, so that reading a file imports and runs no code of DeepSpeed, NumPy or the script that saved it.
+This is the closed list of classes that such a file may name, in addition to torch's own classes. Each name
+becomes one of the classes in this module. Reading a file therefore imports and runs no code of DeepSpeed, of
+NumPy or of the script that saved the file.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import torch
 
 
 class Attributes:
-    """The attributes of an object: a loss scaler, or an address in a flat tensor."""
+    """The attributes of an object, such as a loss scaler or an address in a flat tensor."""
 
     def __init__(self, *arguments: Any) -> None:
         self.arguments = arguments
@@ -32,7 +33,7 @@ class Text(str):
 
 
 class ArrayType:
-    """The dtype of a NumPy value: ``code`` such as f8, and its byte order."""
+    """The dtype of a NumPy value: its ``code``, such as f8, and its byte order."""
 
     def __init__(self, code: str, *_: Any) -> None:
         self.code = code
@@ -74,13 +75,13 @@ _CODES: Final = {
 
 
 def scalar(kind: ArrayType, data: bytes) -> bool | int | float:
-    """A NumPy number as a Python number."""
+    """Return a NumPy number as a Python number."""
     (value,) = struct.unpack(kind.order + _CODES[kind.code], data)
     return value  # type: ignore[no-any-return]
 
 
 def reconstruct(*_: Any) -> Array:
-    """An empty array, which NumPy's pickles fill afterwards."""
+    """Return an empty array, which NumPy's pickles fill afterwards."""
     return Array()
 
 
@@ -104,7 +105,10 @@ STAND_INS: Final[Mapping[str, Any]] = {
 
 
 def plain(value: Any) -> Any:
-    """``value`` in Python's and torch's types: arrays become tensors, enumerations their values; tensors are copied."""
+    """Return ``value`` in the types of Python and torch.
+
+    Arrays become tensors, members of enumerations become their values, and tensors are copied.
+    """
     if isinstance(value, Array):
         numbers = [
             each for (each,) in struct.iter_unpack(value.kind.order + _CODES[value.kind.code], value.data)
@@ -112,7 +116,7 @@ def plain(value: Any) -> Any:
         is_integer = value.kind.code[0] != "f"
         return torch.tensor(numbers, dtype=torch.int64 if is_integer else torch.float64).view(value.shape)
     if isinstance(value, torch.Tensor):
-        return value.clone()  # a copy outlives the mapped file
+        return value.clone()  # The copy stays valid after the mapped file is closed.
     if isinstance(value, Number):
         return int(value)
     if isinstance(value, Text):

@@ -1,4 +1,7 @@
-"""Runs: consecutive elements of one parameter with their optimizer state, from any of DeepSpeed's formats."""
+"""Runs, which are read from any of DeepSpeed's formats.
+
+A run is a range of consecutive elements of one parameter, with the optimizer state of these elements.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +19,13 @@ class Run:
     """Consecutive elements of one parameter.
 
     Attributes:
-        name: of the parameter.
-        start: first element within the flattened parameter.
-        value: these elements of the master that the optimizer updates, 1-D; None if only the model itself has them.
-        state: these elements of its element-wise state tensors.
-        scalars: its state values that are one number.
-        whole: its complete state tensors of other shapes.
+        name: The name of the parameter.
+        start: The first element within the flattened parameter.
+        value: These elements of the master that the optimizer updates, 1-D. None if only the model itself has
+            them.
+        state: These elements of the elementwise state tensors.
+        scalars: The state values that are one number.
+        whole: The complete state tensors of other shapes.
     """
 
     name: str
@@ -37,9 +41,9 @@ class Flat:
     """One rank's shard of one flat group of parameters.
 
     Attributes:
-        where: the file, for messages.
-        master: the elements that the optimizer updates, 1-D.
-        state: their optimizer state, by name.
+        where: The path of the file, for messages.
+        master: The elements that the optimizer updates, 1-D.
+        state: The optimizer state of these elements, by name.
     """
 
     where: str
@@ -55,18 +59,20 @@ class Flat:
         place: int = 0,
         of_whole: frozenset[str] = frozenset(),
     ) -> Run:
-        """The run of ``numel`` elements from ``start`` of a parameter, which begin at ``offset`` of this rank's master.
+        """Return the run of ``numel`` elements of a parameter that begin at ``start``.
 
         Args:
-            name: of the parameter.
-            start: first element within it.
-            offset: first element within the master, and within each state tensor not in ``of_whole``.
-            numel: number of elements.
-            place: first element within the state tensors in ``of_whole``.
-            of_whole: names of the state tensors that hold complete parameters, for each parameter with a shard here.
+            name: The name of the parameter.
+            start: The first element of the run within the parameter.
+            offset: The first element within the master, and within each state tensor that is not in
+                ``of_whole``.
+            numel: The number of elements.
+            place: The first element within the state tensors in ``of_whole``.
+            of_whole: The names of the state tensors that contain complete parameters, for each parameter with a
+                shard in this file.
 
         Raises:
-            CheckpointError: a state tensor is too short for it.
+            CheckpointError: A state tensor is too short for the run.
         """
         state, scalars = {}, {}
         for key, value in self.state.items():
@@ -86,9 +92,10 @@ class Flat:
 
 
 class _Shard(NamedTuple):
-    """One rank's shard of one parameter: elements from ``start``, at ``offset`` of its master.
+    """One rank's shard of one parameter: ``numel`` elements that begin at ``start``, at ``offset`` of the master.
 
-    ``place`` is their offset if all parameters with a shard on this rank lay complete, one after another.
+    ``place`` is the offset of these elements in a tensor that contains all parameters with a shard on this
+    rank, complete and one after another.
     """
 
     parameter: int
@@ -101,19 +108,19 @@ class _Shard(NamedTuple):
 def end_to_end(
     names: Sequence[str], numels: Sequence[int], paddings: Sequence[int], ranks: Sequence[Flat]
 ) -> list[Run]:
-    """The runs of parameters that lie one after another in one flat vector, which is partitioned among the ranks.
+    """Return the runs of parameters in one flat vector that is partitioned among the ranks.
 
-    This is the layout of stages 1 and 2: every rank's shard is as long as the first one's. The last shard may end with
-    padding.
+    The parameters are one after another in the vector. This is the layout of stages 1 and 2. The shard of every
+    rank has the length of the first rank's shard. The last shard may end with padding.
 
     Args:
-        names: of the parameters, in the order of the vector.
-        numels: of each.
-        paddings: after each, in elements.
-        ranks: the shard of each rank.
+        names: The names of the parameters, in the order of the vector.
+        numels: The number of elements of each parameter.
+        paddings: The number of padding elements after each parameter.
+        ranks: The shard of each rank.
 
     Raises:
-        CheckpointError: the vector is too short for the parameters.
+        CheckpointError: The vector is too short for the parameters.
     """
     length = ranks[0].master.numel()
     shards_by_rank = [_shards(numels, paddings, number * length, each) for number, each in enumerate(ranks)]
@@ -135,7 +142,7 @@ def end_to_end(
 
 
 def _shards(numels: Sequence[int], paddings: Sequence[int], begin: int, flat: Flat) -> list[_Shard]:
-    """The shards of a rank whose master begins at element ``begin`` of the flat vector."""
+    """Return the shards of a rank whose master begins at element ``begin`` of the flat vector."""
     shards = []
     offset = place = 0
     for parameter, (numel, padding) in enumerate(zip(numels, paddings, strict=True)):
@@ -151,9 +158,10 @@ def _shards(numels: Sequence[int], paddings: Sequence[int], begin: int, flat: Fl
 def _of_whole(
     numels: Sequence[int], ranks: Sequence[Flat], shards_by_rank: Sequence[Sequence[_Shard]]
 ) -> frozenset[str]:
-    """The state tensors that ranks keep for complete parameters, such as Muon's momentum; recognized by their lengths.
+    """Return the names of the state tensors that ranks keep for complete parameters, such as Muon's momentum.
 
-    If the lengths on all ranks also equal those of the shards, both readings give the same elements.
+    These tensors are recognized by their lengths. If the lengths on all ranks also equal those of the shards,
+    both interpretations give the same elements.
     """
     holding = [number for number, shards in enumerate(shards_by_rank) if shards]
     wholes = [sum(numels[each.parameter] for each in shards_by_rank[number]) for number in holding]
@@ -173,10 +181,12 @@ def _of_whole(
 
 
 def partitioned(names: Sequence[str], numels: Sequence[int], ranks: Sequence[Flat]) -> list[Run]:
-    """The runs of parameters that are partitioned separately, each with a padded last shard: the layout of stage 3.
+    """Return the runs of parameters that are partitioned separately, each with a padded last shard.
+
+    This is the layout of stage 3.
 
     Raises:
-        CheckpointError: a rank holds a different number of elements.
+        CheckpointError: A rank has a different number of elements.
     """
     shard_numels = [-(-numel // len(ranks)) for numel in numels]
     runs = []

@@ -1,4 +1,4 @@
-"""Reads one torch.save file without running code in it; tensors are memory-mapped, not copied."""
+"""Reads one torch.save file without running code in it. Tensors are memory-mapped and not copied."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ import torch
 from zero_runtime.checkpoint.deepspeed.objects import STAND_INS
 from zero_runtime.errors import CheckpointError
 
-_CHUNK: Final = 1 << 20  # bytes that are read and checksummed at a time
+_CHUNK: Final = 1 << 20  # The number of bytes that are read at a time.
 _AGAIN: Final = "copy it again, or load another tag"
 
 
 def read(path: Path) -> Any:
-    """The content of ``path``, on the CPU. Tensors are read when they are used.
+    """Return the content of ``path``, on the CPU. Tensors are read when they are used.
 
     Raises:
-        CheckpointError: it is missing, truncated or of another format, or names a class that is not on the closed list;
-            no code in it was run.
+        CheckpointError: The file is missing or truncated, has another format, or names a class that is not on
+            the closed list. No code in the file was run.
     """
     if not path.is_file():
         raise CheckpointError(f"{path} is missing; copy all files of the checkpoint, or load another tag")
     with torch.serialization.safe_globals([(stand_in, name) for name, stand_in in STAND_INS.items()]):
         try:
             unknown = torch.serialization.get_unsafe_globals_in_checkpoint(str(path))
-        except Exception as error:  # of many kinds: a damaged file is whatever its bytes say
+        except Exception as error:  # A damaged file can raise errors of many kinds.
             raise CheckpointError(_damaged(path, error)) from None
         if unknown:
             raise CheckpointError(
@@ -46,10 +46,10 @@ def read(path: Path) -> Any:
 
 
 def read_dict(path: Path, *keys: str) -> dict[str, Any]:
-    """As :func:`read`, for a file that must hold a dictionary with ``keys``.
+    """Read a file that must contain a dictionary with ``keys``, in the same way as :func:`read`.
 
     Raises:
-        CheckpointError: as :func:`read`; or the file holds something else.
+        CheckpointError: :func:`read` fails, or the file contains something else.
     """
     content = read(path)
     if not isinstance(content, dict):
@@ -65,10 +65,10 @@ def read_dict(path: Path, *keys: str) -> dict[str, Any]:
 
 
 def read_weights(path: Path) -> dict[str, torch.Tensor]:
-    """The tensors of a file of weights by name: torch.save's format, or safetensors.
+    """Return the tensors of a file of weights, by name. The file has torch.save's format or is a safetensors file.
 
     Raises:
-        CheckpointError: it is neither, or holds something else.
+        CheckpointError: The file has neither format, or contains something else.
     """
     if path.suffix == ".safetensors":
         try:
@@ -84,10 +84,10 @@ def read_weights(path: Path) -> dict[str, torch.Tensor]:
 
 
 def read_index(path: Path) -> list[str]:
-    """The names of the weight files that the index ``path`` lists.
+    """Return the names of the weight files that the index ``path`` lists.
 
     Raises:
-        CheckpointError: it is not an index of weights.
+        CheckpointError: The file is not an index of weights.
     """
     try:
         places: Mapping[str, str] = json.loads(path.read_text())["weight_map"]
@@ -101,12 +101,14 @@ def read_index(path: Path) -> list[str]:
 
 
 def verify(path: Path) -> None:
-    """Read all of ``path`` and compare it with the checksums in it; a file without checksums passes.
+    """Read all of ``path`` and compare it with the checksums in it. A file without checksums passes.
+
+    A file in which every checksum is wrong counts as a file without checksums.
 
     Raises:
-        CheckpointError: it is damaged.
+        CheckpointError: The file is damaged.
     """
-    if path.suffix == ".safetensors":  # has no checksums
+    if path.suffix == ".safetensors":  # This format has no checksums.
         return
     try:
         with zipfile.ZipFile(path) as archive:
@@ -121,8 +123,11 @@ def verify(path: Path) -> None:
 
 
 def checksum(path: Path) -> int:
-    """A 32-bit checksum of the names, lengths and checksums of the records in ``path``."""
-    if path.suffix == ".safetensors":  # its header names the tensors and their positions
+    """Return a 32-bit checksum of the names, lengths and checksums of the records in ``path``.
+
+    For a safetensors file, return the CRC-32 of its first bytes (at most ``_CHUNK``).
+    """
+    if path.suffix == ".safetensors":  # The header names the tensors and their positions.
         with path.open("rb") as opened:
             return zlib.crc32(opened.read(_CHUNK))
     try:

@@ -1,4 +1,4 @@
-"""Reads DeepSpeed's universal folders: a directory for each parameter, with a file for each of its tensors."""
+"""Reads DeepSpeed's universal folders, which have a directory for each parameter and a file for each of its tensors."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ GLOBAL: Final = "optimizer_state.pt"
 
 
 def read_universal(folder: Folder, shapes: Sequence[Mapping[str, Sequence[int]]]) -> Partitions:
-    """Read the parameters that were trained, with their shapes, which their own files may correct.
+    """Read the parameters that were trained, with their shapes. The file of a parameter may correct its shape.
 
     Args:
-        folder: the files of the checkpoint.
-        shapes: of the parameters, group by group, as in the model states.
+        folder: The files of the checkpoint.
+        shapes: The shapes of the parameters, group by group, as in the model states.
 
     Raises:
-        CheckpointError: a file is missing or damaged, or holds something else.
+        CheckpointError: A file is missing or damaged, or contains something else.
     """
     below = folder.directory / UNIVERSAL
     common = read_dict(below / GLOBAL)
     sub_groups = common.get(STATES, {}).get("param_groups")
     param_groups = common.get("param_groups") or sub_groups or []
     owners = list(range(len(shapes)))
-    if sub_groups:  # stage 3, which may split one group into several
+    if sub_groups:  # The file is of stage 3, which may split one group into several.
         by_index = {
             index: number for number, group in enumerate(param_groups) for index in group.get("params", ())
         }
@@ -54,7 +54,7 @@ def read_universal(folder: Folder, shapes: Sequence[Mapping[str, Sequence[int]]]
 
 
 def _counted(common: Mapping[str, Any], param_groups: Sequence[Mapping[str, Any]]) -> Any:
-    """The optimizer's step count for parameters without one of their own: the first one in the file."""
+    """Return the step count for parameters without their own step count: the first step count in the file."""
     states = common.get(STATES, {}).get("state", {})
     steps = [state["step"] for state in states.values() if "step" in state]
     steps += [group["step"] for group in param_groups if "step" in group]

@@ -1,7 +1,7 @@
-"""Reads the optimizer state of a checkpoint without ZeRO (stage 0), which is stored by number, not by name.
+"""Reads the optimizer state of a checkpoint without ZeRO (stage 0). This state is stored by number, not by name.
 
-The first state belongs to the first parameter that was passed to the optimizer, and so on. So only an engine with the same
-model and param groups, which knows the order of the parameters, can load it.
+The first state belongs to the first parameter that was passed to the optimizer, and so on. Only an engine with
+the same model and param groups can load the state, because such an engine has the order of the parameters.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _LISTS: Final = "fp32_groups"
 
 
 class WholeStates(NamedTuple):
-    """The optimizer's state by name: see :class:`~zero_runtime.checkpoint.deepspeed.flat_partitions.Partitions`."""
+    """The optimizer's state by name. See :class:`~zero_runtime.checkpoint.deepspeed.flat_partitions.Partitions`."""
 
     runs: list[Run]
     options: list[dict[str, Any]]
@@ -37,16 +37,17 @@ def read_whole(
     groups: Sequence[Sequence[str]],
     shapes: Mapping[str, Sequence[int]],
 ) -> WholeStates:
-    """The optimizer's state, and its fp32 masters if it has some.
+    """Return the optimizer's state, and its fp32 masters if the file has masters.
 
     Args:
-        path: of the file, for messages.
-        optimizer: the value of that key in the file: the state of a torch optimizer, or of a 16-bit wrapper around one.
-        groups: the names of the parameters of each param group, in the optimizer's order.
-        shapes: of all parameters.
+        path: The path of the file, for messages.
+        optimizer: The value of the key ``optimizer`` in the file: the state of a torch optimizer, or of a
+            16-bit wrapper around a torch optimizer.
+        groups: The names of the parameters of each param group, in the optimizer's order.
+        shapes: The shapes of all parameters.
 
     Raises:
-        CheckpointError: the state is of other parameters.
+        CheckpointError: The state belongs to other parameters.
     """
     inner = optimizer.get(STATES, optimizer)
     try:
@@ -84,16 +85,18 @@ def read_whole_of_experts(
     shapes: Mapping[str, Sequence[int]],
     experts: Experts,
 ) -> list[tuple[Sequence[Sequence[str]], WholeStates]]:
-    """The optimizer's state of the ranks that have all experts, each with the names of its param groups.
+    """Return the optimizer's states of ranks that together have all experts.
+
+    Each state is returned with the names of the parameters of its param groups.
 
     Args:
-        folder: the files of the checkpoint.
-        known: the names of the parameters of each param group of the loading engine.
-        shapes: of all parameters.
-        experts: of the checkpoint.
+        folder: The files of the checkpoint.
+        known: The names of the parameters of each param group of the loading engine.
+        shapes: The shapes of all parameters.
+        experts: The experts of the checkpoint.
 
     Raises:
-        CheckpointError: a file is missing, or the state is of other parameters.
+        CheckpointError: A file is missing, or the state belongs to other parameters.
     """
     paths = folder.expert_optimizers
     missing = sorted(set(range(max(paths, default=0) + 1)) - set(paths))
@@ -112,7 +115,8 @@ def read_whole_of_experts(
             for number, names in enumerate(known)
         ]
         states = read_whole(path, optimizer, groups, shapes)
-        if place:  # the other parameters are the same on all ranks
+        # Parameters that do not belong to experts are the same on all ranks, so place 0 is sufficient.
+        if place:
             runs = [run for run in states.runs if has_experts([run.name])]
             states = states._replace(runs=runs)
             groups = [names if has_experts(names) else [] for names in groups]
@@ -128,7 +132,10 @@ def _names_on_rank(
     experts: Experts,
     rank: int,
 ) -> Sequence[str]:
-    """The names of param group ``number`` on ``rank`` of those that saved; ``names`` are those of the loading engine."""
+    """Return the parameter names of param group ``number`` on ``rank``, one of the ranks that saved the checkpoint.
+
+    ``names`` are the parameter names of this param group in the loading engine.
+    """
     if not has_experts(names):
         return names
     name = str(saved[number].get("name", "")) if number < len(saved) else ""
@@ -146,9 +153,9 @@ def _names_on_rank(
 
 
 def _step(group: Mapping[str, Any], state: Mapping[int, Any]) -> Any:
-    """The step count that DeepSpeed's own optimizers keep for a group; None if each parameter has its own.
+    """Return the step count that DeepSpeed's own optimizers store for a group, or None if each parameter has its own.
 
-    They store an integer, and increment it for only one parameter of the group.
+    These optimizers store an integer, and increment it for only one parameter of the group.
     """
     counts = [state[index].get("step") for index in group["params"] if index in state]
     counts = [each for each in [group.get("step"), *counts] if isinstance(each, int)]
@@ -179,7 +186,7 @@ def _from_flat(
 def _indices(
     path: Path, number: int, group_indices: Sequence[int], state: Mapping[int, Any], names: Sequence[str]
 ) -> Sequence[int]:
-    """The numbers of ``names`` in the optimizer, which may also have received frozen parameters."""
+    """Return the numbers of ``names`` in the optimizer, which may also have received frozen parameters."""
     with_state = [index for index in group_indices if index in state]
     for indices in (group_indices, with_state):
         if len(indices) == len(names):

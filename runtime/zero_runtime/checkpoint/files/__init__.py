@@ -1,1 +1,1 @@
-"""The files of a checkpoint: how they are written and read."""
+"""The files of a checkpoint, and how they are written and read."""

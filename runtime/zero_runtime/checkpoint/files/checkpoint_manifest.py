@@ -1,14 +1,16 @@
 """The manifest of a checkpoint, and the file ``latest``.
 
-A checkpoint is a directory that holds ``manifest.json`` and the files that it names, one of each rank::
+A checkpoint is a directory that contains ``manifest.json`` and one file for each rank, which the manifest
+names::
 
     <save_dir>/latest                               the tag that was saved last
     <save_dir>/<tag>/manifest.json
     <save_dir>/<tag>/rank-00000-1.safetensors       rank 0's file of generation 1
 
-A directory is a checkpoint once it has a manifest, which is written last and replaced atomically. Each save of a tag is a
-generation with its own files; the files of the previous generation are removed afterwards. So a save that is interrupted
-at any point leaves either the old checkpoint or the new one.
+A directory is a checkpoint only if it has a manifest. The manifest is written last and replaced atomically.
+Each save of a tag is a generation with its own files. The files of the previous generation are removed
+afterwards. A save that is interrupted at any point therefore leaves either the old checkpoint or the new
+checkpoint.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ FORMAT: Final = "zero_runtime checkpoint"
 VERSION: Final = 1
 FILE_NAME: Final = "manifest.json"
 LATEST: Final = "latest"
-PARTS: Final = "parts.json"  # of a model that pipeline stages or tensor-parallel ranks share
+PARTS: Final = "parts.json"  # This file exists if pipeline stages or tensor-parallel ranks share a model.
 # The tag of the last universal folder, as DeepSpeed's ds_to_universal names it.
 LATEST_UNIVERSAL: Final = "latest_universal"
 _RANK_FILE: Final = re.compile(r"rank-\d{5,}-\d+\.safetensors")
@@ -45,16 +47,17 @@ class RankFile:
 
 @dataclass(frozen=True, slots=True)
 class ParameterFacts:
-    """What is true of a parameter on every rank.
+    """The properties of a parameter that are equal on every rank.
 
     Attributes:
-        shape: of the whole parameter.
-        dtype: the model's, such as bfloat16; the checkpoint may hold its values in fp32.
-        group: its param group; None if no optimizer updates it.
-        requires_grad: whether it was trainable.
-        cut_dim: the dimension along which tensor-parallel ranks partition it; None if each rank has the complete tensor.
-        cut_sections: extents along that dimension of the sections that are partitioned separately, such as the query, key
-            and value of one joint weight; empty if they are not known.
+        shape: The shape of the whole parameter.
+        dtype: The dtype in the model, such as bfloat16. The checkpoint may store the values in fp32.
+        group: The number of the param group. None if no optimizer updates the parameter.
+        requires_grad: Whether the parameter was trainable.
+        cut_dim: The dimension along which tensor-parallel ranks partition the parameter. None if each rank has
+            the complete tensor.
+        cut_sections: The extents, along this dimension, of the sections that are partitioned separately. An
+            example is the query, key and value of one joint weight. Empty if the extents are not known.
     """
 
     shape: tuple[int, ...]
@@ -67,24 +70,27 @@ class ParameterFacts:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """Everything in a checkpoint but its tensors. ``Any`` stands for values in the form of ``values.Encoder``.
+    """Everything in a checkpoint except its tensors. The type ``Any`` means a value in the form of ``values.Encoder``.
 
     Attributes:
-        tag: of the checkpoint.
-        generation: how many times this tag has been saved.
-        zero_runtime, torch: versions that wrote it.
-        stage: the ZeRO stage, for people; loading does not depend on it.
-        counters: global_steps, global_samples, skipped_steps, micro_steps, gradient_accumulation_steps.
-        optimizer: the class of the torch optimizer; None without one.
-        param_groups: the options of each param group.
-        lr_scheduler, loss_scale: their states; None without one.
-        client_state: the values that the script passed to ``save_checkpoint``.
-        parameters: facts by name.
-        aliases: further names of tied parameters and shared buffers, and the names under which they are stored.
-        buffers: names of the persistent buffers.
-        extra_state: the state of modules with ``get_extra_state``, by module name.
-        excluded: frozen parameters that were left out.
-        files: by rank.
+        tag: The tag of the checkpoint.
+        generation: The number of times that this tag has been saved.
+        zero_runtime, torch: The versions that wrote the checkpoint.
+        stage: The ZeRO stage, for information only. Loading does not depend on it.
+        counters: The counters global_steps, global_samples, skipped_steps, micro_steps and
+            gradient_accumulation_steps.
+        optimizer: The class name of the torch optimizer. None without an optimizer.
+        param_groups: The options of each param group.
+        lr_scheduler, loss_scale: The states of the schedule and of the loss scale. None if there is no such
+            object.
+        client_state: The values that the script passed to ``save_checkpoint``.
+        parameters: The properties of each parameter, by name.
+        aliases: Additional names of tied parameters and shared buffers, and the names under which they are
+            stored.
+        buffers: The names of the persistent buffers.
+        extra_state: The state of modules with ``get_extra_state``, by module name.
+        excluded: The names of frozen parameters that were left out.
+        files: The files, by rank.
     """
 
     tag: str
@@ -107,27 +113,27 @@ class Manifest:
 
 
 def rank_file_name(rank: int, generation: int) -> str:
-    """The name of a rank's file."""
+    """Return the name of a rank's file."""
     return f"rank-{rank:05d}-{generation}.safetensors"
 
 
 def part_name(rank: int, generation: int = 1) -> str:
-    """The directory of rank ``rank`` among the ranks that share one model."""
+    """Return the name of the directory of rank ``rank`` among the ranks that share one model."""
     return f"part-{rank:05d}" if generation == 1 else f"part-{rank:05d}-{generation}"
 
 
 def is_rank_file(name: str) -> bool:
-    """Whether ``name`` is one that :func:`rank_file_name` makes."""
+    """Return whether ``name`` has the form of a name from :func:`rank_file_name`."""
     return _RANK_FILE.fullmatch(name) is not None
 
 
 def is_part(name: str) -> bool:
-    """Whether ``name`` is one that :func:`part_name` makes."""
+    """Return whether ``name`` has the form of a name from :func:`part_name`."""
     return _PART.fullmatch(name) is not None
 
 
 def write_manifest(directory: Path, manifest: Manifest) -> None:
-    """Make ``directory`` the checkpoint that ``manifest`` describes. Raises CheckpointError."""
+    """Make ``directory`` the checkpoint that ``manifest`` describes. Raise CheckpointError if this fails."""
     content = {"format": FORMAT, "version": VERSION, **asdict(manifest)}
     replace_file(
         directory / FILE_NAME, json.dumps({**content, "crc32": _checksum(content)}, indent=1, allow_nan=False)
@@ -135,10 +141,10 @@ def write_manifest(directory: Path, manifest: Manifest) -> None:
 
 
 def read_manifest(directory: Path) -> Manifest:
-    """The manifest in ``directory``.
+    """Return the manifest in ``directory``.
 
     Raises:
-        CheckpointError: there is none, it is damaged, or it is of another format or a later version.
+        CheckpointError: There is no manifest, it is damaged, or it has another format or another version.
     """
     path = directory / FILE_NAME
     try:
@@ -190,12 +196,12 @@ def _from_json(path: Path, content: dict[str, Any]) -> Manifest:
 
 
 def _checksum(content: dict[str, Any]) -> int:
-    # Through JSON, so that what was written and what was read give the same.
+    # The content passes through JSON first, so that written and read content have the same checksum.
     return zlib.crc32(json.dumps(json.loads(json.dumps(content)), sort_keys=True).encode())
 
 
 def describe_foreign(directory: Path) -> str:
-    """Why a directory without a manifest is not loaded, and what to do."""
+    """Return the reason why a directory without a manifest is not loaded, and what to do."""
     if not directory.exists():
         parent = directory.parent
         tags = sorted(each.parent.name for each in parent.glob(f"*/{FILE_NAME}")) if parent.is_dir() else []
@@ -229,15 +235,15 @@ def describe_foreign(directory: Path) -> str:
 
 
 def write_latest(directory: Path, tag: str) -> None:
-    """Make ``tag`` the one that is loaded when none is named. Raises CheckpointError."""
+    """Make ``tag`` the tag that is loaded when no tag is named. Raise CheckpointError if this fails."""
     replace_file(directory / LATEST, tag)
 
 
 def read_latest(directory: Path, name: str = LATEST) -> str | None:
-    """The tag that was saved last into ``directory``, read from the file ``name``; None if there is no such file.
+    """Return the tag that was saved last into ``directory``, or None if the file ``name`` does not exist.
 
     Raises:
-        CheckpointError: the file cannot be read, or holds no tag.
+        CheckpointError: The file cannot be read, or does not contain a tag.
     """
     path = directory / name
     try:
@@ -251,7 +257,7 @@ def read_latest(directory: Path, name: str = LATEST) -> str | None:
 
 
 def check_tag(tag: str, subject: str = "the tag is") -> None:
-    """Refuse a tag that cannot be the name of a directory. Raises CheckpointError."""
+    """Raise CheckpointError if ``tag`` cannot be the name of a directory."""
     if not tag or tag in (".", "..", LATEST) or "/" in tag or "\0" in tag or len(tag.encode()) > 200:
         raise CheckpointError(
             f"{subject} {tag!r}; expected the name of a directory, without slashes, of at most 200 bytes, other than "

@@ -1,4 +1,4 @@
-"""An open checkpoint of zero_runtime's own format."""
+"""An open checkpoint in the format of zero_runtime."""
 
 from __future__ import annotations
 
@@ -21,16 +21,17 @@ from zero_runtime.errors import CheckpointError
 from zero_runtime.experimental.compression.residuals import layout_of
 from zero_runtime.optimizer_step.fragments import NumberTensor, Scalar
 
-_CHUNK: Final = 1 << 20  # bytes that are read and checksummed at a time
+_CHUNK: Final = 1 << 20  # The number of bytes that are read and checksummed at a time.
 
 
 class Checkpoint(OpenCheckpoint):
-    """A checkpoint of this runtime. Opening it checks that all files exist, have their sizes and cover every parameter.
+    """A checkpoint of this runtime.
 
-    Opening reads headers only. :meth:`verify` reads complete files; the ``read_...`` methods read the requested ranges.
+    Opening it checks that all files exist, have the recorded sizes and cover every parameter. Opening reads
+    headers only. :meth:`verify` reads complete files, and the ``read_...`` methods read the requested ranges.
 
     Raises:
-        CheckpointError: it is not a checkpoint, or it is damaged.
+        CheckpointError: The directory is not a checkpoint, or the checkpoint is damaged.
     """
 
     def __init__(self, directory: Path, rounding: Mapping[str, torch.dtype] | None = None) -> None:
@@ -44,7 +45,7 @@ class Checkpoint(OpenCheckpoint):
         """Compare the files of ``ranks`` with their checksums.
 
         Raises:
-            CheckpointError: one has other content than it was written with.
+            CheckpointError: The content of a file differs from the content that was written.
         """
         for rank in ranks:
             each = self.manifest.files[rank]
@@ -60,7 +61,7 @@ class Checkpoint(OpenCheckpoint):
                 )
 
     def decode(self, value: Any) -> Any:
-        """A value of the manifest as it was passed to ``save``."""
+        """Return a value of the manifest as it was passed to ``save``."""
         return values.decode(value, lambda key: self._tensor("json", key))
 
     def _open(self, rank: int, rank_file: RankFile) -> None:

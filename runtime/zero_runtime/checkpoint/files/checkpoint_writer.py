@@ -1,4 +1,4 @@
-"""Saving a checkpoint: every rank writes its file, then rank 0 writes the manifest and ``latest``."""
+"""Saving of a checkpoint: every rank writes its file, and then rank 0 writes the manifest and ``latest``."""
 
 from __future__ import annotations
 
@@ -42,19 +42,22 @@ def save(
     save_latest: bool = True,
     exclude_frozen: bool = False,
 ) -> None:
-    """Save ``training`` as ``save_dir/tag``. All ranks must call it, with one directory that all of them see.
+    """Save ``training`` as ``save_dir/tag``.
+
+    All ranks must call this function, with a directory that all of them can access.
 
     Args:
-        training: the engine's parts to save.
-        save_dir: the directory of checkpoints; created if it is missing.
-        tag: name of the checkpoint; an older one of that name stays complete until this one is.
-        client_state: values of the script; those of rank 0 are saved.
-        tag_validation: what to do if ranks disagree on the tag: Ignore, Warn or Fail.
-        save_latest: make it the checkpoint that is loaded when no tag is named.
-        exclude_frozen: leave frozen parameters out.
+        training: The parts of the engine to save.
+        save_dir: The directory of checkpoints. It is created if it is missing.
+        tag: The name of the checkpoint. An older checkpoint with this name stays complete until the new one is
+            complete.
+        client_state: The values of the script. The values of rank 0 are saved.
+        tag_validation: The reaction if ranks disagree on the tag: Ignore, Warn or Fail.
+        save_latest: Whether to make this the checkpoint that is loaded when no tag is named.
+        exclude_frozen: Whether to leave out frozen parameters.
 
     Raises:
-        CheckpointError: on every rank, if one of them fails; existing checkpoints are unchanged.
+        CheckpointError: A rank fails. Every rank raises the error, and existing checkpoints are unchanged.
     """
     group = training.group
     training.settle()
@@ -109,7 +112,7 @@ class _Draft:
         self._entries = [*entries, *more, *values]
 
     def write_rank_file(self) -> Written:
-        """Write this rank's file."""
+        """Write the file of this rank."""
         try:
             self._directory.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -121,7 +124,7 @@ class _Draft:
         return written
 
     def commit(self, written: Sequence[Written], save_latest: bool) -> None:
-        """Write the manifest that names the files of all ranks; then remove the files of the previous generation."""
+        """Write the manifest that names the files of all ranks, and remove the files of the previous generation."""
         generation = self._manifest.generation
         files = [RankFile(rank_file_name(rank, generation), *each) for rank, each in enumerate(written)]
         for rank, each in enumerate(files):
@@ -142,17 +145,23 @@ class _Draft:
                 discard(path)
 
     def abandon(self) -> None:
-        """Remove this rank's file, unless the manifest names it already because only writing ``latest`` failed."""
+        """Remove the file of this rank, unless the manifest already names the file.
+
+        The manifest names the file if only writing ``latest`` failed.
+        """
         if next_generation(self._directory) > self._manifest.generation:
             return
         discard(self._path)
         with suppress(OSError):
-            self._directory.rmdir()  # only if it is empty
+            self._directory.rmdir()  # This fails if the directory is not empty.
 
 
 def next_generation(directory: Path) -> int:
-    """The generation that a save to ``directory`` makes. All ranks see the same, since only ``commit`` changes it."""
-    # The directory need not exist either: another rank may be removing it.
+    """Return the generation number of the next save to ``directory``.
+
+    All ranks get the same number, because only ``commit`` changes it.
+    """
+    # The directory may not exist, because another rank may be removing it.
     if not (directory / FILE_NAME).exists():
         return 1
     try:

@@ -1,4 +1,4 @@
-"""The contents of one rank's file: tensors, whose keys say what they belong to, and scalars in the header.
+"""The contents of one rank's file: tensors, whose keys state their meaning, and scalars in the header.
 
 ====================================  ============================================================================
 key                                   tensor
@@ -12,8 +12,8 @@ key                                   tensor
 ``json/<number>``                     a tensor inside client state, options or the state of a schedule
 ====================================  ============================================================================
 
-Exactly one rank writes each element of each parameter: the rank whose optimizer holds it. If all ranks hold the complete
-parameter, the rank with the fewest elements to write so far writes it.
+Exactly one rank writes each element of each parameter: the rank whose optimizer updates the element. If all
+ranks have the complete parameter, the rank that has the fewest elements to write so far writes it.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ _CHECKPOINT: Final = hooks.tag("checkpoint")
 
 
 def entries(training: Training, excluded: Iterable[str]) -> tuple[list[Entry], dict[str, str]]:
-    """This rank's tensors, and the metadata of its file, without the ``excluded`` parameters.
+    """Return this rank's tensors and the metadata of its file, without the ``excluded`` parameters.
 
     Raises:
-        CheckpointError: a state value that a checkpoint cannot store.
+        CheckpointError: A checkpoint cannot store one of the state values.
     """
     rank = training.group.rank
     writers = _writers(training)
@@ -81,7 +81,10 @@ def entries(training: Training, excluded: Iterable[str]) -> tuple[list[Entry], d
 
 
 def buffer_entries(module: torch.nn.Module, group: DataParallelGroup) -> list[Entry]:
-    """The buffers of rank 0, and of every rank whose buffers differ: one broadcast of 8 bytes if the model has buffers."""
+    """Return the entries of this rank's buffers. Ranks other than 0 write buffers only if theirs differ from rank 0's.
+
+    If the model has buffers, this function issues one broadcast of 8 bytes.
+    """
     named = buffers(module)
     if not named:
         return []
@@ -96,7 +99,7 @@ def buffer_entries(module: torch.nn.Module, group: DataParallelGroup) -> list[En
 
 
 def _writers(training: Training) -> dict[str, int]:
-    """For each parameter of this rank, the rank that writes it if several hold the complete parameter."""
+    """Return, for each parameter of this rank, the rank that writes it if several ranks have the complete parameter."""
     loads = [0] * training.group.world_size
     writers = {}
     for name, parameter in parameters(training).items():
@@ -124,7 +127,10 @@ def _fragment_entries(fragment: Stored) -> list[Entry]:
 
 
 def _parameter_entries(name: str, parameter: torch.nn.Parameter, rank: int, writer: int) -> list[Entry]:
-    """A parameter that no optimizer updates: this rank's shard if it is sharded, else the complete one from one rank."""
+    """Return the entries of a parameter that no optimizer updates.
+
+    If the parameter is sharded, each rank writes its shard. Otherwise one rank writes the complete parameter.
+    """
     shard = shard_of(parameter)
     if shard is None:
         if rank != writer or parameter.numel() == 0:

@@ -1,6 +1,7 @@
-"""The states of a process's random generators: Python's, NumPy's if it is imported, torch's on CPU and CUDA.
+"""The states of the random generators of a process: Python, NumPy if it is imported, and torch on CPU and CUDA.
 
-They include the named states of activation checkpointing's tracker, from which model-parallel ranks draw different numbers.
+They include the named states of the tracker of activation checkpointing. Model-parallel ranks draw different
+numbers from these states.
 """
 
 from __future__ import annotations
@@ -15,11 +16,14 @@ import torch
 from zero_runtime.activation_checkpointing.random_states import default_generator, get_rng_tracker
 from zero_runtime.errors import CheckpointError
 
-_TRACKED: Final = "tracked."  # prefix of the tracker's states: tracked.<device>.<name>
+_TRACKED: Final = "tracked."  # The prefix of the tracker's states: tracked.<device>.<name>.
 
 
 def collect(device: torch.device) -> dict[str, torch.Tensor]:
-    """The states as tensors, by name. Further values of a generator are appended to its array of numbers."""
+    """Return the states as tensors, by name.
+
+    The other integers of a generator's state are in the same tensor as its array of numbers.
+    """
     version, words, following = random.getstate()
     states = {
         "torch": torch.get_rng_state(),
@@ -41,15 +45,15 @@ def collect(device: torch.device) -> dict[str, torch.Tensor]:
 
 
 def _tracked() -> str:
-    # A generator of another device cannot use this state.
+    # The name contains the device, because a generator of another device cannot use this state.
     return f"{_TRACKED}{default_generator().device.type}."
 
 
 def restore(states: Mapping[str, torch.Tensor], device: torch.device) -> None:
-    """Restore the generators from ``states``. A generator without a state there is left unchanged.
+    """Restore the generators from ``states``. A generator without an entry in ``states`` is left unchanged.
 
     Raises:
-        CheckpointError: the states do not come from :func:`collect`.
+        CheckpointError: The states do not come from :func:`collect`.
     """
     try:
         for name, put in _restorers(states, device).items():
@@ -89,7 +93,10 @@ def _restorers(
 
 
 def _restore_tracked(states: Mapping[str, torch.Tensor]) -> None:
-    """Restore the tracker's states by name, also ones that the script has not added yet; others are left unchanged."""
+    """Restore the tracker's states by name, including states that the script has not added yet.
+
+    Other states are left unchanged.
+    """
     prefix = _tracked()
     tracked = {
         name.removeprefix(prefix): state.to(torch.uint8).clone()
@@ -97,6 +104,7 @@ def _restore_tracked(states: Mapping[str, torch.Tensor]) -> None:
         if name.startswith(prefix)
     }
     for state in tracked.values():
-        torch.Generator(default_generator().device).set_state(state)  # raises if it is not a state
+        # This raises an error if the tensor is not a state, before the tracker changes.
+        torch.Generator(default_generator().device).set_state(state)
     tracker = get_rng_tracker()
     tracker.set_states(tracker.get_states() | tracked)

@@ -1,8 +1,9 @@
-"""A writer of safetensors files, tensor by tensor.
+"""A writer of safetensors files, which writes one tensor at a time.
 
-The format is 8 bytes (length of the header, little-endian), a JSON header with the dtype, shape and position of each
-tensor, and their bytes in order. The safetensors package reads these files. It is not used for writing, because it needs
-all tensors in CPU memory at once, and neither syncs the file nor computes a checksum.
+A file begins with 8 bytes that contain the length of the header, little-endian. Then follow a JSON header with
+the dtype, shape and position of each tensor, and the bytes of the tensors in order. The safetensors package
+reads these files. It is not used for writing, because it needs all tensors in CPU memory at once, and neither
+syncs the file nor computes a checksum.
 """
 
 from __future__ import annotations
@@ -36,17 +37,18 @@ NAMES: Final = {
     torch.float8_e5m2: "F8_E5M2",
 }
 DTYPES: Final = {name: dtype for dtype, name in NAMES.items()}
-_CHUNK: Final = 1 << 24  # bytes of one write
+_CHUNK: Final = 1 << 24  # The number of bytes of one write.
 
 
 class Entry(NamedTuple):
     """A tensor to be written.
 
     Attributes:
-        key: its name in the file.
-        dtype: of its elements.
-        shape: of the tensor.
-        produce: returns the tensor, on any device; called once, when it is written.
+        key: The name of the tensor in the file.
+        dtype: The dtype of its elements.
+        shape: The shape of the tensor.
+        produce: A function that returns the tensor, on any device. It is called once, when the tensor is
+            written.
     """
 
     key: str
@@ -63,17 +65,17 @@ class Written(NamedTuple):
 
 
 def entry_of(key: str, tensor: torch.Tensor, shape: Sequence[int] | None = None) -> Entry:
-    """The entry of an existing tensor, with ``shape`` in place of its own if that is not None."""
+    """Return the entry of an existing tensor. If ``shape`` is not None, it replaces the shape of the tensor."""
     entry_shape = tuple(tensor.shape) if shape is None else tuple(shape)
     return Entry(key, tensor.dtype, entry_shape, lambda: tensor)
 
 
 def write(path: Path, entries: Sequence[Entry], metadata: Mapping[str, str]) -> Written:
-    """Write ``entries`` to a new file at ``path``, one tensor in memory at a time, and sync it to the disk.
+    """Write ``entries`` to a new file at ``path``, one tensor in memory at a time, and sync the file to the disk.
 
     Raises:
-        CheckpointError: the disk is full, or the file cannot be written; it is removed then. Also for a dtype that
-            the format does not have.
+        CheckpointError: The disk is full, or the file cannot be written, and the file is removed. The error is
+            also raised for a dtype that the format does not have.
     """
     with removed_on_failure(path), path.open("wb") as file:
         crc = 0
@@ -87,7 +89,10 @@ def write(path: Path, entries: Sequence[Entry], metadata: Mapping[str, str]) -> 
 
 @contextmanager
 def removed_on_failure(path: Path) -> Iterator[None]:
-    """Context in which the file at ``path`` is written: on an error remove it and raise CheckpointError with the reason."""
+    """Remove the file at ``path`` if the ``with`` block fails.
+
+    An OSError is replaced by a CheckpointError with the reason. Other errors are raised unchanged.
+    """
     try:
         yield
     except OSError as error:
@@ -99,13 +104,13 @@ def removed_on_failure(path: Path) -> Iterator[None]:
 
 
 def discard(path: Path) -> None:
-    """Remove an incomplete or superseded file; errors are ignored."""
+    """Remove an incomplete or superseded file. Errors are ignored."""
     with suppress(OSError):
         path.unlink()
 
 
 def could_not(path: Path, error: OSError) -> str:
-    """The message for a file that cannot be written."""
+    """Return the message for a file that cannot be written."""
     return (
         f"{path} could not be written: {error.strerror or error}; make room or choose another directory. Existing files are "
         "unchanged"
@@ -113,7 +118,7 @@ def could_not(path: Path, error: OSError) -> str:
 
 
 def data(entry: Entry) -> memoryview:
-    """The bytes of the tensor of ``entry``, on the CPU."""
+    """Return the bytes of the tensor of ``entry``, on the CPU."""
     tensor = entry.produce()
     if tensor.dtype != entry.dtype or tensor.numel() != math.prod(entry.shape):
         raise CheckpointError(
@@ -123,7 +128,7 @@ def data(entry: Entry) -> memoryview:
 
 
 def as_bytes(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a tensor, without a copy if it is contiguous and on the CPU."""
+    """Return the bytes of a tensor, without a copy if the tensor is contiguous and on the CPU."""
     if tensor.numel() == 0:
         return memoryview(b"")
     flat = tensor.detach().cpu().contiguous().view(-1)
@@ -132,7 +137,7 @@ def as_bytes(tensor: torch.Tensor) -> memoryview:
 
 
 def header(entries: Sequence[Entry], metadata: Mapping[str, str]) -> tuple[bytes, dict[str, int]]:
-    """The header of a file of ``entries``, and by key the position of each tensor in the file, in bytes."""
+    """Return the header of a file of ``entries``, and the position of each tensor in the file in bytes, by key."""
     description: dict[str, object] = {"__metadata__": dict(metadata)}
     starts = {}
     position = 0
@@ -156,8 +161,8 @@ def header(entries: Sequence[Entry], metadata: Mapping[str, str]) -> tuple[bytes
 
 
 def _in_file_order(entries: Sequence[Entry]) -> list[Entry]:
-    # Wide elements first, so that every tensor begins at a multiple of its element size. Otherwise in the given order:
-    # tensors that come from files are then read in the order of those files.
+    # Tensors with wide elements are first, so that every tensor begins at a multiple of its element size. Otherwise the
+    # given order stays, so that tensors that come from files are read in the order of these files.
     return sorted(entries, key=lambda entry: -entry.dtype.itemsize)
 
 
@@ -175,16 +180,16 @@ def sync_directory(path: Path) -> None:
     try:
         os.fsync(descriptor)
     except OSError:
-        pass  # some file systems cannot sync directories
+        pass  # Some file systems cannot sync directories.
     finally:
         os.close(descriptor)
 
 
 def replace_file(path: Path, text: str) -> None:
-    """Replace the content of the file at ``path`` by ``text`` atomically: readers see the old or the new content.
+    """Replace the content of the file at ``path`` with ``text``. Readers see either the old or the new content.
 
     Raises:
-        CheckpointError: the file cannot be written; its old content is unchanged.
+        CheckpointError: The file cannot be written. Its old content is unchanged.
     """
     fresh = path.with_name(f".{path.name}.writing")
     try:

@@ -1,9 +1,9 @@
-"""Values that a checkpoint stores as JSON: client state, options of param groups, the state of schedules.
+"""Values that a checkpoint stores as JSON: client state, options of param groups, and the state of schedules.
 
 A value without a JSON type is written as an object with one key that begins with ``$``::
 
     (1, 2)                    {"$tuple": [1, 2]}
-    {0: "a"}                  {"$pairs": [[0, "a"]]}       a dict with keys other than strings, or one that begins with $
+    {0: "a"}                  {"$pairs": [[0, "a"]]}       a dict with a key that is no string or begins with $
     Counter({30: 1})          {"$counter": [[30, 1]]}
     tensor                    {"$tensor": "json/7"}        the key of the tensor in the file of rank 0
     inf, nan                  {"$float": "inf"}
@@ -11,9 +11,10 @@ A value without a JSON type is written as an object with one key that begins wit
     torch.device("cpu")       {"$device": "cpu"}
     {1, 2}                    {"$set": [1, 2]}
     Namespace(lr=0.1)         {"$namespace": {"lr": 0.1}}
-    array of NumPy            {"$array": ["uint32", "json/8"]}   stored as a tensor; a NumPy number becomes one of Python's
+    array of NumPy            {"$array": ["uint32", "json/8"]}   stored as a tensor
 
-Anything else is refused: it could only be stored as pickle, and reading pickle runs the code in it.
+A NumPy number becomes a Python number. All other values are refused, because only pickle could store them, and
+reading pickle runs the code in it.
 """
 
 from __future__ import annotations
@@ -38,25 +39,25 @@ _KEPT: Final = (
 
 
 class Encoder:
-    """Turns values into JSON, and collects the tensors in them.
+    """Converts values to JSON, and collects the tensors in them.
 
     Attributes:
-        tensors: by the key under which each is to be written.
+        tensors: The tensors, by the key under which each tensor is to be written.
     """
 
     def __init__(self) -> None:
         self.tensors: dict[str, torch.Tensor] = {}
 
     def encode(self, where: str, value: Any) -> Any:
-        """``value`` as JSON.
+        """Return ``value`` as JSON.
 
         Args:
-            where: the name of the value for messages: ``client_state``, followed by keys in brackets.
-            value: None, booleans, numbers, strings, tensors, arrays of NumPy, and lists, tuples, sets, dicts and
-                argparse.Namespace of them.
+            where: The name of the value for messages: ``client_state``, followed by keys in brackets.
+            value: None, booleans, numbers, strings, tensors, arrays of NumPy, and lists, tuples, sets, dicts
+                and argparse.Namespace of them.
 
         Raises:
-            CheckpointError: any other value; the message names where it is.
+            CheckpointError: The value has another type. The message names the position of the value.
         """
         if value is None or isinstance(value, bool | str):
             return value if not isinstance(value, str) else str(value)
@@ -90,7 +91,7 @@ class Encoder:
         if not value.shape and type(value).__name__ != "ndarray":
             return self.encode(where, value.item())
         kind = value.dtype.newbyteorder("=")
-        # A tensor file cannot hold unsigned numbers of more than a byte, so their bits are stored as signed ones.
+        # A tensor file cannot store unsigned numbers of more than a byte, so their bits are stored as signed numbers.
         signed = kind.str.replace("u", "i") if kind.kind == "u" and kind.itemsize > 1 else kind
         try:
             tensor = torch.from_numpy(value.astype(kind).copy().view(signed))
@@ -128,10 +129,10 @@ class Encoder:
 
 
 def decode(value: Any, tensor: Callable[[str], torch.Tensor]) -> Any:
-    """The value that was passed to :meth:`Encoder.encode`; ``tensor`` reads a tensor by its key.
+    """Return the value that was passed to :meth:`Encoder.encode`. ``tensor`` reads a tensor by its key.
 
     Raises:
-        CheckpointError: JSON that :meth:`Encoder.encode` does not write.
+        CheckpointError: The JSON was not written by :meth:`Encoder.encode`.
     """
     if isinstance(value, list):
         return [decode(each, tensor) for each in value]
@@ -188,7 +189,7 @@ def _is_of_numpy(value: Any) -> bool:
 
 
 def _array(kind: str, tensor: torch.Tensor) -> Any:
-    """The NumPy array of dtype ``kind`` that ``tensor`` stores; the tensor itself if NumPy is not installed."""
+    """Return the NumPy array of dtype ``kind`` that ``tensor`` stores, or the tensor if NumPy is not installed."""
     try:
         import_module("numpy")
     except ImportError:

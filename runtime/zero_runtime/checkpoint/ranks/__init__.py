@@ -1,1 +1,1 @@
-"""Checkpoints whose parts were saved by several ranks or stages, merged or split again."""
+"""Checkpoints with parts that several ranks or stages saved. Loading merges the parts or splits them again."""

@@ -7,9 +7,9 @@
     <save_dir>/<tag>/part-00000/manifest.json       the part of the first rank of each model, of generation 1
     <save_dir>/<tag>/part-00001/manifest.json       the part of the second rank
 
-Each part is a complete checkpoint, which the replicas of that rank save and load among themselves. ``parts.json`` is
-written once all parts are complete and names their step, so that parts of two saves are never mixed
-(:mod:`~zero_runtime.checkpoint.ranks.parts_file`).
+Each part is a complete checkpoint, which the replicas of one rank save and load among themselves.
+``parts.json`` is written after all parts are complete. It names the step of the parts, so that parts of two
+saves are never mixed (:mod:`~zero_runtime.checkpoint.ranks.parts_file`).
 """
 
 from __future__ import annotations
@@ -60,14 +60,16 @@ def save_parts(
     save_latest: bool = True,
     exclude_frozen: bool = False,
 ) -> None:
-    """Save ``training`` as ``save_dir/tag``. All ranks must call it; further arguments are those of ``writer.save``.
+    """Save ``training`` as ``save_dir/tag``. All ranks must call this function.
+
+    The arguments that are not listed are the same as those of ``checkpoint_writer.save``.
 
     Args:
-        model: the ranks that share the model.
-        sizes: ranks along each axis that partitions it.
+        model: The ranks that share the model.
+        sizes: The number of ranks along each axis that partitions the model.
 
     Raises:
-        CheckpointError: on every rank, if one of them fails.
+        CheckpointError: A rank fails. Every rank raises the error.
     """
     directory = save_dir / tag
     doing = f"saving {directory}"
@@ -95,11 +97,11 @@ def save_parts(
             _, error = save_agreement.attempt(lambda: _commit(save_dir, tag, parts, count, save_latest))
         save_agreement.agree_all([model.group, training.group], error, doing)
     except CheckpointError:
-        # Unless parts.json names it already, because only writing ``latest`` failed.
+        # If only writing ``latest`` failed, parts.json already names the part, and the part must stay.
         if training.group.rank == 0 and next_generation(directory) == generation:
             remove_part(directory / name)
             with suppress(OSError):
-                directory.rmdir()  # only if it is empty
+                directory.rmdir()  # This fails if the directory is not empty.
         raise
 
 
@@ -118,10 +120,13 @@ def load_parts(
     tag: str | None,
     wanted: Wanted,
 ) -> Loaded | None:
-    """Load this rank's part of a checkpoint with as many parts. All ranks must call it; arguments as in ``loading.load``.
+    """Load this rank's part of a checkpoint that has one part for each rank of the model.
+
+    All ranks must call this function. ``model`` and ``sizes`` are the same as in :func:`save_parts`. The other
+    arguments are the same as those of ``loading.load``.
 
     Raises:
-        CheckpointError: on every rank, if one of them fails; or the checkpoint has other axes.
+        CheckpointError: A rank fails, or the checkpoint has different axes. Every rank raises the error.
     """
     doing = f"loading {load_dir if tag is None else load_dir / tag}"
     named = read_latest(load_dir) if tag is None else tag
@@ -138,7 +143,9 @@ def load_parts(
 
 
 def axes_of_saved(load_dir: Path, tag: str | None) -> dict[str, int] | None:
-    """The ranks along each axis that partitioned the saved model; None without a checkpoint of this runtime.
+    """Return the number of ranks along each axis that partitioned the saved model.
+
+    The result is None if there is no checkpoint of this runtime.
 
     Raises:
         CheckpointError: ``latest`` or ``parts.json`` cannot be read.
@@ -159,15 +166,17 @@ def load_recut(
     wanted: Wanted,
     names: Collection[str] | None,
 ) -> Loaded | None:
-    """Load this rank's shards of a model that was saved with another partition, or complete. All ranks must call it.
+    """Load this rank's shards of a model that was saved complete or with another partition.
+
+    All ranks must call this function.
 
     Args:
-        training: the engine's parts to load into.
-        load_dir, tag, wanted: as in ``loading.load``.
-        names: of the parameters, buffers and aliases to load; None for all that were saved.
+        training: The parts of the engine to load into.
+        load_dir, tag, wanted: The same as in ``loading.load``.
+        names: The names of the parameters, buffers and aliases to load. None for all that were saved.
 
     Raises:
-        CheckpointError: on every rank, if one of them fails.
+        CheckpointError: A rank fails. Every rank raises the error.
     """
     cuts = {name: cut for name, each in parameters(training).items() if (cut := cut_of(each)) is not None}
     strange = [name for name, each in parameters(training).items() if is_cut(each) and name not in cuts]

@@ -1,7 +1,8 @@
-"""One checkpoint from those of pipeline stages and tensor-parallel ranks.
+"""One checkpoint that is merged from the checkpoints of pipeline stages and tensor-parallel ranks.
 
-Parameters are named by the number of their layer in the complete model, so names do not depend on the stage. A stage that
-loads reads the parameters that it has by name, and this module finds the checkpoint that holds each of them.
+Parameters are named by the number of their layer in the complete model, so names do not depend on the stage. A
+stage that loads reads its parameters by name, and this module finds the checkpoint that contains each
+parameter.
 """
 
 from __future__ import annotations
@@ -26,12 +27,13 @@ from zero_runtime.tensor_parallel.cuts import Cut
 
 
 class JoinedCheckpoint(PartedCheckpoint):
-    """Several checkpoints of different parameters, read as one.
+    """Several checkpoints of different parameters, read as one checkpoint.
 
     Args:
-        directory: that holds them.
-        checkpoints: of the parts. A parameter that several of them have is read from the first.
-        names: of the parameters, buffers and aliases to load; None for all.
+        directory: The directory that contains the checkpoints.
+        checkpoints: The checkpoints of the parts. A parameter that is in several of them is read from the
+            first.
+        names: The names of the parameters, buffers and aliases to load. None for all.
     """
 
     def __init__(
@@ -47,7 +49,10 @@ class JoinedCheckpoint(PartedCheckpoint):
             )
 
     def decode(self, value: Any) -> Any:
-        """A value of the manifest as it was passed to ``save``: the first part's, or those of all parts together."""
+        """Return a value of the manifest as it was passed to ``save``.
+
+        This is the value of the first part, or the merged values of all parts.
+        """
         if not isinstance(value, tuple):
             return self._checkpoints[0].decode(value)
         decoded = [
@@ -58,31 +63,31 @@ class JoinedCheckpoint(PartedCheckpoint):
         return {name: state for states in reversed(decoded) for name, state in states.items()}
 
     def read_value(self, name: str, start: int, target: torch.Tensor) -> None:
-        """Fill the 1-D ``target`` with elements from ``start`` of parameter ``name``."""
+        """Fill the 1-D ``target`` with the elements of parameter ``name`` that begin at ``start``."""
         self._part_of[name].read_value(name, start, target)
 
     def read_master(self, name: str, start: int, target: torch.Tensor) -> None:
-        """As ``read_value``, for the tensor that an optimizer updates."""
+        """Read the tensor that the optimizer updates, in the same way as ``read_value``."""
         self._part_of[name].read_master(name, start, target)
 
     def state_dtypes(self, name: str) -> Mapping[str, torch.dtype]:
-        """The element-wise state tensors of parameter ``name``, and their dtypes."""
+        """Return the dtypes of the elementwise state tensors of parameter ``name``, by name of the state."""
         return self._part_of[name].state_dtypes(name)
 
     def read_state(self, state: str, name: str, start: int, target: torch.Tensor) -> None:
-        """Fill the 1-D ``target`` with elements from ``start`` of a state tensor of parameter ``name``."""
+        """Fill the 1-D ``target`` with the elements of a state tensor of parameter ``name`` that begin at ``start``."""
         self._part_of[name].read_state(state, name, start, target)
 
     def scalars(self, name: str) -> Mapping[str, Scalar | NumberTensor]:
-        """The state values of parameter ``name`` that are no tensors or have one element."""
+        """Return the state values of parameter ``name`` that are not tensors or have one element."""
         return self._part_of[name].scalars(name)
 
     def whole(self, name: str) -> Mapping[str, torch.Tensor]:
-        """The state tensors of parameter ``name`` whose shapes differ from its own."""
+        """Return the state tensors of parameter ``name`` whose shapes differ from the parameter's shape."""
         return self._part_of[name].whole(name)
 
     def buffer(self, name: str, rank: int) -> torch.Tensor:
-        """A buffer, as the first rank of its part saved it."""
+        """Return the buffer ``name`` as the first rank of its part saved it."""
         return self._part_of[name].buffer(name, 0)
 
 
@@ -90,7 +95,7 @@ def _joined(directory: Path, manifests: Sequence[Manifest], names: Collection[st
     def selected(candidates: Iterable[str]) -> list[str]:
         return [name for name in dict.fromkeys(candidates) if names is None or name in names]
 
-    # A part lacks the param groups of which it has no parameter, so the numbers of groups may differ between parts.
+    # A part has only the param groups of its own parameters, so the numbers of the groups may differ between parts.
     is_alike = all(manifest.param_groups == manifests[0].param_groups for manifest in manifests)
     parameters: dict[str, ParameterFacts] = {}
     first_group = 0
@@ -116,10 +121,12 @@ def _joined(directory: Path, manifests: Sequence[Manifest], names: Collection[st
 
 
 def saved_axes(directory: Path) -> dict[str, int]:
-    """The ranks along each axis that partitioned the model in ``directory``, if several; empty for a complete model.
+    """Return the number of ranks along each axis that partitioned the model in ``directory``.
+
+    Axes with one rank are left out, so the result is empty for a complete model.
 
     Raises:
-        CheckpointError: its ``parts.json`` cannot be read.
+        CheckpointError: The file ``parts.json`` cannot be read.
     """
     return _several(read_parts(directory))
 
@@ -130,10 +137,12 @@ def _several(parts: Parts | None) -> dict[str, int]:
 
 
 def saved_stages(directory: Path) -> int | None:
-    """The number of pipeline stages that saved ``directory``; 1 for a complete model, None for other partitions.
+    """Return the number of pipeline stages that saved ``directory``.
+
+    The result is 1 for a complete model, and None for a model that is also partitioned along other axes.
 
     Raises:
-        CheckpointError: its ``parts.json`` cannot be read.
+        CheckpointError: The file ``parts.json`` cannot be read.
     """
     axes = saved_axes(directory)
     return axes.get(PIPE, 1) if set(axes) <= {PIPE} else None
@@ -145,16 +154,17 @@ def open_stages(
     names: Collection[str] | None = None,
     cuts: Mapping[str, Cut] | None = None,
 ) -> JoinedCheckpoint:
-    """Open the checkpoints of all stages and tensor-parallel ranks in ``directory`` as one.
+    """Open the checkpoints of all stages and tensor-parallel ranks in ``directory`` as one checkpoint.
 
     Args:
-        directory: of the checkpoint.
-        rounding: as for :class:`~zero_runtime.checkpoint.opened.OpenCheckpoint`.
-        names: of the parameters, buffers and aliases to load; None for all.
-        cuts: how the current model partitions its parameters; None if they are complete.
+        directory: The directory of the checkpoint.
+        rounding: The same as for :class:`~zero_runtime.checkpoint.opened.OpenCheckpoint`.
+        names: The names of the parameters, buffers and aliases to load. None for all.
+        cuts: The partition of each parameter in the current model. None if its parameters are complete.
 
     Raises:
-        CheckpointError: a part is missing or damaged, is partitioned along another axis, or is of another step.
+        CheckpointError: A part is missing or damaged, is partitioned along another axis, or has a different
+            step.
     """
     parts = read_parts(directory)
     axes = _several(parts)

@@ -1,6 +1,7 @@
-"""One checkpoint from those of tensor-parallel ranks, with its tensors complete or partitioned for the current model.
+"""One checkpoint that is merged from the checkpoints of tensor-parallel ranks.
 
-A tensor and its optimizer state are joined from the shards of all ranks, then partitioned as the current model requires.
+A tensor and its optimizer state are joined from the shards of all ranks. They are then partitioned for the
+current model, or stay complete.
 """
 
 from __future__ import annotations
@@ -20,20 +21,20 @@ from zero_runtime.errors import CheckpointError
 from zero_runtime.optimizer_step.fragments import NumberTensor, Scalar
 from zero_runtime.tensor_parallel.cuts import Cut
 
-# Joined tensors that are cached at a time: the value and the states of one parameter.
+# The number of joined tensors that are cached at a time: enough for the value and the states of one parameter.
 _MOST_JOINED: Final = 4
 
 
 class SlicedCheckpoint(PartedCheckpoint):
-    """The checkpoints of all tensor-parallel ranks of a model, or of one of its pipeline stages, read as one.
+    """The checkpoints of all tensor-parallel ranks of a model or of one pipeline stage, read as one checkpoint.
 
     Args:
-        directory: that holds them.
-        checkpoints: in the order of the ranks.
-        cuts: how the current model partitions its parameters; parameters without an entry are complete.
+        directory: The directory that contains the checkpoints.
+        checkpoints: The checkpoints in the order of the ranks.
+        cuts: The partition of each parameter in the current model. Parameters without an entry are complete.
 
     Raises:
-        CheckpointError: the saved partition of a parameter is not known.
+        CheckpointError: The saved partition of a parameter is not known.
     """
 
     def __init__(self, directory: Path, checkpoints: Sequence[Checkpoint], cuts: Mapping[str, Cut]) -> None:
@@ -58,34 +59,35 @@ class SlicedCheckpoint(PartedCheckpoint):
         return dataclasses.replace(facts, shape=shape, cut_dim=None, cut_sections=())
 
     def decode(self, value: Any) -> Any:
-        """A value of the manifest as it was passed to ``save``: the first rank's."""
+        """Return a value of the manifest as it was passed to ``save`` on the first rank."""
         return self._checkpoints[0].decode(value)
 
     def read_value(self, name: str, start: int, target: torch.Tensor) -> None:
-        """Fill the 1-D ``target`` with elements from ``start`` of parameter ``name``."""
+        """Fill the 1-D ``target`` with the elements of parameter ``name`` that begin at ``start``."""
         self._fill("value", name, start, target)
 
     def read_master(self, name: str, start: int, target: torch.Tensor) -> None:
-        """As ``read_value``, for the tensor that an optimizer updates."""
+        """Read the tensor that the optimizer updates, in the same way as ``read_value``."""
         self._fill("master", name, start, target)
 
     def state_dtypes(self, name: str) -> Mapping[str, torch.dtype]:
-        """The element-wise state tensors of parameter ``name``, and their dtypes."""
+        """Return the dtypes of the elementwise state tensors of parameter ``name``, by name of the state."""
         return self._checkpoints[0].state_dtypes(name)
 
     def read_state(self, state: str, name: str, start: int, target: torch.Tensor) -> None:
-        """Fill the 1-D ``target`` with elements from ``start`` of a state tensor of parameter ``name``."""
+        """Fill the 1-D ``target`` with the elements of a state tensor of parameter ``name`` that begin at ``start``."""
         self._fill(f"state.{state}", name, start, target)
 
     def scalars(self, name: str) -> Mapping[str, Scalar | NumberTensor]:
-        """The state values of parameter ``name`` that are no tensors or have one element."""
+        """Return the state values of parameter ``name`` that are not tensors or have one element."""
         return self._checkpoints[0].scalars(name)
 
     def whole(self, name: str) -> Mapping[str, torch.Tensor]:
-        """The state tensors of parameter ``name`` whose shapes differ from its own.
+        """Return the state tensors of parameter ``name`` whose shapes differ from the parameter's shape.
 
         Raises:
-            CheckpointError: the parameter is partitioned, and such states cannot be partitioned with it.
+            CheckpointError: The parameter is partitioned, and these state tensors cannot be partitioned with
+                it.
         """
         states = self._checkpoints[0].whole(name)
         stored_name = self.name_of(name)
@@ -98,7 +100,7 @@ class SlicedCheckpoint(PartedCheckpoint):
         return states
 
     def buffer(self, name: str, rank: int) -> torch.Tensor:
-        """A buffer, as the first rank saved it."""
+        """Return the buffer ``name`` as the first rank saved it."""
         return self._checkpoints[0].buffer(name, 0)
 
     def _fill(self, kind: str, name: str, start: int, target: torch.Tensor) -> None:
@@ -110,7 +112,7 @@ class SlicedCheckpoint(PartedCheckpoint):
         target.copy_(self._joined_tensors[kind, stored_name].narrow(0, start, target.numel()))
 
     def _at_hand(self, kind: str, name: str) -> torch.Tensor:
-        """The elements of a tensor that the current model has, 1-D."""
+        """Return the elements of a tensor that the current model has, as a 1-D tensor."""
         shape = self._checkpoints[0].manifest.parameters[name].shape
         saved, cut = self._saved[name], self._cuts.get(name)
         shards = [

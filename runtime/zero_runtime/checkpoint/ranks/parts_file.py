@@ -1,8 +1,9 @@
-"""``parts.json``, which makes a directory with the parts of a shared model a checkpoint.
+"""``parts.json``, the file that makes a directory with the parts of a shared model a checkpoint.
 
-Each save of a tag is a generation with its own directories. ``parts.json`` names the generation. It is replaced atomically
-when all parts are complete; then the parts of the previous generation are removed. So a save that is interrupted at any
-point leaves either the old checkpoint or the new one.
+Each save of a tag is a generation with its own directories, and ``parts.json`` names the generation.
+``parts.json`` is replaced atomically when all parts are complete. Then the parts of the previous generation are
+removed. A save that is interrupted at any point therefore leaves either the old checkpoint or the new
+checkpoint.
 """
 
 from __future__ import annotations
@@ -30,9 +31,9 @@ class Parts(NamedTuple):
     """The content of ``parts.json``.
 
     Attributes:
-        axes: ranks along each axis that partitions the model.
-        counters: as in the manifest of each part.
-        generation: how many times this tag has been saved in parts.
+        axes: The number of ranks along each axis that partitions the model.
+        counters: The counters, as in the manifest of each part.
+        generation: The number of times that this tag has been saved in parts.
     """
 
     axes: dict[str, int]
@@ -40,15 +41,15 @@ class Parts(NamedTuple):
     generation: int
 
     def names(self, count: int) -> list[str]:
-        """The directories of the first ``count`` parts."""
+        """Return the names of the directories of the first ``count`` parts."""
         return [part_name(rank, self.generation) for rank in range(count)]
 
 
 def read_parts(directory: Path) -> Parts | None:
-    """The content of ``parts.json`` in ``directory``; None if there is no such file.
+    """Return the content of ``parts.json`` in ``directory``, or None if there is no such file.
 
     Raises:
-        CheckpointError: it cannot be read, or is of another format or version.
+        CheckpointError: The file cannot be read, or has another format or version.
     """
     path = directory / PARTS
     try:
@@ -65,7 +66,10 @@ def read_parts(directory: Path) -> Parts | None:
 
 
 def next_generation(directory: Path) -> int:
-    """The generation that a save in parts to ``directory`` makes. All ranks see the same, until ``commit_parts``."""
+    """Return the generation number of the next save in parts to ``directory``.
+
+    All ranks get the same number until ``commit_parts`` is called.
+    """
     try:
         parts = read_parts(directory)
     except CheckpointError:
@@ -74,13 +78,16 @@ def next_generation(directory: Path) -> int:
 
 
 def commit_parts(directory: Path, parts: Parts) -> None:
-    """Make ``directory`` the checkpoint that ``parts`` describes. Raises CheckpointError."""
+    """Make ``directory`` the checkpoint that ``parts`` describes. Raise CheckpointError if this fails."""
     content = {"format": _FORMAT, "version": _VERSION, **parts._asdict()}
     replace_file(directory / PARTS, json.dumps(content, indent=1))
 
 
 def remove_other_parts(directory: Path, names: list[str]) -> None:
-    """Remove all parts except ``names``, and with ``names`` the files of a complete model that was saved here before."""
+    """Remove all parts except ``names``.
+
+    If ``names`` is not empty, also remove the files of a complete model that was saved here before.
+    """
     for path in list(directory.iterdir()):
         if is_part(path.name) and path.name not in names:
             remove_part(path)
@@ -89,14 +96,14 @@ def remove_other_parts(directory: Path, names: list[str]) -> None:
 
 
 def remove_part(directory: Path) -> None:
-    """Remove the directory of a part; other files than a checkpoint's stay."""
+    """Remove the directory of a part. Files that do not belong to a checkpoint stay."""
     with suppress(OSError):
         _remove_files(directory)
         directory.rmdir()
 
 
 def end_parts(directory: Path) -> None:
-    """Make the complete model in ``directory`` its checkpoint, if parts were saved here before."""
+    """Make the complete model in ``directory`` its checkpoint, if parts were saved in ``directory`` before."""
     path = directory / PARTS
     if path.exists():
         path.unlink()

@@ -1,4 +1,7 @@
-"""Agreement among ranks that save or load together: a failure on one rank raises on all, so that none waits forever."""
+"""Agreement among ranks that save or load together.
+
+A failure on one rank raises an error on all ranks, so that no rank waits forever.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ Result = TypeVar("Result")
 
 
 def attempt(function: Callable[[], Result]) -> tuple[Result | None, Exception | None]:
-    """Call ``function``. Returns its result and None, or None and the exception that it raised."""
+    """Call ``function``, and return its result and None, or None and the exception that it raised."""
     try:
         return function(), None
     except Exception as error:
@@ -27,20 +30,21 @@ def attempt(function: Callable[[], Result]) -> tuple[Result | None, Exception | 
 
 
 def barrier(group: DataParallelGroup) -> None:
-    """Wait for all ranks."""
+    """Wait for all ranks of ``group``."""
     group.barrier(why=CHECKPOINT)
 
 
 def agree(group: DataParallelGroup, error: Exception | None, doing: str) -> None:
-    """Return if no rank has failed, else raise on all of them: one all_reduce MAX of one number.
+    """Return if no rank has failed. Otherwise raise an error on all ranks. Issue one all_reduce MAX of one number.
 
     Args:
-        group: the ranks.
-        error: this rank's failure; None without one.
-        doing: what all ranks were doing, for the message.
+        group: The group of the ranks.
+        error: The failure of this rank. None if this rank has not failed.
+        doing: The operation of all ranks, for the message.
 
     Raises:
-        CheckpointError: on every rank, if one has failed; on that rank it is ``error`` itself.
+        CheckpointError: A rank has failed. Every rank raises an error. A rank that has failed raises its own
+            ``error`` if that is a CheckpointError, and otherwise a CheckpointError with ``error`` as its cause.
     """
     failed = torch.tensor([0 if error is None else group.rank + 1], dtype=torch.int64, device=group.device)
     group.all_reduce(failed, ReduceOp.MAX, why=CHECKPOINT)
@@ -48,7 +52,7 @@ def agree(group: DataParallelGroup, error: Exception | None, doing: str) -> None
 
 
 def agree_all(groups: Iterable[DataParallelGroup], error: Exception | None, doing: str) -> None:
-    """As :func:`agree`, in one group after the other. Together the groups must connect every rank with every other."""
+    """Call :func:`agree` in each group, one after another. The groups together must connect all ranks."""
     for group in groups:
         try:
             agree(group, error, doing)
@@ -61,7 +65,10 @@ def agree_all(groups: Iterable[DataParallelGroup], error: Exception | None, doin
 def exchange(
     group: DataParallelGroup, written: Written | None, error: Exception | None, doing: str
 ) -> list[Written]:
-    """Share with all ranks what each has written: one all_gather of three numbers. Raises as :func:`agree` does."""
+    """Share what each rank has written with all ranks: one all_gather of three numbers.
+
+    Errors are raised in the same way as in :func:`agree`.
+    """
     report = written or Written(0, 0)
     mine = torch.tensor([error is not None, *report], dtype=torch.int64, device=group.device)
     everybody = mine.new_empty(3 * group.world_size)
@@ -73,7 +80,10 @@ def exchange(
 
 
 def agree_on(group: DataParallelGroup, error: Exception | None, number: int, doing: str) -> bool:
-    """As :func:`agree`; returns whether all ranks have the same ``number`` (up to 62 bits). Still one all_reduce MAX."""
+    """Return whether all ranks have the same ``number`` (up to 62 bits).
+
+    Errors are raised in the same way as in :func:`agree`. This function also issues only one all_reduce MAX.
+    """
     failed = 0 if error is None else group.rank + 1
     report = torch.tensor([failed, number, -number], dtype=torch.int64, device=group.device)
     group.all_reduce(report, ReduceOp.MAX, why=CHECKPOINT)
@@ -83,15 +93,16 @@ def agree_on(group: DataParallelGroup, error: Exception | None, number: int, doi
 
 
 def validate_tag(group: DataParallelGroup, tag: str, mode: str) -> None:
-    """Check that all ranks save the same tag: all_reduce MAX and MIN of its hash of 20 bytes.
+    """Check that all ranks save the same tag: all_reduce MAX and MIN of the tag's hash of 20 bytes.
 
     Args:
-        group: the ranks.
-        tag: this rank's tag.
-        mode: ``checkpoint.tag_validation``: Ignore sends nothing, Warn prints a warning on rank 0, Fail raises.
+        group: The group of the ranks.
+        tag: The tag of this rank.
+        mode: The value of ``checkpoint.tag_validation``. Ignore sends nothing, Warn prints a warning on rank 0,
+            and Fail raises an error.
 
     Raises:
-        CheckpointError: on every rank, if tags differ and ``mode`` is Fail.
+        CheckpointError: The tags differ and ``mode`` is Fail. Every rank raises the error.
     """
     if mode.lower() == "ignore":
         return

@@ -1,4 +1,4 @@
-"""Base of checkpoints that consist of several others."""
+"""The base class of checkpoints that consist of several checkpoints."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from zero_runtime.checkpoint.opened import OpenCheckpoint
 
 
 class PartedCheckpoint(OpenCheckpoint):
-    """Several checkpoints, read as one. Ranks and files are numbered through all of them in order.
+    """Several checkpoints, read as one checkpoint. Ranks and files are numbered consecutively over all checkpoints.
 
     Args:
-        directory: that holds them.
-        checkpoints: in order.
+        directory: The directory that contains the checkpoints.
+        checkpoints: The checkpoints in order.
     """
 
     def __init__(self, directory: Path, checkpoints: Sequence[OpenCheckpoint]) -> None:
@@ -23,7 +23,7 @@ class PartedCheckpoint(OpenCheckpoint):
         self._checkpoints = checkpoints
 
     def verify(self, ranks: Iterable[int]) -> None:
-        """Compare files with their checksums; ``ranks`` are numbered through all checkpoints."""
+        """Compare files with their checksums. ``ranks`` are numbered consecutively over all checkpoints."""
         numbers = [
             (checkpoint, number)
             for checkpoint in self._checkpoints
@@ -34,9 +34,16 @@ class PartedCheckpoint(OpenCheckpoint):
             checkpoint.verify([number])
 
     def random_states(self, rank: int) -> dict[str, torch.Tensor]:
-        """Empty: ranks that share a model must draw equal numbers, and other ranks shared it when this was saved."""
+        """Return an empty dictionary.
+
+        Ranks that share a model must draw equal numbers, and different ranks shared the model when it was
+        saved.
+        """
         return {}
 
     def residuals(self, rank: int) -> dict[str, torch.Tensor]:
-        """Empty: residuals of gradient compression do not apply once parameters are partitioned in another way."""
+        """Return an empty dictionary.
+
+        Residuals of gradient compression do not apply to parameters that are partitioned in a different way.
+        """
         return {}

@@ -1,7 +1,8 @@
 """Gathering and releasing of blocks of parameters while a model runs forward and backward (stage 3).
 
-A block is gathered by one message when one of its modules begins, unless it has been gathered ahead. It is released when a
-module of another block begins, so the head of a model stays gathered from its forward to its backward pass.
+A block is gathered by one message when one of its modules begins, unless it has been gathered ahead. It is
+released when a module of another block begins. Therefore the head of a model stays gathered from its forward to
+its backward pass.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ class Block(NamedTuple):
     """Parameters that are gathered together.
 
     Attributes:
-        name: of the block.
-        shards: of its parameters.
+        name: The name of the block.
+        shards: The shards of its parameters.
     """
 
     name: str
@@ -34,17 +35,17 @@ class Block(NamedTuple):
 
     @property
     def busy(self) -> bool:
-        """Whether a module uses one of its parameters."""
+        """Whether a module uses one of the block's parameters."""
         return any(each.active for each in self.shards)
 
     @property
     def available(self) -> bool:
-        """Whether all its parameters are gathered."""
+        """Whether all parameters of the block are gathered."""
         return all(each.available for each in self.shards)
 
     @property
     def missing(self) -> list[Shard]:
-        """The shards of its released parameters."""
+        """The shards of the block's released parameters."""
         return [each for each in self.shards if each.status is Status.NOT_AVAILABLE]
 
 
@@ -52,7 +53,7 @@ class BlockIteration(Iteration):
     """An :class:`Iteration` that gathers whole blocks, and follows the order of blocks.
 
     Args:
-        group, gatherer, limits, report_trace: as of an Iteration.
+        group, gatherer, limits, report_trace: See :class:`Iteration`.
     """
 
     def __init__(
@@ -60,15 +61,15 @@ class BlockIteration(Iteration):
     ) -> None:
         super().__init__(group, gatherer, limits, report_trace)
         self._limits = limits
-        self._gathered: dict[int, None] = {}  # blocks that are gathered, or on their way
-        self._ahead: set[int] = set()  # those that are gathered ahead of their use
-        self._differentiates = False  # a backward pass follows, or runs
-        self._turned = False  # it runs
-        self._stand_ins: list[Shard] = []  # released, with the shape of the parameter
+        self._gathered: dict[int, None] = {}  # blocks that are gathered or being gathered
+        self._ahead: set[int] = set()  # blocks that are gathered ahead of their use
+        self._differentiates = False  # whether a backward pass follows, or runs
+        self._turned = False  # whether the backward pass runs
+        self._stand_ins: list[Shard] = []  # released parameters that have their shape but no memory
         self.divide([])
 
     def divide(self, blocks: Sequence[Block]) -> None:
-        """Gather ``blocks`` from now on; the order is recorded again."""
+        """Gather ``blocks`` from now on. The order is recorded again."""
         self._blocks = blocks
         self._block_of = {shard.number: index for index, block in enumerate(blocks) for shard in block.shards}
         numels = [[each.numel for each in block.shards] for block in blocks]
@@ -85,32 +86,42 @@ class BlockIteration(Iteration):
         self._turned = False
 
     def anticipate(self) -> None:
-        """Do nothing: shards are in memory."""
+        """Do nothing, because shards are in memory."""
 
     def read(self, unit: Unit, shard: Shard) -> None:
-        """Gather the block of a parameter that a module reads in its forward pass, or keep it until that has ended."""
+        """Gather the block of a parameter that a module reads in its forward pass.
+
+        The block is kept until the forward pass of the module has ended.
+        """
         if shard.persistent and shard.available:
             return
         self._borrow(unit, shard)
         self._use([shard])
 
     def before_backward(self, unit: Unit) -> None:
-        """Gather for the backward pass of a module: the gradient of an output is ready."""
+        """Gather the parameters for the backward pass of a module.
+
+        This method is called when the gradient of an output is ready.
+        """
         if not self._turned:
             self._turned = self._differentiates = True
             self._order.turn()
         super().before_backward(unit)
 
     def before_gradient(self, shard: Shard) -> None:
-        """Let a released parameter take a gradient, whose accumulation reads no values. A hook of the program may."""
-        if len(shard.parameter._backward_hooks or ()) > 1:  # one calls this method
+        """Let a released parameter take a gradient.
+
+        The accumulation of a gradient reads no values of the parameter, but a hook of the program may read
+        them.
+        """
+        if len(shard.parameter._backward_hooks or ()) > 1:  # one of the hooks calls this method
             super().before_gradient(shard)
         elif not shard.available:
             shard.stand_in()
             self._stand_ins.append(shard)
 
     def finish_backward(self) -> None:
-        """Release all blocks. Call it after each backward pass."""
+        """Release all blocks. Call this method after each backward pass."""
         super().finish_backward()
         self._release([index for index in self._gathered if not self._blocks[index].busy])
         self._end_stand_ins()
@@ -122,7 +133,7 @@ class BlockIteration(Iteration):
         self._stand_ins.clear()
 
     def stop(self) -> None:
-        """Release all parameters, in use or not."""
+        """Release all parameters, whether they are in use or not."""
         super().stop()
         self._end_stand_ins()
         self._gathered.clear()
@@ -153,7 +164,10 @@ class BlockIteration(Iteration):
             shard.active.discard(use)
 
     def _use(self, shards: Sequence[Shard]) -> None:
-        """Gather the blocks of ``shards``, which a module uses, and those that have no block."""
+        """Gather the blocks of ``shards``, which a module uses.
+
+        Shards that are in no block are gathered too.
+        """
         for index in dict.fromkeys(self._block_of.get(shard.number) for shard in shards):
             if index is not None:
                 self._visit(index)
@@ -177,10 +191,10 @@ class BlockIteration(Iteration):
         decision = order.decide(idle, self._differentiates)
         self._release(decision.released)
         if self._turned:
-            # The backward pass has less memory: the gradients of two blocks are under way.
+            # The backward pass has less memory, because the gradients of two blocks are in flight.
             self._gather(index)
         else:
-            # The next message begins when this one has ended, not only when its parameters have been copied.
+            # The next message can begin as soon as this message has ended, before its parameters have been copied.
             self._start_block(index)
         for each in decision.ahead:
             self._start_block(each)
@@ -188,7 +202,7 @@ class BlockIteration(Iteration):
         self._gather(index)
 
     def _depart(self, index: int) -> None:
-        """Record the visit of block ``index``, if need be instead of the expected one."""
+        """Record the visit of block ``index``. If another block was expected, forget the rest of the order."""
         self._agreement.depart(self._blocks[index].name)
         if self._order.expected is not None:
             self._warn(f"block {self._blocks[index].name}")
@@ -205,10 +219,10 @@ class BlockIteration(Iteration):
             self._ends.add(position)
 
     def _gather(self, index: int) -> None:
-        """Gather a block that is used now, and wait for it."""
+        """Gather a block that is used now, and wait for the gather."""
         self._ahead.discard(index)
         block = self._blocks[index]
-        if block.available:  # as for all modules of a block but its first
+        if block.available:  # true for all modules of a block except the first
             self._gathered[index] = None
             return
         self._start_block(index)

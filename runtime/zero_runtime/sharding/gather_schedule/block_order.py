@@ -1,11 +1,13 @@
-"""Planning of prefetch and release from the recorded order of blocks (stage 3). Pure: numbers in, numbers out.
+"""Planning of prefetch and release from the recorded order of blocks (stage 3).
 
-A *visit* begins when a module uses a parameter of another block than the module before. The first iteration records the
-visits of its forward and backward pass. Later ones follow that order: at each visit the next blocks are gathered ahead, and
-a block that is used again soon is kept.
+The module is pure: it computes numbers from numbers.
 
-The backward pass needs memory for gradients that the forward pass does not need. So a forward pass before it gathers up to
-twice as much ahead, as far as that memory reaches.
+A *visit* begins when a module uses a parameter of a different block than the module before. The first iteration
+records the visits of its forward and backward pass. Later iterations follow this order. At each visit the next
+blocks are gathered ahead, and a block that is used again soon is kept.
+
+The backward pass needs memory for gradients, which the forward pass does not need. Therefore a forward pass
+before a backward pass gathers up to twice as much ahead, within the memory that the backward pass needs.
 """
 
 from __future__ import annotations
@@ -18,11 +20,11 @@ from zero_runtime.sharding.gather_schedule.module_order import Limits, Reach
 
 
 class Decision(NamedTuple):
-    """What to do at a visit.
+    """The actions at a visit.
 
     Attributes:
-        ahead: blocks to gather after the visited one, in the order of their use.
-        released: idle blocks to release before that.
+        ahead: The blocks to gather after the visited block, in the order of their use.
+        released: The idle blocks to release before the gather.
     """
 
     ahead: Sequence[int]
@@ -30,12 +32,13 @@ class Decision(NamedTuple):
 
 
 class BlockOrder:
-    """The order of visits, and what it decides.
+    """The order of visits, and the decisions that follow from it.
 
     Args:
-        limits: how far ahead, how long, and how much at once, in elements.
-        numels: elements of each block.
-        trained: those of them that get gradients.
+        limits: How far ahead blocks are gathered, how long they are kept, and how much is gathered at once; in
+            elements.
+        numels: The number of elements of each block.
+        trained: The number of elements of each block that get gradients.
     """
 
     def __init__(self, limits: Limits, numels: Sequence[int], trained: Sequence[int]) -> None:
@@ -44,10 +47,10 @@ class BlockOrder:
         self._trained = trained
         self._largest = max(numels, default=0)
         self._visits: list[int] = []
-        self._turn = 0  # visits of the recorded forward pass; 0 without a recorded backward pass
-        self._position = -1  # of the current visit
-        self._reach: Reach | None = None  # of the recorded visits; None after they have changed
-        self._needs: list[int] | None = None  # of the recorded backward pass
+        self._turn = 0  # number of visits of the recorded forward pass; 0 without a recorded backward pass
+        self._position = -1  # number of the current visit
+        self._reach: Reach | None = None  # reach of the recorded visits; None after the visits have changed
+        self._needs: list[int] | None = None  # elements that the recorded backward pass needs
         self._decided: dict[tuple[int, bool], tuple[tuple[int, ...], Decision]] = {}
 
     @property
@@ -57,12 +60,12 @@ class BlockOrder:
 
     @property
     def position(self) -> int:
-        """Number of visits of this iteration."""
+        """The number of visits of this iteration so far."""
         return self._position + 1
 
     @property
     def expected(self) -> int | None:
-        """The block of the next visit; None where the order is being recorded."""
+        """The block of the next visit; None while the order is being recorded."""
         return self._visits[self.position] if self.position < len(self._visits) else None
 
     def begin(self) -> None:
@@ -76,24 +79,24 @@ class BlockOrder:
             self._changed()
 
     def forget(self) -> None:
-        """Record from here on: the rest of the recorded order no longer holds."""
+        """Discard the rest of the recorded order, and record from here on."""
         del self._visits[self.position :]
         self._turn = 0 if self._turn > self.position else self._turn
         self._changed()
 
     def visit(self, block: int) -> None:
-        """Begin a visit of ``block``, which is the expected one unless the order is being recorded."""
+        """Begin a visit of ``block``, which is the expected block unless the order is being recorded."""
         if self.expected is None:
             self._visits.append(block)
             self._changed()
         self._position += 1
 
     def decide(self, idle: tuple[int, ...], differentiates: bool) -> Decision:
-        """What to gather ahead and to release at the current visit.
+        """Return the blocks to gather ahead and the blocks to release at the current visit.
 
         Args:
-            idle: gathered blocks that no module uses.
-            differentiates: whether a backward pass runs, or follows this forward pass.
+            idle: The gathered blocks that no module uses.
+            differentiates: Whether a backward pass runs, or follows this forward pass.
         """
         place = self._position, differentiates
         known = self._decided.get(place)
@@ -124,18 +127,24 @@ class BlockOrder:
         return Decision(ahead, released)
 
     def _room(self) -> int:
-        """Elements that a forward visit may gather ahead, so that it needs no more memory than the backward pass.
+        """Return the number of elements that a forward visit may gather ahead.
 
-        It is compared with the backward visits until that of the same block. During these the forward pass has left at least
-        as much.
+        With these elements, the visit needs no more memory than the backward pass.
+
+        The visit is compared with the backward visits up to that of the same block. During these backward
+        visits, the data that the forward pass has left in memory is at least as large as at this visit.
         """
         current, backward = self._visits[self._position], self._visits[self._turn :]
         end = backward.index(current) + 1 if current in backward else len(backward)
-        # A message, and the parameters that are copied from it.
+        # The visited block needs memory for a message, and for the parameters that are copied from the message.
         return max(self._backward_needs()[:end], default=0) - 2 * self._numels[current]
 
     def _backward_needs(self) -> list[int]:
-        """Elements at each backward visit: its block, what is gathered ahead, what the block before sends and receives."""
+        """Return the elements that are needed at each backward visit.
+
+        They are the elements of the block, of the blocks that are gathered ahead, and of the data that the
+        previous block sends and receives.
+        """
         if self._needs is None:
             end = len(self._visits)
             self._needs = [
@@ -147,7 +156,10 @@ class BlockOrder:
         return self._needs
 
     def _ahead(self, position: int, end: int, window: int) -> list[int]:
-        """The blocks of the visits after ``position`` and before ``end``, of ``window`` elements, but at least one."""
+        """Return the blocks of the visits after ``position`` and before ``end``, up to ``window`` elements.
+
+        The result has at least one block, if the limits permit it.
+        """
         if not self._limits.prefetch:
             return []
         current, window = self._visits[position], min(self._limits.prefetch, window)
@@ -165,7 +177,10 @@ class BlockOrder:
         return sum(self._numels[each] for each in blocks)
 
     def _distance(self, block: int, end: int) -> int | None:
-        """Elements of the visits from the current one to the next of ``block``; None if it has none before ``end``."""
+        """Return the elements of the visits from the current visit to the next visit of ``block``.
+
+        The result is None if ``block`` has no visit before ``end``.
+        """
         if self.expected is None:
             return None
         if self._reach is None:

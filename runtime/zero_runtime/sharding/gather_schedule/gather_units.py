@@ -1,4 +1,4 @@
-"""Units of gathering: one module with its parameters (stage 3)."""
+"""Units of gathering: a unit is one module with its parameters (stage 3)."""
 
 from __future__ import annotations
 
@@ -17,28 +17,31 @@ _WATCH: Final = "zero_watch"
 
 
 class Host(Protocol):
-    """The owner of units, which gathers for them."""
+    """The owner of units, which gathers parameters for them."""
 
     def read(self, unit: Unit, shard: Shard) -> None:
-        """The unit's forward pass reads a parameter that is not its own."""
+        """Gather a parameter that the unit's forward pass reads but that the unit does not own."""
 
     def before_backward(self, unit: Unit) -> None:
-        """The gradient of an output of the unit is ready."""
+        """Handle that the gradient of an output of the unit is ready."""
 
     def after_backward(self, unit: Unit) -> None:
-        """The gradients of all inputs of the unit are ready."""
+        """Handle that the gradients of all inputs of the unit are ready."""
 
 
 class Unit:
-    """One module and its parameters: its direct ones (in a leaf module all of them) and external ones.
+    """One module with its parameters.
+
+    These are the module's direct parameters (in a leaf module all parameters) and its external parameters.
 
     Attributes:
-        number: counts the units of a model, parents first.
-        module: the module.
-        name: of the module in the model.
-        is_leaf: whether its submodules are gathered with it.
-        forward, backward: its numbers in ``Shard.active`` while it runs forward and backward.
-        awaited: differentiable inputs of the last forward pass whose gradients are not ready, negative for earlier ones.
+        number: The number of the unit in its model. Parents have lower numbers than their children.
+        module: The module.
+        name: The name of the module in the model.
+        is_leaf: Whether the submodules are gathered together with the module.
+        forward, backward: The keys of the unit in ``Shard.active`` during its forward and backward pass.
+        awaited: The number of differentiable inputs of the last forward pass whose gradients are not ready. It
+            becomes negative for the inputs of earlier forward passes.
     """
 
     __slots__ = (
@@ -65,10 +68,11 @@ class Unit:
         self.awaited = 0
         self._external = outside_access.external_parameters(module)
         self._shards: list[Shard] = []
-        self._seen: tuple[int, int] | None = None  # version of the parameters that ``_shards`` is for
+        # The version of the parameters for which ``_shards`` is valid.
+        self._seen: tuple[int, int] | None = None
 
     def shards(self) -> list[Shard]:
-        """The shards of its parameters, each once, by number."""
+        """Return the shards of the unit's parameters, without duplicates, by number."""
         parameters = self.module._parameters
         if self.is_leaf or not isinstance(parameters, outside_access.WatchedParameters):
             return self.find(self.is_leaf)
@@ -78,7 +82,10 @@ class Unit:
         return self._shards
 
     def find(self, deep: bool) -> list[Shard]:
-        """The shards of the module's parameters, with or without those of its submodules, and of external ones."""
+        """Return the shards of the module's parameters and of external parameters.
+
+        ``deep`` includes the parameters of submodules.
+        """
         owned = self.module.parameters() if deep else self.module._parameters.values()
         by_number = {
             shard.number: shard for p in owned if p is not None and (shard := shard_of(p)) is not None
@@ -91,11 +98,11 @@ class Unit:
 
     @property
     def reads_backward(self) -> bool:
-        """Whether its backward pass reads parameters."""
+        """Whether the backward pass of the unit reads parameters."""
         return reads_backward(self.module) or bool(self._external)
 
     def add_external(self, parameter: torch.nn.Parameter) -> None:
-        """Add ``parameter`` to those of this unit."""
+        """Add ``parameter`` to the parameters of this unit."""
         self._external[id(parameter)] = parameter
 
     def read(self, shard: Shard) -> None:
@@ -104,12 +111,15 @@ class Unit:
 
 
 def reads_backward(module: torch.nn.Module) -> bool:
-    """Whether the backward pass of ``module`` reads its parameters. An embedding only adds to the rows that it has taken."""
+    """Return whether the backward pass of ``module`` reads its parameters.
+
+    The backward pass of an embedding only adds to the rows that were looked up.
+    """
     return type(module) is not torch.nn.Embedding or "forward" in module.__dict__
 
 
 def units_of(module: torch.nn.Module, host: Host) -> list[Unit]:
-    """A unit for every module, except those inside leaf modules. Parents come before children."""
+    """Return a unit for every module, except for modules inside leaf modules. Parents are before children."""
     units: list[Unit] = []
     seen: set[torch.nn.Module] = set()
 
@@ -129,11 +139,12 @@ def units_of(module: torch.nn.Module, host: Host) -> list[Unit]:
 def watch_outputs(unit: Unit, output: Any, tensors: Sequence[torch.Tensor]) -> Any:
     """Notify the unit's host when the gradient of one of ``tensors`` in ``output`` is ready.
 
-    A hook on a tensor is cheap. But with several outputs, one is often computed from another, such as a loss from logits:
-    the hook would also run for the gradient from inside the module.
+    A hook on a tensor is cheap. But with several outputs, one output is often computed from another, such as a
+    loss from logits. The hook would then also run for the gradient from inside the module. Therefore several
+    outputs are replaced.
 
     Returns:
-        A replacement of the module's output; None to keep it.
+        A replacement of the module's output; None to keep the output.
     """
     differentiable = [tensor for tensor in tensors if tensor.requires_grad]
     # A hook on a parameter would outlive the iteration.
@@ -174,7 +185,7 @@ def _watch(unit: Unit, tensor: torch.Tensor) -> None:
 
 
 class _Exit(torch.autograd.Function):
-    """The identity on an output of a module; its backward notifies the unit's host."""
+    """The identity function on an output of a module. Its backward pass notifies the unit's host."""
 
     @staticmethod
     def forward(ctx: Any, unit: Unit, tensor: torch.Tensor) -> torch.Tensor:
@@ -188,10 +199,12 @@ class _Exit(torch.autograd.Function):
 
 
 class _Entrance(torch.autograd.Function):
-    """The identity on an input of a module; its backward notifies the unit's host after the last input.
+    """The identity function on an input of a module.
 
-    There is one for each input, as in DeepSpeed: the gradients of a tensor that is passed twice are then added in the same
-    order, which matters in 16 bits.
+    After the last input, its backward pass notifies the unit's host.
+
+    There is one instance for each input, as in DeepSpeed. If a tensor is passed twice, its gradients are then
+    added in the same order as in DeepSpeed, which matters in 16 bits.
     """
 
     @staticmethod
@@ -202,7 +215,7 @@ class _Entrance(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor | None) -> tuple[None, torch.Tensor | None]:  # type: ignore[override]
-        # For a module that has run several times, the backward of its last run is the first. Parameters that the other
+        # If a module has run several times, the backward pass of its last run is the first. Parameters that the other
         # runs gather again are released at the end of the backward pass.
         ctx.unit.awaited -= 1
         if ctx.unit.awaited == 0:
@@ -213,10 +226,11 @@ class _Entrance(torch.autograd.Function):
 def watch_inputs(unit: Unit, inputs: tuple[Any, ...]) -> tuple[Any, ...] | None:
     """Wrap the differentiable tensors among the positional inputs of a module, to notify the host of their gradients.
 
-    A tensor that is passed twice becomes two, as in DeepSpeed: torch's attention then projects its three inputs separately.
+    A tensor that is passed twice becomes two tensors, as in DeepSpeed. torch's attention then projects its
+    three inputs separately.
 
     Returns:
-        The inputs to run the module with; None if there is nothing to differentiate.
+        The inputs with which the module runs; None to keep the inputs.
     """
     tensors = list(tensors_in(inputs))
     distinct = len(set(map(id, tensors))) == len(tensors)
@@ -242,7 +256,7 @@ def watch_inputs(unit: Unit, inputs: tuple[Any, ...]) -> tuple[Any, ...] | None:
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """The tensors in nested tuples, lists, mappings and dataclasses."""
+    """Return the tensors in nested tuples, lists, mappings and dataclasses."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, list | tuple):
@@ -257,7 +271,7 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
 
 
 def _map(value: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """``value`` with ``function`` applied to its tensors, within tuples, named tuples, lists and dicts."""
+    """Return ``value`` with ``function`` applied to its tensors, within tuples, named tuples, lists and dicts."""
     if isinstance(value, torch.Tensor):
         return function(value)
     kind = type(value)

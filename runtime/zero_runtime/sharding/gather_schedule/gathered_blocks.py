@@ -1,10 +1,10 @@
 """Blocks of parameters that are gathered by one message (``stage3_gather_unit: block``).
 
-The rule reads names only, so that a list of parameters is enough to apply it:
+The rule reads only names, so that a list of parameters is sufficient to apply it:
 
-1. A numbered module is the child of a ModuleList or Sequential: a part of its name is a number. The parameters of an
+1. A numbered module is a child of a ModuleList or Sequential, so a part of its name is a number. The parameters of an
    outermost numbered module, such as ``h.3``, are a block.
-2. Other parameters that follow one another in the model without a numbered module between them are a block, such as the
+2. Other consecutive parameters of the model, without a numbered module between them, are a block. An example is the
    embeddings before the layers.
 3. In a model without numbered modules, the parameters of each child of the model are a block.
 """
@@ -18,11 +18,13 @@ from typing import Final
 MODULE: Final = "module"
 BLOCK: Final = "block"
 AUTO: Final = "auto"
-_FEWEST: Final = 2  # numbered modules of a model that has blocks
+_FEWEST: Final = 2  # smallest number of numbered modules for which auto selects blocks
 
 
 def blocks_of(names: Iterable[str]) -> dict[str, list[str]]:
-    """The names of the parameters of each block, by its name; ``names`` are in the order of the model.
+    """Return the names of the parameters of each block, by the name of the block.
+
+    ``names`` are in the order of the model.
 
     >>> blocks_of(["embedding.weight", "h.0.weight", "h.0.bias", "h.1.weight", "norm.weight", "head.weight"])
     {'embedding': ['embedding.weight'], 'h.0': ['h.0.weight', 'h.0.bias'], 'h.1': ['h.1.weight'],
@@ -37,21 +39,21 @@ def blocks_of(names: Iterable[str]) -> dict[str, list[str]]:
     blocks: dict[str, list[str]] = {}
     for numbered, run in groupby(listed, key):
         members = list(run)
-        # A numbered module is one block even if other parameters are between its own.
+        # A numbered module is one block even if other parameters are between its parameters.
         blocks.setdefault(numbered or _span(members), []).extend(members)
     return blocks
 
 
 def gathers_by_block(unit: str, numels: Mapping[str, int], max_live: int) -> bool:
-    """Whether a model is gathered block by block.
+    """Return whether a model is gathered block by block.
 
-    With ``auto`` it is if it has two numbered modules or more, and its largest block fits twice into ``max_live``: while one
-    is used, the next is gathered.
+    With ``auto`` two conditions must be met. The model has at least two numbered modules, and its largest block
+    fits twice into ``max_live``, because the next block is gathered while a block is used.
 
     Args:
-        unit: the value of ``stage3_gather_unit``.
-        numels: elements of the parameters by name, in the order of the model.
-        max_live: ``stage3_max_live_parameters``.
+        unit: The value of ``stage3_gather_unit``.
+        numels: The number of elements of each parameter by name, in the order of the model.
+        max_live: The value of ``stage3_max_live_parameters``, in elements.
     """
     if unit != AUTO:
         return unit == BLOCK
@@ -65,13 +67,13 @@ def _module(parameter: str) -> str:
 
 
 def _numbered_module(parameter: str) -> str:
-    """The outermost numbered module of a parameter; empty without one."""
+    """Return the outermost numbered module of a parameter; empty if there is none."""
     parts = _module(parameter).split(".")
     depth = next((place for place, part in enumerate(parts) if part.isdecimal()), None)
     return "" if depth is None else ".".join(parts[: depth + 1])
 
 
 def _span(parameters: Sequence[str]) -> str:
-    """A name for the modules of ``parameters``: of the first and the last."""
+    """Return a name for the modules of ``parameters``, from the first and the last module."""
     modules = list(dict.fromkeys(_module(name) or "the model" for name in parameters))
     return modules[0] if len(modules) == 1 else f"{modules[0]} to {modules[-1]}"

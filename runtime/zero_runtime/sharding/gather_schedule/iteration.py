@@ -1,7 +1,8 @@
 """Gathering and releasing of sharded parameters while a model runs forward and backward (stage 3).
 
-The hooks of :mod:`zero_runtime.sharding.gather_schedule.residency` call this module;
-:mod:`zero_runtime.sharding.gather_schedule.module_order` decides what to prefetch and what to keep.
+The hooks of :mod:`zero_runtime.sharding.gather_schedule.residency` call this module.
+:mod:`zero_runtime.sharding.gather_schedule.module_order` decides which parameters to prefetch and which to
+keep.
 """
 
 from __future__ import annotations
@@ -26,16 +27,18 @@ _TRACE_CHECK: Final = hooks.tag("trace_check")
 
 
 class Iteration:
-    """Gathers and releases during each iteration: a forward pass and the backward passes after it.
+    """Gathers and releases parameters in each iteration.
+
+    An iteration is a forward pass and the backward passes after it.
 
     Args:
-        group: the data-parallel ranks.
-        gatherer: sends the messages.
-        limits: how far ahead parameters are prefetched, and how long they are kept.
-        report_trace: print a warning when the recorded order of modules no longer holds.
+        group: The data-parallel ranks.
+        gatherer: The object that sends the messages.
+        limits: How far ahead parameters are prefetched, and how long they are kept.
+        report_trace: Whether to print a warning when modules run in a different order than recorded.
 
     Attributes:
-        shards: of the parameters, by number.
+        shards: The shards of the parameters, by number.
     """
 
     def __init__(
@@ -47,24 +50,24 @@ class Iteration:
         self.shards: dict[int, Shard] = {}
         self._numels: dict[int, int] = {}
         self._planner = Planner(limits, self._numels)
-        self._inflight: dict[int, Shard] = {}  # prefetched and not used yet
+        self._inflight: dict[int, Shard] = {}  # shards whose gather has started and that are not used yet
         self._backward: dict[int, Unit] = {}  # units whose backward pass is running
         self._unseen: dict[int, Unit] = {}  # units whose outputs contain no tensor to watch
-        self._returned: set[int] = set()  # returned by a module: the end of their use is unknown
-        self._strays: list[Shard] = []  # gathered only to accumulate their gradient
+        self._returned: set[int] = set()  # parameters that a module returned; the end of their use is unknown
+        self._strays: list[Shard] = []  # shards that are gathered only to accumulate their gradient
         self._agreement = OrderAgreement(group)
         self._ends: set[int] = set()  # positions in the recorded order where a backward pass ended
-        # Called with each module whose backward pass has ended.
+        # A function that is called with each module whose backward pass has ended.
         self.listener: Callable[[torch.nn.Module], None] | None = None
-        self.pager: Pager | None = None  # reads shards on NVMe ahead of their use
+        self.pager: Pager | None = None  # pager that reads shards on NVMe ahead of their use
 
     def add(self, shard: Shard) -> None:
-        """Add the parameter of ``shard`` to those of the model."""
+        """Add the parameter of ``shard`` to the parameters of the model."""
         self.shards[shard.number] = shard
         self._numels[shard.number] = shard.numel
 
     def begin(self, units: Sequence[Unit]) -> None:
-        """Begin the forward pass of the whole model, which has ``units``."""
+        """Begin the forward pass of the whole model, which consists of ``units``."""
         self.drain()
         self._leave_unseen()
 
@@ -77,7 +80,7 @@ class Iteration:
         self._agreement.begin(is_recording)
         if is_recording:
             self._ends.clear()
-        # The first list is of modules, the others are of parameters and positions.
+        # The first list contains modules, and the other lists contain parameters and positions.
         for number, numbers in enumerate(compared):
             self._compare(
                 numbers, (lambda each: f"value {each}") if number else (lambda each: units[each].name)
@@ -109,10 +112,10 @@ class Iteration:
         """Release the parameters of a module that has run, and watch for the gradients of its outputs.
 
         Returns:
-            A replacement of its output; None for ``output``.
+            A replacement of the module's output; None to keep ``output``.
         """
         while outside_access.running and outside_access.running.pop() is not unit:
-            pass  # modules that an exception has left
+            pass  # drop modules whose forward pass ended with an exception
         tensors = [output] if isinstance(output, torch.Tensor) else list(tensors_in(output))
         replaced = None
         if torch.is_grad_enabled():
@@ -125,7 +128,7 @@ class Iteration:
         return replaced
 
     def _hand_over(self, unit: Unit, outputs: Sequence[torch.Tensor]) -> None:
-        """Register parameters that a module returns with the calling module, which uses them."""
+        """Register the parameters that a module returns with the calling module, which uses them."""
         caller = outside_access.running[-1] if outside_access.running else None
         for shard in shards_of(outputs):
             if isinstance(caller, Unit):
@@ -133,36 +136,50 @@ class Iteration:
                 self._returned.add(shard.number)
 
     def read(self, unit: Unit, shard: Shard) -> None:
-        """Gather a released parameter that a module reads in its forward pass, from now on with its own."""
+        """Gather a released parameter that a module reads in its forward pass.
+
+        From now on it is gathered with the module's own parameters.
+        """
         if shard.available:
             return
         self._borrow(unit, shard)
         self._gatherer.gather_each([shard])
 
     def _borrow(self, unit: Unit, shard: Shard) -> None:
-        """Register a parameter that ``unit``, whose forward pass is running, uses and does not own."""
+        """Register a parameter with ``unit``, which uses the parameter without owning it.
+
+        The forward pass of ``unit`` is running.
+        """
         unit.add_external(shard.parameter)
         shard.active.add(unit.forward)
         self.add(shard)
 
     def before_backward(self, unit: Unit) -> None:
-        """Gather for the backward pass of a module: the gradient of an output is ready."""
+        """Gather the parameters for the backward pass of a module.
+
+        This method is called when the gradient of an output is ready.
+        """
         self._backward.pop(unit.number, None)
         self._backward[unit.number] = unit
         self._enter(unit, unit.backward)
 
     def after_backward(self, unit: Unit) -> None:
-        """Release after the backward pass of a module: the gradients of all inputs are ready."""
+        """Release the parameters after the backward pass of a module.
+
+        This method is called when the gradients of all inputs are ready.
+        """
         self._backward.pop(unit.number, None)
         if self.listener is not None:
             self.listener(unit.module)
         self._leave(unit, unit.backward)
 
     def finish_backward(self) -> None:
-        """Release the parameters of modules without differentiable inputs. Call it after each backward pass.
+        """Release the parameters of modules without differentiable inputs.
+
+        Call this method after each backward pass.
 
         Raises:
-            UsageError: another rank has not come to the end of the pass.
+            UsageError: Another rank has not reached the end of the pass.
         """
         self._end_pass()
         for unit in reversed(list(self._backward.values())):
@@ -196,7 +213,7 @@ class Iteration:
         self._unseen.clear()
 
     def stop(self) -> None:
-        """Release all parameters, in use or not."""
+        """Release all parameters, whether they are in use or not."""
         self.drain()
         self._backward.clear()
         self._unseen.clear()
@@ -213,7 +230,7 @@ class Iteration:
     # One module.
 
     def _enter(self, unit: Unit, use: int) -> None:
-        """Gather the parameters of ``unit``, wait for them, and start the prefetch of the next ones."""
+        """Gather the parameters of ``unit``, wait for them, and start to prefetch the next parameters."""
         shards = unit.shards()
         if self._planner.enter(unit.number):
             self._agreement.depart(unit.name)
@@ -225,7 +242,8 @@ class Iteration:
         self._start(shards)
         self._read_ahead(self._planner.coming)
         for shard in shards:
-            if shard.number not in self.shards:  # of another model, named by register_external_parameter
+            # This is a parameter of another model, from register_external_parameter.
+            if shard.number not in self.shards:
                 self.add(shard)
             shard.active.add(use)
             self._inflight.pop(shard.number, None)
@@ -239,7 +257,7 @@ class Iteration:
         self._read_ahead(self._planner.coming)
 
     def _leave(self, unit: Unit, use: int) -> None:
-        """Release parameters of ``unit``, which has run, unless they are needed soon."""
+        """Release the parameters of ``unit``, which has run, unless they are needed soon."""
         shards = unit.shards()
         if not shards:
             return
@@ -287,12 +305,15 @@ class Iteration:
         self._warn(f"{type(unit.module).__name__} (module {unit.number})")
 
     def _warn(self, what: str) -> None:
-        """Report that ``what`` does not run in the recorded order, if that is wanted."""
+        """Warn that ``what`` does not run in the recorded order, if ``report_trace`` is set."""
         if self._report_trace and self._group.rank == 0:
             log.warning(f"{what} does not run in the recorded order of modules; recording again")
 
     def _compare(self, numbers: Sequence[int], names: Callable[[int], str]) -> None:
-        """Check that rank 0 has the same ``numbers``, first of modules with ``names``. Raises UsageError."""
+        """Check that rank 0 has the same ``numbers``; raise UsageError otherwise.
+
+        ``names`` returns the name of a number for the error.
+        """
         length = self._of_first([len(numbers)])[0]
         theirs = self._of_first(numbers if length == len(numbers) else [0] * length)
         if theirs != list(numbers):
@@ -304,7 +325,7 @@ class Iteration:
             self._agreement.differ(own, other)
 
     def _of_first(self, numbers: Sequence[int]) -> list[int]:
-        """The ``numbers`` of rank 0; as many as here."""
+        """Return the ``numbers`` of rank 0, which must have the same length as here."""
         shared = torch.tensor(numbers, dtype=torch.int64, device=self._group.device)
         self._group.broadcast(shared, 0, why=_TRACE_CHECK)
         theirs: list[int] = shared.tolist()

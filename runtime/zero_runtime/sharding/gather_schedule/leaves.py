@@ -1,8 +1,8 @@
 """Leaf modules: modules that stage 3 gathers and releases together with all their submodules.
 
-They are for modules whose children run in an order that differs between ranks or steps (mixtures of experts), and for
-submodules that are too small for a message each. A flag marks such a module; ``initialize`` reads it when it shards the
-model.
+Leaf modules are for modules whose children run in an order that differs between ranks or steps (mixtures of
+experts). They are also for submodules that are too small for separate messages. A flag marks a leaf module.
+``initialize`` reads the flag when it shards the model.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from zero_runtime.errors import ConfigError
 from zero_runtime.sharding.shards import shard_of
 
 _FLAG: Final = "_z3_leaf"  # DeepSpeed's name, which model libraries set themselves
-_LARGEST: Final = 1_000_000_000  # a leaf module of more elements would gather too much at once
+_LARGEST: Final = 1_000_000_000  # elements; a larger leaf module would gather too much at once
 _CONTAINERS: Final = frozenset(torch.nn.modules.container.__all__)
 
 DEFAULT_CLASSES: Final = (
@@ -27,12 +27,12 @@ DEFAULT_CLASSES: Final = (
 
 
 def is_leaf(module: torch.nn.Module) -> bool:
-    """Whether ``module`` is flagged as a leaf module."""
+    """Return whether ``module`` is flagged as a leaf module."""
     return bool(module.__dict__.get(_FLAG, False))
 
 
 def z3_leaf_module(model: torch.nn.Module) -> bool:
-    """Whether ``model`` itself is flagged as a leaf module. DeepSpeed's name of :func:`is_leaf`."""
+    """Return whether ``model`` itself is flagged as a leaf module. This is DeepSpeed's name of :func:`is_leaf`."""
     return is_leaf(model)
 
 
@@ -44,13 +44,15 @@ def set_z3_leaf_module(model: torch.nn.Module, flag: bool) -> None:
 def set_z3_leaf_modules(
     model: torch.nn.Module, leaf_module_classes: Sequence[type | str], raise_if_not_found: bool = True
 ) -> list[torch.nn.Module]:
-    """Flag every module in ``model`` of one of the classes: types, or names with or without their Python module.
+    """Flag every module in ``model`` of one of the classes.
+
+    Classes are types, or names with or without their Python module.
 
     Returns:
         The modules that were flagged.
 
     Raises:
-        ConfigError: no module matches, unless ``raise_if_not_found`` is False.
+        ConfigError: No module matches and ``raise_if_not_found`` is True.
     """
     return _flag_classes(model, leaf_module_classes, True, raise_if_not_found)
 
@@ -63,14 +65,16 @@ def unset_z3_leaf_modules(
 
 
 def get_z3_leaf_modules(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """The flagged modules in ``model``."""
+    """Return the flagged modules in ``model``."""
     return [module for module in model.modules() if is_leaf(module)]
 
 
 def flag_configured(
     model: torch.nn.Module, classes: Iterable[str], names: Iterable[str], suffixes: Iterable[str]
 ) -> list[torch.nn.Module]:
-    """Flag the modules in the ``leaf_module`` block of the config. As in DeepSpeed, names without a match are ignored.
+    """Flag the modules in the ``leaf_module`` block of the configuration.
+
+    Names without a match are ignored, as in DeepSpeed.
 
     Returns:
         The modules that were flagged.
@@ -85,7 +89,7 @@ def flag_configured(
 
 
 def flag_fine(model: torch.nn.Module, granularity: int) -> list[torch.nn.Module]:
-    """Flag the outermost modules that have at most ``granularity`` elements per layer. Returns them."""
+    """Flag the outermost modules that have at most ``granularity`` elements per layer, and return them."""
     flagged: list[torch.nn.Module] = []
     _visit(model, granularity, flagged)
     for module in flagged:
@@ -125,7 +129,11 @@ def _visit(module: torch.nn.Module, granularity: int, flagged: list[torch.nn.Mod
 
 
 def _extent(module: torch.nn.Module) -> tuple[int, int]:
-    """(modules with parameters, without containers; elements) of ``module`` and its submodules."""
+    """Return two numbers for ``module`` and its submodules.
+
+    The first is the number of modules with parameters, without containers. The second is the number of
+    elements.
+    """
     if next(module.parameters(), None) is None:
         return 0, 0
     numel = sum(_numel(parameter) for parameter in module.parameters(recurse=False))

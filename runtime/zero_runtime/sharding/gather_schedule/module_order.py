@@ -1,9 +1,12 @@
-"""Planning of prefetch and release from the recorded order of modules (stage 3). Pure: numbers in, numbers out.
+"""Planning of prefetch and release from the recorded order of modules (stage 3).
 
-An iteration is one forward pass with the backward passes after it. In the first one the modules are recorded; parameters are
-gathered when a module is entered and released when it is left. From the second one on, the recorded order is a
-:class:`Trace`: parameters are prefetched in its order, and kept if they are needed soon. An iteration that departs from the
-trace continues without one, and the next is recorded again.
+The module is pure: it computes numbers from numbers.
+
+An iteration is one forward pass with the backward passes after it. The first iteration records the modules. Its
+parameters are gathered when a module is entered and released when the module is left. From the second iteration
+on, the recorded order is a :class:`Trace`. Parameters are prefetched in the order of the trace, and kept if
+they are needed soon. An iteration that departs from the trace continues without a trace, and the next iteration
+is recorded again.
 """
 
 from __future__ import annotations
@@ -32,14 +35,18 @@ class Use(NamedTuple):
 
 
 class Modules(Protocol):
-    """The parameters of modules, by number."""
+    """A function that returns the parameters of modules, by number."""
 
     def __call__(self, module: int, deep: bool | None = None) -> Sequence[int]:
-        """The parameters gathered with ``module``; if ``deep`` is not None, its own with or without its submodules'."""
+        """Return the parameters that are gathered with ``module``.
+
+        If ``deep`` is not None, return the parameters of ``module`` itself, with or without those of its
+        submodules.
+        """
 
 
 class Reach:
-    """The distance to the next use of parameters, in elements that other modules use before."""
+    """The distance to the next use of each parameter, in elements that other modules use before."""
 
     def __init__(self, used: Sequence[Sequence[int]], numels: Mapping[int, int] | Sequence[int]) -> None:
         self._before = [0, *accumulate(sum(numels[p] for p in each) for each in used)]
@@ -49,7 +56,10 @@ class Reach:
                 self._positions.setdefault(parameter, []).append(position)
 
     def distance(self, parameter: int, position: int, end: int | None = None) -> int | None:
-        """Elements used from ``position`` on before ``parameter`` is; None if it is not, or not before ``end``."""
+        """Return the number of elements that are used from ``position`` until ``parameter`` is used.
+
+        The result is None if ``parameter`` is not used before ``end``.
+        """
         positions = self._positions.get(parameter, [])
         index = bisect_left(positions, position)
         if index == len(positions) or (end is not None and positions[index] >= end):
@@ -61,9 +71,9 @@ class Trace:
     """A recorded order of modules.
 
     Args:
-        modules: module numbers in the order in which they were entered, forward and backward.
-        parameters_of: the parameters of a module.
-        numels: elements of each parameter.
+        modules: The module numbers in the order in which modules were entered, in forward and backward passes.
+        parameters_of: A function that returns the parameters of a module.
+        numels: The number of elements of each parameter.
     """
 
     def __init__(
@@ -79,9 +89,9 @@ class Trace:
         self._reaches: dict[bool, Reach] = {}
 
     def distance(self, parameter: int, position: int, deep: bool = False) -> int | None:
-        """Elements that modules from ``position`` on use before one uses ``parameter``; None if none does.
+        """Return the elements that modules from ``position`` on use before one uses ``parameter``; None if none does.
 
-        Modules count with their own parameters or, if ``deep``, with those of their submodules too.
+        Only a module's own parameters are counted, or, if ``deep``, also those of its submodules.
         """
         reach = self._reaches.get(deep)
         if reach is None:
@@ -99,15 +109,15 @@ class Mode(enum.Enum):
 
 
 class Planner:
-    """Decides, module by module, what to prefetch and what to release.
+    """Decides for each module which parameters to prefetch and which to release.
 
     Args:
-        limits: how far ahead, and how long.
-        numels: elements of each parameter, by number; may grow.
+        limits: How far ahead parameters are prefetched, and how long they are kept.
+        numels: The number of elements of each parameter, by number. Parameters may be added later.
 
     Attributes:
         mode: how the current iteration treats the order of modules.
-        live: elements gathered and not released in this iteration.
+        live: The number of elements that were gathered and not released in this iteration.
     """
 
     def __init__(self, limits: Limits, numels: Mapping[int, int]) -> None:
@@ -117,22 +127,23 @@ class Planner:
         self._numels = numels
         self._recorded: list[int] = []
         self._trace: Trace | None = None
-        self._position = 0  # of the next module
+        self._position = 0  # position of the next module
         self._queue: deque[Use] = deque()  # uses that have been neither gathered nor passed over
         self._decided: dict[tuple[int, int], list[int]] = {}  # parameters to release, by module and position
-        # Parameter -> the last position that it has been gathered for.
+        # For each parameter, the last position for which it has been gathered.
         self._gathered_for: dict[int, int] = {}
 
     @property
     def position(self) -> int:
-        """Number of modules that have been entered in this iteration."""
+        """The number of modules that have been entered in this iteration."""
         return self._position
 
     def begin(self, parameters_of: Modules) -> list[list[int]]:
         """Begin an iteration.
 
         Returns:
-            Lists that must be equal on every rank before the iteration continues; none while a trace is followed.
+            Lists that must be equal on every rank before the iteration continues; empty while a trace is
+            followed.
         """
         compared: list[list[int]] = []
         if self.mode is Mode.RECORDING:
@@ -155,7 +166,10 @@ class Planner:
         return compared
 
     def enter(self, module: int) -> bool:
-        """Enter a module that is about to run, forward or backward. Returns whether the trace no longer holds."""
+        """Enter a module that is about to run, forward or backward.
+
+        Return whether the module departs from the trace.
+        """
         if self._trace is not None:
             modules = self._trace.modules
             if self._position >= len(modules) or modules[self._position] != module:
@@ -166,11 +180,11 @@ class Planner:
         return False
 
     def ahead(self, parameters: Collection[int], released: Callable[[int], bool]) -> list[int] | None:
-        """The parameters to prefetch after those of the entered module; advances to the next module.
+        """Return the parameters to prefetch after those of the entered module, and advance to the next module.
 
         Args:
-            parameters: of that module.
-            released: whether a parameter is neither gathered nor being gathered.
+            parameters: The parameters of the entered module.
+            released: A function that returns whether a parameter is neither gathered nor being gathered.
 
         Returns:
             Parameters in the order of their next use; None if the trace does not list ``parameters`` here.
@@ -186,11 +200,11 @@ class Planner:
         return chosen
 
     def coming(self) -> Iterator[int]:
-        """Parameters of future uses in the order of the trace; some may be gathered already."""
+        """Return the parameters of future uses in the order of the trace. Some may already be gathered."""
         return (use.parameter for use in self._queue)
 
     def next_time(self) -> Iterator[int]:
-        """Parameters in the order in which the next iteration uses them, as far as it is known."""
+        """Return the parameters in the order in which the next iteration uses them; empty if the order is not known."""
         return iter(()) if self._trace is None else (use.parameter for use in self._trace.uses)
 
     def releasable(
@@ -200,10 +214,11 @@ class Planner:
         persistent: Callable[[int], bool],
         leaf: bool = False,
     ) -> Sequence[int]:
-        """The parameters of a module that has run that may be released; all of them without a trace.
+        """Return the parameters that may be released after a module has run; all its parameters if there is no trace.
 
-        When a leaf module is released, other modules count with their submodules. A decision for a module at a position of
-        the trace is final, for later traces too. Both rules are DeepSpeed's.
+        When a leaf module is released, the parameters of other modules include those of their submodules. A
+        decision for a module at a position of the trace is final, also for later traces. Both rules are
+        DeepSpeed's.
         """
         trace = self._trace
         if trace is None:
@@ -216,7 +231,7 @@ class Planner:
         return decided
 
     def forget(self) -> None:
-        """Follow no trace for the rest of the iteration; the next one is recorded."""
+        """Stop to follow the trace for the rest of the iteration. The next iteration is recorded."""
         self.mode = Mode.WITHOUT
         self._trace = None
         self._recorded = []
@@ -224,7 +239,12 @@ class Planner:
         self._gathered_for = {}
 
     def _pass_over(self, parameters: Collection[int]) -> bool:
-        """Remove from the queue the parameters that the current module has gathered itself."""
+        """Remove the parameters that the current module has gathered itself from the queue.
+
+        The result is whether the removed parameters are exactly those of the module.
+
+        The result is whether the queue contained exactly these parameters.
+        """
         own = {p for p in parameters if self._gathered_for.get(p, -1) < self._position}
         taken: set[int] = set()
         while self._queue and len(taken) < len(own):
@@ -234,7 +254,7 @@ class Planner:
         return taken == own
 
     def _choose(self, released: Callable[[int], bool]) -> list[int]:
-        # The limit is checked before a parameter is added, so that the last one may exceed it.
+        # The limit is checked before a parameter is added, so that the last parameter may exceed the limit.
         room = min(self.limits.max_live - self.live, self.limits.prefetch)
         chosen: dict[int, None] = {}
         numel = 0
@@ -247,7 +267,8 @@ class Planner:
         return list(chosen)
 
     def _needed_soon(self, trace: Trace, parameter: int, deep: bool) -> bool:
-        # A use that was passed over because the parameter was gathered is not gathered for again.
+        # If a later use was skipped because the parameter was already gathered, the parameter is not gathered again for
+        # this use. Therefore it must be kept.
         if self._gathered_for.get(parameter, -1) > self._position:
             return True
         distance = trace.distance(parameter, self._position, deep)

@@ -1,15 +1,18 @@
-"""Agreement of the ranks on the order of their modules (stage 3): an error instead of a hang where the orders differ.
+"""Agreement of the ranks on the order of their modules (stage 3).
 
-Ranks that gather other parameters than their peers hang, or mix up values of equal size. So a rank compares before it
-gathers:
+If the orders differ, the ranks raise an error instead of hanging.
 
-* While it follows the recorded order, a comparison with that order is enough, and nothing is exchanged.
-* Where it departs from that order, it waits until all ranks have departed to the same module. A rank that follows the order
-  instead waits for a message that does not come, and looks at what the others have written meanwhile.
-* While the order is recorded, the first rank writes each module that gathers, and the others compare before they gather.
+Ranks that gather different parameters than their peers hang, or mix up values of equal size. Therefore a rank
+compares before it gathers:
 
-The ranks write to the store of the process group, so no message is sent. The first difference is written there, too: every
-rank raises the same error.
+* While a rank follows the recorded order, a comparison with this order is sufficient, and nothing is exchanged.
+* When a rank departs from the recorded order, it waits until all ranks have departed to the same module. A rank that
+  continues to follow the order waits for a message that is never sent. Meanwhile it reads what the others have written.
+* While the order is recorded, the first rank writes the name of each module that gathers. The others compare their
+  names before they gather.
+
+The ranks write to the store of the process group, so no message is sent. The first difference is also written
+to the store, so that every rank raises the same error.
 """
 
 from __future__ import annotations
@@ -25,30 +28,31 @@ from zero_runtime.comm import DataParallelGroup
 from zero_runtime.errors import UsageError
 
 END: Final = "the end of the backward pass"
-_SHOWN: Final = 6  # names of an order in an error
+_SHOWN: Final = 6  # number of names of an order in an error
 _LONGEST_PAUSE_S: Final = 0.05
-# Time for the other ranks to see the error before the store may vanish with this process.
+# Time for the other ranks to read the error before the store may exit with this process.
 _FAREWELL_S: Final = 10.0
-_numbers: Final = count()  # of the agreements of this process; equal on all ranks, which make the same ones
+_numbers: Final = count()  # of the agreements of this process; equal on all ranks
 
 
 class OrderAgreement:
-    """What the ranks of a group know of the order of one another's modules.
+    """The comparison of the order of modules between the ranks of a group.
 
-    An *event* is the use of a module or block that may gather, or the end of a backward pass. Events of a pass are counted.
+    An *event* is the use of a module or block that may gather, or the end of a backward pass. The events of a
+    pass are counted.
 
     Args:
-        group: the data-parallel ranks.
+        group: The data-parallel ranks.
     """
 
     def __init__(self, group: DataParallelGroup) -> None:
         self._group = group
-        # torch's fake process group, on which one process stands for a world, has no other ranks either.
+        # torch's fake process group, in which one process represents all ranks, has no other ranks either.
         self._is_alone = group.world_size == 1 or group.backend == "fake"
         self._key = f"zero_runtime/order/{group.global_ranks[0]}/{next(_numbers)}"
         self._pass = 0
-        self._names: list[str] = []  # of the events of this pass
-        self._recording = True  # all ranks know that no recorded order is followed
+        self._names: list[str] = []  # names of the events of this pass
+        self._recording = True  # whether no rank follows a recorded order
         self._written: list[list[str]] = [
             [],
             [],
@@ -58,7 +62,7 @@ class OrderAgreement:
             comm.watch_waits(self._look)
 
     def begin(self, is_recording: bool) -> None:
-        """Begin a pass; ``is_recording`` if no order has been recorded."""
+        """Begin a pass. ``is_recording`` is True if no order has been recorded."""
         self._pass += 1
         self._names.clear()
         self._recording = is_recording
@@ -68,18 +72,18 @@ class OrderAgreement:
             self._written.append([])
 
     def follow(self, name: str) -> None:
-        """An event of the recorded order."""
+        """Count an event that follows the recorded order."""
         self._names.append(name)
 
     def depart(self, name: str, keeps_order: bool = False) -> None:
-        """An event that is not in the recorded order, or comes after it.
+        """Count an event that is not in the recorded order, or that is after its end.
 
         Args:
-            name: of the event.
-            keeps_order: whether the ranks follow the recorded order after it.
+            name: The name of the event.
+            keeps_order: Whether the ranks follow the recorded order after the event.
 
         Raises:
-            UsageError: another rank has another event here.
+            UsageError: Another rank has a different event at this point.
         """
         self._names.append(name)
         if self._is_alone:
@@ -91,11 +95,11 @@ class OrderAgreement:
             self._recording = not keeps_order
 
     def differ(self, own: Sequence[str], first: Sequence[str]) -> NoReturn:
-        """Raise the error that this rank ran ``own``, and the first rank ``first``, in the pass before."""
+        """Raise the error that in the previous pass this rank ran ``own``, but the first rank ran ``first``."""
         self._fail(0, first[-1], first, own)
 
     def _compare(self, name: str) -> None:
-        """Compare with the first rank, which does not wait."""
+        """Compare the event with that of the first rank, which does not wait."""
         key = self._at("first")
         if self._group.rank == 0:
             self._write(key, name)
@@ -105,7 +109,7 @@ class OrderAgreement:
             self._fail(0, first)
 
     def _compare_all(self, name: str) -> None:
-        """Compare with the first rank, and wait for all ranks."""
+        """Compare the event with that of the first rank, and wait for all ranks."""
         store, members = comm.store(), self._at("members")
         notice = [self._group.rank, self._pass, len(self._names), self._names[-_SHOWN:]]
         store.set(f"{self._key}/departed", json.dumps(notice))
@@ -124,7 +128,7 @@ class OrderAgreement:
         self._written[-1].append(key)
 
     def _wait_for(self, key: str) -> str:
-        """The value of ``key``, once a rank has written it; looks for errors of other ranks meanwhile."""
+        """Wait until a rank has written ``key``, and return the value. Meanwhile look for errors of other ranks."""
         store, pause, waited = comm.store(), 0.0, 0.0
         while not store.check([key]):
             time.sleep(pause)
@@ -138,7 +142,7 @@ class OrderAgreement:
         return str(store.get(key).decode())
 
     def _look(self) -> None:
-        """Raise the error that another rank has found, or one about a rank that has departed from the order."""
+        """Raise the error that another rank has found, or an error if another rank has departed from the order."""
         store, error, departed = comm.store(), f"{self._key}/error", f"{self._key}/departed"
         if store.check([error]):
             self._raise(store.get(error).decode())
@@ -157,7 +161,7 @@ class OrderAgreement:
         other: Sequence[str] | None = None,
         own: Sequence[str] | None = None,
     ) -> NoReturn:
-        """Write the error that this rank and ``rank`` differ, for all ranks, and raise it."""
+        """Write the error that this rank and ``rank`` differ, so that all ranks can read it, and raise it."""
         own = self._names if own is None else own
         other = [*own[:-1], theirs] if other is None else other
         here = f"rank {self._group.global_ranks[self._group.rank]}"
@@ -169,7 +173,7 @@ class OrderAgreement:
             "gather modules that run in varying order as one with set_z3_leaf_modules"
         )
         store, key = comm.store(), f"{self._key}/error"
-        # Several ranks may find an error at once: the first one is that of all.
+        # Several ranks may find an error at the same time. All ranks raise the first one.
         if store.add(f"{key}/found", 1) == 1:
             store.set(key, text)
         else:

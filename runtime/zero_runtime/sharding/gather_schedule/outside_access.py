@@ -1,8 +1,8 @@
-"""External parameters: parameters used outside the module that owns them (stage 3).
+"""External parameters: parameters that are used outside the module that owns them (stage 3).
 
-Examples are tied weights, a weight that a parent passes to a function, and a weight that a module returns. Such a parameter
-is gathered for the module that uses it too. It is detected when that module reads it in its forward pass, or registered by
-:func:`register_external_parameter`.
+Examples are tied weights, a weight that a parent passes to a function, and a weight that a module returns. Such
+a parameter is also gathered for the module that uses it. The use is detected when this module reads the
+parameter in its forward pass. Other uses are registered with :func:`register_external_parameter`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class Reader(Protocol):
     """A module whose forward pass is running."""
 
     def read(self, shard: Shard) -> None:
-        """Gather a parameter that the module reads and does not own."""
+        """Gather a parameter that the module reads but does not own."""
 
 
 # The running modules of this process, innermost last. Forward passes of one process do not interleave.
@@ -28,10 +28,12 @@ running: Final[list[Reader]] = []
 
 
 class WatchedParameters(dict[str, Any]):
-    """The parameters of a module (``module._parameters``); reading a released or unused one in a forward pass gathers it.
+    """The parameters of a module (``module._parameters``).
+
+    The read of a released or unused parameter in a forward pass gathers it.
 
     Attributes:
-        version: counts the changes.
+        version: The number of changes.
     """
 
     version = 0
@@ -54,7 +56,7 @@ class WatchedParameters(dict[str, Any]):
 
 
 def watch(module: torch.nn.Module) -> None:
-    """Detect reads of parameters of ``module`` in another module's forward pass."""
+    """Detect reads of parameters of ``module`` in the forward pass of another module."""
     if not isinstance(module._parameters, WatchedParameters):
         module._parameters = WatchedParameters(module._parameters)
 
@@ -65,14 +67,18 @@ def unwatch(module: torch.nn.Module) -> None:
 
 
 def external_parameters(module: torch.nn.Module) -> dict[int, torch.nn.Parameter]:
-    """The parameters that ``module`` uses and does not own, by identity. This is the live dict: changes take effect."""
+    """Return the parameters that ``module`` uses but does not own, by identity.
+
+    The result is the live dict, so changes take effect.
+    """
     return module.__dict__.setdefault(_EXTERNAL, {})
 
 
 def register_external_parameter(module: torch.nn.Module, parameter: torch.nn.Parameter) -> None:
-    """Gather ``parameter`` with the parameters of ``module``, whose forward pass uses it without owning it.
+    """Gather ``parameter`` with the parameters of ``module``, whose forward pass uses ``parameter`` without owning it.
 
-    Needed only if the use cannot be detected: a parameter in a list or in a closure.
+    This is needed only if the use cannot be detected, for example if the parameter is in a list or in a
+    closure.
     """
     external_parameters(module)[id(parameter)] = parameter
 

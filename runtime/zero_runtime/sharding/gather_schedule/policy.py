@@ -14,16 +14,18 @@ from zero_runtime.sharding.gather_schedule.gathered_blocks import MODULE
 
 
 class SliceOffload(NamedTuple):
-    """The storage of released shards: the block ``offload_param``. Sizes are elements.
+    """The storage of released shards, as configured by the block ``offload_param``. Sizes are elements.
 
     Attributes:
-        device: none for the device of the parameters, cpu for host memory, nvme for files.
-        nvme_path: directory of the files.
-        pinned: host memory is page-locked, where the parameters are on an accelerator.
-        buffer_count: buffers for pages that are being read or written.
-        buffer_size: elements of one; a larger shard is stored in several files, and moved in parts.
-        max_in_cpu: elements of each rank that stay in host memory; the others are in files.
-        io: how files are read and written.
+        device: ``none`` for the device of the parameters, ``cpu`` for host memory, ``nvme`` for files.
+        nvme_path: The directory of the files.
+        pinned: Whether the host memory is page-locked, if the parameters are on an accelerator.
+        buffer_count: The number of buffers for pages that are being read or written.
+        buffer_size: The number of elements of a buffer. A larger shard is stored in several files, and moved in
+            parts.
+        max_in_cpu: The number of elements of each rank that stay in host memory. The other elements are in
+            files.
+        io: How files are read and written.
     """
 
     device: str = "none"
@@ -35,7 +37,7 @@ class SliceOffload(NamedTuple):
     io: AsynchronousIO = AsynchronousIO()
 
     def effective(self) -> dict[str, object]:
-        """The settings under the keys of a configuration."""
+        """Return the settings under the keys of a configuration."""
         return {
             "device": self.device,
             "nvme_path": self.nvme_path,
@@ -50,19 +52,20 @@ class ResidencyPolicy(NamedTuple):
     """When parameters are gathered and released. Sizes are elements; the defaults are DeepSpeed's.
 
     Attributes:
-        prefetch: prefetch at most about this many elements; 0 for none.
-        reuse_distance: keep parameters that are used again within this many elements.
-        max_live: prefetch only while fewer elements than this are gathered.
-        persistence: parameters of at most this many elements persist.
-        model_persistence: at most this many elements persist in all.
-        sequential: one message for each parameter.
-        by_all_reduce: gather several parameters by an all_reduce of whole, padded buffers.
-        secondary_size: ranks of a secondary partition with larger shards (hpZ); 1 for none.
-        leaf_classes, leaf_names, leaf_suffixes: leaf modules, which are gathered with their submodules.
+        prefetch: The approximate limit of the number of elements that are prefetched; 0 for no prefetch.
+        reuse_distance: Parameters that are used again within this many elements are kept.
+        max_live: Parameters are prefetched only while fewer elements than this are gathered.
+        persistence: Parameters of at most this many elements persist.
+        model_persistence: The largest number of elements that persist in total.
+        sequential: Whether there is one message for each parameter.
+        by_all_reduce: Whether several parameters are gathered by an all_reduce of whole, padded buffers.
+        secondary_size: The number of ranks of a secondary partition with larger shards (hpZ); 1 for none.
+        leaf_classes, leaf_names, leaf_suffixes: The leaf modules, which are gathered with their submodules.
         granularity: modules of at most this many elements per layer are leaf modules; 0 for none.
-        quantized: parameters are gathered in 8 bits among all ranks; ``quantized_frozen``: only frozen parameters.
-        report_trace: print a warning when the recorded order of modules no longer holds.
-        unit: what one message gathers: ``module``, ``block`` or ``auto``.
+        quantized: Whether parameters are gathered in 8 bits among all ranks. With ``quantized_frozen`` only
+            frozen parameters are.
+        report_trace: Whether to print a warning when modules run in a different order than recorded.
+        unit: The unit that one message gathers: ``module``, ``block`` or ``auto``.
         offload: the storage of released shards.
     """
 
@@ -85,12 +88,12 @@ class ResidencyPolicy(NamedTuple):
     offload: SliceOffload = SliceOffload()
 
     def quantizes(self, parameter: torch.nn.Parameter) -> bool:
-        """Whether ``parameter`` is gathered in 8 bits."""
+        """Return whether ``parameter`` is gathered in 8 bits."""
         return self.quantized or (self.quantized_frozen and not parameter.requires_grad)
 
 
 def secondary_group(group: DataParallelGroup, size: int) -> DataParallelGroup | None:
-    """The group of this rank among groups of ``size`` consecutive ranks. Every rank must call it."""
+    """Return the group of ``size`` consecutive ranks that contains this rank. Every rank must call this function."""
     if size <= 1:
         return None
     if group.world_size % size:
@@ -107,7 +110,10 @@ def secondary_group(group: DataParallelGroup, size: int) -> DataParallelGroup | 
 
 
 def gather_group(group: DataParallelGroup) -> DataParallelGroup:
-    """The ranks of ``group`` as a further group with the same observers. Every rank must call it."""
+    """Return the ranks of ``group`` as an additional group with the same observers.
+
+    Every rank must call this function.
+    """
     own = DataParallelGroup(comm.new_group(group.global_ranks, "parameter gathering"))
     for observer in group.observers:
         own.observe(observer)

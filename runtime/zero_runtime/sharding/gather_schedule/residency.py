@@ -1,4 +1,4 @@
-"""Residency of sharded parameters: gathered before a module uses them, released after (stage 3).
+"""Residency of sharded parameters: they are gathered before a module uses them, and released afterwards (stage 3).
 
 The calls during the life of a model under stage 3::
 
@@ -46,14 +46,14 @@ class Residency:
     """Gathers the parameters of one model before their use and releases them after.
 
     Args:
-        module: the model.
-        group: the data-parallel ranks.
-        policy: when parameters are gathered and released.
-        dtypes: the communication dtype of parameters, if it is not their own (autocast).
-        unpartitioned: parameters that always persist; more may be added later.
+        module: The model.
+        group: The data-parallel ranks.
+        policy: The rules by which parameters are gathered and released.
+        dtypes: The communication dtype of the parameters for which it differs from their own dtype (autocast).
+        unpartitioned: The parameters that always persist. Parameters may be added later.
 
     Attributes:
-        memory: of the messages of blocks.
+        memory: The memory of the messages of blocks.
     """
 
     def __init__(
@@ -89,7 +89,8 @@ class Residency:
         self._iteration = kind(group, self._gatherer, limits, policy.report_trace)
         self._storage = SliceStorage(policy.offload, group.device, comm.get_rank(), by_block)
         self._handles: list[Any] = []
-        self._flagged: list[torch.nn.Module] = []  # leaf modules by the policy's granularity
+        # Leaf modules that were flagged because of the policy's granularity.
+        self._flagged: list[torch.nn.Module] = []
 
     def listen(self, listener: Callable[[torch.nn.Module], None]) -> None:
         """Call ``listener`` with each module whose backward pass has ended, if its inputs are differentiable."""
@@ -97,7 +98,7 @@ class Residency:
 
     @torch.no_grad()
     def shard(self) -> None:
-        """Shard every parameter that is not sharded yet: one broadcast of its elements from rank 0 for each."""
+        """Shard every parameter that is not sharded yet, with one broadcast from rank 0 for each parameter."""
         self._flag_leaves()
         storage, persistent = self._storage, 0
         for name, parameter in self._module.named_parameters():
@@ -113,7 +114,7 @@ class Residency:
                 shard.release()
             else:
                 if shard.group.group is self._group.group:
-                    shard.group = self._group  # the group of zero.Init lacks the configuration
+                    shard.group = self._group  # the group of zero.Init does not have the configuration
                 if shard.dtype != parameter.dtype:
                     shard.cast(parameter.dtype)
             shard.name = name
@@ -132,7 +133,10 @@ class Residency:
         storage.report(self._iteration.shards.values())
 
     def _flag_leaves(self) -> None:
-        """Flag the leaf modules that the policy names, permanently; small modules until :meth:`shut_down`."""
+        """Flag leaf modules.
+
+        Modules that the policy names are flagged permanently, and small modules until :meth:`shut_down`.
+        """
         policy = self._policy
         leaves.flag_configured(self._module, policy.leaf_classes, policy.leaf_names, policy.leaf_suffixes)
         before = set(leaves.get_z3_leaf_modules(self._module))
@@ -146,7 +150,10 @@ class Residency:
 
     @property
     def blocks(self) -> list[Block]:
-        """The blocks that are gathered by one message each; none if modules are. Unpartitioned parameters are in none."""
+        """The blocks that are gathered by one message each; empty if modules are gathered.
+
+        Unpartitioned parameters are not in a block.
+        """
         if not isinstance(self._iteration, BlockIteration):
             return []
         partitioned = {
@@ -160,7 +167,10 @@ class Residency:
         ]
 
     def _persists(self, shard: Shard, before: int) -> bool:
-        """Whether a parameter persists: it is small, and fits after ``before`` persistent elements."""
+        """Return whether a parameter persists.
+
+        A parameter persists if it is small, and if it fits after ``before`` persistent elements.
+        """
         if isinstance(self._iteration, BlockIteration):
             return False
         fits = before + shard.numel <= self._policy.model_persistence
@@ -170,7 +180,8 @@ class Residency:
         """Add hooks to the modules, and send DeepSpeed's start messages: 3 barriers, 1 all_gather for each parameter.
 
         Args:
-            parameters: the trainable parameters, in the order of the optimizer; default: in the model's order.
+            parameters: The trainable parameters, in the order of the optimizer. Default: in the order of the
+                model.
         """
         for _ in range(3):
             self._group.barrier()
@@ -187,7 +198,10 @@ class Residency:
         setattr(self._module, _ATTRIBUTE, self)
 
     def extend(self) -> None:
-        """Shard the parameters that the model has got since, add hooks again, and record the order of modules again."""
+        """Shard the parameters that were added to the model.
+
+        The hooks are added again, and the order of modules is recorded again.
+        """
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -218,7 +232,8 @@ class Residency:
 
         def before(module: torch.nn.Module, inputs: tuple[Any, ...]) -> Any:
             iteration.before_forward(unit)
-            # For every module, as in DeepSpeed: external parameters of one step must not change the order of the next.
+            # Inputs are watched for every module, as in DeepSpeed. Otherwise external parameters of one step would
+            # change the order of the next step.
             return watch_inputs(unit, inputs) if torch.is_grad_enabled() else None
 
         def after(module: torch.nn.Module, inputs: Any, output: Any) -> Any:
@@ -228,7 +243,10 @@ class Residency:
         self._handles.append(unit.module.register_forward_hook(after, always_call=True))
 
     def gather(self, parameters: Iterable[torch.nn.Parameter]) -> None:
-        """Gather ``parameters``, one all_gather each, by number; gathered or unsharded ones are skipped."""
+        """Gather ``parameters`` by number, with one all_gather for each.
+
+        Gathered and unsharded parameters are skipped.
+        """
         self._gatherer.gather_each(shards_of(parameters))
 
     def release(self, parameters: Iterable[torch.nn.Parameter]) -> None:
@@ -237,18 +255,23 @@ class Residency:
             self._iteration.release(shard)
 
     def finish_backward(self) -> None:
-        """Release the parameters of modules without differentiable inputs. Call it after each backward pass."""
+        """Release the parameters of modules without differentiable inputs.
+
+        Call this method after each backward pass.
+        """
         self._iteration.finish_backward()
 
     @torch.no_grad()
     def release_all(self) -> None:
-        """Release every parameter, persistent ones too, at the start of a step."""
+        """Release every parameter, including persistent parameters, at the start of a step."""
         self._iteration.stop()
 
     def parameters_changed(self) -> None:
-        """Gather the persistent parameters again, one all_gather each, after the optimizer has written the shards.
+        """Gather the persistent parameters again after the optimizer has written the shards.
 
-        Not called when a step is skipped: the next forward pass gathers them.
+        There is one all_gather for each parameter.
+
+        This method is not called when a step is skipped. The next forward pass then gathers the parameters.
         """
         self.release_all()
         for shard in self._iteration.shards.values():
@@ -258,7 +281,10 @@ class Residency:
         self._iteration.anticipate()
 
     def publish_released(self, metric: str, *, always: bool = False) -> None:
-        """Publish the share of the elements of persistent parameters that are released; 0 only if ``always``."""
+        """Publish the released share of the elements of persistent parameters.
+
+        A share of 0 is published only if ``always``.
+        """
         if not hooks.recording():
             return
         persistent = [shard for shard in self._iteration.shards.values() if shard.persistent]
@@ -268,12 +294,12 @@ class Residency:
 
     @torch.no_grad()
     def gather_persistent(self) -> None:
-        """Gather the persistent parameters that are released, one all_gather each."""
+        """Gather the persistent parameters that are released, with one all_gather for each."""
         named = (shard_of(parameter) for parameter in self._module.parameters())
         self._gatherer.gather_each([shard for shard in named if shard is not None and shard.persistent])
 
     def shut_down(self) -> None:
-        """Remove the hooks, gather every parameter and make it an ordinary one."""
+        """Remove the hooks, gather every parameter, and make the parameters ordinary parameters again."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -289,7 +315,7 @@ class Residency:
 
 
 def _numel(parameter: torch.nn.Parameter) -> int:
-    """Elements of a parameter, sharded or not; 0 for a lazy one."""
+    """Return the number of elements of a parameter, sharded or not; 0 for a lazy parameter."""
     shard = shard_of(parameter)
     if shard is not None:
         return shard.numel
@@ -301,19 +327,19 @@ def _before_gradient(iteration: Iteration, shard: Shard, gradient: torch.Tensor)
 
 
 def residency_of(module: torch.nn.Module) -> Residency | None:
-    """The installed residency of a model, or None."""
+    """Return the installed residency of a model, or None."""
     residency = module.__dict__.get(_ATTRIBUTE)
     return residency if isinstance(residency, Residency) else None
 
 
 def make_whole(parameters: Iterable[torch.nn.Parameter]) -> None:
-    """Gather sharded parameters, one all_gather each, and make them ordinary ones."""
+    """Gather sharded parameters, with one all_gather for each, and make them ordinary parameters."""
     shards = shards_of(parameters)
     Gatherer(why=ACCESS).gather_each(shards)
     for shard in shards:
         if shard.parameter.untyped_storage().nbytes() != shard.numel * shard.dtype.itemsize or (
             shard.group.world_size == 1
         ):
-            # It shares its memory with padding or with the shard.
+            # The parameter shares its memory with padding or with the shard.
             shard.parameter.data = shard.parameter.detach().clone()
         shard.detach()

@@ -1,1 +1,1 @@
-"""Where shards of parameters are kept: on the device, in host memory or in files (stage 3)."""
+"""The storage of shards of parameters: on the device, in host memory or in files (stage 3)."""

@@ -10,13 +10,13 @@ from zero_runtime.offload.file_ranges import aligned_empty
 
 
 class Page(NamedTuple):
-    """A range of one shard.
+    """A range of elements of one shard.
 
     Attributes:
-        number: of the shard.
-        start: the first element.
-        numel: elements.
-        dtype: of the shard.
+        number: The number of the shard.
+        start: The first element.
+        numel: The number of elements.
+        dtype: The dtype of the shard.
     """
 
     number: int
@@ -26,15 +26,17 @@ class Page(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The name of its file."""
+        """The name of the page's file."""
         return f"parameter-{self.number}.{self.start}"
 
 
 class PageMemory:
-    """A pool of buffers: most pages have the same size, and repeated allocation fragments memory.
+    """A pool of buffers for pages.
+
+    Buffers are reused, because most pages have the same size and repeated allocation fragments memory.
 
     Args:
-        pinned: whether buffers are page-locked.
+        pinned: Whether buffers are page-locked.
     """
 
     def __init__(self, pinned: bool) -> None:
@@ -44,7 +46,10 @@ class PageMemory:
 
     @torch.inference_mode(False)
     def take(self, page: Page, room: int) -> torch.Tensor:
-        """A buffer for a page; spare buffers beyond ``room`` more elements are freed."""
+        """Return a buffer for a page.
+
+        If a buffer must be allocated, spare buffers are freed first until they take at most ``room`` elements.
+        """
         size = page.numel * page.dtype.itemsize
         fitting = [each for each in self._spare if each.numel() == size]
         if fitting:

@@ -1,9 +1,10 @@
 """Paging of released shards to NVMe through a set of buffers (stage 3).
 
-A shard is stored in pages of at most ``buffer_size`` elements and a few MiB, one file each. Pages are read into buffers
-ahead of their use, and copied from there to the send buffer. Changed shards are copied to buffers page by page, and written
-while the training continues. All buffers together have at most ``buffer_count * buffer_size`` elements, and at most a share
-of the elements in files or the elements that are prefetched at once::
+A shard is stored in pages of at most ``buffer_size`` elements and a few MiB, with one file for each page. Pages
+are read into buffers ahead of their use, and copied from there to the send buffer. Changed shards are copied to
+buffers page by page, and written while the training continues. All buffers together have at most
+``buffer_count * buffer_size`` elements. They also have at most the largest of three numbers: a share of the
+elements in files, the elements that are prefetched at once, and a fixed minimum::
 
     pager.adopt(shard)             # keeps the shard in memory while there is room for it, else in files
     pager.refill(coming)           # reads the shards of ``coming`` ahead, as far as there are buffers
@@ -24,7 +25,7 @@ from zero_runtime.sharding.gather_schedule.policy import SliceOffload
 from zero_runtime.sharding.placement.page_memory import Page, PageMemory
 
 KEY: Final = "zero_optimization.offload_param.nvme_path"
-# Elements of a page: large enough for a disk, and small compared with all buffers.
+# The largest number of elements of a page: large enough for a disk, and small compared with all buffers.
 _LARGEST: Final = 2**20
 # Buffers may have this share of the elements in files, or at least _LEAST elements.
 _SHARE: Final = 8
@@ -32,7 +33,7 @@ _LEAST: Final = 4 * _LARGEST
 
 
 class Pageable(Protocol):
-    """What a pager needs of a :class:`zero_runtime.sharding.shards.Shard`, which refers to its pager."""
+    """The part of a :class:`zero_runtime.sharding.shards.Shard` that a pager needs. The shard refers to its pager."""
 
     number: int
     dtype: torch.dtype
@@ -48,7 +49,7 @@ class Pageable(Protocol):
         """The shard, which must be in memory: 1-D, ``slice_numel`` elements of ``dtype``."""
 
     def page_out(self, pager: Pager) -> None:
-        """Let ``pager`` keep the shard."""
+        """Let ``pager`` store the shard."""
 
 
 class _Buffer(NamedTuple):
@@ -59,19 +60,19 @@ class _Buffer(NamedTuple):
 
 
 class Pager:
-    """Keeps the shards of one rank in files.
+    """Stores the shards of one rank in files.
 
     Args:
-        offload: the folder, and the number and size of buffers.
-        rank: of this process.
+        offload: The settings: the folder, and the number and size of buffers.
+        rank: The rank of this process.
         pinned: whether buffers are page-locked.
 
     Attributes:
-        offload: as given.
-        pinned: as given.
-        ahead: elements of shards that are prefetched at once, which buffers should have room for.
-        in_files: elements of the shards in files.
-        largest: the most elements that were in buffers at one time.
+        offload: The settings, as given.
+        pinned: Whether buffers are page-locked, as given.
+        ahead: The number of elements of shards that are prefetched at once. Buffers should have room for them.
+        in_files: The number of elements of the shards in files.
+        largest: The largest number of elements that were in buffers at the same time.
     """
 
     def __init__(self, offload: SliceOffload, rank: int, pinned: bool) -> None:
@@ -83,23 +84,29 @@ class Pager:
         self._rank = rank
         self._files: TensorFiles | None = None
         self._room = offload.max_in_cpu
-        self._in_memory: set[int] = set()  # numbers of the shards that ``max_in_cpu`` has room for
-        self._used = 0  # elements of all buffers
+        # The numbers of the shards that stay in memory because of ``max_in_cpu``.
+        self._in_memory: set[int] = set()
+        self._used = 0  # number of elements of all buffers in use
         self._memory = PageMemory(pinned)
-        self._ahead: dict[Page, _Buffer] = {}  # being read or read, in the order of their start
-        self._leaving: dict[Page, _Buffer] = {}  # being written, in the order of their start
-        self._wanted: dict[Page, None] = {}  # to read when there are buffers, in this order
+        # The pages that are being read or were read, in the order of their start.
+        self._ahead: dict[Page, _Buffer] = {}
+        self._leaving: dict[Page, _Buffer] = {}  # pages that are being written, in the order of their start
+        self._wanted: dict[Page, None] = {}  # pages to read when there are buffers, in this order
 
     @property
     def _limit(self) -> int:
-        """Elements that all buffers together may have."""
+        """The largest number of elements that all buffers together may have."""
         configured = self.offload.buffer_count * self.offload.buffer_size
         return min(configured, max(self.in_files // _SHARE, self.ahead, _LEAST))
 
     # Shards in memory and in files.
 
     def adopt(self, shard: Pageable) -> None:
-        """Take over the shard: it stays in memory if it is persistent or while there is room; otherwise it is written."""
+        """Take over the shard.
+
+        The shard stays in memory if it is persistent or if there is room in memory. Otherwise it is written to
+        files.
+        """
         if (
             shard.persistent
             or shard.pager is self
@@ -116,7 +123,7 @@ class Pager:
         shard.page_out(self)
 
     def forget(self, shard: Pageable) -> None:
-        """Remove the files of the shard; with the last shard, remove the folder."""
+        """Remove the files of the shard. With the last shard, remove the folder."""
         for page in self._pages(shard):
             self._discard(page)
             self._open_files().remove(page.name)
@@ -141,7 +148,7 @@ class Pager:
         return self._files
 
     def _pages(self, shard: Pageable, first: int = 0, last: int | None = None) -> Sequence[Page]:
-        """The pages that have elements from ``first`` to before ``last``; all by default."""
+        """Return the pages that have elements from ``first`` to before ``last``; all pages by default."""
         size, numel = min(self.offload.buffer_size, _LARGEST), shard.slice_numel
         starts = range(first // size * size, numel if last is None else last, size)
         return [Page(shard.number, start, min(size, numel - start), shard.dtype) for start in starts]
@@ -161,11 +168,11 @@ class Pager:
                 self._pump()
 
     def begin(self, shards: Iterable[Pageable], first: int = 0, last: int | None = None) -> None:
-        """Start to read ``shards``, or these elements of them, before all other requested pages."""
+        """Start to read ``shards``, or only these elements of them, before all other requested pages."""
         self._want([page for shard in shards for page in self._pages(shard, first, last)])
 
     def refill(self, coming: Callable[[], Iterable[Pageable]]) -> None:
-        """Read the shards of ``coming`` ahead, in that order, after all pages that were requested earlier."""
+        """Read the shards of ``coming`` ahead, in this order, after all pages that were requested earlier."""
         if not self._wanted:
             wanted: list[Page] = []
             numel = 0
@@ -175,12 +182,12 @@ class Pager:
                 if numel >= self._limit:
                     break
             for page in set(self._ahead).difference(wanted):
-                self._discard(page)  # it was never used
+                self._discard(page)  # the page was read but never used
             self._wanted = dict.fromkeys(wanted)
         self._pump()
 
     def cancel(self) -> None:
-        """Cancel reading ahead."""
+        """Cancel the reading of pages that has not started."""
         self._wanted.clear()
 
     def _want(self, pages: Sequence[Page]) -> None:
@@ -188,7 +195,7 @@ class Pager:
         self._pump()
 
     def _arrived(self, page: Page) -> torch.Tensor:
-        """The values of a page."""
+        """Return the values of a page, and wait for them if necessary."""
         leaving = self._leaving.get(page)
         if leaving is not None:
             return leaving.values
@@ -200,7 +207,7 @@ class Pager:
         return buffer.values
 
     def _pump(self) -> None:
-        """Start to read requested pages while there are buffers."""
+        """Start to read requested pages while there are free buffers."""
         while self._wanted:
             page = next(iter(self._wanted))
             if page not in self._ahead and page not in self._leaving:
@@ -218,9 +225,11 @@ class Pager:
     # Writing.
 
     def write(self, shard: Pageable, values: torch.Tensor, start: int = 0) -> None:
-        """Start to write ``values``, 1-D and of any dtype on any device, as the shard's elements from ``start``.
+        """Start to write ``values`` as the shard's elements from ``start``.
 
-        The caller may change them afterwards. Pages that are covered only in part are read first.
+        ``values`` is 1-D and may have any dtype on any device.
+
+        The caller may change ``values`` afterwards. Pages that ``values`` covers only in part are read first.
         """
         end = start + values.numel()
         for page in self._pages(shard, start, end):
@@ -231,12 +240,12 @@ class Pager:
             self._leaving[page] = _Buffer(buffer, self._open_files().write(page.name, buffer))
 
     def _emptied(self, page: Page) -> torch.Tensor:
-        """A buffer for other values of a page."""
+        """Return a buffer for new values of a page."""
         self._discard(page)
         return self._buffer(page)
 
     def _taken(self, page: Page) -> torch.Tensor:
-        """A buffer with the values of a page, removed from the pages in flight."""
+        """Return a buffer with the values of a page, and remove it from the pages in flight."""
         if page not in self._leaving:
             self._arrived(page)
         buffer = (self._leaving if page in self._leaving else self._ahead).pop(page)
@@ -246,7 +255,10 @@ class Pager:
     # Buffers.
 
     def _buffer(self, page: Page) -> torch.Tensor:
-        """A buffer for a page: without room, wait for the oldest write, or drop the page that was read last."""
+        """Return a buffer for a page.
+
+        If there is no room, wait for the oldest write, or drop the page whose read started last.
+        """
         while page.numel > self._limit - self._used:
             self._discard(next(iter(self._leaving)) if self._leaving else next(reversed(self._ahead)))
         self._used += page.numel
@@ -260,7 +272,7 @@ class Pager:
                 self._discard(page)
 
     def _discard(self, page: Page) -> None:
-        """Return the buffer of a page, if it has one, after its transfer has ended."""
+        """Return the buffer of a page to the pool after its transfer has ended, if the page has a buffer."""
         for buffers in (self._ahead, self._leaving):
             buffer = buffers.pop(page, None)
             if buffer is not None:

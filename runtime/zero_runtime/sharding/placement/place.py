@@ -11,13 +11,13 @@ class Place(NamedTuple):
     """The memory of shards.
 
     Attributes:
-        device: None for the parameters' own.
-        pinned: page-locked host memory.
+        device: The device of the shards; None for the device of the parameters.
+        pinned: Whether the host memory is page-locked.
     """
 
     device: torch.device | None = None
     pinned: bool = False
 
     def zeros(self, numel: int, like: torch.Tensor) -> torch.Tensor:
-        """Zeros in this memory: ``numel`` elements of the dtype of the parameter ``like``."""
+        """Return zeros in this memory: ``numel`` elements of the dtype of the parameter ``like``."""
         return torch.zeros(numel, dtype=like.dtype, device=self.device or like.device, pin_memory=self.pinned)
