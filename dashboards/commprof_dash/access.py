@@ -1,7 +1,8 @@
-"""Access control: answers only requests to a host name of this machine, and with a token if others can reach the port.
+"""Restricts access to the dashboard: checks the Host header and, if others can reach the port, an access token.
 
-Otherwise a foreign page in the same browser could read our pages through a host name of its own that resolves to this
-machine (DNS rebinding). Its requests carry that name in their Host header.
+The Host header must name this machine. Otherwise, a foreign page in the same browser could read the pages of the
+dashboard through its own host name, if this name resolves to this machine (DNS rebinding). Such requests carry
+the foreign name in their Host header.
 """
 
 from __future__ import annotations
@@ -35,11 +36,12 @@ _HEADERS: Final[Mapping[str, str]] = {
 
 @dataclass(frozen=True)
 class Access:
-    """The requests that are answered.
+    """The conditions that a request must meet to be answered.
 
     Attributes:
-        hosts: names and addresses, besides those of the loopback, that a Host header may have.
-        token: the access token of requests; None if only this machine can reach the port.
+        hosts: The names and addresses that a Host header may contain, in addition to those of the loopback
+            interface.
+        token: The access token that requests must contain; None if only this machine can reach the port.
     """
 
     hosts: frozenset[str] = field(default_factory=frozenset)
@@ -47,7 +49,7 @@ class Access:
 
 
 def guard(server: flask.Flask, access: Access) -> None:
-    """Let ``server`` answer only the requests that ``access`` allows, and send the content security policy."""
+    """Make ``server`` answer only the requests that ``access`` allows, and send the content security policy."""
 
     @server.before_request
     def admit() -> Any:
@@ -62,7 +64,8 @@ def guard(server: flask.Flask, access: Access) -> None:
             return None
         offered = flask.request.args.get(TOKEN_KEY)
         if offered is not None and _is(offered, access.token):
-            # Only the first address carries the token; then a cookie does, so that shared addresses do not reveal it.
+            # Only the first address contains the token. Later requests send a cookie, so that shared
+            # addresses do not reveal the token.
             rest = {key: flask.request.args.getlist(key) for key in flask.request.args if key != TOKEN_KEY}
             answer = flask.redirect(link(flask.request.path, **rest))
             answer.set_cookie(COOKIE, access.token, httponly=True, samesite="Strict")

@@ -1,4 +1,4 @@
-"""Reads and writes the query of a page's address, which holds the page's state."""
+"""Reads and writes the query of a page's address, which contains the state of the page."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ Query = Mapping[str, tuple[str, ...]]
 
 RUN: Final = "run"
 MEASURE: Final = "measure"
-TICK: Final = "tick"  # the runs that are ticked on Runs; the other pages show them where no run is named
+# The runs that are ticked on the page Runs. The other pages show these runs if the address names no run.
+TICK: Final = "tick"
 
 
 def parse(search: str | None) -> Query:
@@ -20,12 +21,12 @@ def parse(search: str | None) -> Query:
 
 
 def runs_in(query: Query) -> tuple[str, ...]:
-    """The runs that an address names; else those that are ticked in it."""
+    """Return the runs that an address names, or else the runs that are ticked in the address."""
     return query.get(RUN, query.get(TICK, ()))
 
 
 def one(query: Query, key: str, allowed: Collection[str], default: str) -> str:
-    """Return the value of ``key``, or ``default`` if the address has none or one that is not ``allowed``."""
+    """Return the value of ``key``, or ``default`` if the address has no value or a value that is not in ``allowed``."""
     values = query.get(key, ())
     return values[0] if values and values[0] in allowed else default
 

@@ -46,7 +46,7 @@ _INDEX: Final = """<!DOCTYPE html>
 
 
 class _Drawn(NamedTuple):
-    """A page with its heading, and the stamp of the runs directory before it was drawn."""
+    """A page with its heading, and the stamp that the runs directory had before the page was drawn."""
 
     stamp: str
     heading: list[Component]
@@ -54,10 +54,11 @@ class _Drawn(NamedTuple):
 
 
 class _Application(dash.Dash):
-    """Dash, with what a page needs begun when its HTML is requested: its drawing, and the code of its grid.
+    """The Dash application, which starts two tasks of a page early, when the HTML of the page is requested.
 
-    Dash requests the code when the first grid is drawn, after the server's answer, and the grid waits until it is compiled.
-    A chunk of webpack that is there already is not requested again.
+    The two tasks are drawing the page and loading the JavaScript of its grid. By default, Dash requests this
+    JavaScript only when the first grid is drawn, after the server's answer, and the grid then waits until the
+    code is compiled. Dash does not request a webpack chunk again if the browser has loaded it already.
     """
 
     early: EarlyDrawings[_Drawn]
@@ -77,9 +78,9 @@ class _Application(dash.Dash):
 
 @cache
 def _grid_code() -> str | None:
-    """The file of the grid's code, with its version and time of change, so that the browser keeps it.
+    """Return the URL path of the grid's JavaScript, with its version and modification time, so that browsers cache it.
 
-    None with a version of the grid that names it otherwise: Dash then requests it later.
+    Return None if the installed version of the grid uses another file name. Dash then requests the file later.
     """
     file = Path(dag.__file__).with_name("async-community.js")
     if not file.exists():
@@ -89,14 +90,14 @@ def _grid_code() -> str | None:
 
 
 def create_app(runs_dir: Path | str, access: Access | None = None) -> dash.Dash:
-    """The dashboard of the runs below ``runs_dir``, which may be empty or missing.
+    """Return the dashboard of the runs below ``runs_dir``, which may be empty or missing.
 
-    The pages load everything from this application and nothing from other servers. Serve ``app.server`` (WSGI), for
-    example with waitress.
+    The pages load everything from this application and nothing from other servers. Serve ``app.server`` (WSGI),
+    for example with waitress.
 
     Args:
-        runs_dir: the directory.
-        access: the requests that are answered; default: those of browsers on this machine.
+        runs_dir: The directory of the runs.
+        access: The conditions for requests; by default, requests of browsers on this machine are answered.
     """
     runs = Runs(Path(runs_dir))
     app = _Application(
@@ -152,12 +153,15 @@ def _register(
         page = find_page(pathname)
         if dash.ctx.triggered_id == ids.FOLLOW and drawn and follow:
             if drawn[0].get("stamp") == runs.stamp():
-                raise PreventUpdate  # nothing was written since: the page stays as it is
-            search = follow["search"]  # the timeline and the grid write it without asking for the page again
+                # Nothing was written since the last drawing, so the page does not change.
+                raise PreventUpdate
+            # The timeline and the grid write the query without requesting the page again.
+            search = follow["search"]
         search = _with_kept(search, drawn[0] if drawn else {}, pathname)
         early = None if drawn else app.early.take(pathname or "/", search, scheme)
         stamp, heading, drawing = early or draw_now(pathname, search, scheme)
-        # The browser keeps what was drawn, so that the next call knows which controls it has to replace.
+        # The browser keeps the description of the drawn page, so that the next call can decide which controls
+        # to replace.
         now = {
             "page": pathname,
             "held": controls.values_by_key(drawing.controls),
@@ -166,7 +170,7 @@ def _register(
             "title": title(page, drawing.run, search),
         }
         shown = {identity["key"]: value for identity, value in zip(control_ids, values, strict=True)}
-        # Controls that are there and hold the right values stay, so that a list in use is not closed.
+        # Existing controls with the right values are not replaced, so that an open list is not closed.
         stay = bool(drawn) and drawn[0]["page"] == pathname and shown == now["held"]
         return (
             heading,
@@ -217,9 +221,9 @@ def _register(
 
 
 def _with_kept(search: str | None, drawn: dict[str, Any], pathname: str | None) -> str:
-    """Return ``search`` with the run, or the choice of runs, that the page showed, if it names none.
+    """Return ``search`` with the run, or the choice of runs, that the page showed before, if ``search`` names none.
 
-    So a run that starts does not replace what is looked at.
+    This way, a run that starts does not replace the run that the user is looking at.
     """
     search = search or ""
     named = address.parse(search)
@@ -232,7 +236,10 @@ def _with_kept(search: str | None, drawn: dict[str, Any], pathname: str | None) 
 
 
 def title(page: Page | None, run: str, search: str | None) -> str:
-    """The title of the document: the page and its run, the run first where the browser cuts it short."""
+    """Return the title of the document: the page and its run.
+
+    The run is first where the browser truncates the title.
+    """
     named = address.parse(search).get(address.RUN, ())
     about = run or (named[0] if len(named) == 1 else f"{len(named)} runs" if named else "")
     name = "No such page" if page is None else page.title
@@ -258,7 +265,8 @@ def draw_page(
         drawing = page.render(runs, address.parse(search), scheme_of(scheme))
     except CommprofError as error:
         drawing = Drawing([], [messages.unanswered_page(reason(error))])
-    except Exception as error:  # a page must not take the others down, nor leave the old picture standing
+    # An error in one page must not affect other pages, and must not leave the old page visible.
+    except Exception as error:
         _LOG.exception("page %s with %s could not be drawn", page.path, search)
         drawing = Drawing([], [messages.broken_page(reason(error))])
     return shell.heading(page.title, page.question), drawing

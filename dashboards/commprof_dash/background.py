@@ -1,7 +1,8 @@
-"""Computes answers that take seconds in another process, so that no page waits for them.
+"""Computes slow answers in another process, so that no page waits several seconds for an answer.
 
-The process has a low priority, computes one answer and exits, which frees its memory. It is a new interpreter that imports
-this module and not the program of the dashboard, which may be a script that starts it without a condition.
+The process has a low priority, computes one answer and exits, which frees its memory. The process is a new
+interpreter that imports this module. It does not import the program of the dashboard, because this program may be
+a script that starts the dashboard unconditionally.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import Any, Final
 
-_MOST_WAITING: Final = 64  # answers that no page has read yet
+_MOST_WAITING: Final = 64  # the largest number of answers that no page has read yet
 _NICENESS: Final = 10
 _CODE: Final = (
     "import sys; from multiprocessing.connection import Connection; connection = Connection(int(sys.argv[1])); "
@@ -27,10 +28,10 @@ _CODE: Final = (
 
 
 class Background:
-    """The answers that another process computes or has computed, until a page reads them.
+    """The answers that another process computes or has computed, until a page reads each answer.
 
     Attributes:
-        process: the one that computes an answer now; None without one.
+        process: The process that is computing an answer; None if there is none.
     """
 
     def __init__(self) -> None:
@@ -40,14 +41,14 @@ class Background:
         self._asked: dict[Hashable, Future[Any]] = {}
 
     def ask(self, key: Hashable, answer: Callable[[Any], Any], argument: Any) -> Any | None:
-        """Return ``answer(argument)``; None while it is being computed. The first call starts the computation.
+        """Return ``answer(argument)``, or None while it is being computed. The first call starts the computation.
 
         Args:
-            key: identifies the question; its answer is returned once.
-            answer: a function of a module; its result is not None.
+            key: The key that identifies the question. The answer to a question is returned once.
+            answer: A module-level function that does not return None.
 
         Raises:
-            Exception: the exception of ``answer``; the next call starts again.
+            Exception: ``answer`` raised this exception; the next call starts the computation again.
         """
         with self._lock:
             future = self._asked.get(key)
@@ -62,7 +63,8 @@ class Background:
     def _answer(self, answer: Callable[[Any], Any], argument: Any) -> Any:
         mine, its = Pipe()
         arguments = [sys.executable, "-c", _CODE, str(its.fileno())]
-        # In a group of its own: Ctrl-C in the dashboard's terminal is not for it. It exits when the connection ends.
+        # The child has its own process group, so that Ctrl-C in the dashboard's terminal does not reach it.
+        # The child exits when the connection ends.
         with mine, its, subprocess.Popen(arguments, pass_fds=[its.fileno()], process_group=0) as process:
             self.process = process
             its.close()
@@ -89,7 +91,7 @@ class Background:
 
 
 def answer_question(connection: Connection) -> None:
-    """Answer the question that comes over ``connection``, with its answer or its error."""
+    """Read a question from ``connection``, and send back its answer or the exception."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with suppress(OSError):
         os.nice(_NICENESS)
@@ -103,7 +105,7 @@ def answer_question(connection: Connection) -> None:
 
 
 def _exit_with_dashboard(connection: Connection) -> None:
-    """Exit with a dashboard that has ended or was killed: the connection ends then."""
+    """Exit when the dashboard exits or is killed, which ends the connection."""
     with suppress(EOFError, OSError):
         connection.recv()
     os._exit(0)

@@ -1,4 +1,4 @@
-"""The data of the pages: cached calls to commprof.analysis.api. Draws nothing."""
+"""Provides the data of the pages through cached calls to commprof.analysis.api. This module draws nothing."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from commprof_dash.background import background
 from commprof_dash.charts.series import with_series
 
 _ATTEMPTS: Final = 3
-_ERRORS: Final = "commprof.errors"  # those are written for people
+_ERRORS: Final = "commprof.errors"  # the messages of these exceptions are written for users
 _UNREADABLE: Final = "unreadable"  # a state of api.find_runs
 _ENDED: Final = ("complete", "failed", "killed")
-_LISTING_SECONDS: Final = 1.0  # one drawing of a page asks many times
+_LISTING_SECONDS: Final = 1.0  # drawing one page requests the listing many times
 _CURVE_POINTS: Final = 1000
 
 
@@ -29,24 +29,27 @@ class Selection(NamedTuple):
 
     readable: tuple[str, ...]
     unknown: tuple[str, ...]
-    broken: Mapping[str, str]  # name -> why
+    broken: Mapping[str, str]  # name -> reason
 
 
 class Runs:
     """The runs below one directory.
 
-    A run is identified by its path below the directory; other names reach no file. Answers are cached until a file of the
-    run changes. Answers about a run that is still being recorded are not cached.
+    A run is identified by its path below the directory; other names cannot reach any file. Answers are cached
+    until a file of the run changes. Answers about a run that is still being recorded are not cached.
     """
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
-        self._listed: tuple[float, pd.DataFrame] | None = None  # when, and what
+        self._listed: tuple[float, pd.DataFrame] | None = None  # the time of the listing, and the listing
         self._tried: set[str] = set()
         self._lock = threading.Lock()
 
     def listing(self, names: Sequence[str] = ()) -> pd.DataFrame:
-        """All runs, the newest first: see ``api.find_runs``. Not older than any run of ``names``."""
+        """Return all runs, the newest first (see ``api.find_runs``).
+
+        The listing contains all runs of ``names`` that exist.
+        """
         now = time.monotonic()
         with self._lock:
             if (
@@ -58,7 +61,10 @@ class Runs:
             return self._listed[1]
 
     def _finalised(self, listing: pd.DataFrame) -> pd.DataFrame:
-        """Return ``listing`` after finalising runs that were killed while this server watched them. Tries each once."""
+        """Finalize the runs that were killed while this server watched them, and return the updated ``listing``.
+
+        Each such run is tried once.
+        """
         rows = zip(listing["path"], listing["state"], listing["finalised"], strict=True)
         ended = [path for path, state, finalised in rows if state in _ENDED and not finalised]
         due = [path for path in ended if path not in self._tried]
@@ -74,12 +80,12 @@ class Runs:
         return digest.hexdigest()[:16]
 
     def is_going(self, names: Sequence[str]) -> bool:
-        """Whether one of these runs is still being written."""
+        """Return whether any of these runs is still being written."""
         listing = self.listing(names)
         return bool(((listing["state"] == "running") & listing["name"].isin(list(names))).any())
 
     def names(self) -> list[str]:
-        """Names of all runs, the newest first."""
+        """Return the names of all runs, the newest first."""
         return [str(name) for name in self.listing()["name"]]
 
     def select(self, names: Sequence[str]) -> Selection:
@@ -94,53 +100,67 @@ class Runs:
         return Selection(readable, tuple(name for name in chosen if name not in listed), broken)
 
     def overview(self, name: str) -> dict[str, Any]:
-        """The plain facts of a run."""
+        """Return the basic facts of a run (see ``api.overview``)."""
         return self.of_run("overview", name, api.overview)
 
     def health(self, name: str) -> api.Health:
-        """What was recorded of a run and what is missing, without the values of :meth:`overview`."""
+        """Return what was recorded of a run and what is missing, without the values of :meth:`overview`."""
         health: api.Health = self.of_run("health", name, api.health)
         return health
 
     def traffic_by_step(self, name: str) -> pd.DataFrame:
-        """Traffic per training step: step, steps (how many a row is the mean of), series, and each measure per step."""
+        """Return the traffic per training step.
+
+        The columns are step, steps (the number of steps that a row is the mean of), series, and each measure per
+        step.
+        """
         return self.of_run("traffic_by_step", name, traffic_frames.by_step)
 
     def traffic_by_purpose(self, name: str) -> pd.DataFrame:
-        """Mean traffic of a training step: purpose, phase, op, intended_op, series, and each measure per step."""
+        """Return the mean traffic of a training step.
+
+        The columns are purpose, phase, op, intended_op, series, and each measure per step.
+        """
         return self.of_run("traffic_by_purpose", name, traffic_frames.by_purpose)
 
     def traffic_outside_steps(self, name: str) -> pd.DataFrame:
-        """Traffic outside of all training steps: when, purpose, series and the totals of each measure."""
+        """Return the traffic outside of all training steps: when, purpose, series and the total of each measure."""
         return self.of_run("traffic_outside_steps", name, traffic_frames.outside_steps)
 
     def one_offs(self, name: str) -> pd.DataFrame:
-        """One-off traffic: when, purpose, series and the totals of each measure."""
+        """Return the one-off traffic: when, purpose, series and the total of each measure."""
         return self.of_run("one_offs", name, traffic_frames.one_offs)
 
     def step_times(self, name: str) -> pd.DataFrame:
-        """One row per training step: see ``api.step_times``."""
+        """Return one row per training step (see ``api.step_times``)."""
         return self.of_run("step_times", name, api.step_times)
 
     def step_numbers(self, name: str) -> list[int]:
-        """The training steps, in order: see ``api.step_numbers``."""
+        """Return the training steps in order (see ``api.step_numbers``)."""
         steps: list[int] = self.of_run("step_numbers", name, api.step_numbers)
         return steps
 
     def several_trainings(self, name: str) -> str:
-        """A sentence about a run of several trainings (``api.several_trainings``); empty for a single one."""
+        """Return a sentence if the run has several trainings (``api.several_trainings``), else an empty text."""
         return str(self.of_run("several_trainings", name, lambda path: api.several_trainings(path) or ""))
 
     def groups(self, name: str) -> pd.DataFrame:
-        """One row per process group: pg, group_desc, group_ranks, group_size, backend, unseen (over its ranks)."""
+        """Return one row per process group.
+
+        The columns are pg, group_desc, group_ranks, group_size, backend, and unseen, summed over the ranks of the
+        group.
+        """
         return self.of_run("groups", name, traffic_frames.groups)
 
     def moved(self, name: str) -> pd.DataFrame:
-        """What the counters of the hosts moved: see ``api.moved``."""
+        """Return the bytes that the interface counters of the hosts counted (see ``api.moved``)."""
         return self.of_run("moved", name, api.moved)
 
     def comparison(self, names: Sequence[str]) -> pd.DataFrame:
-        """One row per setting: see ``api.compare``; its ``runs`` are the names that this class knows them by."""
+        """Return one row per setting (see ``api.compare``).
+
+        The column ``runs`` contains the names that this class uses.
+        """
         frame = self.of_runs("comparison", names, traffic_frames.compared).settings
         labels = self.of_runs("settings", names, api.settings)["label"]
         of_label: dict[str, list[str]] = {}
@@ -149,11 +169,18 @@ class Runs:
         return frame.assign(runs=[", ".join(of_label.get(str(label), [])) for label in frame["label"]])
 
     def traffic_by_setting(self, names: Sequence[str]) -> pd.DataFrame:
-        """Mean traffic of a training step, one row per setting, op, intended op and purpose, with its ``series``."""
+        """Return the mean traffic of a training step, with one row per setting, op, intended_op and purpose.
+
+        The result has a column ``series``.
+        """
         return with_series(self.of_runs("comparison", names, traffic_frames.compared).traffic)
 
     def loss_curves(self, labels: Mapping[str, str]) -> pd.DataFrame:
-        """The loss of each step: label, step, loss. ``labels``: for each label the name of the run to show."""
+        """Return the loss of each step, in the columns label, step and loss. Long curves are thinned.
+
+        Args:
+            labels: For each label, the name of the run whose loss is returned.
+        """
         curves = []
         for label, name in labels.items():
             times = self.step_times(name)
@@ -173,26 +200,26 @@ class Runs:
     def of_run(self, question: str, name: str, answer: Callable[[Path], Any]) -> Any:
         """Return ``answer`` of the run ``name``, cached under ``question`` until a file of the run changes.
 
-        ``question`` contains all other values that the answer depends on. ``answer`` gets the path of a run that the
-        directory lists: names from an address reach no other file.
+        ``question`` contains all other values that the answer depends on. ``answer`` receives the path of a run
+        that is in the listing, so that names from an address cannot reach any other file.
 
         Raises:
-            KeyError: there is no run of that name.
+            KeyError: There is no run with this name.
         """
         path = self._paths([name])[name]
         return self._cached(question, (path,), lambda: answer(path))
 
     def of_runs(self, question: str, names: Sequence[str], answer: Callable[[list[Path]], Any]) -> Any:
-        """The same of several runs."""
+        """Return ``answer`` of several runs, cached in the same way as in :meth:`of_run`."""
         known = self._paths(names)
         paths = tuple(known[name] for name in names)
         return self._cached(question, paths, lambda: answer(list(paths)))
 
     def run_beside(self, question: str, name: str, answer: Callable[[Path], Any]) -> Any | None:
-        """Return ``answer``, a function of a module, of a run; None while another process computes it.
+        """Return ``answer``, a module-level function, of a run; None while another process computes it.
 
         Raises:
-            KeyError: there is no run of that name.
+            KeyError: There is no run with this name.
         """
         path = self._paths([name])[name]
         return self._beside(question, (path,), answer, path)
@@ -200,7 +227,7 @@ class Runs:
     def runs_beside(
         self, question: str, names: Sequence[str], answer: Callable[[list[Path]], Any]
     ) -> Any | None:
-        """The same of several runs."""
+        """Return ``answer`` of several runs, or None while another process computes it (see :meth:`run_beside`)."""
         known = self._paths(names)
         paths = [known[name] for name in names]
         return self._beside(question, paths, answer, paths)
@@ -219,7 +246,10 @@ class Runs:
 
 
 def _asked(paths: Sequence[Path], answer: Callable[[], Any]) -> Any:
-    """What ``answer`` says, asked again where the files of a run were replaced meanwhile: a run that ends is finalised."""
+    """Return the result of ``answer``, and retry if the files of a run were replaced during the call.
+
+    Files are replaced when a run ends, because the run is then finalized.
+    """
     for _ in range(_ATTEMPTS - 1):
         before = [_names_in(path) for path in paths]
         try:
@@ -236,6 +266,10 @@ def _names_in(path: Path) -> list[str]:
 
 
 def reason(error: Exception) -> str:
-    """What went wrong, in a sentence: commprof's own errors are written for people, others are named."""
+    """Return what went wrong, in one sentence.
+
+    The messages of commprof's own errors are written for users. For other errors, the sentence starts with their
+    type.
+    """
     text = str(error).strip().removesuffix(".")
     return f"{text}." if type(error).__module__ == _ERRORS else f"{type(error).__name__}: {text}."

@@ -1,4 +1,4 @@
-"""Files that a browser keeps, made while they are sent."""
+"""Sends files that a browser downloads, and generates them while they are sent."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import flask
 
 
 def download(name: str, blocks: Iterator[bytes]) -> flask.Response:
-    """A CSV file for the browser to keep, sent as it is made."""
+    """Return a response that downloads a CSV file, which is generated while it is sent."""
     answer = flask.Response(blocks, mimetype="text/csv")
     answer.headers["Content-Disposition"] = f"attachment; filename={name}"
     return answer

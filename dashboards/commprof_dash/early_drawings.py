@@ -1,4 +1,4 @@
-"""Pages that the server draws as soon as their HTML is requested, while the browser still loads the code of Dash."""
+"""Draws pages on the server as soon as their HTML is requested, while the browser still loads the code of Dash."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Final, Generic, NamedTuple, TypeVar
 
 _Drawn = TypeVar("_Drawn")
 
-_SECONDS: Final = 30.0  # that a drawing is kept for a browser that has not asked for it
+_SECONDS: Final = 30.0  # how long a drawing is kept for a browser that has not requested it
 
 
 class _Asked(NamedTuple):
@@ -26,10 +26,11 @@ class _Early(NamedTuple, Generic[_Drawn]):
 
 
 class EarlyDrawings(Generic[_Drawn]):
-    """The last drawing that no browser has asked for yet.
+    """The last early drawing that no browser has requested yet.
 
     Args:
-        draw: draws the page of a path, a query ("" or beginning with "?") and a scheme as the browser reports it.
+        draw: Draws the page for a path, a query ("" or beginning with "?") and a scheme as the browser reports
+            it.
     """
 
     def __init__(self, draw: Callable[[str, str, str | None], _Drawn]) -> None:
@@ -37,28 +38,33 @@ class EarlyDrawings(Generic[_Drawn]):
         self._lock = threading.Lock()
         self._is_drawing = threading.Lock()
         self._last: _Early[_Drawn] | None = None
-        self._scheme: str | None = "light wide"  # of the last page: the next one has the same, most likely
+        # The scheme of the last page, which the next page most likely has, too.
+        self._scheme: str | None = "light wide"
 
     def begin(self, pathname: str, search: str) -> None:
-        """Draw the page of an address, whose HTML is being sent, beside it; not while another one is drawn so."""
+        """Start to draw the page of an address in a thread, while the HTML of the page is sent.
+
+        Nothing happens if another early drawing is in progress.
+        """
         if not self._is_drawing.acquire(blocking=False):
             return
         early = _Early(_Asked(pathname, search, self._scheme), time.monotonic(), Future[_Drawn]())
         with self._lock:
             self._last = early
-        # A thread of its own, which ends: one that waits would keep an engine of DuckDB. Python waits for it when it exits:
-        # a daemon thread that is in DuckDB then aborts the process.
+        # The drawing has its own thread, which ends, because a waiting thread of a pool would keep a DuckDB
+        # engine. The thread is not a daemon, so that Python waits for it at exit: a daemon thread that is in
+        # DuckDB would abort the process.
         thread = threading.Thread(target=self._run, args=[early], name="commprof early drawing", daemon=False)
         try:
             thread.start()
         except RuntimeError:
-            # The limit of threads is reached: the page is drawn when the browser asks for it.
+            # The limit of threads is reached, so the page is drawn when the browser requests it.
             with self._lock:
                 self._last = None
             self._is_drawing.release()
 
     def take(self, pathname: str, search: str, scheme: str | None) -> _Drawn | None:
-        """Return the drawing for an address and scheme, once; None if it has to be drawn now."""
+        """Return the early drawing of an address and scheme, once; None if the page has to be drawn now."""
         with self._lock:
             self._scheme = scheme
             early = self._last

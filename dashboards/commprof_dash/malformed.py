@@ -13,16 +13,17 @@ from werkzeug.exceptions import HTTPException
 _LOG: Final = logging.getLogger(__name__)
 _UPDATE: Final = "/_dash-update-component"
 _ANY_PAGE: Final = "/<path:path>"
-_LARGEST: Final = 16 * 2**20  # bytes of a request; those of our pages have some kB
+# The largest size of a request in bytes; the requests of the dashboard's pages have a few kB.
+_LARGEST: Final = 16 * 2**20
 
 
 def refuse_malformed(server: flask.Flask) -> None:
-    """Have ``server`` answer 400 to an update that cannot be carried out, and 404 to a file that is not ours."""
+    """Make ``server`` answer 400 to an update that cannot be carried out, and 404 to an unknown file."""
     server.config["MAX_CONTENT_LENGTH"] = _LARGEST
 
     @server.before_request
     def not_a_page() -> flask.Response | None:
-        # Dash gives the shell of the pages to every address that nothing else answers.
+        # Dash answers every address that has no other handler with the shell of the pages.
         rule = flask.request.url_rule
         if rule is None or rule.rule != _ANY_PAGE or not flask.request.path.startswith("/_dash-"):
             return None
@@ -41,7 +42,7 @@ def refuse_malformed(server: flask.Flask) -> None:
                 return error
             raise error
         place = traceback.extract_tb(error.__traceback__)[-1]
-        # The body comes from an unknown sender: the answer does not repeat it.
+        # The body comes from an unknown sender, so the answer does not repeat it.
         _LOG.warning("an update was refused: %s at %s:%s", type(error).__name__, place.filename, place.lineno)
         return _text(400, "No page of this dashboard requests this update.")
 

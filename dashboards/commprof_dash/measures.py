@@ -1,4 +1,4 @@
-"""The measures of traffic that a page can show. They are never mixed: every axis and subtitle names its measure."""
+"""Defines the measures of traffic that a page can show. Every axis and subtitle names its measure."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from commprof.analysis import api
 class Measure(NamedTuple):
     """One measure of traffic: its column in tables, its label and its definition."""
 
-    key: str  # in the address
-    column: str  # in the tables: totals; means per step carry the suffix _per_step
+    key: str  # the value in the address
+    column: str  # the column of totals in the tables; the column of means per step has the suffix _per_step
     name: str
     unit: str  # "bytes", or "" for a plain count
     definition: str
 
     @property
     def per_step(self) -> str:
-        """Name of the column with the mean per step."""
+        """The name of the column with the mean per step."""
         return f"{self.column}_per_step"
 
     @property
     def format(self) -> Callable[[float], str]:
-        """How a value is written for a person."""
+        """The function that formats a value for the user."""
         return api.format_bytes if self.unit == "bytes" else format_count
 
 
 def format_count(value: float) -> str:
-    """A count, or a mean of counts with one digit: ``1,234`` or ``2.5``."""
+    """Format a count, or a mean of counts with one decimal: ``1,234`` or ``2.5``."""
     return f"{value:,.0f}" if float(value).is_integer() else f"{value:,.1f}"
 
 

@@ -1,4 +1,4 @@
-"""Colours, fonts and the plotly templates, light and dark."""
+"""Defines colors, fonts and the plotly templates, light and dark."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ Scheme = Literal["light", "dark"]
 
 FONT: Final = "-apple-system, BlinkMacSystemFont, 'Segoe UI', Roboto, 'Helvetica Neue', 'Liberation Sans', Arial, sans-serif"
 
-# An operation has one colour everywhere. Each stands out from both backgrounds (3:1 or better), and those that
-# share a figure stay apart for red-, green- and blue-blind eyes; tests/unit/commprof_dash/test_theme.py measures both.
+# An operation has the same color everywhere. Each color stands out from both backgrounds (3:1 or better).
+# Colors that share a figure can be distinguished by red-, green- and blue-blind readers.
+# tests/unit/commprof_dash/test_theme.py measures both.
 OP_COLOURS: Final[dict[str, str]] = {
     Op.ALL_REDUCE: "#d55e00",
     Op.REDUCE: "#4263eb",
@@ -30,16 +31,18 @@ OP_COLOURS: Final[dict[str, str]] = {
 }
 OTHER_COLOUR: Final = "#7d858c"
 
-# Settings and times are no operations, so they have colours of their own. Charts also give each setting a dash of its own.
+# Settings and times are not operations, so they have separate colors. Charts also give each setting its own
+# dash pattern.
 SETTING_COLOURS: Final = ("#4c6ef5", "#e8590c", "#0c8599", "#d6336c", "#7d8a00", "#7d858c")
 
-# Purposes and kinds of memory, stacked from the bottom in this order: neighbours differ in hue and lightness.
+# Colors of purposes and kinds of memory, which are stacked from the bottom in this order. Neighboring colors
+# differ in hue and lightness.
 KIND_COLOURS: Final = (
     "#4c6ef5", "#e8590c", "#0c8599", "#d6336c", "#7d8a00", "#7b61c9", "#a87d00", "#5c8f9e", "#9c6b4a", "#7d858c"
 )  # fmt: skip
 
 STEP_COLOUR: Final = "#5b7f9e"
-HOLLOW: Final = "rgba(0,0,0,0)"  # the inside of a bar that has an outline only
+HOLLOW: Final = "rgba(0,0,0,0)"  # the fill of a bar that is only an outline
 EXPOSED_COLOUR: Final = "#d6336c"
 
 PAPER: Final[dict[Scheme, str]] = {"light": "#ffffff", "dark": "#242424"}
@@ -49,7 +52,8 @@ GRID: Final[dict[Scheme, str]] = {"light": "#e5e8eb", "dark": "#3a3d41"}
 
 MANTINE: Final = {
     "primaryColor": "indigo",
-    "primaryShade": {"light": 8, "dark": 8},  # its text reaches 4.5:1 on white and on its own tint
+    # Text reaches a contrast of 4.5:1 on white and on the tint of this color.
+    "primaryShade": {"light": 8, "dark": 8},
     "fontFamily": FONT,
     "defaultRadius": "md",
     "headings": {"fontFamily": FONT},
@@ -57,13 +61,13 @@ MANTINE: Final = {
 
 
 def scheme_of(value: str | None) -> Scheme:
-    """What the browser reported as a scheme, beside its width; light where it reported nothing known."""
+    """Return the scheme in the value that the browser reported, without its width; light if the scheme is unknown."""
     return "dark" if (value or "").partition(" ")[0] == "dark" else "light"
 
 
 @cache
 def template(scheme: Scheme) -> go.layout.Template:
-    """The plotly template of ``scheme``. Cards draw the background and the title, so figures have neither."""
+    """Return the plotly template of ``scheme``. It has no background and no title, because cards draw both."""
     axis = {
         "gridcolor": GRID[scheme],
         "linecolor": GRID[scheme],
@@ -85,7 +89,7 @@ def template(scheme: Scheme) -> go.layout.Template:
                 "font": {"color": TEXT[scheme], "family": FONT, "size": 13},
                 "align": "left",
             },
-            "showlegend": False,  # cards have their own, which wraps and never covers a bar
+            "showlegend": False,  # cards have their own legend, which wraps and never covers a bar
             "margin": {"l": 8, "r": 8, "t": 8, "b": 8},
             "xaxis": axis,
             "yaxis": axis,
@@ -94,12 +98,12 @@ def template(scheme: Scheme) -> go.layout.Template:
 
 
 def luminance(colour: str) -> float:
-    """Relative luminance of ``#rrggbb``, 0 to 1 (WCAG 2.2, relative luminance)."""
+    """Return the relative luminance of ``#rrggbb``, 0 to 1 (WCAG 2.2, relative luminance)."""
     channels = (int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5))
     red, green, blue = (c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels)
     return 0.2126 * red + 0.7152 * green + 0.0722 * blue
 
 
 def text_on(colour: str) -> str:
-    """Black or white, whichever reads better on ``colour``."""
+    """Return black or white, whichever has more contrast to ``colour``."""
     return "#ffffff" if luminance(colour) < 0.18 else "#000000"

@@ -1,4 +1,4 @@
-"""The data of one run's traffic figures: answers of the library, added up by step and by purpose."""
+"""Computes the data of one run's traffic figures: answers of the library, summed by step and by purpose."""
 
 from __future__ import annotations
 
@@ -13,16 +13,18 @@ from commprof.schema import Op, Phase
 from commprof_dash.charts.series import with_series
 from commprof_dash.measures import MEASURES
 
-_MOST_BARS: Final = 240  # a browser draws them at once; more steps are drawn as means of neighbours
+# A browser draws this number of bars without delay. More steps are drawn as means of neighboring steps.
+_MOST_BARS: Final = 240
 _BEFORE: Final = "before the first step"
 _NAMED_OUTSIDE: Final = (Phase.EVALUATION, Phase.CHECKPOINT)
 _MEASURE_COLUMNS: Final = [measure.column for measure in MEASURES.values()]
 
 
 def by_step(run: api.AnyRun) -> pd.DataFrame:
-    """Traffic per training step: step, steps (how many a row is the mean of), series, and each measure per step.
+    """Return the traffic per training step.
 
-    Of a step that was repeated after a restart, the last time.
+    The columns are step, steps (the number of steps that a row is the mean of), series, and each measure per
+    step. If a step was repeated after a restart, only its last attempt counts.
     """
     frame = _of_a_rank(run, ("attempt", "step", "op", "intended_op"))
     frame = frame[frame["step"] >= 0]
@@ -38,13 +40,16 @@ def by_step(run: api.AnyRun) -> pd.DataFrame:
 
 
 def by_purpose(run: api.AnyRun) -> pd.DataFrame:
-    """Mean traffic of a training step: purpose, phase, op, intended_op, series, and each measure per step."""
+    """Return the mean traffic of a training step.
+
+    The columns are purpose, phase, op, intended_op, series, and each measure per step.
+    """
     frame = with_series(as_executed(api.traffic_by_setting([run]), "_per_step"))
     return frame.assign(purpose=frame["purpose"].fillna("untagged").astype("str"))
 
 
 def outside_steps(run: api.AnyRun) -> pd.DataFrame:
-    """Traffic outside of all training steps: when, purpose, series and the totals of each measure."""
+    """Return the traffic outside of all training steps: when, purpose, series and the total of each measure."""
     frame = _of_a_rank(run, ("step", "after_step", "phase", "purpose", "op", "intended_op"))
     frame = with_series(frame[frame["step"] < 0])
     after = frame["phase"].where(frame["phase"].isin(_NAMED_OUTSIDE), "after the last step")
@@ -57,7 +62,7 @@ def outside_steps(run: api.AnyRun) -> pd.DataFrame:
 
 
 def one_offs(run: api.AnyRun) -> pd.DataFrame:
-    """One-off traffic: when, purpose, series and the totals of each measure."""
+    """Return the one-off traffic: step, when, purpose, series and the total of each measure."""
     opened = run if isinstance(run, api.Run) else api.open_run(Path(run))
     frame = with_series(_job_mean(api.one_offs(opened), opened))
     frame = frame[frame["op"] != Op.BARRIER].assign(
@@ -68,9 +73,9 @@ def one_offs(run: api.AnyRun) -> pd.DataFrame:
 
 
 def _of_a_rank(run: api.AnyRun, by: Sequence[str]) -> pd.DataFrame:
-    """``api.traffic`` by ``by`` and the size of the group, the wire bytes as :data:`measures.WIRE` defines them.
+    """Return ``api.traffic`` by ``by`` and the group size, with wire bytes as defined by :data:`measures.WIRE`.
 
-    All ranks of its group send a collective, and one rank sends a message.
+    All ranks of a group send a collective, but one rank sends a message.
     """
     opened = run if isinstance(run, api.Run) else api.open_run(Path(run))
     frame = api.traffic(opened, by=(*by, "group_size"))
@@ -78,7 +83,7 @@ def _of_a_rank(run: api.AnyRun, by: Sequence[str]) -> pd.DataFrame:
 
 
 def _job_mean(frame: pd.DataFrame, run: api.Run) -> pd.DataFrame:
-    """``frame`` with the wire bytes that a rank of the job sends, the mean over all, for what the backend runs."""
+    """Return ``frame`` with the wire bytes of the executed operations, averaged over all ranks of the job."""
     senders = frame["group_size"].where(frame["op"] != Op.SEND, 1)
     ranks = run.manifest.world_size or frame["group_size"].max()
     frame = as_executed(frame)
@@ -86,7 +91,10 @@ def _job_mean(frame: pd.DataFrame, run: api.Run) -> pd.DataFrame:
 
 
 def as_executed(frame: pd.DataFrame, suffix: str = "") -> pd.DataFrame:
-    """``frame`` with the wire bytes of what the backend runs, where that is known; ``issued_wire_bytes`` are the others."""
+    """Return ``frame`` with the wire bytes of the executed operations, or of the issued ones if these are unknown.
+
+    The wire bytes of the issued operations are in the new column ``issued_wire_bytes``, with ``suffix``.
+    """
     issued = frame[f"wire_bytes{suffix}"]
     wire = frame[f"executed_wire_bytes{suffix}"].astype("Float64").fillna(issued.astype("Float64"))
     columns = {f"issued_wire_bytes{suffix}": issued, f"wire_bytes{suffix}": wire.astype(issued.dtype)}
@@ -94,7 +102,7 @@ def as_executed(frame: pd.DataFrame, suffix: str = "") -> pd.DataFrame:
 
 
 def compared(runs: Sequence[api.AnyRun]) -> api.Comparison:
-    """All that is said of the runs side by side, with the wire bytes of what the backends run."""
+    """Return the comparison of the runs, with the wire bytes of the executed operations."""
     comparison = api.compare_both(runs)
     settings, traffic, groups = (
         as_executed(frame, "_per_step")
@@ -104,7 +112,10 @@ def compared(runs: Sequence[api.AnyRun]) -> api.Comparison:
 
 
 def groups(run: api.AnyRun) -> pd.DataFrame:
-    """One row per process group: pg, group_desc, group_ranks, group_size, backend, unseen (over its ranks)."""
+    """Return one row per process group.
+
+    The columns are pg, group_desc, group_ranks, group_size, backend, unseen (summed over its ranks), and ranks.
+    """
     frame = api.table(run, "groups")
     keys = ["pg", "group_desc", "group_ranks", "group_size", "backend"]
     return frame.groupby(keys, as_index=False, dropna=False).agg(

@@ -1,1 +1,1 @@
-"""Charts: a table in, a plotly figure out. Nothing here reads a run or computes an answer."""
+"""Builds plotly figures from tables. This package neither reads runs nor computes answers."""

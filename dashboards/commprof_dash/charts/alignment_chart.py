@@ -1,4 +1,4 @@
-"""Alignment chart: how many records and NCCL lines of each rank are in which state."""
+"""Builds the alignment chart: the number of records and NCCL lines of each rank in each state."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from commprof_dash.charts.rank_charts import rank_axis
 from commprof_dash.charts.series import hatched
 from commprof_dash.theme import OP_COLOURS, OTHER_COLOUR, SETTING_COLOURS, Scheme, template
 
-# In the order of the stack: matched at the bottom. Hatches distinguish the states, too.
+# The order of the stack, with "matched" at the bottom. Hatches also distinguish the states.
 STATES: Final = {
     "matched": (OP_COLOURS["reduce_scatter"], ""),
     "missing": (SETTING_COLOURS[1], "/"),
@@ -23,10 +23,10 @@ STATES: Final = {
 
 
 def states(frame: pd.DataFrame, scheme: Scheme) -> go.Figure:
-    """Rows of each state, stacked, one bar per rank.
+    """Return the number of rows in each state as stacked bars, one bar per rank.
 
     Args:
-        frame: columns ``rank``, ``state``, ``lines``; rows of one rank and state add up.
+        frame: The columns ``rank``, ``state``, ``lines``; several rows of a rank and state are summed.
     """
     figure = go.Figure(layout={"template": template(scheme)})
     known = frame[frame["rank"].notna()]

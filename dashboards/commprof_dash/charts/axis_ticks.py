@@ -1,4 +1,4 @@
-"""Axes with ticks that people read: bytes in powers of 1024, times in ns to s, counts."""
+"""Builds axes with readable ticks: bytes in powers of 1024, times in ns to s, counts."""
 
 from __future__ import annotations
 
@@ -13,23 +13,27 @@ _TIMES: Final = ((1, "ns"), (1_000, "us"), (1_000_000, "ms"), (1_000_000_000, "s
 
 
 def step_ticks(steps: Iterable[float]) -> dict[str, Any]:
-    """Of an axis of training steps: ticks at whole steps, of few steps at each."""
+    """Return the ticks of an axis of training steps, at whole steps only. If there are few steps, each has a tick."""
     numbers = list(steps)
-    if len(set(numbers)) == 1:  # an axis around one step would have ticks at the steps beside it
+    # An axis around a single step would also have ticks at the neighboring steps.
+    if len(set(numbers)) == 1:
         return {"tickvals": numbers[:1], "ticktext": [f"{numbers[0]:.0f}"]}
     few = not numbers or max(numbers) - min(numbers) <= _MOST_STEP_TICKS
     return {"tickformat": "d", **({"dtick": 1} if few else {"nticks": _MOST_STEP_TICKS})}
 
 
 def step_size(highest: float, count: int = 4) -> float:
-    """A round step (1, 2, 2.5 or 5 times a power of ten) that divides ``0..highest`` in about ``count`` parts."""
+    """Return a round step that divides ``0..highest`` into about ``count`` parts.
+
+    The step is 1, 2, 2.5 or 5 times a power of ten.
+    """
     rough = max(highest, 1e-300) / count
     power = 10.0 ** math.floor(math.log10(rough))
     return next(step for step in _STEPS if rough <= step * power * (1 + 1e-9)) * power
 
 
 def ticks(highest: float, unit: float, name: str, count: int = 4) -> tuple[list[float], list[str]]:
-    """Values and texts of ticks from 0 past ``highest``, in multiples of ``unit`` called ``name``."""
+    """Return the values and texts of ticks from 0 to ``highest``, as multiples of ``unit``, whose name is ``name``."""
     step = step_size(highest / unit, count)
     numbers = [step * i for i in range(math.floor(highest / unit / step + 1e-9) + 1)]
     digits = max(0, -math.floor(math.log10(step))) if step < 1 else 0
@@ -40,19 +44,19 @@ def ticks(highest: float, unit: float, name: str, count: int = 4) -> tuple[list[
 
 
 def bytes_ticks(highest: float, count: int = 4) -> tuple[list[float], list[str]]:
-    """Ticks for bytes: ``0, 2 MiB, 4 MiB``."""
+    """Return ticks for bytes: ``0, 2 MiB, 4 MiB``."""
     index = min(len(_BINARY) - 1, int(math.log(max(highest, 1.0), 1024)))
     return ticks(highest, 1024.0**index, _BINARY[index], count)
 
 
 def time_ticks(highest: float, count: int = 4) -> tuple[list[float], list[str]]:
-    """Ticks for nanoseconds: ``0, 20 ms, 40 ms``."""
+    """Return ticks for nanoseconds: ``0, 20 ms, 40 ms``."""
     unit, name = max((u for u in _TIMES if u[0] <= max(highest, 1)), default=_TIMES[0])
     return ticks(highest, float(unit), name, count)
 
 
 def count_ticks(highest: float, count: int = 4) -> tuple[list[float], list[str]]:
-    """Ticks for counts: ``0, 10, 20``."""
+    """Return ticks for counts: ``0, 10, 20``."""
     return ticks(highest, 1.0, "", count)
 
 
@@ -64,7 +68,10 @@ TICKS: Final[dict[str, Callable[..., tuple[list[float], list[str]]]]] = {
 
 
 def axis(highest: float, unit: str, title: str, room: float = 1.0, count: int = 4) -> dict[str, Any]:
-    """A plotly axis from 0 to ``room`` times ``highest``, with readable ticks of ``unit`` (bytes, ns or a plain count)."""
+    """Return a plotly axis from 0 to ``room`` times ``highest``.
+
+    The axis has readable ticks of ``unit`` (bytes, ns or a plain count).
+    """
     highest = highest if highest > 0 and math.isfinite(highest) else 1.0
     values, texts = TICKS[unit](highest, count)
     return {
@@ -77,10 +84,13 @@ def axis(highest: float, unit: str, title: str, room: float = 1.0, count: int = 
 
 
 def log_axis(low: float, high: float, title: str, suffix: str = "", count: int = 7) -> dict[str, Any]:
-    """A logarithmic plotly axis for bytes, or with the suffix ``/s`` for rates of them, with ticks at powers of two."""
+    """Return a logarithmic plotly axis for bytes, with ticks at powers of two.
+
+    With the suffix ``/s``, the axis shows rates in bytes per second.
+    """
     low = max(low, 1e-3)
     high = max(high, low)
-    if high < 2 * low:  # values that are nearly one stand in the middle
+    if high < 2 * low:  # values that are nearly equal are in the middle of the axis
         low, high = low / 2, high * 2
     first, last = math.floor(math.log2(low)), math.ceil(math.log2(high))
     least = -(-(last - first) // count)

@@ -1,4 +1,4 @@
-"""Bandwidth against size, both logarithmic: measured bandwidth, the machine's ceiling, and outliers."""
+"""Builds the logarithmic chart of bandwidth against size: measured bandwidth, the machine's ceiling, and outliers."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ _DASHES: Final = {"reached": "solid", "ceiling": "dash"}
 
 
 class Rate(NamedTuple):
-    """One of the two bandwidths of nccl-tests."""
+    """One of the two bandwidths that nccl-tests defines."""
 
-    key: str  # in the address
+    key: str  # the value in the address
     name: str
     definition: str
 
     def of(self, payload_bytes: float, time_ns: float, factor: float) -> float:
-        """The bandwidth in bytes/s. ``factor``: of the bus bandwidth."""
+        """Return the bandwidth in bytes/s. ``factor`` is the factor of the bus bandwidth."""
         return payload_bytes / time_ns * 1e9 * (factor if self is BUSBW else 1.0)
 
 
@@ -40,19 +40,19 @@ RATES: Final = {rate.key: rate for rate in (BUSBW, ALGBW)}
 
 
 def format_rate(value: float) -> str:
-    """``1.50 GiB/s``."""
+    """Return a rate as text: ``1.50 GiB/s``."""
     return f"{api.format_bytes(value)}/s"
 
 
 def against_size(
     sizes: pd.DataFrame, strange: pd.DataFrame, curve: pd.DataFrame, rate: Rate, scheme: Scheme
 ) -> go.Figure:
-    """A line per operation and group, the ceiling of each dashed, and marks for what was not averaged in.
+    """Return a line per operation and group, dashed lines for ceilings, and marks for values that the averages exclude.
 
     Args:
-        sizes: rows of ``api.bandwidth`` that have a time.
-        strange: rows of ``api.bandwidth_times`` that are outliers or impossible.
-        curve: rows of ``api.ceiling``.
+        sizes: The rows of ``api.bandwidth`` that have a time.
+        strange: The rows of ``api.bandwidth_times`` that are outliers or impossible.
+        curve: The rows of ``api.ceiling``.
     """
     figure = Sketch(scheme)
     groups = list(dict.fromkeys(sizes["group_ranks"]))
@@ -73,7 +73,7 @@ def against_size(
 
 
 def colour_of(op: str) -> str:
-    """The colour of an operation; messages have that of sends."""
+    """Return the color of an operation. Messages have the color of sends."""
     return OP_COLOURS.get(Op.SEND if op == "send_recv" else op, OTHER_COLOUR)
 
 
@@ -119,7 +119,8 @@ def _add_ceiling(figure: Sketch, part: pd.DataFrame, op: str, group_size: str, r
 
 
 def _add_marks(figure: Sketch, part: pd.DataFrame, name: str, symbol: str, colour: str, rate: Rate) -> None:
-    part = part[part[_column(rate)] > 0]  # what took no time has no place on the axis; the table has it
+    # A logarithmic axis cannot show a bandwidth of 0; the table shows it.
+    part = part[part[_column(rate)] > 0]
     if part.empty:
         return
     texts = [

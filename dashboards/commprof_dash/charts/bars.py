@@ -1,4 +1,4 @@
-"""Horizontal bars with the label of each row above its bar, so that long labels need no margin at any width."""
+"""Builds horizontal bars with the label of each row above its bar, so that long labels need no margin at any width."""
 
 from __future__ import annotations
 
@@ -16,45 +16,45 @@ BAR_PIXELS: Final = 24
 LINE_PIXELS: Final = 16
 _GAP_PIXELS: Final = 16
 _AXIS_PIXELS: Final = 48
-_ROOM: Final = 1.28  # right of the longest bar, for its number
+_ROOM: Final = 1.28  # the room for the number right of the longest bar
 
 
 class Rows(NamedTuple):
-    """The rows of a chart: their labels from the top, and the pixels that each needs."""
+    """The rows of a chart: their labels from the top, and the height of each row in pixels."""
 
     labels: Sequence[str]
     wrapped: Sequence[str]
-    label_pixels: int  # the label above the bar
+    label_pixels: int  # the height of the label above the bar
 
     @property
     def pixels(self) -> int:
-        """From one bar to the next."""
+        """The pixels from one bar to the next."""
         return BAR_PIXELS + self.label_pixels + _GAP_PIXELS
 
     @property
     def above(self) -> int:
-        """From the top of the plot to the middle of the first bar."""
+        """The pixels from the top of the plot to the middle of the first bar."""
         return self.label_pixels + BAR_PIXELS // 2 + 6
 
     @property
     def below(self) -> int:
-        """From the middle of the last bar to the bottom of the plot."""
+        """The pixels from the middle of the last bar to the bottom of the plot."""
         return BAR_PIXELS // 2 + 8
 
     @property
     def height(self) -> int:
-        """Pixels of the plot."""
+        """The height of the plot in pixels."""
         return self.above + (len(self.labels) - 1) * self.pixels + self.below
 
 
 def rows_of(labels: Sequence[str]) -> Rows:
-    """Rows high enough for the longest of ``labels``."""
+    """Return rows that are high enough for the longest of ``labels``."""
     wrapped = [wrap(label) for label in labels]
     return Rows(labels, wrapped, LINE_PIXELS * max((line_count(text) for text in wrapped), default=1))
 
 
 def label_annotations(rows: Rows) -> list[dict[str, Any]]:
-    """The label of each row, above its bar and flush with its beginning."""
+    """Return the label of each row, above its bar and aligned with the start of the bar."""
     return [
         {
             "x": 0,
@@ -73,7 +73,7 @@ def label_annotations(rows: Rows) -> list[dict[str, Any]]:
 
 
 def number_annotation(x: float, position: int, text: str) -> dict[str, Any]:
-    """The number at the end of a bar."""
+    """Return the number at the end of a bar."""
     return {
         "x": x,
         "y": position,
@@ -86,7 +86,7 @@ def number_annotation(x: float, position: int, text: str) -> dict[str, Any]:
 
 
 def row_axis(rows: Rows) -> dict[str, Any]:
-    """The vertical axis: row 0 at the top, with room for the label above it."""
+    """Return the vertical axis, which has row 0 at the top and room for the label above it."""
     return {
         "range": [len(rows.labels) - 1 + rows.below / rows.pixels, -rows.above / rows.pixels],
         "showgrid": False,
@@ -97,7 +97,7 @@ def row_axis(rows: Rows) -> dict[str, Any]:
 
 
 def row_layout(rows: Rows) -> dict[str, Any]:
-    """Height, margins and vertical axis of a chart of ``rows``."""
+    """Return the height, margins and vertical axis of a chart of ``rows``."""
     return {
         "height": rows.height + _AXIS_PIXELS,
         "margin": {"l": 4, "r": 4, "t": 0, "b": _AXIS_PIXELS},
@@ -115,11 +115,12 @@ def stacked(
     format_value: Callable[[float], str],
     scheme: Scheme,
 ) -> go.Figure:
-    """Stacked bars, one per row, with the sum at the end of each and the series' name inside where it fits.
+    """Return stacked bars, one per row, with the sum at the end and the name of each series inside its bar if it fits.
 
     Args:
-        values: for each series, its value in each row.
-        unit: ``bytes``, ``ns`` or ``""``; of the values and the axis, whose title is ``title``.
+        values: For each series, its value in each row.
+        unit: The unit of the values and of the axis: ``bytes``, ``ns`` or ``""``.
+        title: The title of the axis.
     """
     figure = go.Figure(layout={"template": template(scheme)})
     totals = [sum(values[one.name][i] for one in series) for i in range(len(rows.labels))]

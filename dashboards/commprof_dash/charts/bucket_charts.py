@@ -1,4 +1,4 @@
-"""Gradient buckets: how full each was, how long each took."""
+"""Builds the charts of gradient buckets: how full each bucket was, and how long its reduction took."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from commprof_dash.charts.series import marker, series_in_order
 from commprof_dash.theme import EXPOSED_COLOUR, OTHER_COLOUR, STEP_COLOUR, TEXT, Scheme, template
 
 _FEW: Final = 5
-_MOST_OF_BARS: Final = 12  # times the largest bucket: up to there a capacity is drawn
+_MOST_OF_BARS: Final = 12  # A capacity is drawn up to this multiple of the largest bucket.
 
 
 def sizes(frame: pd.DataFrame, scheme: Scheme) -> go.Figure:
-    """Bytes of each bucket in the colour of the operation that reduced it, and a line where it would be full.
+    """Return the bytes of each bucket in the color of the operation that reduced it, with a line at the capacity.
 
     Args:
-        frame: columns ``label``, ``bytes``, ``numel``, ``fill``, ``series``.
+        frame: The columns ``label``, ``bytes``, ``numel``, ``fill``, ``series``.
     """
     figure = go.Figure(layout={"template": template(scheme)})
     labels = frame["label"].tolist()
@@ -44,7 +44,7 @@ def sizes(frame: pd.DataFrame, scheme: Scheme) -> go.Figure:
     if full.notna().any():
         figure.add_scatter(
             name="full",
-            mode="markers",  # a line from bucket to bucket would say that there is something between them
+            mode="markers",  # a line between buckets would suggest values between them
             marker={
                 "symbol": "line-ew",
                 "size": 40,
@@ -58,7 +58,7 @@ def sizes(frame: pd.DataFrame, scheme: Scheme) -> go.Figure:
     highest = max(float(frame["bytes"].max()), float(full.max()) if full.notna().any() else 0.0)
     figure.update_layout(
         height=300,
-        hovermode="x",  # a click anywhere in the column of a small bar is one on the bar
+        hovermode="x",  # a click anywhere in the column of a small bar selects the bar
         barmode="stack",
         bargap=0.6 if len(labels) < _FEW else 0.2,
         xaxis=_bucket_axis(labels),
@@ -68,20 +68,23 @@ def sizes(frame: pd.DataFrame, scheme: Scheme) -> go.Figure:
 
 
 def capacities(frame: pd.DataFrame) -> pd.Series[float]:
-    """The bytes of each bucket if it were full; not-a-number where its runtime names no capacity."""
+    """Return the bytes of each bucket if it were full; NaN if its runtime reports no capacity."""
     return (frame["bytes"].astype(float) / frame["fill"].astype(float)).where(frame["fill"] > 0)
 
 
 def are_drawn(frame: pd.DataFrame) -> bool:
-    """Whether a capacity has a place in the figure: beside one that is far larger no bucket would be seen."""
+    """Return whether the figure shows a capacity.
+
+    Capacities that are much larger than all buckets are not drawn, because the buckets would be too small to see.
+    """
     return bool((capacities(frame) <= _MOST_OF_BARS * frame["bytes"].astype(float).max()).any())
 
 
 def times(frame: pd.DataFrame, scheme: Scheme) -> go.Figure:
-    """The time from issue to the last known end of each bucket, and its exposed part.
+    """Return the time from issue to the last known end of each bucket, and the exposed part of this time.
 
     Args:
-        frame: columns ``label``, ``duration_ns``, ``exposed_ns``.
+        frame: The columns ``label``, ``duration_ns``, ``exposed_ns``.
     """
     figure = go.Figure(layout={"template": template(scheme)})
     labels = frame["label"].tolist()
@@ -91,7 +94,7 @@ def times(frame: pd.DataFrame, scheme: Scheme) -> go.Figure:
     ):
         values = frame[column]
         if column == "exposed_ns" and values.isna().all():
-            continue  # an empty bar beside each would only push them aside
+            continue  # empty bars would only push the other bars aside
         figure.add_bar(
             name=name,
             x=labels,
@@ -103,7 +106,7 @@ def times(frame: pd.DataFrame, scheme: Scheme) -> go.Figure:
     known = frame[["duration_ns", "exposed_ns"]].max().dropna()
     figure.update_layout(
         height=300,
-        hovermode="x",  # a click anywhere in the column of a small bar is one on the bar
+        hovermode="x",  # a click anywhere in the column of a small bar selects the bar
         barmode="group",
         bargap=0.6 if len(labels) < _FEW else 0.2,
         xaxis=_bucket_axis(labels),

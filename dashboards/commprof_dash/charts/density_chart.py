@@ -1,4 +1,7 @@
-"""The zoomed-out timeline: how busy each rank was, in one lane per group if the rank has several groups."""
+"""Builds the zoomed-out timeline, which shows how busy each rank was.
+
+A rank with several groups has one lane per group.
+"""
 
 from __future__ import annotations
 
@@ -17,33 +20,33 @@ from commprof_dash.charts.sketch import Sketch
 from commprof_dash.theme import EXPOSED_COLOUR, OP_COLOURS, OTHER_COLOUR, PAPER, Scheme
 
 OTHER_GROUPS: Final = "other groups"
-_ALONE: Final = 1.25  # height of the lane of a rank that has one
-_LANE: Final = 1.0  # of one of several,
-_BETWEEN: Final = 0.12  # and the room between them
-_EXPOSED_ROW: Final = 0.45  # height of the row for exposed communication, below the lanes of a rank
-_ROOM: Final = 0.3  # below that
-_UNNAMED: Final = (None, "", "undefined")  # torch's description of a group that was given none
+_ALONE: Final = 1.25  # the height of the lane of a rank that has only one lane
+_LANE: Final = 1.0  # the height of each lane of a rank that has several lanes
+_BETWEEN: Final = 0.12  # the room between the lanes of a rank
+_EXPOSED_ROW: Final = 0.45  # the height of the row for exposed communication, below the lanes of a rank
+_ROOM: Final = 0.3  # the room below the row for exposed communication
+_UNNAMED: Final = (None, "", "undefined")  # torch's descriptions of a group without a description
 
 
 class LaneRow(NamedTuple):
-    """Where a lane stands, from ``top`` downwards; lanes of a rank follow each other."""
+    """The position of a lane, from ``top`` downwards. The lanes of a rank follow each other."""
 
     rank: int
     lane: int
-    name: str  # of its group; "" where groups are not told apart
-    ranks: str  # of its group
+    name: str  # the name of the group of the lane; "" if the lanes are not named
+    ranks: str  # the ranks of the group of the lane
     top: float
     height: float
-    is_last: bool  # of its rank
+    is_last: bool  # whether this is the last lane of its rank
 
     @property
     def bottom(self) -> float:
-        """The lower end of the lane, including the row for exposed communication if that is below it."""
+        """The lower end of the lane, including the row for exposed communication if this row is below the lane."""
         return self.top + self.height + (_EXPOSED_ROW if self.is_last else 0)
 
 
 def lane_rows(shown: api.Timeline) -> list[LaneRow]:
-    """The lanes of all ranks that are shown, from the top."""
+    """Return the lanes of all displayed ranks, from the top."""
     names = lane_names(shown)
     ranks = {(lane.rank, lane.lane): lane.group_ranks or "" for lane in shown.lanes}
     rows, top = [], 0.0
@@ -58,7 +61,7 @@ def lane_rows(shown: api.Timeline) -> list[LaneRow]:
 
 
 class Called(NamedTuple):
-    """A lane, and what its group is called: ``groups`` of them where several stand together."""
+    """A lane with the name of its group. ``groups`` is the number of groups that share the lane."""
 
     rank: int
     lane: int
@@ -68,14 +71,18 @@ class Called(NamedTuple):
 
 
 def lane_names(shown: api.Timeline) -> dict[tuple[int, int], str]:
-    """What each lane is called, by its rank and number: its group's description, and its name where it needs one."""
+    """Return the name of each lane by its rank and number.
+
+    The name is the description of the group. The name of the group is added if two lanes of a rank have the same
+    description.
+    """
     return names_of(
         [Called(lane.rank, lane.lane, lane.pg, lane.group_desc, lane.groups) for lane in shown.lanes]
     )
 
 
 def names_of(lanes: Sequence[Called]) -> dict[tuple[int, int], str]:
-    """The same of ``lanes``."""
+    """Return the name of each of ``lanes`` by its rank and number. See :func:`lane_names` for the form of the names."""
     same_name = Counter((lane.rank, lane.group_desc) for lane in lanes)
     names = {}
     for lane in lanes:
@@ -96,7 +103,10 @@ def names_of(lanes: Sequence[Called]) -> dict[tuple[int, int], str]:
 def draw_density(
     drawn: Sketch, density: pd.DataFrame, lanes: Sequence[LaneRow], origin: int, scheme: Scheme
 ) -> None:
-    """One heatmap: how busy each lane was, in the color of its main operation, and each rank's exposed communication."""
+    """Draw a heat map of how busy each lane was and of the exposed communication of each rank.
+
+    The color of a cell is the color of the main operation of the lane.
+    """
     if density.empty or not lanes:
         return
     width = int(density["end_ns"].iloc[0] - density["begin_ns"].iloc[0])
@@ -110,7 +120,7 @@ def draw_density(
     rows: list[npt.NDArray[np.float64]] = []
     texts: list[list[str]] = []
     edges: list[float] = []
-    begun = 0  # the first lane of the rank
+    begun = 0  # the number of the first lane of the rank
     for number, lane in enumerate(lanes):
         hover = _hover_of_lane(lane, busy[number], exposed[number], ops)
         rows.append(np.where(total[number] > 0, colour[number] + np.clip(total[number], 0, 0.999), np.nan))
@@ -141,12 +151,16 @@ def draw_density(
         colorscale=_scale([*(OP_COLOURS.get(op, OTHER_COLOUR) for op in ops), EXPOSED_COLOUR], scheme),
         showscale=False,
         hoverongaps=False,
-        hoverinfo="none",  # the line above the figure tells the text
+        hoverinfo="none",  # the line above the figure shows the text
     )
 
 
 class HeatShares(NamedTuple):
-    """Shares of the time, rows x bins: exposed communication, any communication; and the left edges of the bins."""
+    """The shares of time of exposed communication and of any communication, as arrays of rows x bins.
+
+    Attributes:
+        begins: The left edges of the bins.
+    """
 
     exposed: npt.NDArray[np.float64]
     busy: npt.NDArray[np.float64]
@@ -155,7 +169,10 @@ class HeatShares(NamedTuple):
 
 
 def heat_shares(density: pd.DataFrame, rows: Sequence[Sequence[int]], origin: int) -> HeatShares:
-    """The mean over the ranks of each of ``rows``, by bin of ``density``; times since ``origin``."""
+    """Return, for each of ``rows``, the mean shares over the ranks of the row, by bin of ``density``.
+
+    The left edges of the bins are relative to ``origin``.
+    """
     width = int(density["end_ns"].iloc[0] - density["begin_ns"].iloc[0])
     first, last = int(density["begin_ns"].min()), int(density["begin_ns"].max())
     row_of = {rank: number for number, ranks in enumerate(rows) for rank in ranks}
@@ -181,10 +198,10 @@ def draw_heat(
     origin: int,
     scheme: Scheme,
 ) -> None:
-    """One row for each of ``rows`` (ranks): its color is the share of exposed communication.
+    """Draw a heat map with one row for each of ``rows`` (lists of ranks).
 
-    Where no exposed time is known the color is the share of any communication. ``unfolds`` are the ranks that a click on
-    a row shows.
+    The color of a cell is the share of exposed communication. If no exposed time is known, the color is the share
+    of any communication. ``unfolds`` contains, for each row, the ranks that a click on the row shows.
     """
     if density.empty:
         return
@@ -245,7 +262,7 @@ def _hover_of_lane(
 
 
 def _scale(colours: Sequence[str], scheme: Scheme) -> list[list[Any]]:
-    """For each colour a part of the scale, from faint to full."""
+    """Return a color scale with one part for each color, from faint to full."""
     stops: list[list[Any]] = []
     for number, colour in enumerate(colours):
         stops.append([number / len(colours), _mixed(colour, PAPER[scheme], 0.28)])

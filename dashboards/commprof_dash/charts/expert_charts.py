@@ -1,4 +1,4 @@
-"""Charts of experts: load by expert and step, and lines of their imbalance, drops and bytes over the steps."""
+"""Builds the charts of experts: load by expert and step, and lines of imbalance, drops and bytes over the steps."""
 
 from __future__ import annotations
 
@@ -15,17 +15,18 @@ from commprof_dash.charts.listed import listed
 from commprof_dash.charts.matrix_chart import mixed
 from commprof_dash.theme import OP_COLOURS, PAPER, SETTING_COLOURS, Scheme, template
 
-MOST_STEPS: Final = 240  # columns of the heat map; of more steps neighbours are added up
+# The largest number of columns in the heat map. If there are more steps, neighboring steps are summed.
+MOST_STEPS: Final = 240
 _FAINTEST: Final = 0.06
-_MOST_WRITTEN: Final = 16  # steps and experts up to which a cell has room for its number
+_MOST_WRITTEN: Final = 16  # the largest number of steps and experts for which a cell has room for its number
 _EXPERT_PIXELS: Final = 18
 _HEIGHTS: Final = (260, 640)
-_OTHER_PIXELS: Final = 118  # of the figure, above and below the cells
-_AXIS_PIXELS: Final = 42  # of these, between the cells and the color bar
+_OTHER_PIXELS: Final = 118  # the pixels of the figure above and below the cells
+_AXIS_PIXELS: Final = 42  # the part of _OTHER_PIXELS between the cells and the color bar
 
 
 class Line(NamedTuple):
-    """One line over the steps: its column, its name, its color."""
+    """A line over the steps: its column, its name, its color."""
 
     column: str
     name: str
@@ -33,11 +34,11 @@ class Line(NamedTuple):
 
 
 def load(tokens: pd.DataFrame, dropped: pd.DataFrame, scheme: Scheme) -> go.Figure:
-    """A cell for each expert (row) and training step (column), colored by its load over the mean of the experts.
+    """Return a cell for each expert (row) and training step (column), colored by its load divided by the mean load.
 
     Args:
-        tokens: tokens that chose each expert; index: experts, columns: the first steps of the columns.
-        dropped: of these the dropped ones, in the same form.
+        tokens: The number of tokens that chose each expert; the index contains experts, the columns first steps.
+        dropped: The number of these tokens that were dropped, in the same form.
     """
     mean = tokens.mean()
     loads = (tokens / mean.where(mean > 0)).fillna(0.0)
@@ -46,13 +47,13 @@ def load(tokens: pd.DataFrame, dropped: pd.DataFrame, scheme: Scheme) -> go.Figu
         [*map(tuple, zip(*rows, strict=True))]
         for rows in zip(loads.to_numpy(), tokens.to_numpy(), dropped.to_numpy(), strict=True)
     ]
-    # The scale reaches 2 at least: a nearly even load would fill it with noise.
+    # The scale reaches at least 2, because otherwise noise would fill the scale of a nearly even load.
     highest = max(2.0, float(loads.to_numpy().max(initial=0.0)))
     colour = OP_COLOURS[Op.ALL_TO_ALL]
     low, high = _HEIGHTS
     height = min(high, max(low, _EXPERT_PIXELS * len(experts) + _OTHER_PIXELS))
     figure = go.Figure(layout={"template": template(scheme)})
-    # Numbers are written only where each fits its cell.
+    # Numbers are written only if each number fits its cell.
     is_written = len(steps) <= _MOST_WRITTEN and len(experts) <= _MOST_WRITTEN
     figure.add_heatmap(
         name="load over the mean",
@@ -115,12 +116,12 @@ def over_steps(
     write: Callable[[float], str],
     scheme: Scheme,
 ) -> go.Figure:
-    """A line for each column over the training steps, from 0.
+    """Return a line for each column over the training steps. The axis starts at 0.
 
     Args:
-        frame: column ``step`` and those of ``lines``; missing values are gaps.
-        unit: of the axis, as :func:`commprof_dash.charts.axis_ticks.axis` takes it.
-        write: how a value is written.
+        frame: The column ``step`` and the columns of ``lines``; missing values are gaps.
+        unit: The unit of the axis (see :func:`commprof_dash.charts.axis_ticks.axis`).
+        write: The function that formats a value.
     """
     figure = go.Figure(layout={"template": template(scheme)})
     for line in lines:
@@ -145,10 +146,12 @@ def over_steps(
 
 
 def by_layer(frame: pd.DataFrame, scheme: Scheme) -> go.Figure:
-    """A line of the imbalance over the steps for each layer; of many layers those with the largest median.
+    """Return a line of the imbalance over the steps for each layer.
+
+    If there are many layers, only those with the largest median are shown.
 
     Args:
-        frame: columns ``step``, ``layer`` and ``imbalance``; of a repeated step the last row counts.
+        frame: The columns ``step``, ``layer`` and ``imbalance``. The last row of a repeated step counts.
     """
     typical = frame.groupby("layer")["imbalance"].median().sort_values(ascending=False, kind="stable")
     layers = [str(layer) for layer in typical.index[: len(SETTING_COLOURS)]]

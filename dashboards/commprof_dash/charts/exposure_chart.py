@@ -1,4 +1,4 @@
-"""Exposed and overlapped communication of a training step."""
+"""Builds the chart of exposed and overlapped communication of a training step."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _LENGTHS: Final = {"exposed": "exposed_low_ns", "overlapped": "overlapped_at_mos
 
 
 def by_purpose(frame: pd.DataFrame, scheme: Scheme) -> go.Figure:
-    """Exposed and overlapped time of a typical step, by purpose. Unknown times are labelled and never drawn as 0.
+    """Return the exposed and overlapped time of a typical step by purpose. Unknown times have a label and no bar.
 
     Args:
-        frame: columns of ``api.exposure_per_step``, in the order to draw.
+        frame: The columns of ``api.exposure_per_step``, in the order to draw.
     """
     rows: list[dict[str, Any]] = [
         {str(name): value for name, value in row.items()} for row in frame.to_dict("records")
@@ -49,5 +49,8 @@ def by_purpose(frame: pd.DataFrame, scheme: Scheme) -> go.Figure:
 
 
 def duration(row: dict[str, Any], kind: str) -> str:
-    """What is known of it: a value, bounds, or one bound. A bar is as long as the lower bound of exposed time."""
+    """Return the exposed or overlapped time as text: a value, two bounds, or one bound.
+
+    The bar of an exposed time is as long as its lower bound.
+    """
     return (api.exposed_time(row) if kind == "exposed" else api.overlapped_time(row)) or UNKNOWN

@@ -1,4 +1,4 @@
-"""Text inside figures: plotly reads a little HTML there, so what comes from a trace is escaped first."""
+"""Prepares text for figures. Plotly interprets some HTML in texts, so texts from a trace are escaped first."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Final
 
-# At 400 pixels a line of a figure holds this many characters of 12 pixels, also of a wide font; at 1200 pixels of
-# window, which the browser reports with its scheme, the other.
+# The number of characters of 12 pixels in a line of a figure, also in a wide font. The first value is for a
+# window of 400 pixels, the second value for a window of 1200 pixels. The browser reports the window's width
+# with its scheme.
 LINE_CHARACTERS: Final = 52
 _WIDE_LINE_CHARACTERS: Final = 110
 _WIDE: Final = " wide"
@@ -19,7 +20,7 @@ _characters: ContextVar[int] = ContextVar("characters", default=LINE_CHARACTERS)
 
 @contextmanager
 def on_screen(reported: str | None) -> Iterator[None]:
-    """Draw for the window that the browser reports: a scheme, and ``wide`` where there is room for long lines."""
+    """Use the line length of the reported window: ``reported`` is a scheme, followed by ``wide`` for a wide window."""
     is_wide = (reported or "").endswith(_WIDE)
     token = _characters.set(_WIDE_LINE_CHARACTERS if is_wide else LINE_CHARACTERS)
     try:
@@ -32,12 +33,15 @@ _LONGEST: Final = 400
 
 
 def escape(text: object) -> str:
-    """``text`` as plotly must be given it to show it as it stands, cut where it is absurdly long."""
+    """Return ``text`` escaped, so that plotly shows it unchanged. Extremely long texts are truncated."""
     return html.escape(_shortened(text), quote=False)
 
 
 def wrap(text: object, width: int | None = None) -> str:
-    """``text`` escaped, in lines of at most ``width`` characters (None: of the screen), broken at blanks if it has any."""
+    """Return ``text`` escaped, in lines of at most ``width`` characters.
+
+    Lines are broken at blanks if possible. With None, the width of the screen applies.
+    """
     lines = textwrap.wrap(
         _shortened(text), width or _characters.get(), break_long_words=True, break_on_hyphens=False
     ) or [""]
@@ -45,7 +49,7 @@ def wrap(text: object, width: int | None = None) -> str:
 
 
 def line_count(wrapped: str) -> int:
-    """Lines of a wrapped text."""
+    """Return the number of lines of a wrapped text."""
     return wrapped.count("<br>") + 1
 
 

@@ -1,4 +1,4 @@
-"""Several bars (lanes) for each setting, one below the other, with the setting's label above them."""
+"""Builds charts with several bars (lanes) for each setting, one below another, with the setting's label above them."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ LANE_PIXELS: Final = 16
 _BAR_PIXELS: Final = 12
 _GAP_PIXELS: Final = 8
 _AXIS_PIXELS: Final = 48
-_ROOM: Final = 1.6  # right of the longest bar, for its note, at 400 pixels too
-_LEFT: Final = (0.0, 0.6)  # of the width, where a second chart is beside the first
+_ROOM: Final = 1.6  # the room for the note right of the longest bar, also at a width of 400 pixels
+_LEFT: Final = (0.0, 0.6)  # the part of the width for the first chart if a second chart is beside it
 _RIGHT: Final = (0.64, 1.0)
 _ROOM_BESIDE: Final = 2.4
 _CHARACTER_PIXELS: Final = 7
@@ -34,7 +34,10 @@ class Point(NamedTuple):
 
 
 class Bars(NamedTuple):
-    """The bars of one series; those in the same lane are stacked. ``hollow``: an outline, for what was not measured."""
+    """The bars of one series. Bars in the same lane are stacked.
+
+    ``hollow`` draws only the outline, for values that were not measured.
+    """
 
     series: Series
     points: Sequence[Point]
@@ -42,7 +45,7 @@ class Bars(NamedTuple):
 
 
 class Marks(NamedTuple):
-    """Points that are no bars: single ranks, a mean, a largest value."""
+    """Points that are drawn as marks: single ranks, a mean, a largest value."""
 
     name: str
     colour: str
@@ -51,7 +54,7 @@ class Marks(NamedTuple):
 
 
 class Note(NamedTuple):
-    """Text in a lane, right of ``value``; ``muted`` where it stands for something that is not known."""
+    """Text in a lane, right of ``value``. ``muted`` is for a text about an unknown value."""
 
     setting: int
     lane: int
@@ -61,7 +64,7 @@ class Note(NamedTuple):
 
 
 class Lanes(NamedTuple):
-    """All of a chart: the settings from the top, the names of their lanes, and what is in them.
+    """The content of a chart: the settings from the top, the names of their lanes, and the contents of the lanes.
 
     ``spans`` are intervals, as (point of the low end, value of the high end).
     """
@@ -75,7 +78,10 @@ class Lanes(NamedTuple):
 
 
 class Beside(NamedTuple):
-    """A second chart on the same rows, right of the first, with an axis of its own; its settings and lanes are the same."""
+    """A second chart on the same rows, right of the first chart, with its own axis.
+
+    Its settings and lanes are those of the first chart.
+    """
 
     lanes: Lanes
     unit: str
@@ -93,13 +99,14 @@ def figure(
     characters: int | None = None,
     beside: Beside | None = None,
 ) -> go.Figure:
-    """The chart of ``lanes``.
+    """Return the chart of ``lanes``.
 
     Args:
-        unit: ``bytes``, ``ns`` or ``""``; of the values and the axis, whose title is ``title``.
-        highest: of the axis, where several charts share one; default: the highest of this one.
-        characters: of a line of a label; default: what the screen has room for.
-        beside: a second chart, right of this one.
+        unit: The unit of the values and of the axis: ``bytes``, ``ns`` or ``""``.
+        title: The title of the axis.
+        highest: The end of the axis if several charts share one; by default, the highest value of this chart.
+        characters: The length of a line of a label; by default, the length that fits the screen.
+        beside: A second chart, right of this one.
     """
     places = _Places(lanes, characters)
     drawn = go.Figure(layout={"template": template(scheme)})
@@ -131,7 +138,7 @@ def figure(
 
 def _draw(drawn: go.Figure, places: _Places, lanes: Lanes, scheme: Scheme, x: str) -> None:
     """Add the bars, intervals and marks of ``lanes`` to the axis ``x``."""
-    # A trace for each series, so that bars in one lane stack and the legend has one entry per series.
+    # Each series has one trace, so that bars in one lane stack and the legend has one entry per series.
     for one in lanes.bars:
         drawn.add_bar(
             orientation="h",
@@ -148,7 +155,7 @@ def _draw(drawn: go.Figure, places: _Places, lanes: Lanes, scheme: Scheme, x: st
             customdata=[point.hover for point in one.points],
             hovertemplate="%{customdata}<extra></extra>",
         )
-    # Shapes and not error bars: an interval may belong to a lane without a bar.
+    # These are shapes and not error bars, because an interval may belong to a lane without a bar.
     for point, end in lanes.spans:
         y = places.of(point.setting, point.lane)
         drawn.add_shape(
@@ -180,7 +187,7 @@ def _draw(drawn: go.Figure, places: _Places, lanes: Lanes, scheme: Scheme, x: st
 
 
 def highest_of(lanes: Lanes) -> float:
-    """The end of the longest bar, mark or interval."""
+    """Return the end of the longest bar, mark or interval."""
     sums: dict[tuple[int, int], float] = {}
     for bars in lanes.bars:
         for point in bars.points:
@@ -191,7 +198,7 @@ def highest_of(lanes: Lanes) -> float:
 
 
 class _Places:
-    """Where each lane stands, in pixels from the top."""
+    """The position of each lane, in pixels from the top."""
 
     def __init__(self, lanes: Lanes, characters: int | None) -> None:
         self.lanes = lanes
@@ -205,7 +212,7 @@ class _Places:
         self.height = at
 
     def of(self, setting: int, lane: int) -> float:
-        """The middle of a lane."""
+        """Return the position of the middle of a lane."""
         label = LINE_PIXELS * line_count(self.wrapped[setting]) + 4
         return self.tops[setting] + label + LANE_PIXELS * (lane + 0.5)
 

@@ -1,4 +1,4 @@
-"""Lateness charts: how late each rank arrives, over the steps and in all, and what ranks wait for."""
+"""Builds the lateness charts: how late each rank arrives, per step and overall, and what the ranks wait for."""
 
 from __future__ import annotations
 
@@ -36,20 +36,22 @@ _LATE_LOOKS: Final = (
     (SETTING_COLOURS[2], "cross"),
     (SETTING_COLOURS[4], "star"),
 )
-_MOST_LINES: Final = 16  # of ranks that are not late; of more a band is drawn
-_MOST_MARKED: Final = 60  # steps with a marker each
+# The largest number of lines for ranks that are not late; more ranks are drawn as a band.
+_MOST_LINES: Final = 16
+_MOST_MARKED: Final = 60  # the largest number of steps that have a marker each
 _OTHERS: Final = ("others_lowest_ns", "others_median_ns", "others_highest_ns")
-_BAND: Final = "rgba(125,133,140,0.28)"  # OTHER_COLOUR, faint
+_BAND: Final = "rgba(125,133,140,0.28)"  # a faint OTHER_COLOUR
 
 
 def step_lines(frame: pd.DataFrame, late: Sequence[int]) -> pd.DataFrame:
-    """The numbers of :func:`over_steps`: one row per step, with the lateness of each rank.
+    """Return the data of :func:`over_steps`: one row per step, with the lateness of each rank.
 
-    Of many ranks only those of ``late`` have a column, and the others their lowest, median and highest. Of a step that was
-    repeated after a restart: its last time.
+    If there are many ranks, only those in ``late`` have a column. The other ranks are combined in columns with
+    their lowest, median and highest lateness. If a step was repeated after a restart, only its last attempt
+    counts.
 
     Args:
-        frame: columns ``rank``, ``step``, ``steps``, ``lateness_ns``, in order of time.
+        frame: The columns ``rank``, ``step``, ``steps``, ``lateness_ns``, in order of time.
     """
     latest = frame.drop_duplicates(["rank", "step"], keep="last")
     table = latest.pivot(index="step", columns="rank", values="lateness_ns").sort_index().astype(float)
@@ -68,19 +70,19 @@ def step_lines(frame: pd.DataFrame, late: Sequence[int]) -> pd.DataFrame:
 
 
 def column_of(rank: int) -> str:
-    """The column of a rank in the answer of :func:`step_lines`."""
+    """Return the name of a rank's column in the result of :func:`step_lines`."""
     return f"rank_{rank}_ns"
 
 
 def over_steps(
     lines: pd.DataFrame, late: Sequence[int], since: Mapping[int, int], error_ns: float, scheme: Scheme
 ) -> go.Figure:
-    """How late each rank arrives in each step: the late ranks in colour, the others grey.
+    """Return the chart of the lateness of each rank in each step: the late ranks in color, the others in grey.
 
     Args:
-        lines: the answer of :func:`step_lines` for ``late``.
-        since: the step from which a rank is late, if it is not late from the start.
-        error_ns: the error of the clocks; a line where it is not 0.
+        lines: The result of :func:`step_lines` for ``late``.
+        since: The step from which a rank is late, if the rank is not late from the start.
+        error_ns: The error of the clocks in ns, drawn as a line unless it is 0.
     """
     figure = Sketch(scheme)
     steps = lines["step"].tolist()
@@ -128,7 +130,7 @@ def over_steps(
 
 
 def _add_grey_lines(figure: Sketch, lines: pd.DataFrame, steps: list[int], texts: list[str]) -> None:
-    """All ranks that are not late as one trace, with a gap between two ranks."""
+    """Add all ranks that are not late as one trace, with a gap between two ranks."""
     ranks = [name.split("_")[1] for name in lines.columns]
     x: list[int | None] = []
     y: list[float | None] = []
@@ -202,7 +204,7 @@ def _mark(step: int, scheme: Scheme) -> dict[str, object]:
 
 
 def _begins(since: Mapping[int, int], steps: list[int]) -> list[dict[str, object]]:
-    """A text beside the line of each step from which ranks are late."""
+    """Return a text beside the line of each step from which ranks are late."""
     texts = []
     for step in sorted(set(since.values())):
         ranks = sorted(rank for rank, begin in since.items() if begin == step)
@@ -225,10 +227,11 @@ def _begins(since: Mapping[int, int], steps: list[int]) -> list[dict[str, object
 
 
 def boxes(frame: pd.DataFrame, scheme: Scheme) -> go.Figure:
-    """How late each rank arrives: a box over the middle half of its collectives, whiskers over nine tenths.
+    """Return a box per rank: the box covers the middle half of the rank's collectives, the whiskers nine tenths.
 
     Args:
-        frame: one row per rank: ``rank``, ``p5_ns``, ``p25_ns``, ``median_ns``, ``p75_ns``, ``p95_ns``, ``error_ns``.
+        frame: One row per rank: ``rank``, ``p5_ns``, ``p25_ns``, ``median_ns``, ``p75_ns``, ``p95_ns``,
+            ``error_ns``.
     """
     figure = Sketch(scheme)
     figure.add_box(
@@ -278,10 +281,10 @@ def boxes(frame: pd.DataFrame, scheme: Scheme) -> go.Figure:
 
 
 def causes(frame: pd.DataFrame, scheme: Scheme) -> go.Figure:
-    """Time by what took longest, stacked, one bar per rank.
+    """Return the time by its main cause as stacked bars, one bar per rank.
 
     Args:
-        frame: columns ``rank``, ``cause``, ``collectives``, ``time_ns``.
+        frame: The columns ``rank``, ``cause``, ``collectives``, ``time_ns``.
     """
     figure = Sketch(scheme)
     for cause, (name, colour, hatch) in CAUSES.items():

@@ -1,4 +1,4 @@
-"""Wraps the many values of a trace in arrays of objects, which plotly does not check one by one, unlike lists."""
+"""Wraps the values of a trace in object arrays. Plotly checks each value of a list, but not those of such arrays."""
 
 from __future__ import annotations
 
@@ -10,5 +10,8 @@ import numpy.typing as npt
 
 
 def listed(values: Iterable[Any]) -> npt.NDArray[np.object_]:
-    """``values``, numbers or text or rows of equally many: the browser gets the list that it would get of a list."""
+    """Return ``values`` as an array of objects. The browser receives the same data as from a list.
+
+    The values are numbers, texts, or rows of equal length.
+    """
     return np.array(list(values), object)

@@ -1,4 +1,4 @@
-"""Loss charts: the final loss of each setting, and loss against step."""
+"""Builds the loss charts: the final loss of each setting, and loss against step."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _DASHES = ("solid", "dash", "dot", "dashdot", "longdash", "longdashdot")
 
 
 def curves(frame: pd.DataFrame, labels: list[str], scheme: Scheme) -> go.Figure:
-    """Loss against step, one line per setting, in the order of ``labels``.
+    """Return the loss against the step, one line per setting, in the order of ``labels``.
 
     Args:
-        frame: columns ``label``, ``step``, ``loss``; one row per label and step.
+        frame: The columns ``label``, ``step``, ``loss``; one row per label and step.
     """
     figure = go.Figure(layout={"template": template(scheme)})
     for position, label in enumerate(labels):

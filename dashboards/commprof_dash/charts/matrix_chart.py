@@ -1,4 +1,8 @@
-"""Matrix charts: bytes between pairs of ranks on a logarithmic color scale, and bytes that each rank receives as owner."""
+"""Builds the matrix charts.
+
+They show the bytes between pairs of ranks on a logarithmic color scale, and the bytes that each rank receives as
+owner.
+"""
 
 from __future__ import annotations
 
@@ -17,17 +21,22 @@ from commprof_dash.charts.sketch import Sketch
 from commprof_dash.theme import OP_COLOURS, PAPER, SETTING_COLOURS, TEXT, Scheme
 
 _MOST_TICKS: Final = 12
-_MOST_LONG_TICKS: Final = 5  # side by side, of texts like 240-243: more would be turned, into the title
-_LONG: Final = 4  # characters
-_FAINTEST: Final = 0.16  # of the colour, in the smallest cell that is not empty
-_TICKS_APART: Final = 0.25  # of the colour bar, so that their texts do not lie over each other
+# The largest number of long texts like 240-243 side by side. More texts would be rotated and would cover the
+# title.
+_MOST_LONG_TICKS: Final = 5
+_LONG: Final = 4  # Texts of more characters are long.
+_FAINTEST: Final = 0.16  # the share of the color in the smallest cell that is not empty
+# The distance of ticks as a part of the color bar, so that their texts do not overlap.
+_TICKS_APART: Final = 0.25
 _EDGE: Final = 0.06
-_MOST_WRITTEN: Final = 16  # ranks or blocks along a side, up to which a cell has room for its bytes
-_SQUARE: Final = 4  # up to which cells are square; texts of more need their width
+# The largest number of ranks or blocks along a side for which a cell has room for its bytes.
+_MOST_WRITTEN: Final = 16
+# The largest number along a side for which cells are square. The texts of more cells need the full width.
+_SQUARE: Final = 4
 
 
 def rank_text(first: int, width: int, ranks: int) -> str:
-    """The ranks that a row or column stands for: ``3``, or ``16-31``."""
+    """Return the ranks of a row or column as text: ``3``, or ``16-31``."""
     return f"{first}" if width == 1 else f"{first}-{min(first + width, ranks) - 1}"
 
 
@@ -39,13 +48,17 @@ def heat(
     scheme: Scheme,
     hosts: Mapping[int, str] | None = None,
 ) -> go.Figure:
-    """A cell for each sender (row) and receiver (column); what is 0 is empty. Few cells show their bytes.
+    """Return a cell for each sender (row) and receiver (column). Cells with 0 bytes are empty.
+
+    If there are few cells, each shows its bytes.
 
     Args:
-        frame: columns ``sender``, ``receiver`` and ``column``, in bytes; ``attrs``: ``ranks`` and ``ranks_per_cell``.
-        title: of the colours, the name of the measure.
-        op: in whose colour it is drawn; None for several operations.
-        hosts: of the ranks; neighbouring ranks of one host have a frame, where there are several hosts.
+        frame: The columns ``sender``, ``receiver`` and ``column``, in bytes; ``attrs`` contains ``ranks`` and
+            ``ranks_per_cell``.
+        title: The title of the color bar, which is the name of the measure.
+        op: The operation whose color is used; None for several operations.
+        hosts: The host of each rank. If there are several hosts, a frame surrounds neighboring ranks of the same
+            host.
     """
     ranks, width = int(frame.attrs["ranks"]), int(frame.attrs["ranks_per_cell"])
     firsts = _firsts(frame, ranks, width)
@@ -56,8 +69,9 @@ def heat(
     for sender, receiver, value in zip(frame["sender"], frame["receiver"], frame[column], strict=True):
         if value > 0:
             sizes[place[sender]][place[receiver]] = float(value)
-    # Bytes of two pairs may differ by orders of magnitude: the colour is that of their logarithm. Where they differ by less
-    # than a factor of two, the scale begins at half of them, or all would have the faintest colour.
+    # The bytes of two pairs may differ by orders of magnitude, so the color shows their logarithm. If they
+    # differ by less than a factor of two, the scale begins at half of them. Otherwise, all cells would have
+    # the faintest color.
     positive = [value for row in sizes for value in row if value]
     least, high = (math.log2(min(positive)), math.log2(max(positive))) if positive else (0.0, 1.0)
     low = least - 1 if high - least < 1 else least
@@ -102,7 +116,7 @@ def heat(
 def _host_frames(
     firsts: Sequence[int], width: int, hosts: Mapping[int, str], scheme: Scheme
 ) -> list[dict[str, Any]]:
-    """A frame around the cells between ranks of one host. A block of ranks of two hosts is in no frame."""
+    """Return a frame around the cells between ranks of one host. A block with ranks of two hosts is in no frame."""
     blocks: list[str | None] = []
     for first in firsts:
         of_block = {hosts.get(rank) for rank in range(first, first + width) if rank in hosts}
@@ -123,10 +137,10 @@ def _host_frames(
 
 
 def received_by_owner(frame: pd.DataFrame, scheme: Scheme) -> go.Figure:
-    """What each rank receives of reduces to it, and the mean of the ranks as a line.
+    """Return the bytes that each rank receives as the owner of reduces, and the mean over the ranks as a line.
 
     Args:
-        frame: columns ``rank`` and ``received_bytes``.
+        frame: The columns ``rank`` and ``received_bytes``.
     """
     received = frame["received_bytes"].astype(float)
     mean = float(received.mean()) if len(frame) else 0.0
@@ -157,7 +171,7 @@ def received_by_owner(frame: pd.DataFrame, scheme: Scheme) -> go.Figure:
 
 def _firsts(frame: pd.DataFrame, ranks: int, width: int) -> list[int]:
     present = set(frame["sender"]) | set(frame["receiver"])
-    # Ranks that neither send nor receive stand there as well, where the ranks are numbered from 0 as usual.
+    # Ranks that neither send nor receive are included, too, if the ranks are numbered from 0 as usual.
     expected = set(range(0, ranks, width))
     return sorted(expected if present <= expected else present)
 
@@ -179,14 +193,17 @@ def _ticks(names: Sequence[str], most: int) -> dict[str, Any]:
 
 
 def _colour_bar(low: float, least: float, high: float, title: str) -> dict[str, Any]:
-    """Ticks at powers of two; where there are not two of them, at the least and the most. All are logarithms."""
+    """Return ticks at powers of two, or at the least and the most if there are fewer than two such ticks.
+
+    All values are logarithms to base 2.
+    """
     first, last = math.ceil(least), math.floor(high)
     every = max(1, -(-(last - first) // 4))
     powers = list(range(first, last + 1, every))
     values, texts = [float(power) for power in powers], [_round(2.0**power) for power in powers]
     if len(values) < 2:
         ends = [least, high] if high - least > _TICKS_APART * (high - low) else [high]
-        edge = _EDGE * (high - low)  # a tick at the very end is not drawn
+        edge = _EDGE * (high - low)  # plotly does not draw a tick at the very end
         values, texts = [min(end, high - edge) for end in ends], [_round(2.0**end) for end in ends]
     return {
         "tickvals": values,
@@ -205,7 +222,7 @@ def _round(value: float) -> str:
 
 
 def mixed(background: str, colour: str, share: float) -> str:
-    """``share`` of ``colour`` over ``background``, all as ``#rrggbb``."""
+    """Return the mix of ``share`` of ``colour`` and the rest of ``background``. All colors are ``#rrggbb``."""
 
     def channels(text: str) -> list[int]:
         return [int(text[i : i + 2], 16) for i in (1, 3, 5)]

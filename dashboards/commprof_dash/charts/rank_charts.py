@@ -1,4 +1,4 @@
-"""The horizontal axis of figures with something for each rank."""
+"""Builds the horizontal axis of figures with values for each rank."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _MOST_TICKS: Final = 12
 
 
 def rank_axis(ranks: Iterable[int]) -> dict[str, Any]:
-    """A plotly axis with ticks at whole ranks only, a few of them where there are many."""
+    """Return a plotly axis with ticks at whole ranks only, and only a few ticks if there are many ranks."""
     distinct = sorted(set(ranks))
     every = max(1, -(-len(distinct) // _MOST_TICKS))
     shown = distinct[::every]

@@ -1,4 +1,4 @@
-"""Resources of a run over its steps: memory above, shares of time below."""
+"""Builds the chart of a run's resources over its steps: memory above, shares of time below."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ _SHARES: Final = (
     ("gpu_share", "GPU utilisation", SETTING_COLOURS[2]),
     ("communication_share", "exposed communication", EXPOSED_COLOUR),
 )
-_BOUNDS: Final = (  # where the value is not known
+_BOUNDS: Final = (  # the bounds that are drawn if the value is not known
     ("communication_share_low", "exposed communication, at least", EXPOSED_COLOUR),
     ("communication_share_high", "exposed communication, at most", EXPOSED_COLOUR),
 )
 
 
 def over_steps(frame: pd.DataFrame, scheme: Scheme) -> go.Figure:
-    """Memory of the largest rank, and below it processors and the share of communication, by training step.
+    """Return the memory of the largest rank, and below it processors and the share of communication, by training step.
 
-    Where nothing is known of one of the two, the other has all of the room.
+    If no values of one part are known, the other part uses the whole height.
 
     Args:
-        frame: columns of ``api.resource_use``.
+        frame: The columns of ``api.resource_use``.
     """
     figure = go.Figure(layout={"template": template(scheme)})
-    highest: dict[str, float | None] = {"y": None, "y2": None}  # None: nothing is known of it
+    highest: dict[str, float | None] = {"y": None, "y2": None}  # None: no value is known
     bounds = () if frame["communication_share"].notna().any() else _BOUNDS
     for at, drawn in (("y", _MEMORY), ("y2", (*_SHARES, *bounds))):
         for column, name, colour in drawn:

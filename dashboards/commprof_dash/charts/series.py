@@ -1,4 +1,4 @@
-"""Series of the traffic charts: one per operation, and one per operation that stands for another."""
+"""Defines the series of the traffic charts: one per operation, and one per pair of intended and issued operation."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _ISSUED_AS: Final = " as "
 
 
 class Series(NamedTuple):
-    """How one series is drawn."""
+    """A series with its color and hatch."""
 
     name: str
     colour: str
@@ -22,21 +22,22 @@ class Series(NamedTuple):
 
 
 def series_name(op: str, intended_op: str | None) -> str:
-    """``reduce_scatter as all_to_all`` for an all_to_all that stands for a reduce_scatter; else the operation."""
+    """Return ``reduce_scatter as all_to_all`` for an all_to_all that replaces a reduce_scatter, else the operation."""
     if intended_op is None or pd.isna(intended_op) or intended_op == op:
         return op
     return f"{intended_op}{_ISSUED_AS}{op}"
 
 
 def meant_op(name: str) -> str:
-    """The operation that a series stands for: ``reduce_scatter`` for ``reduce_scatter as all_to_all``."""
+    """Return the intended operation of a series: ``reduce_scatter`` for ``reduce_scatter as all_to_all``."""
     return name.partition(_ISSUED_AS)[0]
 
 
 def with_series(frame: pd.DataFrame) -> pd.DataFrame:
-    """``frame`` with a column ``series``, from its columns ``op`` and ``intended_op``."""
+    """Return ``frame`` with a column ``series``, from its columns ``op`` and ``intended_op``."""
     pairs = list(zip(frame["op"].tolist(), frame["intended_op"].tolist(), strict=True))
-    # Few operations in many rows: one that stands for none is not equal to itself, and so is looked up by its text.
+    # There are few operations in many rows, so names are cached. A missing intended operation is not equal to
+    # itself, so the key is its text.
     known: dict[tuple[str, str], str] = {}
     names = []
     for op, intended in pairs:
@@ -48,12 +49,12 @@ def with_series(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def is_reducing(name: str) -> bool:
-    """Whether a series reduces: all_reduce, reduce, reduce_scatter, or what stands for one of them."""
+    """Return whether the intended operation of a series is all_reduce, reduce or reduce_scatter."""
     return meant_op(name) in REDUCING
 
 
 def series_in_order(names: pd.Series) -> list[Series]:
-    """The distinct series of ``names``, in the order of ``schema.OPS``, each with its looks."""
+    """Return the distinct series of ``names``, in the order of ``schema.OPS``, with their colors and hatches."""
     known = {op: position for position, op in enumerate(OPS)}
     ordered = sorted(set(names), key=lambda name: (known.get(meant_op(name), len(known)), name))
     return [
@@ -63,13 +64,13 @@ def series_in_order(names: pd.Series) -> list[Series]:
 
 
 def marker(series: Series) -> dict[str, Any]:
-    """plotly's marker of the bars of ``series``."""
+    """Return plotly's marker for the bars of ``series``."""
     look = hatched(series.colour, series.hatch, 0.32)
     look["pattern"]["solidity"] = 0.2
     return look
 
 
 def hatched(colour: str, hatch: str, opacity: float) -> dict[str, Any]:
-    """plotly's marker of bars of ``colour`` with the pattern ``hatch`` ("" for none) over it."""
+    """Return plotly's marker for bars of ``colour`` with the pattern ``hatch`` ("" for none) over the color."""
     pattern = {"shape": hatch, "fillmode": "overlay", "fgcolor": "#ffffff", "fgopacity": opacity, "size": 7}
     return {"color": colour, "line": {"width": 0}, "pattern": pattern}

@@ -1,4 +1,7 @@
-"""Settings side by side: the four levels and the step time, the bytes of each rank, memory, samples per second."""
+"""Builds charts that compare settings.
+
+They show the four levels with the step time, the bytes of each rank, memory, and samples per second.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,8 @@ LEVELS: Final = ("requested", "issued", "executed", "moved")
 UNKNOWN: Final = "not known"
 UNRUN: Final = "not run"
 CELL_CHARACTERS: Final = 46
-# Of the longest bar. What moved beyond it is drawn at the end of the axis, with an arrow.
+# The end of the axis as a multiple of the longest bar. Moved bytes beyond it are drawn at the end of the
+# axis, with an arrow.
 _MOST_MOVED: Final = 1.3
 _DIRECTIONS: Final = ("sent", "received")
 
@@ -33,14 +37,15 @@ def levels(
     scheme: Scheme,
     characters: int | None = None,
 ) -> go.Figure:
-    """A row per setting: wire bytes of a step at each level, what moved as a mark, and beside them the step time.
+    """Return a row per setting: wire bytes of a step at each level, moved bytes as a mark, and the step time beside.
 
     Args:
-        frame: columns of ``api.traffic_levels`` and ``series``.
-        times: columns ``label``, ``step_time_ns``, ``step_time_low_ns`` and ``step_time_high_ns``, the same of
-            ``predicted``, which is drawn hollow, and ``repeats``, 0 for a setting that was predicted only.
-        labels: for each setting to draw, in order, what it is called here.
-        ends: of the axes of bytes and of times, shared with other figures: see :func:`ends_of`.
+        frame: The columns of ``api.traffic_levels`` and ``series``.
+        times: The columns ``label``, ``step_time_ns``, ``step_time_low_ns``, ``step_time_high_ns`` and
+            ``repeats``, and ``predicted_ns``, ``predicted_low_ns``, ``predicted_high_ns``, which are drawn
+            hollow. ``repeats`` is 0 for a setting that was only predicted.
+        labels: For each setting to draw, in order, its name in this chart.
+        ends: The ends of the axes of bytes and of times, which several figures share (see :func:`ends_of`).
     """
     place = {label: position for position, label in enumerate(labels)}
     part = frame[frame["label"].isin(list(labels))]
@@ -78,13 +83,14 @@ def levels(
 
 
 def ends_of(frame: pd.DataFrame, times: pd.DataFrame) -> tuple[float, float]:
-    """The ends of both axes: the most bytes and the longest step time of any setting; arguments as of levels.
+    """Return the ends of both axes: the most bytes and the longest step time of any setting.
 
-    Moved bytes far beyond the modelled ones do not stretch the axis.
+    ``frame`` and ``times`` are those of :func:`levels`. Moved bytes far beyond the modelled ones do not stretch
+    the axis.
     """
     sums = frame.groupby(["label", "level"])["wire_bytes_per_step"].sum()
     modelled = float(sums.max()) if len(sums) else 0.0
-    # Counters see other programs too: they must not make the bars unreadable.
+    # The counters also include other programs, which must not make the bars unreadable.
     counted = float(frame["moved_bytes_of_rank"].fillna(0.0).max())
     most = max(modelled, min(counted, _MOST_MOVED * modelled)) if modelled else counted
     longest = times[["step_time_ns", "step_time_high_ns", "predicted_ns", "predicted_high_ns"]].astype(
@@ -138,7 +144,7 @@ def _moved_marks(part: pd.DataFrame, place: Mapping[str, int], end: float, schem
 
 
 def _times(times: pd.DataFrame, place: Mapping[str, int]) -> Lanes:
-    """Measured step times in the second lane of a row, predicted ones in the third."""
+    """Return the measured step times in the second lane of a row, and the predicted ones in the third lane."""
     bars, notes, spans = [], [], []
     for lane, kind, name in ((1, "step_time", "step time"), (2, "predicted", "predicted step time")):
         points = []
@@ -165,11 +171,13 @@ def _times(times: pd.DataFrame, place: Mapping[str, int]) -> Lanes:
 
 
 def ranks(frame: pd.DataFrame, labels: Sequence[str], scheme: Scheme, executed: bool = False) -> go.Figure:
-    """A point for each rank: what it sends and receives in a step, and how far the largest is above the mean.
+    """Return a point for each rank, with the bytes that it sends and receives in a step.
+
+    The chart also shows how far the largest rank is above the mean.
 
     Args:
-        frame: columns of ``api.rank_bytes``.
-        executed: of what the backends run in place of the operations as issued.
+        frame: The columns of ``api.rank_bytes``.
+        executed: Whether the bytes are those of the executed operations instead of the issued ones.
     """
     marks, notes = [], []
     for lane, direction in enumerate(_DIRECTIONS):
@@ -203,10 +211,10 @@ def _imbalance(setting: int, lane: int, values: pd.Series[Any]) -> Note:
 
 
 def memory(frame: pd.DataFrame, scheme: Scheme) -> go.Figure:
-    """Resident and device memory: a bar for the median over steps, a mark for the largest.
+    """Return the resident and device memory: a bar for the median over steps, a mark for the largest value.
 
     Args:
-        frame: columns of ``api.resources``, in the order to draw.
+        frame: The columns of ``api.resources``, in the order to draw.
     """
     kinds = [
         (name, column)
@@ -239,10 +247,10 @@ def memory(frame: pd.DataFrame, scheme: Scheme) -> go.Figure:
 
 
 def samples(frame: pd.DataFrame, scheme: Scheme) -> go.Figure:
-    """Samples per second with their interval over repeats.
+    """Return the samples per second with their interval over repeats.
 
     Args:
-        frame: columns of ``api.resources``, in the order to draw.
+        frame: The columns of ``api.resources``, in the order to draw.
     """
     points, notes, spans = [], [], []
     for i, row in enumerate(_rows(frame)):

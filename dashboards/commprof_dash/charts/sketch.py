@@ -1,7 +1,8 @@
-"""Collects the traces and the layout of a figure and makes it in one go.
+"""Collects the traces and the layout of a figure, and creates the figure in one call.
 
-plotly checks every property of every trace, and every change of the layout again: 7 ms for a figure of three bars, of which
-a page has up to five. Tests compare the figures with checked ones (tests/unit/commprof_dash/test_detail_pages.py).
+Plotly checks every property of every trace, and checks every change of the layout again. This takes 7 ms for a
+figure of three bars, and a page has up to five figures. Tests compare the figures with checked ones
+(tests/unit/commprof_dash/test_detail_pages.py).
 """
 
 from __future__ import annotations
@@ -14,10 +15,10 @@ from commprof_dash.theme import Scheme, template
 
 
 class Sketch:
-    """The figure that is being made.
+    """A figure under construction.
 
     Attributes:
-        traces: with their properties.
+        traces: The traces with their properties.
     """
 
     def __init__(self, scheme: Scheme) -> None:
@@ -41,11 +42,11 @@ class Sketch:
         self._add("scatter", properties)
 
     def update_layout(self, **properties: Any) -> None:
-        """Set properties of the layout, each as a whole."""
+        """Set properties of the layout. Each property is replaced as a whole."""
         self._layout |= {key: each for key, each in properties.items() if each is not None and each != []}
 
     def figure(self) -> go.Figure:
-        """The figure; its properties are not checked."""
+        """Return the figure. Its properties are not checked."""
         return go.Figure(self.traces, self._layout, _validate=False)
 
     def _add(self, kind: str, properties: dict[str, Any]) -> None:

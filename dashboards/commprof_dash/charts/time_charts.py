@@ -1,4 +1,4 @@
-"""Step times: over a run, and across settings with their intervals."""
+"""Builds the charts of step times: over a run, and across settings with their intervals."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from commprof_dash.theme import EXPOSED_COLOUR, STEP_COLOUR, TEXT, Scheme, templ
 
 
 def over_steps(frame: pd.DataFrame, scheme: Scheme) -> go.Figure:
-    """Step time and its exposed communication.
+    """Return the step time and its exposed communication.
 
     Args:
-        frame: columns ``step``, ``duration_ns``, ``exposed_ns``, ``exposed_low_ns`` and ``exposed_high_ns``; the last two
-            are drawn where the value is not known.
+        frame: The columns ``step``, ``duration_ns``, ``exposed_ns``, ``exposed_low_ns`` and ``exposed_high_ns``.
+            The last two are drawn if ``exposed_ns`` is not known.
     """
     figure = go.Figure(layout={"template": template(scheme)})
     drawn = [("duration_ns", "step time, slowest rank", STEP_COLOUR), *_exposed_lines(frame)]
@@ -55,10 +55,11 @@ def _exposed_lines(frame: pd.DataFrame) -> list[tuple[str, str, str]]:
 
 
 def by_setting(frame: pd.DataFrame, scheme: Scheme) -> go.Figure:
-    """Median step time of each setting as a bar, its 95 % interval as a line across the end of the bar.
+    """Return the median step time of each setting as a bar, with its 95 % interval as a line across the end of the bar.
 
     Args:
-        frame: columns ``label``, ``step_time_ns``, ``step_time_low_ns``, ``step_time_high_ns``, in the order to draw.
+        frame: The columns ``label``, ``step_time_ns``, ``step_time_low_ns``, ``step_time_high_ns``, in the order
+            to draw.
     """
     rows = bars.rows_of([str(label) for label in frame["label"]])
     times, low, high = (
@@ -102,7 +103,7 @@ def by_setting(frame: pd.DataFrame, scheme: Scheme) -> go.Figure:
 
 
 def interval_text(value: float, low: float, high: float) -> str:
-    """``12.3 ms (11.9 ms to 12.8 ms)``; without the interval where there is none."""
+    """Return a value with its interval: ``12.3 ms (11.9 ms to 12.8 ms)``; without the interval if there is none."""
     if math.isnan(value):
         return "no step time"
     if math.isnan(low) or math.isnan(high):

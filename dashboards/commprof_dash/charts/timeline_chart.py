@@ -1,4 +1,4 @@
-"""The timeline: a bar for each record, or, for too many records, how busy each rank was."""
+"""Builds the timeline: a bar for each record or, if there are too many records, how busy each rank was."""
 
 from __future__ import annotations
 
@@ -35,21 +35,23 @@ PHASE_COLOURS: Final[dict[str, str]] = {
 }
 EXPOSED: Final = "exposed communication"
 _UNITS: Final = ((1, "ns"), (1_000, "us"), (1_000_000, "ms"), (1_000_000_000, "s"))
-_STRIP: Final = 18  # pixels above the ranks: steps and phases; the ranks below grow with the window
-_LEVEL: Final = 13  # pixels of a level of a lane
+# The pixels of the strip of steps and phases above the ranks. The ranks below grow with the window.
+_STRIP: Final = 18
+_LEVEL: Final = 13  # the pixels of a level of a lane
 _BESIDE: Final = 60  # pixels above and below the ranks and the strip
-_LEGIBLE: Final = 11  # pixels of a level from which on its lane has room for a name
-_FEWEST_PIXELS: Final = 26  # of a rank
+_LEGIBLE: Final = 11  # the smallest height of a level, in pixels, at which its lane has room for a name
+_FEWEST_PIXELS: Final = 26  # the smallest height of a rank
 _MOST_HEIGHT: Final = 1100
-_MOST_LABELS: Final = 40  # rows of a heat map that are named
-_NAME: Final = 14  # characters of the name of a lane beside it
-_NAMED: Final = 0.13  # part of the width from which on a step has room for its name, at 400 pixels too,
-_NUMBERED: Final = 0.045  # and for its number
+_MOST_LABELS: Final = 40  # the largest number of labels in a heat map
+_NAME: Final = 14  # the characters of a lane's name that are shown beside the lane
+# The smallest part of the width at which a step has room for its name, also at a width of 400 pixels.
+_NAMED: Final = 0.13
+_NUMBERED: Final = 0.045  # the smallest part of the width at which a step has room for its number
 _EVERY: Final = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000)
 
 
 class Row(NamedTuple):
-    """Where the records of one rank stand: from ``top`` downwards, in levels of 1."""
+    """The position of the records of one rank, from ``top`` downwards, in units of one level."""
 
     rank: int
     top: float
@@ -70,16 +72,17 @@ def figure(
     selected: Sequence[tuple[int, int, int, int]] = (),
     heat: Heat | None = None,
 ) -> go.Figure:
-    """The figure of a window of time; the x axis is in nanoseconds since the run began.
+    """Return the figure of a window of time. The x axis is in nanoseconds since the run began.
 
     Args:
-        selected: records (rank, attempt, pid, seq) that are outlined: the same collective on its ranks.
-        heat: the rows, where ranks are too many for lanes.
+        selected: The records (rank, attempt, pid, seq) that are outlined, which are one collective on its ranks.
+        heat: The rows of the heat map, if there are too many ranks for lanes.
     """
     drawn = Sketch(scheme)
     origin = shown.run_begin_ns
     lanes: list[LaneRow] = []
-    # Few records are drawn as bars, many as the busy share of each moment, and many ranks as a heat map.
+    # Few records are drawn as bars, many records as the busy share of each moment, and many ranks as a heat
+    # map.
     if shown.bars is not None:
         rows = rows_of(shown.bars, shown.ranks)
         _draw_bars(drawn, shown, rows, origin, scheme, set(selected))
@@ -94,7 +97,7 @@ def figure(
         draw_density(drawn, shown.density, lanes, origin, scheme)
     depth = rows[-1].top + rows[-1].height if rows else 1.0
     height = _height(rows, depth) if heat is None else _heat_height(len(rows))
-    # Lanes have names where there is room for a line of text.
+    # Lanes have names if there is room for a line of text.
     if shown.bars is not None and (height - _STRIP - _BESIDE) / depth >= _LEGIBLE:
         lanes = bar_lanes(shown.bars, rows)
     begin, end = shown.begin_ns - origin, shown.end_ns - origin
@@ -154,7 +157,7 @@ def _rank_ticks(rows: Sequence[Row]) -> dict[str, Any]:
 
 
 def _lane_ticks(lanes: Sequence[LaneRow]) -> dict[str, Any]:
-    """Each lane has the name of its group, the first of a rank the rank before it."""
+    """Return the ticks of the lanes: the name of the group, after the rank for the first lane of a rank."""
     texts = []
     for number, lane in enumerate(lanes):
         name = escape(_short(lane.name, _NAME))
@@ -168,7 +171,7 @@ def _lane_ticks(lanes: Sequence[LaneRow]) -> dict[str, Any]:
 
 
 def bar_lanes(bars: pd.DataFrame, rows: Sequence[Row]) -> list[LaneRow]:
-    """The lanes of the bars, from the top; without names where no rank has several."""
+    """Return the lanes of the bars, from the top. The lanes have no names if no rank has several lanes."""
     lanes = bars.drop_duplicates(["rank", "lane"])
     names_known = lanes[["pg", "group_desc"]].astype(object).where(lanes[["pg", "group_desc"]].notna(), None)
     called = [
@@ -212,7 +215,7 @@ def _height(rows: Sequence[Row], depth: float) -> int:
 
 
 def rows_of(bars: pd.DataFrame, ranks: Sequence[int]) -> list[Row]:
-    """A row for each rank: as many levels as its lanes have in the window, and a little room below."""
+    """Return a row for each rank, as high as the levels of its lanes in the window, with a little room below."""
     levels: dict[int, float] = {}
     for rank, _, count in _lane_heights(bars):
         levels[rank] = levels.get(rank, 0.0) + count
@@ -243,7 +246,8 @@ def _draw_bars(
         drawn.add_bar(name=one.name, **_spans(part, "begin_ns", "end_ns", origin), marker=looks)
         drawn.traces[-1].update(
             customdata=list(zip(map(list, _keys(part)), part["text"], strict=True)),
-            hoverinfo="none",  # the line above the figure tells it: a box would cover the neighbours
+            # The line above the figure shows the text, because a box would cover the neighboring bars.
+            hoverinfo="none",
         )
     exposed = frame[frame["exposed_end_ns"].notna()]
     if len(exposed):
@@ -283,7 +287,7 @@ def _keys(part: pd.DataFrame) -> list[tuple[int, int, int, int]]:
 
 
 def places(bars: pd.DataFrame, rows: Sequence[Row]) -> list[float]:
-    """Where each bar stands, from the top: by rank, its lane and its level."""
+    """Return the position of each bar from the top, which follows from its rank, lane and level."""
     first: dict[tuple[int, int], float] = {}
     tops = {row.rank: row.top for row in rows}
     for rank, lane, count in _lane_heights(bars):
@@ -296,21 +300,21 @@ def places(bars: pd.DataFrame, rows: Sequence[Row]) -> list[float]:
 
 
 def _lane_heights(bars: pd.DataFrame) -> list[tuple[int, int, float]]:
-    """Rank, lane and number of levels of each lane, in order."""
+    """Return the rank, lane and number of levels of each lane, in order."""
     highest = bars.groupby(["rank", "lane"], as_index=False)["level"].max()
     counts = [float(level + 1) for level in highest["level"]]
     return list(zip(highest["rank"].tolist(), highest["lane"].tolist(), counts, strict=True))
 
 
 def step_begins(bands: pd.DataFrame) -> dict[tuple[int, int], int]:
-    """When each step of ``bands`` began, by its attempt and number."""
+    """Return the time at which each step of ``bands`` began, by attempt and step number."""
     steps = bands[bands["kind"] == "step"]
     keys = zip(steps["attempt"].tolist(), steps["step"].tolist(), strict=True)
     return dict(zip(keys, steps["begin_ns"].tolist(), strict=True))
 
 
 def hover_texts(bars: pd.DataFrame, origin: int, steps: Mapping[tuple[int, int], int]) -> list[str]:
-    """Return the hover text of a bar, escaped; its time is since the begin of its step, if that is known."""
+    """Return the escaped hover text of each bar. Times are relative to the start of the step, if this is known."""
     columns = [str(name) for name in bars.columns]
     rows = zip(*(bars[name].tolist() for name in columns), strict=True)
     return [_hover_text(dict(zip(columns, row, strict=True)), origin, steps) for row in rows]
@@ -353,7 +357,7 @@ def _short(text: Any, most: int) -> str:
 
 
 def _bands(bands: pd.DataFrame, origin: int, begin: int, end: int, scheme: Scheme) -> list[dict[str, Any]]:
-    """Every second step shaded, and a strip for the phases above the ranks."""
+    """Return the shading of every second step, and a strip for the phases above the ranks."""
     shapes = []
     for row in bands.to_dict("records"):
         place = {
@@ -376,7 +380,7 @@ def _bands(bands: pd.DataFrame, origin: int, begin: int, end: int, scheme: Schem
 
 
 def _names(bands: pd.DataFrame, origin: int, begin: int, end: int, scheme: Scheme) -> list[dict[str, Any]]:
-    """The names of the steps that have room for one; else the numbers of every second, fifth, tenth, ... step."""
+    """Return the names of the steps if there is room; else the numbers of every second, fifth, tenth, ... step."""
     steps = bands[bands["kind"] == "step"].to_dict("records")
     spans = [(max(begin, row["begin_ns"] - origin), min(end, row["end_ns"] - origin)) for row in steps]
     widest = max((last - first for first, last in spans), default=0) / (end - begin)
@@ -404,7 +408,7 @@ def _names(bands: pd.DataFrame, origin: int, begin: int, end: int, scheme: Schem
 
 
 def time_ticks(begin: int, end: int, count: int = 6) -> tuple[list[float], list[str]]:
-    """Values and texts of ticks of time between ``begin`` and ``end`` ns, with as many digits as they need to differ."""
+    """Return the values and texts of time ticks between ``begin`` and ``end`` ns, with enough digits to differ."""
     reach = max(abs(begin), abs(end), 1)
     unit, name = max((u for u in _UNITS if u[0] <= reach), default=_UNITS[0])
     step = step_size((end - begin) / unit, count)

@@ -1,4 +1,4 @@
-"""Rings and trees of NCCL: the ranks of a communicator, and an arrow along each pair that a channel joins."""
+"""Builds the charts of NCCL's rings and trees: the ranks of a communicator, and an arrow for each connected pair."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ import plotly.graph_objects as go
 
 from commprof_dash.theme import MUTED_TEXT, SETTING_COLOURS, Scheme, template, text_on
 
-_NAMED: Final = 64  # ranks whose numbers fit
+_NAMED: Final = 64  # the largest number of ranks whose numbers fit
 _ARROWS: Final = 128
 
 Places = Mapping[int, tuple[float, float]]
 
 
 def ring(frame: pd.DataFrame, scheme: Scheme) -> go.Figure:
-    """The ranks of one ring on a circle, in its order.
+    """Return the ranks of one ring on a circle, in the order of the ring.
 
     Args:
-        frame: columns ``from_rank`` and ``to_rank``, one row per pair of neighbours.
+        frame: The columns ``from_rank`` and ``to_rank``, one row per pair of neighbors.
     """
     return _drawn(frame, _on_a_circle(frame), scheme)
 
 
 def tree(frame: pd.DataFrame, scheme: Scheme) -> go.Figure:
-    """One tree, the root at the top.
+    """Return one tree, with the root at the top.
 
     Args:
-        frame: columns ``from_rank`` (parent) and ``to_rank`` (child).
+        frame: The columns ``from_rank`` (parent) and ``to_rank`` (child).
     """
     return _drawn(frame, _in_layers(frame), scheme)
 
@@ -39,7 +39,7 @@ def _on_a_circle(frame: pd.DataFrame) -> Places:
     following = dict(zip(frame["from_rank"], frame["to_rank"], strict=True))
     ranks = sorted(set(frame["from_rank"]) | set(frame["to_rank"]))
     order: list[int] = []
-    for start in ranks:  # a ring of which lines were lost is several pieces
+    for start in ranks:  # a ring with missing log lines consists of several parts
         rank = start
         while rank not in order:
             order.append(rank)
@@ -113,7 +113,7 @@ def _drawn(frame: pd.DataFrame, places: Places, scheme: Scheme) -> go.Figure:
 
 
 def _arrow(x: float, y: float, to_x: float, to_y: float, scheme: Scheme) -> dict[str, Any]:
-    """The head of an arrow in the middle of a line."""
+    """Return the head of an arrow in the middle of a line."""
     return {
         "x": x + 0.56 * (to_x - x),
         "y": y + 0.56 * (to_y - y),

@@ -1,4 +1,4 @@
-"""Traffic: by setting, by step, by purpose. Each bar is one measure, named on its axis."""
+"""Builds the charts of traffic by setting, by step and by purpose. Each chart shows one measure, named on its axis."""
 
 from __future__ import annotations
 
@@ -15,16 +15,20 @@ from commprof_dash.theme import Scheme, template
 
 
 def by_setting(frame: pd.DataFrame, labels: list[str], measure: Measure, scheme: Scheme) -> go.Figure:
-    """One stacked bar per setting, in the order of ``labels``.
+    """Return one stacked bar per setting, in the order of ``labels``.
 
     Args:
-        frame: columns ``label``, ``series`` and the measure's mean per step; several rows of a label and series add up.
+        frame: The columns ``label``, ``series`` and the measure's mean per step; rows of the same label and
+            series are summed.
     """
     return _stacked_rows(frame, "label", labels, measure, scheme)
 
 
 def by_purpose(frame: pd.DataFrame, measure: Measure, scheme: Scheme) -> go.Figure:
-    """One stacked bar per purpose, the largest first; ``frame`` as for :func:`by_setting`, with ``purpose``."""
+    """Return one stacked bar per purpose, the largest first.
+
+    ``frame`` is as in :func:`by_setting`, with ``purpose``.
+    """
     order = frame.groupby("purpose")[measure.per_step].sum().sort_values(ascending=False, kind="stable")
     return _stacked_rows(frame, "purpose", [str(name) for name in order.index], measure, scheme)
 
@@ -46,10 +50,11 @@ def _stacked_rows(
 
 
 def by_step(frame: pd.DataFrame, measure: Measure, scheme: Scheme) -> go.Figure:
-    """One stacked bar per step.
+    """Return one stacked bar per step.
 
     Args:
-        frame: columns ``step``, ``steps`` (how many steps the bar is the mean of), ``series`` and the measure per step.
+        frame: The columns ``step``, ``steps`` (the number of steps that the bar is the mean of), ``series`` and
+            the measure per step.
     """
     figure = go.Figure(layout={"template": template(scheme)})
     wide = int(frame["steps"].max()) if len(frame) else 1

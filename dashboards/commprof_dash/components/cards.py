@@ -1,4 +1,4 @@
-"""Cards: a figure with its text, table and CSV file; a table; a single number."""
+"""Builds cards: a figure with its text, table and CSV file; a table; a single number."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ def figure_card(
     most_rows: int | None = None,
     how: Component | None = None,
 ) -> Component:
-    """A figure, and below it the numbers that it draws.
+    """Return a card with a figure, and below it the numbers that the figure shows.
 
     Args:
-        name: of the card, within the page and in file names.
-        subtitle: what is drawn; names the byte measure where there is one.
-        frame: what the figure was made from; the CSV file holds all of it, the table the ``fields``.
-        most_rows: the table has the first rows only, where there are more.
-        how: the answer of :func:`how_to_read`, below the figure.
+        name: The name of the card within the page and in file names.
+        subtitle: The text that describes the figure. It names the byte measure if there is one.
+        frame: The data of the figure. The CSV file contains all of it, and the table contains the ``fields``.
+        most_rows: The largest number of rows in the table, which shows the first rows; None shows all rows.
+        how: The result of :func:`how_to_read`, which is placed below the figure.
     """
     shown = frame if most_rows is None else frame.head(most_rows)
     rows = rows_text(len(frame))
@@ -61,7 +61,7 @@ def figure_card(
 
 
 def how_to_read(text: str) -> Component:
-    """An explanation behind one line, at the end of a card."""
+    """Return an explanation at the end of a card, which is collapsed to one line."""
     return html.Details(
         [
             html.Summary("How to read this"),
@@ -74,7 +74,10 @@ def how_to_read(text: str) -> Component:
 
 
 def glossary_link(text: str, **looks: str) -> Component:
-    """A link to the terms that the pages use, made from docs/glossary.md (docs/generate.py), in a window of its own."""
+    """Return a link that opens the glossary of the pages in a new window.
+
+    docs/generate.py makes this glossary from docs/glossary.md.
+    """
     return html.A(text, href="assets/glossary.html", target="_blank", **looks)
 
 
@@ -87,9 +90,9 @@ def table_card(
     most_rows: int | None = None,
     download: pd.DataFrame | None = None,
 ) -> Component:
-    """A table that stands for itself; with ``most_rows`` as in :func:`figure_card`.
+    """Return a card with a table but no figure. ``most_rows`` has the same meaning as in :func:`figure_card`.
 
-    The CSV file holds ``download``, or ``frame`` without one.
+    The CSV file contains ``download``, or ``frame`` if ``download`` is None.
     """
     shown = frame if most_rows is None else frame.head(most_rows)
     if len(shown) < len(frame):
@@ -100,17 +103,17 @@ def table_card(
 
 
 def empty_card(name: str, title: str, message: str) -> Component:
-    """A card that has nothing to show, with the reason."""
+    """Return a card that shows no data, but the reason why."""
     return body_card(name, title, "", [dmc.Text(message, className="muted", size="sm")], None)
 
 
 def text_card(name: str, title: str, subtitle: str, children: Sequence[Component]) -> Component:
-    """A card with any content."""
+    """Return a card with any content."""
     return body_card(name, title, subtitle, children, None)
 
 
 def tile(name: str, value: Cell, note: str = "") -> Component:
-    """One number, large, with its name above and a note below."""
+    """Return a tile with one large number, its name above and a note below."""
     return dmc.Paper(
         [
             html.Div(name, className="tile-name"),
@@ -123,19 +126,22 @@ def tile(name: str, value: Cell, note: str = "") -> Component:
 
 
 def tiles(children: Sequence[Component]) -> Component:
-    """Tiles in as many columns as fit."""
+    """Return the tiles in as many columns as fit."""
     return html.Div(children, className="tiles")
 
 
 def columns(children: Sequence[Component]) -> Component:
-    """Cards in two columns where there is room, else one."""
+    """Return the cards in two columns if the page is wide enough, else in one."""
     return html.Div(children, className="columns")
 
 
 def body_card(
     name: str, title: str, subtitle: str, body: Sequence[Component | None], frame: pd.DataFrame | None
 ) -> Component:
-    """A card with ``body`` below its title; ``frame`` is what its CSV file holds, None for a card of words."""
+    """Return a card with ``body`` below its title.
+
+    Its CSV file contains ``frame``; None for a card without a CSV file.
+    """
     heading = ids.card(name) + "-title"
     return dmc.Paper(
         html.Section(
@@ -165,7 +171,10 @@ def body_card(
 
 
 def image_buttons(name: str) -> list[Component]:
-    """Buttons that download the charts of the card ``name``; the browser makes the file (assets/callbacks.js)."""
+    """Return the buttons that download the charts of the card ``name``.
+
+    The browser makes the file (assets/callbacks.js).
+    """
     return [
         html.Button(
             form.upper(),
@@ -184,7 +193,7 @@ def _has_graph(body: Sequence[Component | None]) -> bool:
         part = parts.pop()
         if isinstance(part, dcc.Graph):
             return True
-        if not isinstance(part, dmc.Table):  # of thousands of cells, without a graph
+        if not isinstance(part, dmc.Table):  # a table can have thousands of cells and contains no graph
             below = getattr(part, "children", None)
             parts += below if isinstance(below, list | tuple) else [below] if below is not None else []
     return False

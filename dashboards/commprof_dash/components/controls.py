@@ -1,4 +1,4 @@
-"""The controls above a page. Each sets one key of the page's address."""
+"""Builds the controls above a page. Each control sets one key of the page's address."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from commprof_dash.measures import MEASURES, Measure
 
 
 def values_by_key(components: Sequence[Component]) -> dict[str, Any]:
-    """Return the values of the controls among ``components``, by their key in the address."""
+    """Return the values of the controls that are in ``components``, by their key in the address."""
     values: dict[str, Any] = {}
     for component in html.Div(components)._traverse():
         identity = getattr(component, "id", None)
@@ -24,7 +24,7 @@ def values_by_key(components: Sequence[Component]) -> dict[str, Any]:
 
 
 def run_select(names: Sequence[str], value: str | None) -> Component:
-    """One run. A value that is not among ``names`` stays visible, marked as missing."""
+    """Return the control that selects one run. A value that is not in ``names`` stays visible, marked as missing."""
     return dmc.Select(
         id=ids.control(address.RUN),
         label="Run",
@@ -38,7 +38,7 @@ def run_select(names: Sequence[str], value: str | None) -> Component:
 
 
 def runs_select(names: Sequence[str], values: Sequence[str]) -> Component:
-    """Any number of runs, behind a line."""
+    """Return the control that selects any number of runs, collapsed to one line."""
     choice = dmc.MultiSelect(
         id=ids.control(address.RUN),
         label="Runs",
@@ -56,13 +56,13 @@ def runs_select(names: Sequence[str], values: Sequence[str]) -> Component:
 
 
 def measure_select(measure: Measure, choices: Mapping[str, Measure] = MEASURES) -> Component:
-    """The choice of the measure of traffic."""
+    """Return the control that selects the measure of traffic."""
     names = {one.key: one.name for one in choices.values()}
     return segmented(address.MEASURE, "Measure", names, measure.key)
 
 
 def segmented(key: str, label: str, choices: Mapping[str, str], value: str) -> Component:
-    """A choice of few: values for ``key`` of the address, and their labels."""
+    """Return a control with a few choices. ``choices`` maps values of ``key`` in the address to their labels."""
     heading = f"{key}-label"
     return html.Div(
         [
@@ -85,10 +85,11 @@ def select(
     disabled: bool = False,
     labels: Mapping[str, str] | None = None,
 ) -> Component:
-    """A list to choose one of ``choices`` from, the value of ``key`` in the address; ``disabled`` where it has no effect.
+    """Return a list that selects one of ``choices`` as the value of ``key`` in the address.
 
     Args:
-        labels: how choices are shown that do not name themselves.
+        disabled: Whether the list is disabled because it has no effect.
+        labels: The texts of the choices whose text differs from their value.
     """
     return dmc.Select(
         id=ids.control(key),
@@ -104,7 +105,7 @@ def select(
 def text(
     key: str, label: str, value: str, placeholder: str, wrong: str | None = None, disabled: bool = False
 ) -> Component:
-    """A text field for ``key`` of the address; ``wrong`` is the message about invalid text."""
+    """Return a text field for ``key`` of the address. ``wrong`` is the message about invalid text."""
     return dmc.TextInput(
         id=ids.control(key),
         label=label,
@@ -117,7 +118,7 @@ def text(
 
 
 def area(key: str, label: str, value: str, placeholder: str) -> Component:
-    """A text field of several lines for ``key`` of the address."""
+    """Return a text field of several lines for ``key`` of the address."""
     return dmc.Textarea(
         id=ids.control(key),
         label=label,

@@ -1,4 +1,4 @@
-"""The load of experts in one line, for the pages that answer with it or lead to it."""
+"""Describes the load of experts in one line, for the pages that show the load or link to it."""
 
 from __future__ import annotations
 
@@ -12,12 +12,14 @@ from commprof_dash.data import Runs
 
 
 def expert_line(runs: Runs, name: str, link: bool) -> list[Component]:
-    """Whether the experts of run ``name`` are evenly loaded, and how many choices were dropped; empty without experts.
+    """Return a line about the load of the experts of run ``name``; empty without experts.
+
+    The line states whether the load is even and which share of the choices was dropped.
 
     Args:
-        runs: the runs.
-        name: of the run.
-        link: whether the line ends with a link to the page that has more.
+        runs: The runs.
+        name: The name of the run.
+        link: Whether the line ends with a link to the page with the details.
     """
     summary: api.ExpertSummary | None = runs.of_run("expert_summary", name, api.expert_summary)
     layers = [] if summary is None else [each for each in summary.layers if each.imbalance is not None]

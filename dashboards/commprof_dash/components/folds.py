@@ -1,4 +1,4 @@
-"""Folds: what is behind a line, and drawn by the browser when the line is clicked first."""
+"""Builds folds: content that is collapsed to a line, and that the browser draws when the user opens it first."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ _numbers: Final = count()
 
 
 def fold(title: str, children: Sequence[Component | None], is_open: bool = False) -> Component:
-    """``children``, part of a card, behind a line. They cost the browser nothing until it is opened."""
+    """Return ``children``, a part of a card, in a fold. They cost the browser nothing until the user opens the fold."""
     return _details(title, children, is_open, className="card-table")
 
 
 def fold_of_cards(title: str, children: Sequence[Component], is_open: bool = False) -> Component:
-    """The same of cards, which are seldom looked at."""
+    """Return a fold that contains cards that users seldom look at."""
     return _details(title, [html.Div(children, className="fold-body")], is_open, className="fold")
 
 
 def _details(title: str, children: Sequence[Component | None], is_open: bool, **looks: str) -> Component:
-    # The browser finds what it has to draw by the number: callbacks.js listens to each fold that opens.
+    # The browser finds the content of a fold by its number: callbacks.js listens to each fold that opens.
     number = next(_numbers)
     body = dmc.Collapse(
         list(children), id=fold_id(number), opened=is_open, keepMounted=False, transitionDuration=0
@@ -34,5 +34,5 @@ def _details(title: str, children: Sequence[Component | None], is_open: bool, **
 
 
 def fold_id(number: int) -> dict[str, Any]:
-    """Id of what is behind the line of a fold."""
+    """Return the id of the content of a fold."""
     return {"type": "fold", "number": number}

@@ -26,11 +26,11 @@ _MOST_GROWTH: Final = 3
 def graph(
     name: str, figure: go.Figure, description: str, zoomable: bool = False, beside: int | None = None
 ) -> Component:
-    """``figure`` on the page, ``description`` for those who do not see it.
+    """Return the component that shows ``figure``, with ``description`` as its text for screen readers.
 
     Args:
-        zoomable: the wheel zooms.
-        beside: as of :func:`height_of`.
+        zoomable: Whether the mouse wheel zooms.
+        beside: See :func:`height_of`.
     """
     return html.Div(
         dcc.Graph(
@@ -46,11 +46,13 @@ def graph(
 
 
 def height_of(figure: go.Figure, beside: int | None = None) -> dict[str, str]:
-    """The style of a graph that is as high as its figure; a callback that changes the one changes the other.
+    """Return the style of a graph that is as high as its figure.
+
+    A callback that changes the figure's height has to change this style, too.
 
     Args:
-        beside: pixels of the window that are left to the rest of the page; the graph grows into those that the window has
-            beyond, up to :data:`_MOST_GROWTH` times its height. None: it does not grow.
+        beside: The height in pixels of the rest of the page. If the window is higher, the graph grows to fill the
+            window, up to :data:`_MOST_GROWTH` times its height. None: The graph does not grow.
     """
     height = figure.layout.height
     if beside is None:

@@ -1,4 +1,4 @@
-"""A grid of figures with one legend and the same axes: a comparison by two keys."""
+"""Builds a grid of figures with one legend and the same axes, which compares settings by two keys."""
 
 from __future__ import annotations
 
@@ -33,7 +33,10 @@ def grid_card(
     fields: Sequence[Field],
     how: Component | None = None,
 ) -> Component:
-    """``cells`` row by row, side by side where there is room, with one legend above all of them, in text."""
+    """Return a card with ``cells`` row by row and one text legend above them.
+
+    Wide pages show the cells of a row side by side.
+    """
     traces = {trace.name: trace for row in cells for cell in row for trace in cell.figure.data}
     shown = []
     for i, row in enumerate(cells):

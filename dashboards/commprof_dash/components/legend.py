@@ -1,4 +1,4 @@
-"""The legend of a figure as text beside it: it wraps on narrow screens and never covers the figure."""
+"""Builds the legend of a figure as text beside it, which wraps on narrow screens and never covers the figure."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _MARKERS: Final = {
     "diamond": "\u25c6",
     "line-ew": "\u2013",
 }
-_SYMBOLS: Final = {  # of lines of one colour, which these tell apart
+_SYMBOLS: Final = {  # symbols that distinguish lines of the same color
     "circle": "\u25cf",
     "square": "\u25a0",
     "triangle-up": "\u25b2",
@@ -30,7 +30,7 @@ _SYMBOLS: Final = {  # of lines of one colour, which these tell apart
 
 
 def legend(figure: go.Figure) -> Component | None:
-    """One entry per trace, drawn like the trace; None if there is only one trace."""
+    """Return a legend with one entry per trace, drawn like the trace; None if there is only one trace."""
     if len(figure.data) < 2:
         return None
     return html.Ul(
@@ -56,6 +56,6 @@ def _swatch(trace: Any) -> Component:
         line = trace.marker.line
         outline = {"boxShadow": f"inset 0 0 0 {line.width}px {line.color}"}
         return html.Span(className="swatch", style=outline)
-    pattern = getattr(trace.marker, "pattern", None)  # boxes have none
+    pattern = getattr(trace.marker, "pattern", None)  # boxes have no pattern
     hatched = " hatched" if pattern is not None and pattern.shape else ""
     return html.Span(className="swatch" + hatched, style={"backgroundColor": trace.marker.color})

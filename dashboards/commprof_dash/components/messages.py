@@ -1,4 +1,4 @@
-"""Notices and empty states: a page has nothing to draw, or less than was requested."""
+"""Builds notices, for example for a page that has nothing to draw, or less than was requested."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ _COLOURS: Final = {"good": "teal", "note": "indigo", "warning": "yellow", "error
 
 
 def message(title: str, text: str, commands: Sequence[str] = (), severity: str = "note") -> Component:
-    """A notice: what happened, and what to type or do. ``severity``: see ``_COLOURS``."""
+    """Return a notice that states what happened, and what to type or do. ``severity``: see ``_COLOURS``."""
     return _notice(title, [dmc.Text(text, size="sm"), *commands_to_type(commands)], severity)
 
 
 def sentences(
     title: str, texts: Sequence[str], severity: str = "note", commands: Sequence[str] = ()
 ) -> Component:
-    """A notice of several sentences, and what to type."""
+    """Return a notice of several sentences, and the commands to type."""
     listed = html.Ul([html.Li(text) for text in texts], className="sentences")
     return _notice(title, [listed, *commands_to_type(commands)], severity)
 
 
 def line(chip: str, text: str, severity: str = "note") -> Component:
-    """One line: a chip that says how it stands, and a sentence."""
+    """Return one line with a chip that names the state, and a sentence."""
     return html.P(
         [dmc.Badge(chip, color=_COLOURS[severity], variant="light", className="chip"), html.Span(text)],
         className=f"told message message-{severity}",
@@ -34,8 +34,8 @@ def line(chip: str, text: str, severity: str = "note") -> Component:
 
 
 def commands_to_type(commands: Sequence[str]) -> list[Component]:
-    """Commands, each in a line of its own."""
-    # One that is longer than the window scrolls, by the keyboard too.
+    """Return the commands, each on its own line."""
+    # A command that is longer than the window scrolls, also by keyboard.
     about = {"aria-label": "Command"}
     return [
         html.Pre(html.Code(command), className="command", tabIndex=0, role="group", **about)
@@ -54,7 +54,7 @@ def _notice(title: str, children: Sequence[Component], severity: str) -> Compone
 
 
 def no_runs(directory: str) -> Component:
-    """Notice: there is no run below the directory yet."""
+    """Return the notice that there is no run below the directory yet."""
     return message(
         "No runs yet",
         f"There is no recorded run below {directory}. Record one, then reload this page:",
@@ -63,7 +63,7 @@ def no_runs(directory: str) -> Component:
 
 
 def unknown_runs(names: Sequence[str], directory: str) -> Component:
-    """Notice: the address names runs that do not exist."""
+    """Return the notice that the address names runs that do not exist."""
     listed = ", ".join(repr(name[:200]) for name in names[:8]) + (", ..." if len(names) > 8 else "")
     return message(
         "No such run" if len(names) == 1 else "No such runs",
@@ -73,16 +73,16 @@ def unknown_runs(names: Sequence[str], directory: str) -> Component:
 
 
 def broken_run(name: str, reason: str) -> Component:
-    """Notice: a run cannot be read."""
+    """Return the notice that a run cannot be read."""
     return message(f"{name} cannot be read", reason, severity="error")
 
 
 def unanswered_page(reason: str) -> Component:
-    """Notice: the run lacks the data of the page."""
+    """Return the notice that the run lacks the data of the page."""
     return message("This page could not be drawn", reason[:1].upper() + reason[1:1000], severity="error")
 
 
 def broken_page(reason: str) -> Component:
-    """Notice: an error kept the page from being drawn."""
+    """Return the notice that the page could not be drawn because of an error."""
     text = f"{reason[:1000]} The log of the server has the details."
     return message("This page could not be drawn", text, severity="error")

@@ -1,4 +1,4 @@
-"""Placeholders that a callback replaces when their answer is ready."""
+"""Builds placeholders that a callback replaces when their answer is ready."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ _EVERY_MS: Final = 1000
 
 
 def place(name: str) -> dict[str, str]:
-    """Id of the placeholder ``name``, whose ``children`` are replaced."""
+    """Return the id of the placeholder ``name``, whose ``children`` a callback replaces."""
     return {"type": "pending", "part": name}
 
 
 def clock(name: str) -> dict[str, str]:
-    """Id of the interval that polls for the answer until it is ``disabled``."""
+    """Return the id of the interval that polls for the answer until it is ``disabled``."""
     return {"type": "pending-clock", "part": name}
 
 
 def about(name: str) -> dict[str, str]:
-    """Id of the store that holds the argument of the callback."""
+    """Return the id of the store that contains the argument of the callback."""
     return {"type": "pending-about", "part": name}
 
 
 def pending(name: str, shown: Component, subject: Any) -> Component:
-    """Show ``shown`` until a callback of the page has the answer.
+    """Return a component that shows ``shown`` until a callback of the page has the answer.
 
     Args:
-        subject: the argument of that callback, as JSON.
+        subject: The argument of this callback, as JSON.
     """
     return html.Div(
         [
@@ -41,7 +41,10 @@ def pending(name: str, shown: Component, subject: Any) -> Component:
 
 
 def at_once(name: str, shown: Component, subject: Any) -> Component:
-    """The same without polling: the browser calls the store's callback as soon as the page is loaded."""
+    """Return the same component as :func:`pending`, but without polling.
+
+    The browser calls the callback of the store as soon as the page is loaded.
+    """
     return html.Div([_place(name, shown), _about(name, subject)])
 
 

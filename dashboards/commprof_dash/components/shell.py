@@ -1,4 +1,4 @@
-"""The frame of every page: header, navigation, and the stores that browser and server share."""
+"""Builds the frame of every page: header, navigation, and the stores that browser and server share."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _FOLLOW_MS: Final = 3000
 
 
 def layout(pages: Sequence[Page]) -> Component:
-    """The layout before the first page is drawn."""
+    """Return the layout before the first page is drawn."""
     return dmc.MantineProvider(
         [
             dcc.Location(id=ids.ADDRESS, refresh=False),
@@ -67,7 +67,10 @@ def layout(pages: Sequence[Page]) -> Component:
 
 
 def navigation(pages: Sequence[Page], current: Page | None, query: Query) -> list[Component]:
-    """Links to the pages, ``current`` marked; each keeps the run, the step and the filters of ``query``."""
+    """Return the links to the pages, with ``current`` marked.
+
+    Each link keeps the run, step and filters of ``query``.
+    """
     return [
         dmc.NavLink(
             label=page.title,
@@ -82,7 +85,7 @@ def navigation(pages: Sequence[Page], current: Page | None, query: Query) -> lis
 
 
 def heading(title: str, question: str) -> list[Component]:
-    """The title of a page and the question that it answers."""
+    """Return the heading of a page: its title and the question that it answers."""
     return [html.H1(title), html.P(question, className="question")]
 
 

@@ -1,4 +1,4 @@
-"""Tables of a figure's numbers, as text and as a CSV file."""
+"""Builds tables of a figure's numbers, as text and as a CSV file."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ from commprof.analysis import api
 from commprof_dash import ids
 
 Cell: TypeAlias = str | Component
-_ALIGNED_COLUMNS: Final = 24  # as many as app.css has classes number-K for
+_ALIGNED_COLUMNS: Final = 24  # the number of classes number-K in app.css
 _LOOK: Final = {"highlightOnHover": True, "tabularNums": True, "verticalSpacing": 6}
 _MANY_COLUMNS: Final = 9
-_NARROW: Final = 6  # pixels beside each cell, so that a table of many columns fits a page of usual width
+# Pixels beside each cell, so that a table with many columns fits a page of the usual width.
+_NARROW: Final = 6
 
 
 class Field(NamedTuple):
-    """One column of a table on the page: its heading, and how a value is written."""
+    """One column of a table on the page: its heading, and the function that formats its values."""
 
     column: str
     heading: str
@@ -31,7 +32,7 @@ class Field(NamedTuple):
 
 
 class Order(NamedTuple):
-    """The column that a table is sorted by, and the direction; no column: as given."""
+    """The column that a table is sorted by, and the direction. Without a column, the rows keep their order."""
 
     column: str | None
     descending: bool = False
@@ -40,9 +41,11 @@ class Order(NamedTuple):
 def table(
     frame: pd.DataFrame, fields: Sequence[Field], caption: str, order: Order | None = None
 ) -> Component:
-    """``frame`` as a table that scrolls sideways by itself where the page is narrow.
+    """Return ``frame`` as a table that scrolls sideways on narrow pages.
 
-    ``order``: how the rows are sorted already; the headings are then buttons that sort by their column.
+    Args:
+        order: The order that the rows are already sorted in. The headings are then buttons that sort by their
+            column. None: The headings are text.
     """
     rows = [
         [_cell(field, value) for field, value in zip(fields, row, strict=True)]
@@ -50,8 +53,8 @@ def table(
     ]
     look = _LOOK | ({"horizontalSpacing": _NARROW} if len(fields) > _MANY_COLUMNS else {})
     numeric = [number for number, field in enumerate(fields, 1) if field.numeric]
-    # Each Dash component costs the browser much more than what it draws, and more the more there are: a table of
-    # text alone is one component.
+    # Each Dash component costs the browser much more time than the text that it contains, and this cost grows
+    # with the number of components. Therefore, a table that contains only text is a single component.
     if (
         all(isinstance(cell, str) for row in rows for cell in row)
         and max(numeric, default=0) <= _ALIGNED_COLUMNS
@@ -79,21 +82,22 @@ def table(
             for row in rows
         ]
         children = [html.Caption(caption), html.Thead(html.Tr(heads)), html.Tbody(body)]
-        # On a telephone each row of a sorted table is a block, its values below each other.
+        # On a phone, each row of a sorted table is a block with its values below each other.
         drawn = dmc.Table(children, className="data-table" + (" in-blocks" if order else ""), **look)
     return html.Div(
         drawn,
         className="table-scroll",
         tabIndex=0,
-        role="group",  # not a region: the section around it has the same name
+        role="group",  # not a region, because the section around the table has the same name
         **{"aria-label": caption},
     )
 
 
 def filled(blank: Component, **properties: Any) -> Component:
-    """``blank`` with these properties too. Of thousands, Dash's constructor takes ten times as long.
+    """Return a copy of ``blank`` with these additional properties.
 
-    Neither does each of them look for its 60 unset properties when it is written as JSON.
+    For thousands of components, Dash's constructor takes ten times as long. The copies also do not search for
+    their 60 unset properties when they are written as JSON.
     """
     copy = blank.__class__.__new__(blank.__class__)
     names = [name for name in blank._prop_names if name in blank.__dict__ and name not in properties]
@@ -114,13 +118,13 @@ def _sorting_head(field: Field, side: str, order: Order) -> Component:
 
 
 def rows_text(rows: int) -> str:
-    """``1 row``, ``1,234 rows``."""
+    """Return the number of rows as text: ``1 row``, ``1,234 rows``."""
     return f"{rows:,} row{'' if rows == 1 else 's'}"
 
 
 def csv_link(name: str, frame: pd.DataFrame) -> html.A:
-    """A link that downloads ``frame`` as it stands, with every digit; it works without the server."""
-    content = b64encode(api.frame_csv(frame).encode()).decode()  # percent signs take 100 times as long
+    """Return a link that downloads ``frame`` with all digits. The link works without the server."""
+    content = b64encode(api.frame_csv(frame).encode()).decode()  # percent-encoding takes 100 times as long
     return html.A(
         "CSV",
         href="data:text/csv;charset=utf-8;base64," + content,
@@ -132,7 +136,7 @@ def csv_link(name: str, frame: pd.DataFrame) -> html.A:
 
 
 def facts(values: Mapping[str, Cell]) -> Component:
-    """Names and values, one pair a line, in two columns where there is room."""
+    """Return names and values, one pair per line, in two columns if the page is wide enough."""
     return html.Dl(
         [html.Div([html.Dt(name), html.Dd(value)], className="fact") for name, value in values.items()],
         className="facts",
@@ -144,7 +148,7 @@ def _values(frame: pd.DataFrame, fields: Sequence[Field]) -> list[tuple[Any, ...
 
 
 def _cell(field: Field, value: Any) -> Cell:
-    # Of one value this tells what pd.isna does, in a small part of the time.
+    # For a single value, this returns the same as pd.isna in a small part of the time.
     if value is None or value is pd.NA or value != value:
         return "-"
     return field.format(value)

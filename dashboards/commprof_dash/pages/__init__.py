@@ -1,4 +1,4 @@
-"""The pages, in the order of the navigation. Each folder with a module ``page`` is one; its ``PAGE`` declares it."""
+"""Finds the pages of the dashboard. Each folder with a module ``page`` is a page, which its ``PAGE`` declares."""
 
 from __future__ import annotations
 

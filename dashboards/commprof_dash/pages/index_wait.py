@@ -1,4 +1,4 @@
-"""The notice of a page while the index of its run is built."""
+"""Builds the notice that a page shows while the index of its run is built."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ builds: Final = Builds()
 
 
 def waiting_for_index(progress: str, name: str) -> list[Component]:
-    """The body of the page: how far the index is, asked for every second."""
+    """Return the body of the page: the progress of the index, which is polled every second."""
     text = f"Indexing {name} (first open only): {progress}. The page refreshes when done."
     return [
         dcc.Interval(id=WAIT, interval=1000),
@@ -29,7 +29,7 @@ def waiting_for_index(progress: str, name: str) -> list[Component]:
 
 
 def register(app: dash.Dash, runs: Runs) -> None:
-    """The callbacks of waiting."""
+    """Add the callbacks of the notice."""
 
     @app.callback(
         Output(WAITING, "children"),

@@ -1,4 +1,4 @@
-"""Shared by the pages about one run: the choice of the run, and notices about runs that cannot be shown."""
+"""Provides common parts of the pages about one run: the choice of the run, and notices about runs without data."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ def draw_run(
     query: Query,
     answers: Callable[[str], tuple[Sequence[Component], Sequence[Component]]],
 ) -> Drawing:
-    """The page of the run that ``query`` names or has ticked, the newest by default.
+    """Return the page of the run that ``query`` names, or else of the ticked run, or else of the newest run.
 
     Args:
-        answers: from the name of a run that can be read, the controls beside that of the run, and the body.
+        answers: Maps the name of a readable run to the controls besides the choice of the run, and to the body.
     """
     names = runs.names()
     if not names:
@@ -39,14 +39,14 @@ def draw_run(
 
 
 def still_going() -> Component:
-    """The notice above the page of a run that is still being recorded."""
+    """Return the notice above the page of a run that is still being recorded."""
     return messages.message(
         "This run is still being recorded", "The page refreshes by itself and shows the records so far."
     )
 
 
 def no_records(runs: Runs, name: str) -> Component | None:
-    """The reason why a run has no records; None if it has some."""
+    """Return the reason why a run has no records; None if it has records."""
     health = runs.health(name)
     if health.records:
         return None

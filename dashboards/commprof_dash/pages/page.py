@@ -1,4 +1,4 @@
-"""What a page is."""
+"""Defines the type of a page and of its drawing."""
 
 from __future__ import annotations
 
@@ -16,10 +16,13 @@ if TYPE_CHECKING:
 
 
 class Drawing(NamedTuple):
-    """What a page shows: its controls, and what stands below them.
+    """The content of a page: its controls, and the body below them.
 
-    ``follows`` while it may change by itself; ``run`` is the name of the run that it is about, "" for none or several.
-    ``kept``: key and value that the address lacks and that hold while the page is drawn again, such as a choice of runs.
+    Attributes:
+        follows: Whether the page is drawn again as its data changes.
+        run: The name of the run of the page; "" for none or several.
+        kept: A key and value that the address lacks and that stay fixed while the page is drawn again, such as a
+            choice of runs.
     """
 
     controls: Sequence[Component]
@@ -30,18 +33,22 @@ class Drawing(NamedTuple):
 
 
 class Page(NamedTuple):
-    """One page: its address, its title, its place in the navigation, and how it is drawn.
+    """One page: its address, its title, its place in the navigation, and the functions that draw it.
 
-    ``render(runs, query, scheme)`` is called whenever the address or the scheme changes. It holds no state: what the page
-    shows is in the query, and its controls (``ids.control``) write there. ``register(app, runs)``, once at the start, adds
-    the callbacks of what changes within the page: none of them may write to a component outside of it. ``has_grid``: it
-    begins with a grid, whose code the browser should load at once. ``has_charts``: it begins with charts, as a rule.
+    A page has no state: its content depends on the query, and its controls (``ids.control``) write to the query.
+
+    Attributes:
+        render: ``render(runs, query, scheme)`` is called whenever the address or the scheme changes.
+        register: ``register(app, runs)`` is called once at the start, and adds the callbacks of content that
+            changes within the page. These callbacks must not write to a component outside of the page.
+        has_grid: Whether the page begins with a grid, whose code the browser should load at once.
+        has_charts: Whether the page usually begins with charts.
     """
 
     path: str
     title: str
-    question: str  # that the page answers; its subtitle
-    order: int  # place in the navigation; in tens, so that a page fits between two others
+    question: str  # the question that the page answers, which is its subtitle
+    order: int  # the place in the navigation, in tens, so that a page fits between two others
     render: Callable[[Runs, Query, Scheme], Drawing]
     register: Callable[[dash.Dash, Runs], None] | None = None
     has_grid: bool = False

@@ -1,4 +1,4 @@
-"""Alignment: records and NCCL lines, their divergences, groups of communicators, and NCCL's rings and trees."""
+"""The page Alignment: records and NCCL lines, divergences, groups of communicators, and NCCL's rings and trees."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ CHANNEL: Final = "channel"
 COMMUNICATOR: Final = "communicator"
 ALL: Final = "all"
 
-_SHOWN: Final = 40  # rows side by side at a time
-_BEFORE: Final = 3  # pairs before a divergence
+_SHOWN: Final = 40  # the number of rows that are shown at a time
+_BEFORE: Final = 3  # the number of pairs that are shown before a divergence
 _TABLE_ROWS: Final = 500
 
 
 def render(runs: Runs, query: Query, scheme: Scheme) -> Drawing:
-    """The page for the run, rank, group, state, place and communicator in ``query``."""
+    """Return the page for the run, rank, group, state, place and communicator in ``query``."""
 
     def answers(name: str) -> tuple[Sequence[Component], Sequence[Component]]:
         summary: api.AlignmentSummary = runs.of_run("alignment", name, api.alignment_summary)
@@ -92,7 +92,7 @@ def render(runs: Runs, query: Query, scheme: Scheme) -> Drawing:
 
 
 def _with_place_of_record(query: Query, runs: Runs, name: str) -> Query:
-    """``query`` with rank, group and row of the record that it names, as other pages link here; else as it is."""
+    """Return ``query`` with the rank, group and row of the record that a link of another page names; else ``query``."""
     record = record_of(next(iter(query.get(RECORD, ())), ""))
     if record is None or AT in query:
         return query
@@ -105,7 +105,7 @@ def _with_place_of_record(query: Query, runs: Runs, name: str) -> Query:
 
 
 def _position(query: Query, divergences: pd.DataFrame, state: str, rank: str, group: str) -> int:
-    """The row that ``query`` names; else the first that is apart, and without one the first."""
+    """Return the row that ``query`` names, or else the row of the first divergence, or else 0."""
     written = next(iter(query.get(AT, ())), "")
     if written.isdecimal() and len(written) < 12:
         return int(written)
@@ -150,7 +150,7 @@ def _words(values: pd.Series[Any]) -> pd.Series[Any]:
 
 
 def _generated(communicators: pd.DataFrame) -> list[Component]:
-    """A note where the log is not the output of NCCL."""
+    """Return a note if the log is not the output of NCCL."""
     if not communicators["generated"].fillna(False).astype(bool).any():
         return []
     return [
@@ -162,7 +162,7 @@ def _generated(communicators: pd.DataFrame) -> list[Component]:
 
 
 def _bounded(count: int, ambiguous: int, least: int) -> str:
-    """A count, with the ambiguous ones that may or must belong to it."""
+    """Return a count as text; with ambiguous items, the range of counts that they allow."""
     if not ambiguous:
         return format_count(count)
     low, high = format_count(count + least), format_count(count + ambiguous)
@@ -170,7 +170,7 @@ def _bounded(count: int, ambiguous: int, least: int) -> str:
 
 
 def _verdict(summary: api.AlignmentSummary) -> Component:
-    """Whether NCCL ran what was issued, in one sentence."""
+    """Return one sentence that states whether NCCL executed the issued collectives."""
     totals = summary.counts.groupby("state")["lines"].sum()
     counts = {state: int(totals.get(state, 0)) for state in alignment_chart.STATES}
     matched = f"{counts['matched']:,} of {sum(counts.values()):,} records and lines match"

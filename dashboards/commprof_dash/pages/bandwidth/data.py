@@ -1,4 +1,4 @@
-"""The frames of the Bandwidth page: cached calls to commprof.analysis.api."""
+"""Provides the frames of the page Bandwidth through cached calls to commprof.analysis.api."""
 
 from __future__ import annotations
 
@@ -18,14 +18,16 @@ Steps = tuple[int, int] | None
 
 
 def calibrations(runs: Runs) -> pd.DataFrame:
-    """The calibrations below the directory of the runs: see ``api.calibrations``."""
+    """Return the calibrations below the directory of the runs (see ``api.calibrations``)."""
     return api.calibrations(runs.directory)
 
 
 def nearest(listed: pd.DataFrame, run: str) -> str | None:
-    """The calibration that goes with the run of that name: in it, else beside it, else beside a directory that holds it.
+    """Return the calibration that belongs to the run ``run``, or None if there is none.
 
-    Of several the newest; None where there is none. One that lies elsewhere is of another machine, for all that is known.
+    A calibration in the directory of the run comes first, then one beside this directory, then one beside a
+    parent directory. If there are several, the newest is returned. A calibration elsewhere may be from another
+    machine.
     """
     readable = listed[listed["note"].isna()]
     for parent in (PurePosixPath(run), *PurePosixPath(run).parents):
@@ -36,7 +38,7 @@ def nearest(listed: pd.DataFrame, run: str) -> str | None:
 
 
 def calibration_of(runs: Runs, run: str, hosts: Sequence[str]) -> Path | None:
-    """The calibration that goes with a run, if it was made on its hosts and processors."""
+    """Return the calibration that belongs to a run, if it was measured on the hosts of the run and on CPU."""
     listed = calibrations(runs)
     fitting = listed[(listed["hosts"] == ", ".join(hosts)) & (listed["device"] == "cpu")]
     name = nearest(fitting, run)
@@ -44,7 +46,10 @@ def calibration_of(runs: Runs, run: str, hosts: Sequence[str]) -> Path | None:
 
 
 def recent_steps(runs: Runs, run: str) -> Steps:
-    """The last steps of a run with many records, as many as are answered while a person waits; None for all of it."""
+    """Return the last steps of a run with many records, or None if all steps can be used.
+
+    The number of steps is limited so that the answer does not take too long for a waiting user.
+    """
     listing = runs.listing()
     recorded = listing.loc[listing["name"] == run, "records"].iloc[0]
     records = 0 if pd.isna(recorded) else int(recorded)
@@ -56,7 +61,7 @@ def recent_steps(runs: Runs, run: str) -> Steps:
 
 
 def bandwidths(runs: Runs, run: str, calibration: Path | None, steps: Steps = None) -> api.Bandwidths:
-    """What the collectives of a run reached: see ``api.bandwidth_both``."""
+    """Return the bandwidths that the collectives of a run reached (see ``api.bandwidth_both``)."""
     measured: api.Bandwidths = runs.of_run(
         f"bandwidth {calibration} {stamp(calibration)} {steps}",
         run,
@@ -66,7 +71,10 @@ def bandwidths(runs: Runs, run: str, calibration: Path | None, steps: Steps = No
 
 
 def curve(calibration: Path, sizes: pd.DataFrame) -> pd.DataFrame:
-    """What ``calibration`` says of the operations, group sizes and payloads of ``sizes``: see ``api.ceiling``."""
+    """Return the ceilings in ``calibration`` for the operations, group sizes and payloads of ``sizes``.
+
+    See ``api.ceiling``.
+    """
     ceilings = []
     for group_size in sorted(set(sizes["group_size"])):
         part = sizes[sizes["group_size"] == group_size]
@@ -81,7 +89,7 @@ def _calibrated(op: str) -> str:
 
 
 def stamp(file: Path | None) -> tuple[int, int]:
-    """Time of change and size of ``file``, so that an answer is not kept beyond them."""
+    """Return the modification time in ns and the size of ``file``, which invalidate cached answers when they change."""
     if file is None:
         return 0, 0
     status = file.stat()

@@ -1,4 +1,4 @@
-"""Bandwidth: what collectives reached by size, and the machine's ceiling."""
+"""The page Bandwidth: the bandwidth that collectives reached by size, and the machine's ceiling."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ GROUP: Final = "group"
 CALIBRATION: Final = "calibration"
 STEPS: Final = "steps"
 _STRANGE: Final = ("impossible", "slow", "fast")
-_MOST_SERIES: Final = 24  # more lines are not told apart
+_MOST_SERIES: Final = 24  # more lines cannot be distinguished
 _MOST_MARKS: Final = 2000
 _TABLE_ROWS: Final = 500
 _MOST_CHOICES: Final = 500
 
 
 def render(runs: Runs, query: Query, scheme: Scheme) -> Drawing:
-    """The page for the run, bandwidth, operation, group and calibration in ``query``."""
+    """Return the page for the run, bandwidth, operation, group and calibration in ``query``."""
 
     def answers(name: str) -> tuple[Sequence[Component], Sequence[Component]]:
         waiting = builds.wait_for(path_of(runs, name))
@@ -90,7 +90,7 @@ def _about_steps(first: int, last: int) -> Component:
 
 
 def _chosen(query: Query, listed: pd.DataFrame, run: str) -> str:
-    """The calibration that the address names, else the one that goes with the run, else none."""
+    """Return the calibration that the address names, or else the one that belongs to the run, or else none."""
     named = next(iter(query.get(CALIBRATION, ())), None)
     return named if named is not None else bandwidth_data.nearest(listed, run) or NONE
 
@@ -110,7 +110,7 @@ def _rate_select(rate: Rate) -> Component:
 
 
 def _about_ceiling(runs: Runs, chosen: str, file: Path | None, broken: pd.DataFrame) -> list[Component]:
-    """Why there is no ceiling, and how to get one."""
+    """Return why there is no ceiling, and how to get one."""
     if file is not None:
         return []
     if len(broken):
@@ -156,7 +156,10 @@ def _only(frame: pd.DataFrame, op: str, group: str) -> pd.DataFrame:
 
 
 def _told(sizes: pd.DataFrame, rate: Rate) -> list[Component]:
-    """The bandwidth of the operation, group and size that moved most of the bytes whose time is known, in one line."""
+    """Return the bandwidth of one operation, group and size in one line.
+
+    It is the combination that moved the most payload bytes among those whose time is known.
+    """
     timed = sizes[sizes["time_ns"].notna()]
     if timed.empty:
         return []

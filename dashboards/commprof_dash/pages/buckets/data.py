@@ -1,4 +1,4 @@
-"""The frames of the Buckets page: cached calls to commprof.analysis.api."""
+"""Provides the frames of the page Buckets through cached calls to commprof.analysis.api."""
 
 from __future__ import annotations
 
@@ -18,12 +18,15 @@ NOT_RECORDED: Final = "not recorded"
 
 
 class Shown(NamedTuple):
-    """What the page shows: ``of_steps``, see ``api.bucket_steps``; ``frame``, one row per bucket of ``step`` and group.
+    """The data of the page.
 
-    ``of_step``: the buckets of the step together, by why they were sent; of a mean step see ``api.buckets_per_step``.
-
-    ``step`` is None where ``frame`` has the buckets of a mean step. ``groups``: the ranks that reduce buckets together, as
-    text, one after the other where they are several. ``only_sums``: the run has no records, so none of a bucket.
+    Attributes:
+        of_steps: The result of ``api.bucket_steps``.
+        step: The step of ``frame``; None if ``frame`` contains the buckets of a mean step.
+        frame: One row per bucket and group of ranks.
+        of_step: The buckets of the step, summed by the reason why they were sent. For a mean step, see
+            ``api.buckets_per_step``.
+        only_sums: Whether the run has only sums and no records, so that nothing is known of single buckets.
     """
 
     of_steps: pd.DataFrame
@@ -34,25 +37,28 @@ class Shown(NamedTuple):
 
     @property
     def groups(self) -> list[str]:
-        """In the order of their lowest ranks; those of which nothing is known are :data:`NOT_RECORDED`."""
+        """The groups of ranks that reduce buckets together, as text, in the order of their lowest ranks.
+
+        Unknown groups are :data:`NOT_RECORDED`.
+        """
         return list(dict.fromkeys(self.frame["group_ranks"].fillna(NOT_RECORDED)))
 
     def of_group(self, group: str) -> pd.DataFrame:
-        """The buckets of one of :attr:`groups`."""
+        """Return the buckets of one of :attr:`groups`."""
         return self.frame[self.frame["group_ranks"].fillna(NOT_RECORDED) == group]
 
 
 class Chosen(NamedTuple):
-    """One bucket: its step, and what it holds."""
+    """One bucket: its step, and its content."""
 
     step: int
     content: api.BucketContent
 
 
 def shown(runs: Runs, name: str, wanted: str | None) -> Shown:
-    """The buckets of the step ``wanted``, or of a mean step where the run has no such step.
+    """Return the buckets of the step ``wanted``, or of a mean step if the run has no such step.
 
-    Of a step that was done again after a restart, the last time.
+    If a step was repeated after a restart, only its last attempt counts.
     """
     step = int(wanted) if wanted is not None and re.fullmatch(r"-1|\d{1,9}", wanted) else None
 
@@ -66,7 +72,7 @@ def shown(runs: Runs, name: str, wanted: str | None) -> Shown:
             means = api.bucket_means(run)
             if len(means) or not len(known):
                 return Shown(of_steps, None, _labelled(means), api.buckets_per_step(run), only_sums)
-            at = int(known.iloc[-1])  # all of them came before the first step
+            at = int(known.iloc[-1])  # all buckets were sent before the first step
         return Shown(of_steps, at, _of_step(run, at), of_steps[known == at], only_sums)
 
     view: Shown = runs.of_run(f"buckets {step}", name, answer)
@@ -74,7 +80,10 @@ def shown(runs: Runs, name: str, wanted: str | None) -> Shown:
 
 
 def group_with(groups: Sequence[str], wanted: str | None) -> str:
-    """That of ``groups`` which has the first rank of ``wanted``, ranks as text or the name of a group; else the first."""
+    """Return the group that contains the first rank of ``wanted``, or else the first group.
+
+    ``wanted`` is a text of ranks or the name of a group.
+    """
     if wanted in groups:
         return str(wanted)
     first = re.match(r"\d{1,9}", wanted or "")
@@ -86,10 +95,10 @@ def group_with(groups: Sequence[str], wanted: str | None) -> str:
 
 
 def chosen(runs: Runs, name: str, bucket: pd.Series[Any], step: int | None) -> Chosen | None:
-    """What a bucket holds (``api.bucket_content``): in ``step``, or in the last step that has it.
+    """Return the content of a bucket (``api.bucket_content``) in ``step``, or in the last step that has the bucket.
 
     Args:
-        bucket: its row of what :func:`shown` gives.
+        bucket: The row of the bucket in the result of :func:`shown`.
     """
     number, micro_step = int(bucket["bucket"]), int(bucket["micro_step"])
     group = None if pd.isna(bucket["group_ranks"]) else str(bucket["group_ranks"])
@@ -112,7 +121,10 @@ def _of_step(run: api.Run, step: int) -> pd.DataFrame:
 
 
 def _labelled(frame: pd.DataFrame) -> pd.DataFrame:
-    """With ``label``, the bucket's number, and its micro-batch where there are several; and ``series``."""
+    """Return ``frame`` with the columns ``label`` and ``series``.
+
+    The label is the bucket's number, after the number of the micro-batch if there are several micro-batches.
+    """
     several = frame["micro_step"].nunique() > 1
     labels = [
         f"{micro}.{bucket}" if several else f"{bucket}"

@@ -1,4 +1,4 @@
-"""Buckets: what each gradient bucket holds, how full it was, why it was sent, how it was reduced, how long that took."""
+"""The page Buckets: the content, fill, flush reason, reduction and duration of each gradient bucket."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ _DRAWN: Final = 400
 _BUTTONS: Final = 16
 _TABLE_ROWS: Final = 300
 _LINKED: Final = 24
-_NAMED: Final = 8  # buckets in a sentence
+_NAMED: Final = 8  # the largest number of buckets that a sentence names
 _NOT_SAID: Final = "not said"
-# schema.py: the values of flush_reason
+# These are the values of flush_reason in schema.py.
 _REASONS: Final = {
     "full": "because the next gradient did not fit",
     "end_of_backward": "at the end of the backward pass",
@@ -59,7 +59,7 @@ _STEP_RULE: Final = "Bytes, fill and counts are those of this step; times are me
 
 
 def render(runs: Runs, query: Query, scheme: Scheme) -> Drawing:
-    """The page for the run, the step (or the mean of all) and the bucket in ``query``."""
+    """Return the page for the run, the step (or the mean of all steps) and the bucket in ``query``."""
 
     def answers(name: str) -> tuple[Sequence[Component], Sequence[Component]]:
         waiting = builds.wait_for(path_of(runs, name))
@@ -78,7 +78,8 @@ def render(runs: Runs, query: Query, scheme: Scheme) -> Drawing:
         chosen = _label(next(iter(query.get(BUCKET, ())), ""), labels)
         controls_shown = [
             controls.select(STEP, "Step", [MEAN, *steps], step, labels={MEAN: "all steps"}),
-            # One click for few; a click on a bar chooses one of many.
+            # A few buckets can be selected with one click. If there are many, a click on a bar selects a
+            # bucket.
             controls.segmented(BUCKET, "Bucket", dict(zip(labels, labels, strict=True)), chosen)
             if len(labels) <= _BUTTONS
             else controls.select(BUCKET, "Bucket", labels, chosen),
@@ -100,7 +101,7 @@ def render(runs: Runs, query: Query, scheme: Scheme) -> Drawing:
 
 
 def _label(wanted: str, labels: Sequence[str]) -> str:
-    """That of ``labels`` which is ``wanted``, with or without its micro-batch; else the first."""
+    """Return the label that equals ``wanted``, with or without its micro-batch, or else the first label."""
     names = (wanted, wanted.partition(".")[2], f"0.{wanted}")
     return next((name for name in names if name in labels), labels[0])
 
@@ -116,7 +117,7 @@ def _no_buckets() -> Component:
 
 
 def _told(bucket: pd.Series[Any], mean: bool) -> Component:
-    """What the chosen bucket holds, why it was sent and how, in one line."""
+    """Return one line about the selected bucket: its content, why it was sent, and how."""
     numel = f"{format_count(bucket['numel'])} elements"
     if pd.isna(bucket["parameters"]):
         holds = f"{numel}; its runtime reports no parameters"
@@ -138,7 +139,7 @@ def _told(bucket: pd.Series[Any], mean: bool) -> Component:
 
 
 def _reasons_in(value: Any) -> list[str]:
-    """The reasons of a bucket: several if its steps differ; none if its runtime names none."""
+    """Return the flush reasons of a bucket: several if its steps differ; none if its runtime reports none."""
     return [] if pd.isna(value) else str(value).split(", ")
 
 
@@ -151,7 +152,10 @@ def _of(noun: str, count: float) -> str:
 
 
 def _unlike_ranks(of_steps: pd.DataFrame) -> list[Component]:
-    """Buckets whose elements or parameters differ between the ranks that reduce them; none in a sound run."""
+    """Return a notice of buckets whose elements or parameters differ between ranks.
+
+    A correct run has no such buckets.
+    """
     unlike = of_steps["unlike"].sum()
     if not unlike:
         return []
@@ -166,7 +170,7 @@ def _unlike_ranks(of_steps: pd.DataFrame) -> list[Component]:
 
 
 def _unlike_steps(frame: pd.DataFrame) -> list[Component]:
-    """Of which buckets the mean leaves steps out, because they held something else there."""
+    """Return a notice of buckets whose mean excludes some steps, because their content was different in these steps."""
     changed = [str(label) for label in frame.loc[~frame["steady"].astype(bool), "label"]]
     if not changed:
         return []
@@ -231,7 +235,7 @@ def _tiles(view: buckets_data.Shown, group: str, groups: int) -> Component:
 
 
 def _wire(rows: pd.DataFrame) -> float:
-    """Wire bytes of what the backend runs for ``rows`` together, where that is known, else as issued."""
+    """Return the sum of the executed wire bytes of ``rows``, or of the issued wire bytes if these are unknown."""
     executed = rows["executed_wire_bytes"]
     return float((rows["wire_bytes"] if executed.isna().any() else executed).sum())
 
@@ -241,7 +245,7 @@ def _wire_of(rows: pd.DataFrame) -> str:
 
 
 def _as_issued(rows: pd.DataFrame) -> str:
-    """The bytes as issued, where they are others than :func:`_wire`."""
+    """Return the issued wire bytes as text, if they differ from :func:`_wire`."""
     shown, issued = api.format_bytes(_wire(rows)), api.format_bytes(rows["wire_bytes"].sum())
     return "" if shown == issued else f"; {issued} as issued"
 
@@ -310,7 +314,7 @@ def _table(frame: pd.DataFrame, name: str, step: str, group: str | None, chosen:
 
     def link(label: Any) -> Cell:
         href = address.link("/buckets", run=name, **of_group, step=step, bucket=str(label))
-        # dcc.Link has no aria-current; the line above the table names the bucket that is chosen.
+        # dcc.Link has no aria-current, but the line above the table names the selected bucket.
         looks = "run-links chosen" if label == chosen else "run-links"
         return html.Span(dcc.Link(str(label), href=href), className=looks)
 
@@ -340,7 +344,8 @@ def _table(frame: pd.DataFrame, name: str, step: str, group: str | None, chosen:
         f"{_MEAN_RULE if step == MEAN else _STEP_RULE}",
         frame,
         [
-            # A link in each of many rows keeps the browser busy for a second; the control above chooses as well.
+            # Links in many rows would keep the browser busy for a second, and the control above selects
+            # buckets, too.
             Field("label", "Bucket", link if len(frame) <= _LINKED else str),
             Field("parameters", "Parameters", short),
             Field("fill", "Fill", "{:.0%}".format, numeric=True),
@@ -362,7 +367,10 @@ def _owners(value: Any) -> Cell:
 
 
 def _one(runs: Runs, name: str, bucket: pd.Series[Any], view: buckets_data.Shown) -> list[Component]:
-    """Parameters and records of one bucket: of the view's step, or of the last step that has one of that number."""
+    """Return the parameters and records of one bucket.
+
+    They are those of the view's step, or of the last step that has a bucket with this number.
+    """
     selected = buckets_data.chosen(runs, name, bucket, view.step)
     if selected is None:
         return []
@@ -428,7 +436,10 @@ def _operations(where: str, name: str, frame: pd.DataFrame, only_sums: bool) -> 
 
 
 def register(app: dash.Dash, runs: Runs) -> None:
-    """A click on a bar chooses its bucket. A callback for each figure: one without its input is not called."""
+    """Add the callbacks that select a bucket after a click on its bar.
+
+    Each figure has its own callback, because Dash does not call a callback with a missing input.
+    """
     for name in ("bucket-sizes", "bucket-times"):
         app.clientside_callback(
             ClientsideFunction("buckets", "choose"),

@@ -1,4 +1,4 @@
-"""The cards of the Compare page about settings: the four levels, the table, what to set, ranks, memory, samples."""
+"""Builds the cards of the page Compare: four levels, table, advice, ranks, memory, samples."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ _TIMES: Final = {
 _MOST_PAIRS: Final = 60
 _MOST_ROWS: Final = 300
 _WIRE: Final = "wire_bytes_per_step"
-_NAMED: Final = 3  # settings in a sentence
+_NAMED: Final = 3  # the largest number of settings that a sentence names
 
 
 def answer(advised: api.Advice, reason: str | None) -> list[Component]:
-    """The recommended setting in one line, and in a second one what differs between the settings."""
+    """Return the recommended setting in one line, and the differences between the settings in a second line."""
     chip, severity = _ANSWERS[advised.answer]
     sentence = advised.sentences[0].removeprefix(f"{chip}: ")
     first = messages.line(chip, sentence[:1].upper() + sentence[1:], severity)
@@ -56,7 +56,10 @@ def answer(advised: api.Advice, reason: str | None) -> list[Component]:
 
 
 def advice(advised: api.Advice, findings: Sequence[str]) -> Component:
-    """The reasons of the recommendation, which is the first line of the page, and where requested and issued differ."""
+    """Return the reasons of the recommendation, and where requested and issued communication differ.
+
+    The recommendation itself is the first line of the page.
+    """
     sentences = [text for text in advised.sentences[1:] if not text.startswith("Warning:")]
     return cards.text_card(
         "advice",
@@ -72,7 +75,7 @@ def advice(advised: api.Advice, findings: Sequence[str]) -> Component:
 
 
 def weighed(evidence: api.Advice) -> Component:
-    """The evidence of the advice: the settings, and each two step times."""
+    """Return the evidence of the advice: the settings, and comparisons of pairs of step times."""
     settings = table(
         evidence.settings,
         [
@@ -129,7 +132,10 @@ def weighed(evidence: api.Advice) -> Component:
 
 
 def levels_to_come(going: bool) -> Component:
-    """Placeholder for the four levels of large runs, while another process closes their ledgers, or until they end."""
+    """Return a placeholder for the four levels of large runs.
+
+    It is shown while another process closes their ledgers, or until the runs end.
+    """
     text = "Closing the ledgers of these runs in the background. The levels appear here when done."
     if going:
         text = "The ledgers of large runs are closed here once the runs have ended. For one run so far: commprof verify RUN."
@@ -139,12 +145,12 @@ def levels_to_come(going: bool) -> Component:
 def levels(
     frame: pd.DataFrame, settings: pd.DataFrame, cells: Sequence[Sequence[compare_data.Cell]], scheme: Scheme
 ) -> Component:
-    """A row per setting: the four levels and the step time.
+    """Return a row per setting: the four levels and the step time.
 
     Args:
-        frame: the answer of :func:`compare_data.levels`.
-        settings: the answer of :func:`compare_data.settings`, in the order to draw.
-        cells: of the grid by two keys; empty for one chart of all settings.
+        frame: The result of :func:`compare_data.levels`.
+        settings: The result of :func:`compare_data.settings`, in the order to draw.
+        cells: The cells of the grid by two keys; empty for one chart of all settings.
     """
     if frame["wire_bytes_per_step"].isna().all() and settings["step_time_ns"].isna().all():
         reasons = sorted(set(frame["reason"].dropna()))
@@ -189,7 +195,7 @@ def levels(
 
 
 def _names(settings: pd.DataFrame) -> dict[str, str]:
-    """How the chart calls each setting: by the keys that differ, with its repeats."""
+    """Return the name of each setting in the chart: the keys that differ, and the number of repeats."""
     return {
         str(row["label"]): str(row["label"])
         + (f" (x{row['repeats']})" if row["repeats"] > 1 else "")
@@ -204,7 +210,7 @@ def _count(number: int, noun: str) -> str:
 
 
 def settings_table(settings: pd.DataFrame, order: Order) -> Component:
-    """The same rows as numbers; a heading sorts them and the chart."""
+    """Return the settings as a table. A click on a heading sorts the table and the chart."""
     heading, remark = _wire_heading(settings)
     fields = [each._replace(heading=heading) if each.column == _WIRE else each for each in SETTING_FIELDS]
     return cards.body_card(
@@ -217,7 +223,10 @@ def settings_table(settings: pd.DataFrame, order: Order) -> Component:
 
 
 def _wire_heading(settings: pd.DataFrame) -> tuple[str, str]:
-    """The heading of the wire bytes, and a remark where they are not those of the operations that the backend ran."""
+    """Return the heading of the wire bytes, and a remark.
+
+    The remark states if the bytes are not those of the operations that the backend executed.
+    """
     sent = settings[settings[_WIRE].notna()]
     issued = sent.loc[sent[f"executed_{_WIRE}"].isna(), "label"]
     if issued.empty:
@@ -232,10 +241,10 @@ def _wire_heading(settings: pd.DataFrame) -> tuple[str, str]:
 
 
 def more_columns(settings: pd.DataFrame, unnamed: Sequence[str]) -> Component:
-    """What the table of the settings has no room for.
+    """Return the columns that do not fit the table of the settings.
 
     Args:
-        unnamed: keys that differ and that some label lacks.
+        unnamed: The keys that differ and that are missing in some label.
     """
     also = (
         " Labels name the keys that tell the settings apart; the others that differ follow."
@@ -261,7 +270,7 @@ def more_columns(settings: pd.DataFrame, unnamed: Sequence[str]) -> Component:
 
 
 def ranks(frame: pd.DataFrame, labels: Sequence[str], scheme: Scheme) -> Component:
-    """What each rank sends and receives."""
+    """Return the card of the bytes that each rank sends and receives."""
     title = "Bytes of each rank"
     shown = [label for label in labels if label in set(frame["label"])]
     if not shown:
@@ -313,7 +322,7 @@ def ranks(frame: pd.DataFrame, labels: Sequence[str], scheme: Scheme) -> Compone
 
 
 def groups(frame: pd.DataFrame) -> Component | None:
-    """What each kind of group carries; nothing where every setting has one kind only."""
+    """Return the card of the traffic of each kind of group; None if every setting has only one kind."""
     kinds = frame.drop_duplicates(["label", "group_desc", "group_size"])
     if not kinds["label"].duplicated().any():
         return None
@@ -341,7 +350,7 @@ def groups(frame: pd.DataFrame) -> Component | None:
 
 
 def memory(frame: pd.DataFrame, scheme: Scheme) -> Component:
-    """Resident and device memory."""
+    """Return the card of resident and device memory."""
     title = "Memory"
     columns = ["label", "rss_bytes", "rss_peak_bytes", "device_bytes", "device_peak_bytes"]
     if frame[columns[1:]].isna().all(axis=None):
@@ -363,7 +372,7 @@ def memory(frame: pd.DataFrame, scheme: Scheme) -> Component:
 
 
 def samples(frame: pd.DataFrame, scheme: Scheme) -> Component:
-    """Samples per second."""
+    """Return the card of samples per second."""
     title = "Samples per second"
     columns = ["label", "samples_per_second", "samples_low", "samples_high", "samples_from"]
     if frame["samples_per_second"].isna().all():
@@ -394,13 +403,13 @@ def _op(value: Any) -> Cell:
 
 
 def _reduction(value: str) -> Cell:
-    """``reduce_scatter -> all_reduce``, in two parts that may wrap."""
+    """Return ``reduce_scatter -> all_reduce`` in two parts, between which the line may break."""
     requested, arrow, issued = value.partition(" -> ")
     return html.Span([_op(requested), *([" \u2192 ", _op(issued)] if arrow else [])], className="reduction")
 
 
 def _setting(value: tuple[str, str]) -> Cell:
-    """The setting and links to its runs; repeats are behind one chip."""
+    """Return the setting with links to its runs; repeats are collapsed in one chip."""
     if isinstance(value, compare_data.Unrun):
         return html.Span([value.label, html.Span(f" predicted {value.step}, not run", className="muted")])
     label, names = value[0], run_names(value[1])
@@ -415,7 +424,7 @@ def _setting(value: tuple[str, str]) -> Cell:
 
 
 def run_names(value: Any) -> list[str]:
-    """The names of the runs of a setting, from their cell."""
+    """Return the names of the runs of a setting from their cell."""
     return [str(name) for name in (value.split(", ") if isinstance(value, str) else value)]
 
 

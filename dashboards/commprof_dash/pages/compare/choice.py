@@ -1,4 +1,7 @@
-"""Which runs Compare shows where the address names none, and which others it offers: a sweep, a program, all."""
+"""Selects the runs that the page Compare shows if the address names none, and the runs that it offers.
+
+The choices are sweeps, the runs of a program, and all runs.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +14,9 @@ from commprof.analysis import api
 from commprof_dash.data import Runs
 from commprof_dash.pages.runs.data import sweep_of
 
-OF: Final = "of"  # in the address: the key of a choice
-MOST_RUNS: Final = 24  # of a program or of all, the newest
-_MOST_READ: Final = 60  # runs of which the model is read
+OF: Final = "of"  # the key of a choice in the address
+MOST_RUNS: Final = 24  # the largest number of runs of a program or of all runs; the newest are used
+_MOST_READ: Final = 60  # the largest number of runs whose model is read
 _UNREADABLE: Final = "unreadable"
 _PROGRAM: Final = "program:"
 
@@ -24,9 +27,9 @@ class Choice(NamedTuple):
     """Runs to compare.
 
     Attributes:
-        key: in the address.
-        text: what they have in common.
-        names: the oldest first, as a sweep went through its settings.
+        key: The key of the choice in the address.
+        text: The common property of the runs.
+        names: The names of the runs, the oldest first, which is the order of the settings in a sweep.
     """
 
     key: str
@@ -35,13 +38,14 @@ class Choice(NamedTuple):
 
 
 def choices(runs: Runs, about: Sequence[str] = (), key: str = "") -> list[Choice]:
-    """The choices, the default first: the sweep of the newest run if it has several settings, else its program and model.
+    """Return the choices, the default first.
 
-    A run is as new as its sweep, so that two sweeps that run at the same time do not take turns.
+    The default is the sweep of the newest run if it has several settings, or else the runs of its program and
+    model. A run is as new as its sweep, so that two sweeps that run at the same time do not alternate.
 
     Args:
-        about: runs whose sweep and program come first, in the place of the newest run.
-        key: of a choice that the address names; it comes first if there is one.
+        about: The runs whose sweep and program come first, instead of those of the newest run.
+        key: The key of a choice that the address names. This choice comes first if it exists.
     """
     rows: Any = runs.listing().to_dict("records")
     listed: list[_Row] = [row for row in rows if row["state"] != _UNREADABLE]
@@ -65,7 +69,7 @@ def choices(runs: Runs, about: Sequence[str] = (), key: str = "") -> list[Choice
     ordered.append(Choice("all", "all runs", _oldest_first(listed[:MOST_RUNS])))
     if key.startswith(_PROGRAM) and key != program.key:
         ordered += [_program(runs, listed, row) for row in listed if f"{_PROGRAM}{row['name']}" == key]
-    ordered.sort(key=lambda choice: choice.key != key)  # stable
+    ordered.sort(key=lambda choice: choice.key != key)  # a stable sort keeps the order of the other choices
     different: dict[tuple[str, ...], Choice] = {}
     for choice in ordered:
         different.setdefault(choice.names, choice)
@@ -73,7 +77,7 @@ def choices(runs: Runs, about: Sequence[str] = (), key: str = "") -> list[Choice
 
 
 def _program(runs: Runs, listed: Sequence[_Row], of: _Row) -> Choice:
-    """The newest runs of the program of ``of``, with as many ranks and parameters."""
+    """Return the newest runs with the program, the number of ranks and the parameters of ``of``."""
     size = _parameters(runs, of)
     same = [row for row in listed if (row["script"], row["world_size"]) == (of["script"], of["world_size"])]
     mine = [row for row in same[:_MOST_READ] if row is of or _parameters(runs, row) == size][:MOST_RUNS]
@@ -86,7 +90,7 @@ def _program(runs: Runs, listed: Sequence[_Row], of: _Row) -> Choice:
 def _parameters(runs: Runs, row: _Row) -> int | None:
     try:
         numel: int | None = runs.of_run("model numel", str(row["name"]), api.model_numel)
-    except Exception:  # the page of that run says what is damaged
+    except Exception:  # The page of the run describes the damage.
         return None
     return numel
 

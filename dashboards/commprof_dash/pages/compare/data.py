@@ -1,4 +1,4 @@
-"""What the Compare page asks of several runs, beside their comparison: advice, levels, ranks, memory."""
+"""Provides the data of the page Compare besides the comparison: advice, levels, ranks, memory."""
 
 from __future__ import annotations
 
@@ -16,31 +16,35 @@ from commprof_dash.data import Runs
 from commprof_dash.measures import COUNT
 from commprof_dash.text_columns import text_column
 
-MOST_RECORDS: Final = 200_000  # a ledger goes through every record: about a second for a million
-_SAME_BYTES: Final = 0.001  # as the advice has it: padding differs by less
+# Closing a ledger reads every record, which takes about a second per million records.
+MOST_RECORDS: Final = 200_000
+_SAME_BYTES: Final = 0.001  # The same tolerance as in the advice: padding differs by less.
 GRID_KEYS: Final = ("reduce_scatter", "use_multi_rank_bucket_allreduce")
 _KEY: Final = "."
 ABSENT: Final = "(absent)"
 _PREDICTED: Final = ("predicted_ns", "predicted_low_ns", "predicted_high_ns")
-# A column of text is sorted by the number that it is made of.
+# A text column is sorted by the number that the text shows.
 _SORTED_BY: Final = {"exposed": "exposed_low_ns", "setting": "label"}
 
 
 def compared(runs: Runs, names: Sequence[str]) -> api.Comparison:
-    """All that is said of the runs side by side."""
+    """Return the complete comparison of the runs."""
     comparison: api.Comparison = runs.of_runs("comparison", names, traffic_frames.compared)
     return comparison
 
 
 def are_large(runs: Runs, names: Sequence[str]) -> bool:
-    """Whether to close the ledgers of these runs takes longer than a page may."""
+    """Return whether closing the ledgers of these runs takes too long for a page."""
     listing = runs.listing()
     records = listing.loc[listing["name"].isin(list(names)), "records"].fillna(0).sum()
     return bool(records > MOST_RECORDS)
 
 
 def levels(runs: Runs, names: Sequence[str]) -> pd.DataFrame | None:
-    """Requested, issued, executed and moved, with their ``series``; None while another process closes large ledgers."""
+    """Return the requested, issued, executed and moved bytes, with their ``series``.
+
+    Return None while another process closes large ledgers.
+    """
     ask = runs.runs_beside if are_large(runs, names) else runs.of_runs
     frame: pd.DataFrame | None = ask("levels", names, api.traffic_levels)
     if frame is None:
@@ -51,17 +55,17 @@ def levels(runs: Runs, names: Sequence[str]) -> pd.DataFrame | None:
 
 
 def levels_if_ready(runs: Runs, names: Sequence[str]) -> pd.DataFrame | None:
-    """The same for what needs not be there: None also for large runs that are being recorded."""
+    """Return :func:`levels`, but None also for large runs that are being recorded."""
     if are_large(runs, names) and runs.is_going(names):
         return None
     return levels(runs, names)
 
 
 def settings(runs: Runs, names: Sequence[str], moved: pd.DataFrame | None) -> pd.DataFrame:
-    """One row per setting with all that the page says of it.
+    """Return one row per setting with all values that the page shows.
 
     Args:
-        moved: the answer of :func:`levels`; None while it is not known.
+        moved: The result of :func:`levels`; None while it is not known.
     """
     answers = compared(runs, names)
     frame = _with_predictions(runs, names, runs.comparison(names))
@@ -84,16 +88,20 @@ def settings(runs: Runs, names: Sequence[str], moved: pd.DataFrame | None) -> pd
 
 
 class Unrun(NamedTuple):
-    """The cell of a setting that was predicted and never run: its label, and the predicted step as text."""
+    """The cell of a setting that was only predicted: its label, and the predicted step time as text."""
 
     label: str
     step: str
 
 
 def with_unrun(runs: Runs, names: Sequence[str], frame: pd.DataFrame) -> pd.DataFrame:
-    """The answer of :func:`settings`, and below it the settings that the sweeps of these runs predicted and did not run.
+    """Return ``frame``, followed by the settings that the sweeps of these runs predicted but did not run.
 
-    Those have no ``repeats`` and no ``runs``; they are never cached, since they end with the next run of their sweep.
+    The added rows have 0 ``repeats`` and no ``runs``. They are never cached, because they change with the next
+    run of their sweep.
+
+    Args:
+        frame: The result of :func:`settings`.
     """
     paths: list[Path] = runs.of_runs("paths", names, list)
     known = set(frame["label"])
@@ -108,10 +116,12 @@ def with_unrun(runs: Runs, names: Sequence[str], frame: pd.DataFrame) -> pd.Data
 
 
 def reason(settings: pd.DataFrame, advised: api.Advice) -> str | None:
-    """What differs between two settings, in one sentence; None unless there are two to choose from with step times.
+    """Return one sentence about the differences between two settings.
 
-    The first is the recommended one, else the one with the shortest step. The second has, of the others, the most bytes,
-    where these decide; else the longest step.
+    Return None if fewer than two settings have step times, if there are no pairs of settings and none is
+    recommended, or if no known value differs. The first setting is the recommended one, or else the one with the
+    shortest step. The second is the other setting with the most bytes if the first setting sends fewer bytes, or
+    else the one with the longest step.
     """
     counted = advised.settings[advised.settings["left_out"].isna()]["label"]
     rows = settings[settings["label"].isin(counted) & settings["step_time_ns"].notna()]
@@ -135,7 +145,7 @@ def reason(settings: pd.DataFrame, advised: api.Advice) -> str | None:
 
 
 def _figures(first: pd.Series[Any], second: pd.Series[Any]) -> list[tuple[str, str | None, str | None]]:
-    """What is compared of two settings: its name, and the text of each."""
+    """Return the compared quantities of two settings: the name of each, and its text for both settings."""
 
     def texts(column: str, write: Any) -> tuple[str | None, str | None]:
         one, other = (None if pd.isna(row[column]) else write(row[column]) for row in (first, second))
@@ -151,7 +161,10 @@ def _figures(first: pd.Series[Any], second: pd.Series[Any]) -> list[tuple[str, s
 
 
 def _chance(advised: api.Advice, first: pd.Series[Any], second: pd.Series[Any]) -> str:
-    """Whether two step times differ by more than repeats do, with the interval; empty where that is not known."""
+    """Return whether two step times differ by more than repeats do, with the interval.
+
+    Return an empty text if this is not known.
+    """
     pairs = advised.pairs
     row = pairs[
         pairs["label"].isin([first["label"], second["label"]])
@@ -169,7 +182,7 @@ def _chance(advised: api.Advice, first: pd.Series[Any], second: pd.Series[Any]) 
 
 
 def ordered(frame: pd.DataFrame, order: Order) -> pd.DataFrame:
-    """``frame`` sorted by ``order``; settings whose value is not known come last."""
+    """Return ``frame`` sorted by ``order``. Settings with an unknown value come last."""
     if order.column is None:
         return frame
     by = _SORTED_BY.get(order.column, order.column)
@@ -177,10 +190,12 @@ def ordered(frame: pd.DataFrame, order: Order) -> pd.DataFrame:
 
 
 def _with_predictions(runs: Runs, names: Sequence[str], settings: pd.DataFrame) -> pd.DataFrame:
-    """``settings`` with what their sweep predicted of each: ``predicted_ns``, ``predicted_low_ns``, ``predicted_high_ns``.
+    """Return ``settings`` with the step times that their sweep predicted.
+
+    The new columns are ``predicted_ns``, ``predicted_low_ns`` and ``predicted_high_ns``.
 
     Args:
-        settings: with ``runs``, their names; a setting without a prediction has nan.
+        settings: The settings with the names of their runs in ``runs``. A setting without a prediction gets NaN.
     """
     answers: list[api.PredictedStep | None] = runs.of_runs("predicted_steps", names, api.predicted_steps)
     of_run = dict(zip(names, answers, strict=True))
@@ -194,13 +209,13 @@ def _with_predictions(runs: Runs, names: Sequence[str], settings: pd.DataFrame) 
 
 
 def _exposed_text(setting: Mapping[str, Any]) -> str | None:
-    """Exposed time of a setting and the part of the step that it is, as the report of a run has them."""
+    """Return the exposed time of a setting and its share of the step, in the same form as in the report of a run."""
     time, share = api.exposed_time(setting), api.exposed_share(setting)
     return time if share is None else f"{time}, {share}"
 
 
 def _reduction_text(setting: Mapping[str, Any]) -> str | None:
-    """The requested gradient reduction and, if it is another one, the issued one."""
+    """Return the requested gradient reduction and, if it differs, the issued one."""
     requested, issued, meant = (setting[f"{level}_op"] for level in ("requested", "issued", "intended"))
     if pd.isna(issued):
         return None if pd.isna(requested) else f"{requested} -> nothing"
@@ -209,7 +224,7 @@ def _reduction_text(setting: Mapping[str, Any]) -> str | None:
 
 
 class Cell(NamedTuple):
-    """One cell of the grid: the settings in it, as (label, what else tells it apart)."""
+    """One cell of the grid: its settings, each as (label, the other keys that distinguish the setting)."""
 
     row: str
     column: str
@@ -217,7 +232,10 @@ class Cell(NamedTuple):
 
 
 def grid(settings: pd.DataFrame) -> list[list[Cell]]:
-    """The settings by reduce_scatter and use_multi_rank_bucket_allreduce; empty unless both vary and no cell is."""
+    """Return the settings by reduce_scatter and use_multi_rank_bucket_allreduce.
+
+    The result is empty unless both keys vary and every cell has a setting.
+    """
     keys = _keys(settings)
     named = [next((key for key in keys if key.rpartition(_KEY)[2] == name), None) for name in GRID_KEYS]
     grid_keys = [key for key in named if key is not None]
@@ -246,7 +264,7 @@ def _keys(settings: pd.DataFrame) -> list[str]:
 
 
 def _values(settings: pd.DataFrame, key: str) -> list[str]:
-    # true before false, as the keys are usually told
+    # true comes before false, which is the usual order of these keys.
     return sorted({str(value) for value in settings[key]}, key=lambda value: (value != "true", value))
 
 

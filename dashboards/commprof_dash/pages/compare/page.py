@@ -1,4 +1,4 @@
-"""Compare: what the settings of several runs changed, first in gradient reduction."""
+"""The page Compare: the effects of the settings of several runs, especially on the gradient reduction."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ from commprof_dash.pages.page import Drawing, Page
 from commprof_dash.theme import Scheme, scheme_of
 
 LEVELS: Final = "levels"
-_SORT: Final = "sort"  # in the address: a column, with "-" in front for the other direction
+_SORT: Final = "sort"  # in the address: a column, with "-" in front for descending order
 _VIEW: Final = "view"
 _GRID: Final = "grid"
 _VIEWS: Final = {"rows": "One chart", _GRID: "Grid of the two keys"}
-_MOST_OFFERED: Final = 4  # other choices of runs, in the line above the answer
+_MOST_OFFERED: Final = 4  # the largest number of other choices of runs in the line above the answer
 
 
 def render(runs: Runs, query: Query, scheme: Scheme) -> Drawing:
-    """The page for the runs and the measure in ``query``."""
+    """Return the page for the runs and the measure in ``query``."""
     names = runs.names()
     if not names:
         return Drawing([], [messages.no_runs(str(runs.directory))])
@@ -72,7 +72,7 @@ def render(runs: Runs, query: Query, scheme: Scheme) -> Drawing:
 
 
 def _chosen(query: Query, offered: Sequence[Choice], named: Sequence[str]) -> list[Component]:
-    """Which runs are compared where the address does not name several, with links to others."""
+    """Return a line that names the compared runs if the address does not name several, with links to other choices."""
     others = [choice for choice in offered if choice.names != tuple(named)][0 if named else 1 :]
     if not offered or (named and not others):
         return []
@@ -98,7 +98,10 @@ def _of(choice: Choice) -> str:
 
 
 class _Asked(NamedTuple):
-    """What the chart shows: the runs, whether in a grid, and the order of its rows; JSON holds it as a list."""
+    """The content of the chart: the runs, whether it is a grid, and the order of its rows.
+
+    In JSON, this is a list.
+    """
 
     names: Sequence[str]
     as_grid: bool
@@ -137,7 +140,7 @@ def _answers(runs: Runs, asked: _Asked, measure: Measure, scheme: Scheme) -> lis
 
 
 def _trainings(runs: Runs, names: Sequence[str]) -> list[Component]:
-    """A line for each run with several trainings, of which its setting has one mean."""
+    """Return a line for each run with several trainings. The setting of such a run has one mean over its trainings."""
     trainings = [(name, runs.several_trainings(name)) for name in names]
     return [
         messages.line("Several trainings", f"{name}: {text}.", "warning") for name, text in trainings if text
@@ -147,7 +150,7 @@ def _trainings(runs: Runs, names: Sequence[str]) -> list[Component]:
 def _folds(
     runs: Runs, settings: pd.DataFrame, labels: list[str], measure: Measure, scheme: Scheme
 ) -> list[Component]:
-    """What answers further questions, each behind its title."""
+    """Return the details of the comparison, each in a fold with a title."""
     names = [name for row in settings["runs"] for name in compare_cards.run_names(row)]
     compared = compare_data.compared(runs, names)
     frame = runs.traffic_by_setting(names)
@@ -189,7 +192,7 @@ def _levels(runs: Runs, asked: _Asked, scheme: Scheme) -> Component:
 
 
 def _drawn_levels(runs: Runs, asked: _Asked, scheme: Scheme) -> Component | None:
-    """The card of the four levels; None while they are being computed."""
+    """Return the card of the four levels; None while they are being computed."""
     levels = compare_data.levels(runs, asked.names)
     if levels is None:
         return None
@@ -204,7 +207,10 @@ def _findings(settings: pd.DataFrame) -> list[str]:
 
 
 def _finding(row: dict[Hashable, Any]) -> str | None:
-    """The difference of requested and issued of one setting; None if they agree, or if either is unknown."""
+    """Return the difference between the requested and the issued communication of one setting.
+
+    Return None if they agree, or if either is unknown.
+    """
     requested, issued, meant, reason = (
         row.get(name) for name in ("requested_op", "issued_op", "intended_op", "issued_reason")
     )
@@ -214,7 +220,7 @@ def _finding(row: dict[Hashable, Any]) -> str | None:
         met = requested == (issued if pd.isna(meant) else meant)
         remark = ""
     else:
-        # Without purposes all that can be told is whether the operation was issued at all.
+        # Without purposes, only the presence of the operation can be checked.
         met = requested in str(issued).split(", ")
         remark = f" ({reason})"
     return None if met else f"{row['label']}: requested {requested}, issued {issued}{remark}."
@@ -248,7 +254,10 @@ def _others(frame: pd.DataFrame, labels: list[str], measure: Measure, scheme: Sc
 
 
 def _unnamed_keys(settings: pd.DataFrame) -> list[str]:
-    """The keys that differ, but that some label of a setting that has them does not name: labels name few of many."""
+    """Return the keys that differ but are missing in the label of a setting that has the key.
+
+    If there are many keys, labels contain only a few of them.
+    """
     columns = [str(name) for name in settings.columns]
     return [
         key
@@ -298,7 +307,7 @@ def _op(value: Any) -> Cell:
 
 
 def register(app: dash.Dash, runs: Runs) -> None:
-    """The callbacks of levels that were not there when the page was drawn, and of headings that sort."""
+    """Add the callbacks of levels that were not ready when the page was drawn, and of headings that sort."""
     app.clientside_callback(
         ClientsideFunction("compare", "sort"),
         Input(ids.sorting(ALL), "n_clicks"),

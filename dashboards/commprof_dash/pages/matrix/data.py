@@ -1,4 +1,4 @@
-"""The frames of the Traffic matrix page: cached calls to commprof.analysis.api."""
+"""Provides the frames of the page Traffic matrix through cached calls to commprof.analysis.api."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ import pandas as pd
 from commprof.analysis import api
 from commprof_dash.data import Runs
 
-MOST_RANKS: Final = 64  # rows of the matrix: more cells are neither told apart nor read as a table
+# The largest number of rows of the matrix. More cells cannot be distinguished, and are too many for a table.
+MOST_RANKS: Final = 64
 
 Steps = tuple[int, int] | None
 
 
 def kinds(runs: Runs, name: str) -> pd.DataFrame:
-    """Operations and purposes of a run: op, purpose (``untagged`` where it has none), and its traffic."""
+    """Return the operations and purposes of a run: op, purpose (``untagged`` if there is none), and the traffic."""
     frame: pd.DataFrame = runs.of_run("kinds", name, _kinds)
     return frame
 
@@ -28,7 +29,7 @@ def _kinds(path: Path) -> pd.DataFrame:
 
 
 def matrix(runs: Runs, name: str, steps: Steps, op: str | None, purpose: str | None) -> pd.DataFrame:
-    """Bytes between ranks: see ``api.matrix``."""
+    """Return the bytes between ranks (see ``api.matrix``)."""
     frame: pd.DataFrame = runs.of_run(
         f"matrix {steps} {op} {purpose}",
         name,
@@ -38,25 +39,28 @@ def matrix(runs: Runs, name: str, steps: Steps, op: str | None, purpose: str | N
 
 
 def steps_taken(runs: Runs, name: str) -> tuple[list[int], int | None]:
-    """The training steps in order, a repeated one several times, and the last that ended; None if none did."""
+    """Return the training steps in order, and the last step that ended.
+
+    A repeated step occurs several times. The last step is None if no step ended.
+    """
     times = runs.step_times(name)
     ended = times.loc[times["duration_ns"].notna(), "step"]
     return sorted(map(int, times["step"])), int(ended.max()) if len(ended) else None
 
 
 def owners(runs: Runs, name: str, steps: Steps) -> pd.DataFrame:
-    """What each rank owns of reduces: see ``api.owners``."""
+    """Return the bytes that each rank owns of reduces (see ``api.owners``)."""
     frame: pd.DataFrame = runs.of_run(f"owners {steps}", name, lambda path: api.owners(path, steps))
     return frame
 
 
 def moved(runs: Runs, name: str) -> pd.DataFrame:
-    """What the counters of each host moved: see ``api.moved``."""
+    """Return the bytes that the interface counters of each host counted (see ``api.moved``)."""
     return runs.moved(name)
 
 
 def expert_layers(runs: Runs, name: str) -> list[str]:
-    """The layers of experts of a run, the one with the largest imbalance first; empty without experts."""
+    """Return the layers of experts of a run, the one with the largest median imbalance first; empty without experts."""
     frame = expert_imbalance(runs, name)
     if frame.empty:
         return []
@@ -65,19 +69,19 @@ def expert_layers(runs: Runs, name: str) -> list[str]:
 
 
 def experts(runs: Runs, name: str) -> pd.DataFrame:
-    """The load of each expert by step and layer: see ``api.experts``."""
+    """Return the load of each expert by step and layer (see ``api.experts``)."""
     frame: pd.DataFrame = runs.of_run("experts", name, api.experts)
     return frame
 
 
 def expert_imbalance(runs: Runs, name: str) -> pd.DataFrame:
-    """Imbalance and dropped tokens by step and layer: see ``api.expert_imbalance``."""
+    """Return the imbalance and the dropped tokens by step and layer (see ``api.expert_imbalance``)."""
     frame: pd.DataFrame = runs.of_run("expert_imbalance", name, api.expert_imbalance)
     return frame
 
 
 def exchanges(runs: Runs, name: str, purpose: str | None = None, of_experts: bool = False) -> pd.DataFrame:
-    """What the ranks receive in all_to_alls by step: see ``api.exchange_imbalance``."""
+    """Return the bytes that the ranks receive in all_to_alls by step (see ``api.exchange_imbalance``)."""
     frame: pd.DataFrame = runs.of_run(
         f"exchanges {purpose} {of_experts}",
         name,
@@ -87,6 +91,6 @@ def exchanges(runs: Runs, name: str, purpose: str | None = None, of_experts: boo
 
 
 def largest(frame: pd.DataFrame) -> dict[str, Any]:
-    """The row of ``frame`` with the largest ``imbalance``, the first of equal ones."""
+    """Return the row of ``frame`` with the largest ``imbalance``, or the first of several equal rows."""
     rows = frame[frame["imbalance"] == frame["imbalance"].max()].head(1).to_dict("records")
     return {str(name): value for name, value in rows[0].items()}

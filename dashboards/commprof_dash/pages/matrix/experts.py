@@ -1,4 +1,4 @@
-"""The cards about experts: load by expert and step, imbalance, dropped tokens, and bytes of their all_to_alls."""
+"""Builds the cards about experts: load by expert and step, imbalance, dropped tokens, and all_to_all bytes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from commprof_dash.pages.matrix import data as matrix_data
 from commprof_dash.pages.matrix.data import Steps
 from commprof_dash.theme import EXPOSED_COLOUR, KIND_COLOURS, Scheme
 
-LAYER: Final = "layer"  # in the address: whose experts
+LAYER: Final = "layer"  # the layer of the experts in the address
 _ROWS: Final = 500
 _SHARE: Final = "dropped_percent"
 _PADDED: Final = (
@@ -31,7 +31,7 @@ _BETWEEN: Final = "between_hosts_bytes"
 
 
 def expert_cards(runs: Runs, name: str, layer: str, steps: Steps, scheme: Scheme) -> list[Component]:
-    """The cards of ``layer``, in ``steps`` or all of them."""
+    """Return the cards of ``layer`` in ``steps``, or in all steps."""
     loads = _within(matrix_data.experts(runs, name), steps)
     balance = _within(matrix_data.expert_imbalance(runs, name), steps)
     loads, balance = loads[loads["layer"] == layer], balance[balance["layer"] == layer]
@@ -48,7 +48,7 @@ def expert_cards(runs: Runs, name: str, layer: str, steps: Steps, scheme: Scheme
 
 
 def _within(frame: pd.DataFrame, steps: Steps) -> pd.DataFrame:
-    """The rows of the chosen steps; of a step that was repeated after a restart only the last."""
+    """Return the rows of the selected steps. If a step was repeated after a restart, only its last attempt counts."""
     if steps is not None:
         frame = frame[frame["step"].between(*steps)]
     if "attempt" not in frame:
@@ -167,7 +167,10 @@ def _bytes(exchanged: pd.DataFrame, scheme: Scheme) -> Component:
 
 
 def balance_sentence(exchanged: pd.DataFrame) -> str:
-    """How unevenly the ranks receive the bytes of the all_to_alls of some steps; empty if there are none."""
+    """Return a sentence about how evenly the ranks receive the bytes of the all_to_alls of some steps.
+
+    The sentence is empty if there are no all_to_alls.
+    """
     known = exchanged[exchanged["imbalance"].notna()]
     if known.empty:
         return ""

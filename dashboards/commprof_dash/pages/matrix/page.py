@@ -1,4 +1,4 @@
-"""Traffic matrix: which rank sends how much to which, by operation, purpose and step."""
+"""The page Traffic matrix: how much each rank sends to each other rank, by operation, purpose and step."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ OP: Final = "op"
 PURPOSE: Final = "purpose"
 STEPS: Final = "steps"
 UNTAGGED: Final = "untagged"
-PER: Final = "per"  # in the address: the bytes are
+PER: Final = "per"  # in the address: whether the bytes are per step or a total
 STEP: Final = "step"
 TOTAL: Final = "total"
 _PER: Final = {STEP: "Per step", TOTAL: "Total"}
@@ -74,19 +74,19 @@ _TABLE_ROWS: Final = 500
 
 
 def render(runs: Runs, query: Query, scheme: Scheme) -> Drawing:
-    """The page for the run, measure, operation, purpose and steps in ``query``."""
+    """Return the page for the run, measure, operation, purpose and steps in ``query``."""
 
     def answers(name: str) -> tuple[Sequence[Component], Sequence[Component]]:
         kinds = matrix_data.kinds(runs, name)
         measure = MEASURES[address.one(query, address.MEASURE, MEASURES, EXECUTED.key)]
         op = address.one(query, OP, OPS, ALL)
         purpose = address.one(query, PURPOSE, (*PURPOSES, UNTAGGED), ALL)
-        # A step that another page shows, too.
+        # Other pages link to this page with their step.
         written = next(iter(query.get(STEPS, query.get(STEP, ()))), "")[:40]
         known = runs.step_numbers(name)
         steps, wrong = parse_steps(written, known)
         per = address.one(query, PER, _PER, STEP if known else TOTAL)
-        dead = measure is COUNTERS  # which distinguish nothing
+        dead = measure is COUNTERS  # The counters do not distinguish operations, purposes and steps.
         controls_shown = [
             controls.measure_select(measure, MEASURES),
             controls.segmented(PER, "Bytes", _PER, per),
@@ -119,10 +119,10 @@ def render(runs: Runs, query: Query, scheme: Scheme) -> Drawing:
 
 
 def parse_steps(written: str, known: Sequence[int] = ()) -> tuple[Steps, str | None]:
-    """The first and the last step of ``3`` or ``2-9``; None for all of them. Second: what is wrong with the text.
+    """Return the first and the last step of ``3`` or ``2-9`` (None for all steps), and an error message about the text.
 
     Args:
-        known: the training steps of the run; a range without any of them is refused. Empty: not checked.
+        known: The training steps of the run. A range without any of them is an error. Empty: not checked.
 
     >>> parse_steps("3"), parse_steps("2-9"), parse_steps(" ")
     (((3, 3), None), ((2, 9), None), (None, None))
@@ -142,20 +142,20 @@ def parse_steps(written: str, known: Sequence[int] = ()) -> tuple[Steps, str | N
 
 
 def steps_shown(steps: Steps, known: Sequence[int], last: int | None, per: str) -> tuple[Steps, int]:
-    """The range of steps of the matrix, and the number of steps that its bytes are divided by.
+    """Return the range of steps of the matrix, and the number of steps that its bytes are divided by.
 
-    A mean over all steps is without the first, in which ranks start up, where there is another.
+    A mean over all steps excludes the first step, in which the ranks start up, unless it is the only step.
 
     Args:
-        known: the training steps, one that was repeated after a restart several times.
-        last: the last step that ended; a mean over all steps ends with it.
+        known: The training steps. A step that was repeated after a restart occurs several times.
+        last: The last step that ended, which is the last step of a mean over all steps.
     """
     if per == TOTAL:
         return steps, 1
     numbers = list(dict.fromkeys(known))
     if steps is None and numbers:
         steps = numbers[min(1, len(numbers) - 1)], numbers[-1] if last is None else last
-        if steps[1] < steps[0]:  # the first step alone has ended
+        if steps[1] < steps[0]:  # only the first step has ended
             steps = steps[1], steps[1]
     first, until = steps or (0, 0)
     return (first, until), max(1, sum(1 for step in known if first <= step <= until))
@@ -186,7 +186,10 @@ def _choices(present: pd.Series[Any], chosen: str) -> list[str]:
 def _balance(
     runs: Runs, name: str, steps: Steps, op: str | None, purpose: str | None, measure: Measure
 ) -> str:
-    """How unevenly the ranks receive what the matrix shows of all_to_alls, with a space before; else empty."""
+    """Return a sentence about how evenly the ranks receive the displayed bytes of all_to_alls.
+
+    The sentence begins with a blank. It is empty if there are no such bytes.
+    """
     if measure is MESSAGES or op not in (None, Op.ALL_TO_ALL):
         return ""
     frame = matrix_data.exchanges(runs, name, purpose)
@@ -259,7 +262,7 @@ def _why_empty(frame: pd.DataFrame, measure: Measure) -> str:
 
 
 def _together(steps: Steps) -> str:
-    """Which steps a total is of."""
+    """Return the text that names the steps of a total."""
     if steps is None:
         return "in the whole run"
     return (
@@ -298,7 +301,10 @@ def _unplaced(measure: Measure) -> str:
 
 
 def _model(frame: pd.DataFrame, measure: Measure, count: int) -> Component:
-    """Who sends to whom in the model, and the bytes in no cell: the mean of ``count`` steps, as in the matrix."""
+    """Return the card of the senders and receivers in the model, and of the bytes that are in no cell.
+
+    These bytes are the mean of ``count`` steps, as in the matrix.
+    """
     if measure is EXECUTED and frame.attrs["executed_reason"]:
         measure = ISSUED
     models = frame.attrs["executed_models" if measure is EXECUTED else "models"]

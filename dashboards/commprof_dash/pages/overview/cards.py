@@ -1,4 +1,4 @@
-"""The cards of the Overview page about judgement and cost: the ledger, changes, exposed time, and what recording cost."""
+"""Builds the cards of the page Overview about the ledger, changes, exposed time, and the cost of recording."""
 
 from __future__ import annotations
 
@@ -35,10 +35,14 @@ _CHANGES: Final = "Changes worth trying"
 
 
 def verdict(ledger: api.Verdict, facts: Mapping[str, Any]) -> Component:
-    """The ledger in lines: how much is accounted for, and what was requested and issued; all sentences in a fold."""
+    """Return the state of the ledger in lines: the explained bytes, and the requested and issued reduction.
+
+    A fold contains all sentences.
+    """
     chip, severity = _STATES[str(ledger.state)]
     if severity == "error" and facts["state"] == "running":
-        chip, severity = "Ledger does not close so far", "warning"  # the step under way counts as it is
+        # The current step is incomplete but counts in the ledger.
+        chip, severity = "Ledger does not close so far", "warning"
     reduction = overview_data.reduction(ledger)
     listed = html.Ul([html.Li(text) for text in ledger.sentences], className="sentences")
     return html.Div(
@@ -56,7 +60,7 @@ def verdict(ledger: api.Verdict, facts: Mapping[str, Any]) -> Component:
 
 
 def _reduction(reduction: overview_data.Reduction) -> list[Component]:
-    """The requested and the issued reduction, and what to set for the requested one."""
+    """Return the requested and the issued reduction, and how to get the requested one."""
     lines = [messages.line(reduction.chip, reduction.sentence, "note")]
     if reduction.remedy is not None:
         lines.append(messages.line("What to set", reduction.remedy, "note"))
@@ -64,7 +68,7 @@ def _reduction(reduction: overview_data.Reduction) -> list[Component]:
 
 
 def verdict_to_come(facts: Mapping[str, Any]) -> Component:
-    """Placeholder for the verdict while another process closes the ledger."""
+    """Return a placeholder for the verdict while another process closes the ledger."""
     return messages.line(
         "The ledger is being closed",
         f"It goes over {facts['records']:,} records in the background, about ten seconds for ten million. In a terminal: "
@@ -73,7 +77,10 @@ def verdict_to_come(facts: Mapping[str, Any]) -> Component:
 
 
 def verdict_of_no_end(facts: Mapping[str, Any]) -> Component:
-    """Placeholder for the verdict of a run that is still being recorded, and is large or has no step that ended."""
+    """Return a placeholder for the verdict of a run that is still being recorded.
+
+    It is used if the run is large or if none of its steps has ended.
+    """
     return messages.line(
         "The ledger is not closed yet",
         f"The run is still being recorded and has {facts['records']:,} records so far. For these, in a terminal: "
@@ -86,17 +93,20 @@ def _verify(facts: Mapping[str, Any]) -> str:
 
 
 def promising_to_come() -> Component:
-    """Placeholder for the changes worth trying while another process predicts them."""
+    """Return a placeholder for the changes worth trying while another process predicts them."""
     return cards.empty_card(PROMISING, _CHANGES, "Predicting other settings from this run: a few seconds.")
 
 
 def not_promising(why: str) -> Component:
-    """The card without changes: one line says why."""
+    """Return a card without changes, with the reason in one line."""
     return cards.empty_card(PROMISING, _CHANGES, why)
 
 
 def promising(advised: Advised, path: Path) -> Component | None:
-    """The changes worth trying, with gain, reason and commands; a line where there are none; None of a running run."""
+    """Return the changes worth trying, with gain, reason and commands.
+
+    If there are none, return a line, or None for a run that is being recorded.
+    """
     answer = advised.answer
     if answer.is_running:
         return None
@@ -177,7 +187,7 @@ _LATENESS: Final = {
 
 
 def lateness(ranks: pd.DataFrame) -> Component:
-    """The verdict on late ranks and slow transfers in one line: the sentences of ``commprof report``."""
+    """Return the verdict on late ranks and slow transfers in one line, with the sentences of ``commprof report``."""
     chip, severity = _LATENESS[ranks.attrs["culprit"]]
     text = ranks.attrs["statement"] or (
         "No rank arrived last much more often than chance explains, or the others did not wait for it."
@@ -186,24 +196,27 @@ def lateness(ranks: pd.DataFrame) -> Component:
 
 
 def straggler(ranks: pd.DataFrame) -> Component | None:
-    """The same; None if no rank stands out."""
+    """Return the same line as :func:`lateness`, or None if ``ranks`` has no culprit."""
     return None if ranks.attrs["culprit"] == "nobody" else lateness(ranks)
 
 
 def no_steps(facts: Mapping[str, Any]) -> str:
-    """The reason why a run has no training steps."""
+    """Return the reason why a run has no training steps."""
     if is_imported(facts):
         return "This run has no training steps: the imported files name none."
     return "This run has no training steps. Call commprof.step() if no engine reports them."
 
 
 def is_imported(facts: Mapping[str, Any]) -> bool:
-    """Whether another tool than commprof's recorder made the records."""
+    """Return whether the records come from another tool than commprof's recorder."""
     return facts["recorder_ns"] is None and facts["records"] > 0
 
 
 def exposed_tile(frame: pd.DataFrame, facts: Mapping[str, Any]) -> Component:
-    """Exposed communication of a step: the last row of the answer, as the report and Compare have it."""
+    """Return the tile of the exposed communication of a step.
+
+    Its value is the last row of ``frame``, which the report and the page Compare show, too.
+    """
     union = {} if frame.empty else {str(name): value for name, value in frame.iloc[-1].items()}
     time = api.exposed_time(union) if union else None
     share = api.exposed_share(union) if union else None
@@ -217,9 +230,12 @@ def exposed_tile(frame: pd.DataFrame, facts: Mapping[str, Any]) -> Component:
 
 
 def exposure(frame: pd.DataFrame, facts: Mapping[str, Any], scheme: Scheme) -> Component:
-    """Exposed communication of a training step. An unknown time is labelled, not shown as 0."""
+    """Return the card of the exposed communication of a training step.
+
+    Unknown times have a label and are not shown as 0.
+    """
     known = 0 if frame.empty else int(frame["records"].iloc[-1])
-    # Each reason for an unknown time is said by itself: what to do about it differs.
+    # Each reason for an unknown time has its own sentence, because the remedies differ.
     if not known and facts["summed"]:
         return cards.empty_card(
             "exposure",
@@ -283,7 +299,7 @@ def exposure(frame: pd.DataFrame, facts: Mapping[str, Any], scheme: Scheme) -> C
 
 
 def resources(frame: pd.DataFrame, scheme: Scheme) -> Component:
-    """What the run used over its steps."""
+    """Return the card of the resources that the run used over its steps."""
     title = "Resources over the run"
     columns = ["rss_bytes", "device_bytes", "cores", "gpu_share", "communication_share_low"]
     if frame[columns].isna().all(axis=None):
@@ -309,13 +325,13 @@ def resources(frame: pd.DataFrame, scheme: Scheme) -> Component:
 
 
 def _communication_share(row: Mapping[str, Any]) -> str | None:
-    """The exposed part of a step of ``api.resource_use`` as text."""
+    """Return the exposed share of a step of ``api.resource_use`` as text."""
     bounds = {f"exposed{end}_ns": row[f"communication_share{end}"] for end in ("", "_low", "_high")}
     return api.exposed_share({**bounds, "step_ns": 1})
 
 
 def cost(facts: Mapping[str, Any]) -> Component:
-    """The cost of recording, and what was not recorded to reduce it."""
+    """Return the card of the cost of recording, and of the data that was not recorded to reduce this cost."""
     spent, share = facts["recorder_ns"], facts["recorder_share"]
     values: dict[str, Cell] = {
         "Time in the recorder": (
@@ -340,7 +356,7 @@ def cost(facts: Mapping[str, Any]) -> Component:
 
 
 def share_text(share: float) -> str:
-    """A part of the run's time in percent."""
+    """Return a share of the run's time in percent."""
     return f"{100 * share:.2g} %" if share >= 0.0001 else "< 0.01 %"
 
 

@@ -1,4 +1,7 @@
-"""What the Overview page asks of one run beside its plain facts: its ledger, what collectives cost it, what to change."""
+"""Provides the data of the page Overview besides the basic facts of the run.
+
+These are the ledger, the cost of collectives, and the changes worth trying.
+"""
 
 from __future__ import annotations
 
@@ -16,21 +19,22 @@ from commprof_dash.data import Runs
 from commprof_dash.pages.bandwidth import data as bandwidth_data
 from commprof_dash.pages.timeline.data import path_of
 
-MOST_STEPS: Final = 600  # that a chart has room for
-MOST_RECORDS: Final = 200_000  # a ledger goes through every record: about a second for a million
+MOST_STEPS: Final = 600  # the largest number of steps that fit a chart
+# Closing a ledger reads every record, which takes about a second per million records.
+MOST_RECORDS: Final = 200_000
 
 
 def verdict(runs: Runs, name: str, records: int) -> api.Verdict | None:
-    """The ledger of a run; None while another process closes that of a large one."""
+    """Return the ledger of a run; None while another process closes the ledger of a large run."""
     ask = runs.of_run if records <= MOST_RECORDS else runs.run_beside
     ledger: api.Verdict | None = ask("verify", name, api.verify)
     return ledger
 
 
 class Reduction(NamedTuple):
-    """The gradient reduction that was requested, and the issued one: as a chip, and in one sentence with the reason.
+    """The requested and the issued gradient reduction, as a chip and in one sentence with the reason.
 
-    ``remedy``: what to set for the requested one; None where nothing is to be said.
+    ``remedy`` states how to get the requested reduction; None if nothing needs to be changed.
     """
 
     chip: str
@@ -39,7 +43,10 @@ class Reduction(NamedTuple):
 
 
 def reduction(ledger: api.Verdict) -> Reduction | None:
-    """What the ledger says of the gradients; None if nothing was requested that it knows, or nothing was issued."""
+    """Return the gradient reduction according to the ledger.
+
+    Return None if no known reduction was requested, or if none was issued.
+    """
     rows = [
         row
         for row in ledger.rows
@@ -58,21 +65,24 @@ def reduction(ledger: api.Verdict) -> Reduction | None:
 
 
 def accounted(ledger: api.Verdict) -> str:
-    """How much of the issued payload an expectation explains: the last sentence of the ledger, else its first."""
+    """Return how much of the issued payload is explained: the last sentence of the ledger, or else its first."""
     if ledger.request_reason is not None:
         return f"The requested level is not known: {ledger.request_reason.rstrip('.')}."
     return ledger.sentences[-1] if ledger.sentences else "Nothing was issued."
 
 
 def exposure(runs: Runs, name: str) -> pd.DataFrame:
-    """Exposed communication of a training step by purpose; the last row is the union."""
+    """Return the exposed communication of a training step by purpose. The last row is the union of all purposes."""
     frame: pd.DataFrame = runs.of_run("exposure_per_step", name, api.exposure_per_step)
     purposes = frame["purpose"].astype("object").where(frame["purpose"].notna(), "untagged")
     return frame.assign(purpose=purposes.astype("str"))
 
 
 def lateness(runs: Runs, name: str, records: int) -> pd.DataFrame | None:
-    """One row per rank with the verdict on lateness; None without records here, and for a large run without an index."""
+    """Return one row per rank with the verdict on lateness.
+
+    Return None if the run has no records here, or if the run is large and has no index.
+    """
     path = path_of(runs, name)
     if (
         not records
@@ -85,28 +95,28 @@ def lateness(runs: Runs, name: str, records: int) -> pd.DataFrame | None:
 
 
 def last_times(steps: pd.DataFrame) -> pd.DataFrame:
-    """The rows of ``steps``; of a step that was repeated after a restart, the last time."""
+    """Return the rows of ``steps``. If a step was repeated after a restart, only its last attempt is included."""
     return steps.drop_duplicates("step", keep="last").sort_values("step", ignore_index=True)
 
 
 def resources(runs: Runs, name: str) -> pd.DataFrame:
-    """What each training step used; of more than :data:`MOST_STEPS` steps evenly many."""
+    """Return the resources that each training step used. More than :data:`MOST_STEPS` steps are thinned evenly."""
     frame = last_times(runs.of_run("resource_use", name, api.resource_use))
     return frame.iloc[:: -(-len(frame) // MOST_STEPS) or 1]
 
 
 class Advised(NamedTuple):
-    """Which changes of a run are worth trying, and the calibration that their predictions used."""
+    """The changes of a run that are worth trying, and the calibration that their predictions used."""
 
     answer: prediction_api.Promising
     calibration: Path | None
 
 
 def promising(runs: Runs, name: str, hosts: Sequence[str]) -> Advised | None:
-    """Which changes of a run are worth trying; None while another process predicts them.
+    """Return the changes of a run that are worth trying; None while another process predicts them.
 
     Args:
-        hosts: of the run; a calibration of other hosts is not used.
+        hosts: The hosts of the run. A calibration of other hosts is not used.
     """
     file = bandwidth_data.calibration_of(runs, name, hosts)
     question = f"promising {file} {bandwidth_data.stamp(file)}"

@@ -1,4 +1,4 @@
-"""Overview: one run: its step, what it sent, how well that is accounted for, what ran, and what recording cost."""
+"""The page Overview: the step, traffic, ledger and environment of one run, and the cost of recording."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ VERDICT: Final = "verdict"
 SUMMARY: Final = "overview-summary"
 REST: Final = "overview-rest"
 PROMISING: Final = overview_cards.PROMISING
-# More rows slow down server and browser; the CSV file has all.
+# More rows slow down server and browser. The CSV file contains all rows.
 _TABLE_ROWS: Final = 300
 
 
 def render(runs: Runs, query: Query, scheme: Scheme) -> Drawing:
-    """The page for the run and the measure in ``query``."""
+    """Return the page for the run and the measure in ``query``."""
     measure = MEASURES[address.one(query, address.MEASURE, MEASURES, WIRE.key)]
 
     def answers(name: str) -> tuple[Sequence[Component], Sequence[Component]]:
@@ -51,7 +51,7 @@ def render(runs: Runs, query: Query, scheme: Scheme) -> Drawing:
 def _answers(runs: Runs, name: str, measure: Measure, scheme: Scheme) -> list[Component]:
     facts = runs.overview(name)
     is_large = facts["records"] > overview_data.MOST_RECORDS and not runs.is_going([name])
-    # Of a large run, times are asked for once the page is drawn.
+    # For a large run, times are requested after the page is drawn.
     summary = (
         pending.at_once(SUMMARY, _summary(runs, name, facts), name)
         if is_large
@@ -72,7 +72,7 @@ def _answers(runs: Runs, name: str, measure: Measure, scheme: Scheme) -> list[Co
 
 
 def _trainings(runs: Runs, name: str) -> list[Component]:
-    """A line about a run of several trainings; none for a single one."""
+    """Return a line about a run of several trainings; empty for a single training."""
     sentence = runs.several_trainings(name)
     return [messages.line("Several trainings", f"{sentence}.", "warning")] if sentence else []
 
@@ -80,7 +80,7 @@ def _trainings(runs: Runs, name: str) -> list[Component]:
 def _traffic(
     runs: Runs, name: str, facts: Mapping[str, Any], measure: Measure, scheme: Scheme
 ) -> list[Component]:
-    """The charts over the steps; a line in the place of them without a step that ended."""
+    """Return the charts over the steps, or a line instead of them if no step has ended."""
     if not facts["whole_steps"]:
         why = "No training step of this run ended."
         if not facts["steps"]:
@@ -100,7 +100,7 @@ def _traffic(
 
 
 def rest(runs: Runs, name: str, scheme: Scheme) -> list[Component]:
-    """The lower half of the page of a run: exposed time by purpose, what the run used, and how it was recorded."""
+    """Return the lower half of the page: exposed time by purpose, resources of the run, and how it was recorded."""
     facts = runs.overview(name)
     outside = _outside_steps(runs.traffic_outside_steps(name), facts["steps"])
     exposed = overview_cards.exposure(overview_data.exposure(runs, name), facts, scheme)
@@ -134,11 +134,13 @@ def _summary(
     exposure: pd.DataFrame | None = None,
     ranks: pd.DataFrame | None = None,
 ) -> Component:
-    """The values of a step, and the straggler if there is one; without a step that ended, the latter only.
+    """Return the values of a step, and the straggler if there is one.
+
+    If no step has ended, return only the straggler.
 
     Args:
-        exposure: None while it is not known.
-        ranks: the answer of :func:`overview_data.lateness`; None without one.
+        exposure: The exposed communication; None while it is not known.
+        ranks: The result of :func:`overview_data.lateness`; None if there is none.
     """
     straggler = None if ranks is None or ranks.empty else overview_cards.straggler(ranks)
     sent = runs.traffic_by_purpose(name)
@@ -172,14 +174,17 @@ def _verdict(runs: Runs, name: str, facts: Mapping[str, Any]) -> Component:
 
 
 def _promising(runs: Runs, name: str) -> list[Component]:
-    """The place of the changes worth trying, which a callback fills; none while the run is being recorded."""
+    """Return the placeholder of the changes worth trying, which a callback fills.
+
+    Return nothing while the run is recorded.
+    """
     if runs.is_going([name]):
         return []
     return [pending.pending(PROMISING, overview_cards.promising_to_come(), name)]
 
 
 def _pipeline(facts: Mapping[str, Any]) -> list[Component]:
-    """The tile of a pipeline; none for other runs."""
+    """Return the tile of a pipeline; empty for other runs."""
     idle, expected = facts["pipeline_idle"], facts["pipeline_idle_expected"]
     if idle is None or expected is None:
         return []
@@ -212,7 +217,7 @@ def _or_none(value: Any, write: Callable[[Any], str]) -> str:
 
 
 def _health(facts: Mapping[str, Any]) -> Component:
-    """The state of the run and of its records in one line."""
+    """Return the state of the run and of its records in one line."""
     if not facts["records"] and not facts["summed"] and facts["state"] != "running":
         return messages.line(
             "No records",
@@ -331,7 +336,7 @@ def _times(frame: pd.DataFrame, scheme: Scheme) -> Component:
 
 
 def _one_offs(frame: pd.DataFrame) -> list[Component]:
-    """The card of one-off traffic; none if there is no one-off."""
+    """Return the card of one-off traffic; empty if there is none."""
     if frame.empty:
         return []
     card = cards.table_card(
@@ -416,7 +421,10 @@ def _measure_fields() -> list[Field]:
 
 
 def register(app: dash.Dash, runs: Runs) -> None:
-    """The callbacks of what was not there when the page was drawn: times, the verdict, the changes, the lower half."""
+    """Add the callbacks of content that was not ready when the page was drawn.
+
+    These are times, the verdict, the changes, and the lower half.
+    """
 
     _register_changes(app, runs)
 
@@ -463,7 +471,7 @@ def register(app: dash.Dash, runs: Runs) -> None:
 
 
 def _register_changes(app: dash.Dash, runs: Runs) -> None:
-    """The callback of the changes worth trying."""
+    """Add the callback of the changes worth trying."""
 
     @app.callback(
         Output(pending.place(PROMISING), "children"),
@@ -476,7 +484,7 @@ def _register_changes(app: dash.Dash, runs: Runs) -> None:
             facts = runs.overview(name)
             advised = overview_data.promising(runs, name, facts["hosts"])
         except KeyError:
-            return [], True  # the page says that there is no such run
+            return [], True  # the page shows that the run does not exist
         except Exception as error:
             return overview_cards.not_promising(f"No change can be predicted: {reason(error)}"), True
         if advised is None:

@@ -1,4 +1,4 @@
-"""The cards of the Plan page."""
+"""Builds the cards of the page Plan."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from commprof_dash.theme import Scheme
 
 
 def advice(answer: Planned, row: Row, command: str) -> Component:
-    """The setting to use with the reason, what is not known, and the command that answers the same."""
+    """Return the setting to use with the reason, the unknown values, and the equivalent command."""
     plan = answer.plan
     sentences = [
         answer.sentence,
@@ -73,7 +73,7 @@ def _sentence(text: str) -> str:
 
 
 def settings(frame: pd.DataFrame) -> Component:
-    """All settings beside each other."""
+    """Return the card that compares all settings."""
     fields = [
         Field("setting", "Setting"),
         Field("recommended", "Advice", _mark),
@@ -108,7 +108,7 @@ def _bounds(row: Any) -> str | None:
 
 
 def _says_something(column: pd.Series[Any]) -> bool:
-    """Whether a column has values, other than 0 in all rows."""
+    """Return whether a column has values other than 0."""
     return bool((column.notna() & (column != 0)).any())
 
 
@@ -121,7 +121,7 @@ def _bytes(value: float) -> str:
 
 
 def traffic(curves: Curves, label: str, world: int, scheme: Scheme) -> Component:
-    """Wire bytes by purpose over the number of ranks."""
+    """Return the card of wire bytes by purpose over the number of ranks."""
     title = "Traffic by purpose"
     if curves.traffic.empty:
         return cards.empty_card("plan-traffic", title, _why_nothing(curves, "No messages can be predicted."))
@@ -141,7 +141,7 @@ def traffic(curves: Curves, label: str, world: int, scheme: Scheme) -> Component
 
 
 def memory(curves: Curves, label: str, world: int, capacity: int | None, scheme: Scheme) -> Component:
-    """Device memory by kind over the number of ranks."""
+    """Return the card of device memory by kind over the number of ranks."""
     title = "Memory by kind"
     if curves.memory.empty:
         return cards.empty_card("plan-memory", title, _why_nothing(curves, "No memory can be predicted."))
@@ -173,10 +173,10 @@ def memory(curves: Curves, label: str, world: int, capacity: int | None, scheme:
 
 
 def times(curves: Curves, label: str, world: int, is_narrowed: bool, scheme: Scheme) -> Component | None:
-    """The time of messages and the bounds of a step over the number of ranks; None where no time is known.
+    """Return the card of message time and step bounds over the number of ranks; None if no time is known.
 
     Args:
-        is_narrowed: a recorded run has narrowed the bounds.
+        is_narrowed: Whether a recorded run has narrowed the bounds.
     """
     if curves.times.empty:
         return None
@@ -197,7 +197,7 @@ def times(curves: Curves, label: str, world: int, is_narrowed: bool, scheme: Sch
 
 
 def sizes(frame: pd.DataFrame, label: str, world: int, scheme: Scheme) -> Component:
-    """How large the messages of a step are."""
+    """Return the card of the message sizes of a step."""
     title = "Message sizes"
     if frame.empty:
         return cards.empty_card(
@@ -218,7 +218,7 @@ def sizes(frame: pd.DataFrame, label: str, world: int, scheme: Scheme) -> Compon
 
 
 def sent(frame: pd.DataFrame, label: str, world: int) -> Component:
-    """The messages of a step by purpose and operation."""
+    """Return the card of the messages of a step by purpose and operation."""
     title = "Messages of a step"
     if frame.empty:
         return cards.empty_card("plan-messages", title, "No rank sends anything to another.")
@@ -251,13 +251,16 @@ def _about(exact: Any) -> str:
 
 
 def _batch(curves: Curves) -> str:
-    """What the figures assume of a config whose batch sizes multiply at one number of ranks only."""
+    """Return the assumption of the figures about the batch size.
+
+    It applies to a config whose batch sizes are consistent at only one number of ranks.
+    """
     grows = " train_batch_size grows with the ranks: micro-batch and accumulation are those of the config."
     return grows * curves.batch_follows_ranks
 
 
 def _gaps(curves: Curves) -> str:
-    """Which numbers of ranks are missing, and why the first of them is."""
+    """Return which numbers of ranks are missing, and why the first of them is missing."""
     if not curves.gaps:
         return ""
     worlds = ", ".join(f"{world:,}" for world in curves.gaps)

@@ -1,4 +1,4 @@
-"""The figures of the Plan page: traffic, memory and time over the number of ranks, and messages by size."""
+"""Builds the figures of the page Plan: traffic, memory and time over the number of ranks, and messages by size."""
 
 from __future__ import annotations
 
@@ -17,29 +17,29 @@ from commprof_dash.measures import format_count
 from commprof_dash.theme import EXPOSED_COLOUR, KIND_COLOURS, STEP_COLOUR, TEXT, Scheme, template
 
 _HEIGHT: Final = 320
-_ROOM: Final = 0.08  # powers of ten beside the first and last number of ranks
-_KILO: Final = 10  # the power of two that is written as 1K, so that labels fit on a telephone
+_ROOM: Final = 0.08  # the room beside the first and last number of ranks, in powers of ten
+_KILO: Final = 10  # the exponent of the power of two that is written as 1K, so that labels fit on a phone
 _MOST_RANKS_TICKS: Final = 8
-_HATCHES: Final = ("", "/", "x", ".")  # of kinds beyond the colours
+_HATCHES: Final = ("", "/", "x", ".")  # the hatches of kinds if there are more kinds than colors
 
 
 def traffic_over_worlds(frame: pd.DataFrame, world: int, scheme: Scheme) -> go.Figure:
-    """Wire bytes of a rank per step over the number of ranks, stacked by purpose.
+    """Return the wire bytes of a rank per step over the number of ranks, stacked by purpose.
 
     Args:
-        frame: columns ``world``, ``purpose``, ``wire_bytes``; one row for each world and purpose.
-        world: marked by a line.
+        frame: The columns ``world``, ``purpose``, ``wire_bytes``; one row for each world and purpose.
+        world: The number of ranks that a line marks.
     """
     return _stacked(frame, "purpose", "wire_bytes", world, "Wire bytes per rank and step", scheme)
 
 
 def memory_over_worlds(frame: pd.DataFrame, world: int, capacity: int | None, scheme: Scheme) -> go.Figure:
-    """Bytes on the device of a rank over the number of ranks, stacked by kind.
+    """Return the bytes on the device of a rank over the number of ranks, stacked by kind.
 
     Args:
-        frame: columns of the memory of ``data.Curves``; one row for each world and kind.
-        world: marked by a line.
-        capacity: bytes of a device, marked by another line where they are known.
+        frame: The columns of the memory of ``data.Curves``; one row for each world and kind.
+        world: The number of ranks that a line marks.
+        capacity: The memory of a device in bytes, marked by another line; None if it is not known.
     """
     peaks = frame[frame["peak_bytes"].notna()].drop_duplicates("world").sort_values("world")
     highest = float(peaks["peak_bytes"].max()) if len(peaks) else 0.0
@@ -72,12 +72,12 @@ def memory_over_worlds(frame: pd.DataFrame, world: int, capacity: int | None, sc
 
 
 def times_over_worlds(frame: pd.DataFrame, world: int, is_narrowed: bool, scheme: Scheme) -> go.Figure:
-    """The time of messages, and the bounds of a step where these are known, over the number of ranks.
+    """Return the time of messages, and the bounds of a step if they are known, over the number of ranks.
 
     Args:
-        frame: columns ``world``, ``communication_ns``, ``step_least_ns``, ``step_most_ns``.
-        world: marked by a line.
-        is_narrowed: the bounds are closer than "all overlapped" and "nothing overlapped".
+        frame: The columns ``world``, ``communication_ns``, ``step_least_ns``, ``step_most_ns``.
+        world: The number of ranks that a line marks.
+        is_narrowed: Whether the bounds are closer than "all overlapped" and "nothing overlapped".
     """
     figure = go.Figure(layout={"template": template(scheme)})
     least, most = (
@@ -109,10 +109,10 @@ def times_over_worlds(frame: pd.DataFrame, world: int, is_narrowed: bool, scheme
 
 
 def by_size(frame: pd.DataFrame, scheme: Scheme) -> go.Figure:
-    """Messages of a step by the size of their payload.
+    """Return the messages of a step by the size of their payload.
 
     Args:
-        frame: columns ``from_bytes``, ``to_bytes``, ``messages``; one row for each size that occurs.
+        frame: The columns ``from_bytes``, ``to_bytes``, ``messages``; one row for each size that occurs.
     """
     figure = go.Figure(layout={"template": template(scheme)})
     names = [_power(int(low)) for low in frame["from_bytes"]]
@@ -149,7 +149,7 @@ def _stacked(
     scheme: Scheme,
     least: float = 0.0,
 ) -> go.Figure:
-    """``least``: the lowest end of the vertical axis."""
+    """Return a stacked chart over the number of ranks. The vertical axis ends at ``least`` or above."""
     figure = go.Figure(layout={"template": template(scheme)})
     for number, name in enumerate(dict.fromkeys(frame[series])):
         part = frame[frame[series] == name].sort_values("world")
@@ -180,7 +180,7 @@ def _finish(
 ) -> None:
     figure.update_layout(
         height=_HEIGHT,
-        margin={"l": 8, "r": 24, "t": 8, "b": 8},  # plotly hides a label that the edge would cut
+        margin={"l": 8, "r": 24, "t": 8, "b": 8},  # plotly hides labels that the edge would cut off
         hovermode="x unified",
         xaxis=_ranks_axis(min(worlds, default=1), max(worlds, default=2)),
         yaxis=vertical,
@@ -190,7 +190,7 @@ def _finish(
 
 
 def _ranks_axis(first: int, last: int) -> dict[str, Any]:
-    """A logarithmic axis of numbers of ranks, from one power of two to another."""
+    """Return a logarithmic axis of numbers of ranks, from one power of two to another."""
     low, high = first.bit_length() - 1, (last - 1).bit_length()
     step = -(-(high - low + 1) // _MOST_RANKS_TICKS)
     powers = range(low, high + 1, step)
@@ -205,7 +205,7 @@ def _ranks_axis(first: int, last: int) -> dict[str, Any]:
 
 
 def _power(num_bytes: int) -> str:
-    """``16 MiB`` for the power of two, which format_bytes would write with decimals."""
+    """Return a power of two as ``16 MiB``, which format_bytes would write with decimals."""
     text = api.format_bytes(num_bytes)
     number, _, unit = text.partition(" ")
     return f"{float(number):g} {unit}"

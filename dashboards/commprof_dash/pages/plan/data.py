@@ -1,7 +1,8 @@
-"""What the Plan page asks: a form from the address, its plan, and the frames of the cards. Draws nothing.
+"""Provides the data of the page Plan: a form from the address, its plan, and the frames of the cards.
 
-Only models whose size alone is known, and those of the runs that the dashboard shows, can be planned here. ``py:`` runs
-code and ``hf:`` reads a directory that the visitor of a page would name.
+This module draws nothing. The page can plan only models for which only the size is known, and the models of the
+runs that the dashboard shows. Other sources are not allowed, because ``py:`` runs code and ``hf:`` reads a
+directory, and a visitor of the page could choose either.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ from commprof_dash.pages.bandwidth.data import calibration_of
 WORLDS: Final = tuple(1 << power for power in range(15))
 MOST_WORLD: Final = 1 << 16
 MOST_SETTINGS: Final = 16
-MOST_MESSAGES: Final = 20_000  # of a step: one setting takes a few seconds then
+# The largest number of messages of a step. With this number, one setting takes a few seconds.
+MOST_MESSAGES: Final = 20_000
 MOST_PARAMETERS: Final = 10**13
 MOST_LAYERS: Final = 10_000
 _MOST_CONFIG_BYTES: Final = 200_000
@@ -45,7 +47,7 @@ EXAMPLE_CONFIG: Final = """{
     "reduce_bucket_size": 5e8
   }
 }"""
-# What the form holds where the address says nothing: an example that can be changed.
+# The values of the form if the address has none: an example that can be changed.
 DEFAULTS: Final = {
     "config": EXAMPLE_CONFIG,
     "model": "params:7e9",
@@ -71,7 +73,8 @@ DEFAULTS: Final = {
     "framework": "zero_runtime",
     "backend": "nccl",
 }
-# The option of `commprof plan` that a field is; "config" is its argument, and a micro-batch one more setting.
+# The option of `commprof plan` for each field. "config" is the argument of the command, and a micro-batch is
+# an additional setting.
 OPTION_OF_FIELD: Final = {
     "model": "model",
     "world": "world",
@@ -95,19 +98,21 @@ OPTION_OF_FIELD: Final = {
     "memory": "device_memory",
     "set": "settings",
 }
-_CLI_DEFAULTS: Final = {"framework": "zero_runtime", "backend": "nccl"}  # which a command need not name
+# The defaults that a command does not need to name.
+_CLI_DEFAULTS: Final = {"framework": "zero_runtime", "backend": "nccl"}
 
-FRAMEWORKS: Final = {"zero_runtime": "zero_runtime", "deepspeed": "DeepSpeed"}  # whose rules say what is sent
+# The frameworks whose rules determine the traffic.
+FRAMEWORKS: Final = {"zero_runtime": "zero_runtime", "deepspeed": "DeepSpeed"}
 BACKENDS: Final = {"nccl": "NCCL", "gloo": "gloo"}
 
 
 class Form(NamedTuple):
-    """What stands in the fields of the page.
+    """The contents of the fields of the page.
 
     Attributes:
-        run: whose config is planned; empty for ``config``.
-        texts: of the other fields, by their key in the address.
-        setting: the label of the setting that the figures show; empty for the recommended one.
+        run: The run whose config is planned; empty for ``config``.
+        texts: The texts of the other fields, by their key in the address.
+        setting: The label of the setting that the figures show; empty for the recommended setting.
     """
 
     run: str
@@ -116,7 +121,7 @@ class Form(NamedTuple):
 
 
 class File(NamedTuple):
-    """A file as it stands now."""
+    """A file with its current modification time and size."""
 
     path: Path
     modified_ns: int
@@ -124,9 +129,9 @@ class File(NamedTuple):
 
 
 class Asked(NamedTuple):
-    """The attributes of a :class:`commprof.plan.api.Question` that the form sets; can be hashed.
+    """The attributes of a :class:`commprof.plan.api.Question` that the form sets, in a hashable form.
 
-    ``model_state``: changes with the files of a run whose model is planned.
+    ``model_state`` changes with the files of a run whose model is planned.
     """
 
     config: str
@@ -151,10 +156,10 @@ class Planned(NamedTuple):
     """The answer to a form.
 
     Attributes:
-        plan: of all settings.
-        rows: the settings that are not refused.
-        chosen: position of the recommended one; None without one.
-        sentence: with the reason.
+        plan: The plan of all settings.
+        rows: The settings that are not refused.
+        chosen: The position of the recommended setting; None if there is none.
+        sentence: The sentence with the reason.
     """
 
     plan: plan_api.Plan
@@ -164,13 +169,16 @@ class Planned(NamedTuple):
 
 
 def help_of(field: str) -> str:
-    """Return what the option of a field says, as on the command line; empty for a field that is none."""
+    """Return the help of the field's option, as on the command line; empty for a field without an option."""
     option = OPTION_OF_FIELD.get(field)
     return plan_api.OPTIONS[option].help if option else ""
 
 
 def form_of(runs: Runs, query: Query) -> Form:
-    """Return the form that the address describes; fields that it does not name are those of its run, or of an example."""
+    """Return the form that the address describes.
+
+    Fields that the address does not name have the values of its run, or of an example.
+    """
     run = "".join(address.runs_in(query)[:1])
     defaults = DEFAULTS | _of_run(runs, run)
     texts = {}
@@ -181,7 +189,7 @@ def form_of(runs: Runs, query: Query) -> Form:
 
 
 def _of_run(runs: Runs, name: str) -> dict[str, str]:
-    """The fields as the run ``name`` fills them: its model and ranks, what it ran on, and the times that it measured."""
+    """Return the fields for the run ``name``: its model and ranks, its environment, and the times that it measured."""
     if name not in runs.select([name]).readable:
         return {}
     try:
@@ -204,10 +212,10 @@ def _of_run(runs: Runs, name: str) -> dict[str, str]:
 
 
 def config_text(runs: Runs, form: Form) -> str:
-    """Return the text of the config: of the run, or as it stands in its field.
+    """Return the text of the config: the config of the run, or the text of the field.
 
     Raises:
-        UsageError: the run has no config.
+        UsageError: The run has no config.
     """
     if not form.run:
         return form.texts["config"]
@@ -225,7 +233,7 @@ def config_text(runs: Runs, form: Form) -> str:
 
 
 def command(runs: Runs, form: Form) -> str:
-    """Return the command that gives the same answer."""
+    """Return the command that computes the same answer."""
     file = runs.directory / form.run / _CONFIG_FILE if form.run else Path("ds.json")
     words = []
     for field, option in OPTION_OF_FIELD.items():
@@ -245,7 +253,7 @@ def planned(runs: Runs, form: Form) -> Planned:
     """Return the plan of ``form``.
 
     Raises:
-        CommprofError: something in a field cannot be used; one line that says what was expected.
+        CommprofError: A field has an invalid value. The message is one line that states what was expected.
     """
     texts = {key: text.strip() for key, text in form.texts.items()}
     text = config_text(runs, form)
@@ -279,7 +287,7 @@ def planned(runs: Runs, form: Form) -> Planned:
 
 
 def calibrations(runs: Runs) -> list[str]:
-    """Return the names of the calibrations beside the runs that can be read, the newest first."""
+    """Return the names of the readable calibrations beside the runs, the newest first."""
     listed = api.calibrations(runs.directory)
     return [str(name) for name in listed["name"][listed["note"].isna()]]
 
@@ -318,7 +326,7 @@ def _number(text: str, what: str, most: int) -> int:
 
 
 def _model(runs: Runs, text: str) -> tuple[str, str]:
-    """The model as ``commprof plan`` takes it, and a text that changes with its files."""
+    """Return the model in the form of ``commprof plan``, and a text that changes with the files of the model."""
     name = text.removeprefix(_RECORDED)
     if name != text:
         if name not in runs.select([name]).readable:
@@ -339,7 +347,7 @@ def _model(runs: Runs, text: str) -> tuple[str, str]:
     return text, ""
 
 
-@lru_cache(maxsize=16)  # of many renderings: another scheme or setting in the figures asks the same
+@lru_cache(maxsize=16)  # redrawing with another scheme or setting in the figures requests the same answer
 def _planned(asked: Asked) -> Planned:
     combinations = plan_api.combinations(asked.settings) * prod(
         len(text.split(",")) for _, text in asked.experts
@@ -367,13 +375,16 @@ def _planned(asked: Asked) -> Planned:
 
 
 def shown_row(answer: Planned, label: str) -> plan_api.Row:
-    """Return the setting that the figures show: the one of that label, else the recommended one, else the first."""
+    """Return the setting that the figures show.
+
+    It is the setting with this label, or else the recommended one, or else the first.
+    """
     by_label = {row.label: row for row in answer.rows}
     return by_label.get(label) or answer.rows[answer.chosen or 0]
 
 
 def settings_frame(answer: Planned) -> pd.DataFrame:
-    """Return a row for each setting: what it sends, holds and takes; those that are refused have their reason."""
+    """Return a row for each setting: its traffic, memory and time, or the reason if it is refused."""
     listed = []
     for number, row in enumerate(answer.rows):
         sent = not row.prediction.note
@@ -403,12 +414,15 @@ class Curves(NamedTuple):
     """One setting over the number of ranks.
 
     Attributes:
-        traffic: columns ``world``, ``purpose``, ``wire_bytes`` per rank and step.
-        memory: columns ``world``, ``kind``, ``device_bytes``, ``host_bytes``, ``disk_bytes`` of a rank, and ``peak_bytes``,
-            the most on its device at once, with its ``peak_phase``; these are the same for all kinds, or null.
-        times: columns ``world``, ``communication_ns``, ``step_least_ns``, ``step_most_ns``; empty where they are not known.
-        gaps: why numbers of ranks are missing.
-        batch_follows_ranks: ``train_batch_size`` is not that of the config but grows with the ranks.
+        traffic: The columns ``world``, ``purpose``, ``wire_bytes`` per rank and step.
+        memory: The columns ``world``, ``kind``, ``device_bytes``, ``host_bytes``, ``disk_bytes`` of a rank, and
+            ``peak_bytes``, the largest number of bytes on its device at any time, with its ``peak_phase``. The
+            last two are equal for all kinds, or null.
+        times: The columns ``world``, ``communication_ns``, ``step_least_ns``, ``step_most_ns``; empty if not
+            known.
+        gaps: The reasons why numbers of ranks are missing.
+        batch_follows_ranks: Whether ``train_batch_size`` grows with the ranks instead of being that of the
+            config.
     """
 
     traffic: pd.DataFrame
@@ -419,7 +433,7 @@ class Curves(NamedTuple):
 
 
 def curves(answer: Planned, row: plan_api.Row) -> Curves:
-    """Return ``row`` over :data:`WORLDS`."""
+    """Return the curves of ``row`` over the numbers of ranks :data:`WORLDS`."""
     outcomes = plan_api.over_worlds(answer.plan, row.prediction.config, WORLDS)
     gaps = {each.world: each.reason for each in outcomes if each.reason}
     sent = [each for each in outcomes if not each.reason]
@@ -470,10 +484,10 @@ class Messages(NamedTuple):
     """The messages of a step of one setting.
 
     Attributes:
-        sent: by purpose and operation: columns ``purpose``, ``op``, ``groups``, ``group_size``, ``messages``,
-            ``payload_bytes``, ``padding_bytes`` (null: not known), ``wire_bytes_per_rank``, ``between_hosts_bytes``,
-            ``exact``.
-        sizes: by size: columns ``from_bytes``, ``to_bytes``, ``messages``.
+        sent: The messages by purpose and operation, with the columns ``purpose``, ``op``, ``groups``,
+            ``group_size``, ``messages``, ``payload_bytes``, ``padding_bytes`` (null: not known),
+            ``wire_bytes_per_rank``, ``between_hosts_bytes``, ``exact``.
+        sizes: The messages by size, with the columns ``from_bytes``, ``to_bytes``, ``messages``.
     """
 
     sent: pd.DataFrame

@@ -1,4 +1,4 @@
-"""Plan: what a config would send and hold before it runs, by setting and over the number of ranks."""
+"""The page Plan: the traffic and memory of a config before it runs, by setting and over the number of ranks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from commprof_dash.pages.plan import data as plan_data
 from commprof_dash.theme import Scheme
 
 _SETTING: Final = "setting"
-_FIELDS: Final = {  # label, placeholder
+_FIELDS: Final = {  # the label and the placeholder of each field
     "model": ("Model", "params:7e9"),
     "world": ("Ranks", "64"),
     "hosts": ("Hosts x ranks", "hosts of 8"),
@@ -32,7 +32,7 @@ _FIELDS: Final = {  # label, placeholder
     "compute": ("Computation of a step", "900ms"),
     "memory": ("Memory of a device", "80GiB"),
 }
-_EXPERTS: Final = {  # several values are compared
+_EXPERTS: Final = {  # fields with several values compare these values
     "experts": ("Experts of a layer", "none"),
     "ep_size": ("Ranks that share them", "1"),
     "expert_k": ("Experts of a token", "1"),
@@ -46,7 +46,7 @@ _WIDE: Final = ("links",)
 
 
 def render(runs: Runs, query: Query, scheme: Scheme) -> Drawing:
-    """The form and its answer; what a field holds that cannot be used is one line."""
+    """Return the form and its answer. An invalid value of a field becomes a one-line message."""
     form = plan_data.form_of(runs, query)
     selection = runs.select([form.run] if form.run else [])
     if selection.unknown:
@@ -84,14 +84,14 @@ def _answer(answer: plan_data.Planned, row: Row, command: str, scheme: Scheme) -
 
 
 def _controls(runs: Runs, form: plan_data.Form, labels: list[str], recommended: str = "") -> list[Component]:
-    """The form; with several ``labels`` of settings also the choice of the one that the figures show."""
+    """Return the form. With several ``labels`` of settings, it includes the choice of the setting in the figures."""
     names = list(plan_data.runs_with_configs(runs))
     config = (
         [_choice(address.RUN, "Config of a run", names, form.run, "none: the text below", "(no config)")]
         if names or form.run
         else []
     )
-    # The text would be ignored beside the config of a run.
+    # The text of the config would be ignored if a run with a config is selected.
     if not form.run:
         config.append(
             controls.area("config", "Config (JSON, as DeepSpeed reads it)", form.texts["config"], "{ }")
@@ -159,7 +159,7 @@ def _controls(runs: Runs, form: plan_data.Form, labels: list[str], recommended: 
 
 
 def _titled(key: str, field: Component) -> Component:
-    """``field`` with the help of its option, as a tooltip."""
+    """Return ``field`` with the help of its option as a tooltip."""
     return html.Div(field, className="plan-wide" if key in _WIDE else "", title=plan_data.help_of(key))
 
 
@@ -178,7 +178,7 @@ def _one_of(key: str, label: str, choices: Mapping[str, str], texts: Mapping[str
 def _choice(
     key: str, label: str, names: list[str], value: str, placeholder: str, missing: str = "(not found)"
 ) -> Component:
-    """One of ``names``, or none; a value that is not among them stays visible."""
+    """Return a control that selects one of ``names`` or none. A value that is not in ``names`` stays visible."""
     listed = [{"value": name, "label": name} for name in names]
     if value and value not in names:
         listed.append({"value": value, "label": f"{value[:80]} {missing}"})
@@ -195,7 +195,10 @@ def _choice(
 
 
 def _setting_choice(labels: list[str], chosen: str, recommended: str) -> Component:
-    """The setting in the figures; without a choice, the recommended one of each answer."""
+    """Return the control that selects the setting in the figures.
+
+    By default, it is the recommended setting of each answer.
+    """
     return dmc.Select(
         id=ids.control(_SETTING),
         label="Setting in the figures",

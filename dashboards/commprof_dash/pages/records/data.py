@@ -1,4 +1,4 @@
-"""The state of the records page as text, and its rows as a grid asks for them. Nothing here draws."""
+"""Converts the state of the page Records to text, and provides the rows that its grid requests. Draws nothing."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ SHOWN_FIRST: Final = (
     "exposed_ns",
     "group_ranks",
 )
-# Times that are shown and asked for since the first record of the run.
+# The columns with times that are shown and filtered relative to the first record of the run.
 SINCE_BEGIN: Final = ("begin_ns", "end_ns")
 _BETWEEN: Final = ".."
 
-# What the grid calls a test, and what the library does.
+# The names of the tests in the grid and in the library.
 TESTS: Final[dict[str, str]] = {
     "equals": "=",
     "notEqual": "!=",
@@ -50,7 +50,7 @@ _GRID_TESTS: Final = {name: grid for grid, name in TESTS.items()}
 
 
 class Asked(NamedTuple):
-    """What the grid shows: conditions as text (``column:test:value``), the order, the columns."""
+    """The state of the grid: its conditions as text (``column:test:value``), its order, its columns."""
 
     filters: tuple[str, ...] = ()
     sort: str | None = None
@@ -58,10 +58,13 @@ class Asked(NamedTuple):
 
 
 def asked_in(query: Query, steps: Sequence[int] = ()) -> Asked:
-    """What an address asks for; what makes no sense there is left out.
+    """Return the state of the grid that an address describes. Invalid parts are ignored.
 
-    An address without filters asks for the step that it names, else for the steps after the first of ``steps``, the
-    training steps of the run; one with an empty filter asks for all records.
+    An address without filters selects the step that it names, or else the steps after the first of ``steps``. An
+    address with an empty filter selects all records.
+
+    Args:
+        steps: The training steps of the run.
     """
     filters = tuple(text[:500] for text in query.get(FILTER, ()) if _split(text) is not None)
     if FILTER not in query:
@@ -76,12 +79,12 @@ def asked_in(query: Query, steps: Sequence[int] = ()) -> Asked:
 
 
 def after_first(steps: Sequence[int]) -> str:
-    """The filter that leaves out the first of ``steps``."""
+    """Return the filter that leaves out the first of ``steps``."""
     return f"step:>=:{steps[1]}"
 
 
 def filters_of(texts: Iterable[str], begin_ns: int) -> list[api.Filter]:
-    """The conditions that ``texts`` state, for a run that began at ``begin_ns``."""
+    """Return the conditions in ``texts``, for a run that began at ``begin_ns``."""
     filters = []
     for text in texts:
         fields = _split(text)
@@ -99,7 +102,7 @@ def _later(value: str, begin_ns: int) -> Any:
     try:
         return int(float(value)) + begin_ns
     except (ValueError, OverflowError):
-        return value  # which the library says is no number
+        return value  # the library reports that this is not a number
 
 
 def _split(text: str) -> tuple[str, str, str] | None:
@@ -109,7 +112,7 @@ def _split(text: str) -> tuple[str, str, str] | None:
 
 
 def filter_texts(model: Mapping[str, Any] | None) -> tuple[str, ...]:
-    """The grid's filter model as text."""
+    """Return the grid's filter model as text."""
     texts = []
     for name, one in (model or {}).items():
         test = TESTS.get(str(one.get("type")))
@@ -127,7 +130,7 @@ def _plain(value: Any) -> str:
 
 
 def filter_model(texts: Iterable[str]) -> dict[str, Any]:
-    """The other way round."""
+    """Return the grid's filter model from the conditions in ``texts``, which is the inverse of :func:`filter_texts`."""
     model: dict[str, Any] = {}
     for text in texts:
         fields = _split(text)
@@ -154,12 +157,12 @@ def _grid_value(text: str, kind: str) -> Any:
 
 
 def sort_text(model: Sequence[Mapping[str, str]] | None) -> str | None:
-    """The grid's sort model as text; None for the order of time."""
+    """Return the grid's sort model as text; None for the order of time."""
     if not model or model[0].get("colId") not in COLUMNS:
         return None
     return ("-" if model[0].get("sort") == "desc" else "") + model[0]["colId"]
 
 
 def is_number(column: Column) -> bool:
-    """Whether values are compared as numbers."""
+    """Return whether the values of ``column`` are compared as numbers."""
     return column.type.startswith(("int", "float"))

@@ -1,4 +1,4 @@
-"""Records: the grid of all records of a run; the server filters, sorts and counts."""
+"""The page Records: the grid of all records of a run, which the server filters, sorts and counts."""
 
 from __future__ import annotations
 
@@ -52,10 +52,11 @@ COUNTED: Final = "records-counted"
 FILE: Final = "records-file"
 STATE: Final = "records-state"
 WRITTEN: Final = "records-written"
-DETAILS: Final = "records-details"  # a drawer with all about the row that was clicked
-_BLOCK: Final = 100  # rows that the grid asks for at a time
-_LONGEST: Final = 300  # characters of a cell
-# Pixels, so that "parameter_broadcast" and "reduce_scatter" fit, and the columns shown first fit a screen of 1440.
+DETAILS: Final = "records-details"  # a drawer with the details of the row that was clicked
+_BLOCK: Final = 100  # the number of rows that the grid requests at a time
+_LONGEST: Final = 300  # the largest number of characters in a cell
+# The widths are in pixels. "parameter_broadcast" and "reduce_scatter" fit, and the columns shown first fit a
+# screen of 1440 pixels.
 _WIDTHS: Final = {
     **dict.fromkeys(("parameters", "call_site", "module", "sizes"), 200),
     **dict.fromkeys(("op", "intended_op"), 122),
@@ -68,7 +69,7 @@ _WIDTH: Final = 106
 
 
 def render(runs: Runs, query: Query, scheme: Scheme) -> Drawing:
-    """The page for the run, filters, order and columns in ``query``."""
+    """Return the page for the run, filters, order and columns in ``query``."""
 
     def answers(name: str) -> tuple[list[Component], list[Component]]:
         return [], _answers(runs, name, query)
@@ -161,7 +162,7 @@ def _grid(asked: Asked) -> Component:
 
 
 def column_definitions(shown: tuple[str, ...], sort: str | None) -> list[dict[str, Any]]:
-    """The columns of the grid: those ``shown``, in that order, then the others, hidden."""
+    """Return the columns of the grid: the columns ``shown`` in this order, then the others, which are hidden."""
     order = [*shown, *(name for name in COLUMNS if name not in shown)]
     definitions: list[dict[str, Any]] = [
         {
@@ -203,7 +204,7 @@ def _heading(name: str) -> str:
 
 
 def rows_of(frame: pd.DataFrame, name: str, begin_ns: int) -> list[dict[str, Any]]:
-    """Rows as the grid shows them: with units, and a link to the timeline."""
+    """Return rows in the form of the grid, with units and a link to the timeline."""
     shown = {column: _shown(frame[column], COLUMNS[column].unit, begin_ns) for column in frame.columns}
     links = [
         _link(name, begin_ns, *values)
@@ -227,7 +228,10 @@ def _shown(values: pd.Series, unit: str, begin_ns: int) -> list[Any]:
 
 
 def _precise(duration: int) -> str:
-    """A time since the begin with all its microseconds: neighbours differ by few."""
+    """Return a time since the start of the run with all its microseconds.
+
+    Neighboring records differ by few microseconds.
+    """
     return f"{duration / 1e9:,.6f} s"
 
 
@@ -252,7 +256,7 @@ def _link(name: str, origin: int, rank: int, attempt: int, pid: int, seq: int, b
 
 
 def _pairs(asked: Asked) -> list[tuple[str, str]]:
-    """What is asked for as pairs of an address; what is asked for anyway is left out."""
+    """Return ``asked`` as pairs of an address, without the defaults."""
     columns = () if asked.columns == SHOWN_FIRST else asked.columns
     return [
         *((FILTER, text) for text in asked.filters or ("",)),
@@ -268,7 +272,7 @@ def _file(name: str, asked: Asked) -> str:
 
 
 def register(app: dash.Dash, runs: Runs) -> None:
-    """The callbacks of the grid, and the file of what is filtered."""
+    """Add the callbacks of the grid, and the download of the filtered records."""
 
     @app.callback(
         Output(GRID, "getRowsResponse"),
@@ -346,7 +350,7 @@ def register(app: dash.Dash, runs: Runs) -> None:
         try:
             path = path_of(runs, next(iter(query.get(address.RUN, ())), ""))
             filters = filters_of(asked.filters, api.index(path)["begin_ns"])
-            # Raises errors of the filters before the file begins.
+            # This raises errors of the filters before the download begins.
             api.records_page(path, filters, asked.sort, limit=0)
             return download("commprof-records.csv", api.records_csv(path, filters, asked.sort, asked.columns))
         except KeyError:

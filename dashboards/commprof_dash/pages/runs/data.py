@@ -1,4 +1,7 @@
-"""The rows of the table of runs: what the listing knows at once, and what needs the records of a run, read afterwards."""
+"""Provides the rows of the table of runs.
+
+Some values are in the listing. Others require the records of a run, and are read later.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +19,10 @@ from commprof_dash import address
 from commprof_dash.data import Runs
 from commprof_dash.measures import format_count
 
-_MOST_RECORDS: Final = 200_000  # of a run that is read in this process; others take another one seconds
-_MOST_KNOWN: Final = 20_000  # facts, each of some 200 bytes
+# Runs with at most this number of records are read in this process. Larger runs take seconds in another
+# process.
+_MOST_RECORDS: Final = 200_000
+_MOST_KNOWN: Final = 20_000  # the largest number of cached facts, which have about 200 bytes each
 _UNREADABLE: Final = "unreadable"
 _VERDICTS: Final = {"unknown": "cannot tell"}
 
@@ -25,7 +30,7 @@ Row = dict[str, Any]
 
 
 class Facts(NamedTuple):
-    """What the records of a run say; None: not known."""
+    """Values that are computed from the records of a run; None: not known."""
 
     step_ns: float | None
     exposed_share: float | None
@@ -37,7 +42,7 @@ NOTHING: Final = Facts(None, None, None, None)
 
 
 def facts_of(path: Path) -> Facts:
-    """The facts of one run. The numbers are those of Compare and of ``commprof report``."""
+    """Return the facts of one run. The numbers are those of the page Compare and of ``commprof report``."""
     setting = api.compare([path]).iloc[0]
     exposure = api.exposure_per_step(path)
     together = exposure[exposure["purpose"] == "all"]
@@ -56,17 +61,17 @@ def _number(value: Any) -> float | None:
 
 
 class KnownFacts:
-    """The facts that were read, by run and state of its files."""
+    """A cache of the facts that were read, by run and state of its files."""
 
     def __init__(self) -> None:
         self._facts: OrderedDict[str, Facts] = OrderedDict()
 
     def of(self, path: str) -> Facts | None:
-        """The facts of the run at ``path``; None if they were not read since its files changed."""
+        """Return the facts of the run at ``path``; None if they were not read since the files of the run changed."""
         return self._facts.get(api.fingerprint(Path(path)).key)
 
     def read(self, runs: Runs, row: Mapping[str, Any]) -> Facts | None:
-        """The facts of a listed run; None while another process reads it."""
+        """Return the facts of a listed run; None while another process reads them."""
         key = api.fingerprint(Path(row["path"])).key
         known = self._facts.get(key)
         if known is None:
@@ -83,7 +88,7 @@ class KnownFacts:
         ask = runs.run_beside if row["records"] > _MOST_RECORDS else runs.of_run
         try:
             facts: Facts | None = ask("run-facts", str(row["name"]), facts_of)
-        except Exception:  # a run that cannot be evaluated has a line of the table all the same
+        except Exception:  # a run that cannot be evaluated still has a row in the table
             return NOTHING
         return facts
 
@@ -91,7 +96,11 @@ class KnownFacts:
 def read_some(
     runs: Runs, known: KnownFacts, names: Sequence[str], seconds: float
 ) -> tuple[list[str], list[str]]:
-    """Read facts of ``names`` for about so many ``seconds``. Returns the names that are read, and those that are not."""
+    """Read the facts of ``names`` for about ``seconds`` seconds.
+
+    Returns:
+        The names of the runs that were read, and of those that were not.
+    """
     listed: dict[str, Any] = {str(row["name"]): row for row in runs.listing().to_dict("records")}
     done: list[str] = []
     waiting: list[str] = []
@@ -108,7 +117,7 @@ def read_some(
 
 
 def sweep_of(row: Mapping[str, Any]) -> str | None:
-    """The sweep of a listed run, as the directory that its runs share; None for a run of its own."""
+    """Return the sweep of a listed run, which is the common directory of its runs; None for a run without a sweep."""
     if not isinstance(row.get("sweep"), str):
         return None
     folder = str(row["name"]).rpartition("/")[0]
@@ -116,7 +125,7 @@ def sweep_of(row: Mapping[str, Any]) -> str | None:
 
 
 def table_rows(listing: pd.DataFrame, known: KnownFacts) -> list[Row]:
-    """The rows of the grid, newest first: each sweep, then its runs."""
+    """Return the rows of the grid, newest first. The row of a sweep is followed by the rows of its runs."""
     rows: list[Row] = []
     sweeps: dict[str, list[Row]] = {}
     records = listing.to_dict("records")
@@ -176,7 +185,7 @@ def _measured(facts: Facts | None) -> Row:
 
 
 def _values(name: str, value: float | None, unit: float, write: Any, missing: str = "-") -> Row:
-    """A value to sort and filter by, in ``unit``, and its text."""
+    """Return a value in ``unit``, for sorting and filtering, and its text."""
     return {
         name: None if value is None else value / unit,
         f"{name}_text": missing if value is None else write(value),
@@ -184,7 +193,7 @@ def _values(name: str, value: float | None, unit: float, write: Any, missing: st
 
 
 def _sweep_row(name: str, members: Sequence[Row]) -> Row:
-    """A sweep in one row: of each number its range over the runs."""
+    """Return the row of a sweep. Each number is a range over the runs."""
     settings = {row["setting"] for row in members}
     states = pd.Series([row["state"] for row in members]).value_counts()
     verdicts = sorted({row["verdict"] for row in members})
@@ -230,7 +239,10 @@ def _range(column: str, members: Iterable[Row]) -> Row:
 
 
 def range_text(low: str, high: str) -> str:
-    """``19.1 to 23.4 ms`` for two values of one unit, else ``980 us to 1.20 ms``; one value if they read the same."""
+    """Return a range as text: ``19.1 to 23.4 ms`` for values of the same unit, else ``980 us to 1.20 ms``.
+
+    Return one value if the two texts are equal.
+    """
     if low == high:
         return low
     number, _, unit = low.partition(" ")

@@ -1,4 +1,7 @@
-"""Runs: all runs below the directory in one table, a sweep in one row that opens. Ticked runs go to Compare."""
+"""The page Runs: all runs below the directory in one table, where a sweep is one row that can be expanded.
+
+Ticked runs can be opened on the page Compare.
+"""
 
 from __future__ import annotations
 
@@ -27,8 +30,8 @@ SEARCH: Final = "runs-search"
 COMPARE: Final = "runs-compare"
 COMPARE_COUNT: Final = "runs-compare-count"
 STATES: Final = "runs-states"
-FILL: Final = "runs-fill"  # an interval, enabled while facts of runs are missing,
-FILL_NOW: Final = "runs-fill-now"  # and a store: its ticks without those during an answer
+FILL: Final = "runs-fill"  # an interval that is enabled while facts of runs are missing
+FILL_NOW: Final = "runs-fill-now"  # a store: the ticks of FILL, without those during an answer
 COLUMNS: Final = "runs-columns"  # a button
 COLUMNS_NOW: Final = "runs-columns-now"
 MISSING: Final = "runs-missing"  # a store: the runs whose facts are missing
@@ -36,19 +39,21 @@ FOLLOW: Final = "runs-follow"
 FOLLOW_NOW: Final = "runs-follow-now"
 STAMP: Final = "runs-stamp"
 WRITTEN: Final = "runs-written"
-FIND: Final = "find"  # in the address: the text that is searched,
-ORDER: Final = "order"  # the column to sort by, -COLUMN for the largest first,
-SHOWN: Final = "columns"  # and the columns: all. The browser reads open sweeps and filters
+FIND: Final = "find"  # the search text, in the address
+ORDER: Final = "order"  # the column to sort by, in the address; -COLUMN for descending order
+# The columns in the address: all. The browser reads expanded sweeps and filters from the address.
+SHOWN: Final = "columns"
 ALL: Final = "all"
 
 _FILL_MS: Final = 300
 _FILL_SECONDS: Final = 0.5
 _FOLLOW_MS: Final = 3000
-_MOST_HEIGHT: Final = 36  # rows that a page is high at most
+_MOST_HEIGHT: Final = 36  # the largest height of the table in rows
 _ROW_PIXELS: Final = 34
 _KNOWN: Final = KnownFacts()
 
-# field, heading, width, tooltip; numbers are sorted and filtered in the unit of the tooltip.
+# Each entry is a field, heading, width and tooltip. Numbers are sorted and filtered in the unit of the
+# tooltip.
 _TEXTS: Final = (
     (
         "state",
@@ -84,7 +89,7 @@ _WRAPPING: Final = {
     "autoHeight": True,
     "cellStyle": {"lineHeight": "1.35", "paddingBlock": "7px"},
 }
-_GROWING: Final = {"name": 3, "setting": 4}  # these columns take the room that is left, in these parts
+_GROWING: Final = {"name": 3, "setting": 4}  # the columns that share the remaining width, in this ratio
 _VERDICT_WORDS: Final = (
     "Verdict of commprof verify: closed, every byte is explained; mismatch, two levels contradict each other or bytes have "
     "no explanation; cannot tell, no mismatch was found, but a part of the run is not known."
@@ -92,7 +97,7 @@ _VERDICT_WORDS: Final = (
 
 
 def render(runs: Runs, query: Query, scheme: Scheme) -> Drawing:
-    """All runs, the newest first, in the state that the address names."""
+    """Return the page with all runs, the newest first, in the state that the address names."""
     listing = runs.listing()
     if listing.empty:
         return Drawing([], [messages.no_runs(str(runs.directory))], follows=True)
@@ -230,9 +235,10 @@ def _grid(rows: Sequence[dict[str, Any]], query: Query, ticked: list[str]) -> Co
 
 
 def _columns(order: str, has_all: bool, rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The columns of ``rows``; ``order`` as in the address.
+    """Return the columns of ``rows``. ``order`` is in the form of the address.
 
-    Without ``has_all`` those that a window of 1440 pixels has room for, and those that say that something was lost.
+    Without ``has_all``, return only the columns that fit a window of 1440 pixels. The columns of dropped and
+    unseen collectives are added if they have values.
     """
     columns: list[dict[str, Any]] = [
         {
@@ -275,7 +281,8 @@ def _columns(order: str, has_all: bool, rows: Sequence[dict[str, Any]]) -> list[
 def _column(field: str, heading: str, width: int, about: str, text: bool = False) -> dict[str, Any]:
     shared: dict[str, Any] = {"field": field, "headerName": heading, "headerTooltip": about, "width": width}
     if field in _WRAPPED:
-        # The last keys of a sweep's settings tell them apart, and the row of a sweep has ranges: none is cut.
+        # The last keys of a sweep's settings distinguish its runs, and the row of a sweep has ranges, so
+        # neither is truncated.
         shared |= _WRAPPING
     if field in _GROWING:
         shared |= {"flex": _GROWING[field], "minWidth": shared.pop("width")}
@@ -293,17 +300,20 @@ def _column(field: str, heading: str, width: int, about: str, text: bool = False
 
 
 def compare_link(ticked: list[str]) -> str:
-    """The address of Compare for the ticked runs."""
+    """Return the address of the page Compare for the ticked runs."""
     return address.link("/compare", run=ticked) if ticked else "/compare"
 
 
 def compare_count(ticked: list[str]) -> str:
-    """How many runs are ticked."""
+    """Return the text that states how many runs are ticked."""
     return f"{len(ticked)} ticked" if ticked else "none ticked: compares the newest sweep or program"
 
 
 def register(app: dash.Dash, runs: Runs) -> None:
-    """The callbacks that fill and follow the table. The browser sorts, filters, opens and writes the address."""
+    """Add the callbacks that fill and update the table.
+
+    The browser sorts, filters and expands rows, and writes the address.
+    """
 
     @app.callback(
         Output(GRID, "rowData"),
@@ -315,7 +325,8 @@ def register(app: dash.Dash, runs: Runs) -> None:
         prevent_initial_call=True,
     )
     def fill(_: Any, missing: list[str]) -> tuple[Any, ...]:
-        # The table is shown at once, and some runs are read at each tick: a directory may have hundreds.
+        # The table is shown at once, and some runs are read at each tick, because a directory may have
+        # hundreds of runs.
         done, waiting = read_some(runs, _KNOWN, missing, _FILL_SECONDS)
         if not done:
             raise PreventUpdate
@@ -341,7 +352,7 @@ def register(app: dash.Dash, runs: Runs) -> None:
         missing = _without_facts(rows)
         return rows, missing, not missing, _states_text(listing, len(missing)), now
 
-    # The browser drops a tick during an answer, which it would discard.
+    # The browser drops ticks during an answer, because it would discard their result.
     for interval, paced in ((FILL, FILL_NOW), (FOLLOW, FOLLOW_NOW)):
         app.clientside_callback(
             ClientsideFunction("shell", "follow"),

@@ -1,4 +1,4 @@
-"""Stragglers: which rank is late, how certain that is, and whether its arrival, launch or transfer is late."""
+"""The page Stragglers: which rank is late, how certain this is, and whether its arrival, launch or transfer is late."""
 
 from __future__ import annotations
 
@@ -25,29 +25,30 @@ from commprof_dash.pages.page import Drawing, Page
 from commprof_dash.pages.timeline.data import FROM, TO, path_of
 from commprof_dash.theme import Scheme
 
-FIRST: Final = "first"  # in the address: the first step is
+FIRST: Final = "first"  # in the address: whether the first step is included
 LEFT_OUT: Final = "out"
 INCLUDED: Final = "in"
 _FIRST_STEP: Final = {LEFT_OUT: "Leave out", INCLUDED: "Include"}
-# Records that are read again without the first step, for the charts that the index has with it.
+# The largest number of records that are read again to leave out the first step. The charts in the index
+# include this step.
 _MOST_RECORDS: Final = 200_000
 _ALSO_FIRST: Final = " With the first step: the records are too many to read them again without it."
 _ONLY_FIRST: Final = " With the first step, since there is no other."
 _TABLE_ROWS: Final = 500
-# Of collectives, each with twelve cells and two links: the browser takes 0.4 s longer for 200.
+# The rows of collectives have twelve cells and two links each. The browser takes 0.4 s longer for 200 rows.
 _COLLECTIVE_ROWS: Final = 50
-_TABLE_RANKS: Final = 20  # columns of the table of the steps
+_TABLE_RANKS: Final = 20  # the largest number of columns in the table of the steps
 _WAITS: Final = {
     "own_ns": "Waited for its own delay",
     "inherited_ns": "for an inherited delay",
     "unknown_ns": "for an unknown cause",
 }
-_FEW_RANKS: Final = 8  # of which the table has all
-_ROOM: Final = 0.5  # beside a collective on the timeline, as part of its length
+_FEW_RANKS: Final = 8  # up to this number of ranks, the table shows all ranks
+_ROOM: Final = 0.5  # the room beside a collective on the timeline, as a multiple of its length
 
 
 def render(runs: Runs, query: Query, scheme: Scheme) -> Drawing:
-    """The page for the run in ``query``."""
+    """Return the page for the run in ``query``."""
 
     def answers(name: str) -> tuple[Sequence[Component], Sequence[Component]]:
         waiting = builds.wait_for(path_of(runs, name))
@@ -59,21 +60,23 @@ def render(runs: Runs, query: Query, scheme: Scheme) -> Drawing:
         if straggling.lateness.empty:
             return [], [no_records(runs, name) or _nothing(statement, runs.health(name).ranks_recorded)]
         steps, records = len(runs.step_numbers(name)), runs.health(name).records
-        # Without the first step all records are read anew.
+        # To leave out the first step, all records are read again.
         everything = asked or steps <= 1 or records > _MOST_RECORDS
         detailed: api.Straggling = (
             straggling
             if everything
             else runs.of_run("straggling-warm", name, partial(api.straggling, first_step=False))
         )
-        # The timeline counts from the begin of the run; its index knows that begin on the clock of the arrivals.
+        # The timeline counts from the start of the run. The index of the run stores this time on the clock of
+        # the arrivals.
         run_begin_ns: int = runs.of_run("run-begin", name, lambda path: int(api.index(path)["begin_ns"]))
         shown = controls.segmented(
             FIRST, "First step in the charts", _FIRST_STEP, INCLUDED if asked else LEFT_OUT
         )
         which = "" if everything == asked else _ONLY_FIRST if steps <= 1 else _ALSO_FIRST
         return [shown], [
-            overview_cards.lateness(straggling.ranks),  # as on Overview and in the report
+            # The same line as on the page Overview and in the report.
+            overview_cards.lateness(straggling.ranks),
             *_over_steps(straggling, asked, scheme),
             _ranks(straggling, name),
             _tiles(detailed, straggling),
@@ -104,7 +107,7 @@ def _nothing(statement: str | None, ranks: int) -> Component:
 
 
 def _over_steps(straggling: api.Straggling, with_first: bool, scheme: Scheme) -> list[Component]:
-    """How late each rank comes in each step; nothing for a run without training steps."""
+    """Return the lateness of each rank in each step; empty for a run without training steps."""
     steps = straggling.steps if with_first or not straggling.steps["is_warm"].any() else _warm(straggling)
     steps = steps[steps["lateness_ns"].notna()]
     if steps.empty:
@@ -138,17 +141,20 @@ def _over_steps(straggling: api.Straggling, with_first: bool, scheme: Scheme) ->
 
 
 def _heading(column: str) -> str:
-    """``Rank 3`` for ``rank_3_ns``, ``Others median`` for ``others_median_ns``."""
+    """Return the heading of a column: ``Rank 3`` for ``rank_3_ns``, ``Others median`` for ``others_median_ns``."""
     return column.removesuffix("_ns").replace("_", " ").capitalize()
 
 
 def _warm(straggling: api.Straggling) -> pd.DataFrame:
-    """The steps that the sentence is about."""
+    """Return the steps that the sentence is about."""
     return straggling.steps[straggling.steps["is_warm"]]
 
 
 def _after_first(straggling: api.Straggling) -> str:
-    """Which steps the sums are of: without the first where there are others; empty without steps too."""
+    """Return the text that names the steps of the sums: all but the first, if there are others.
+
+    The text is empty if there are no steps.
+    """
     return ", after the first step" if not straggling.steps["is_warm"].all() else ""
 
 
@@ -233,7 +239,7 @@ def _words(cause: Any) -> Cell:
 
 
 def _ranks(straggling: api.Straggling, name: str) -> Component:
-    """What each rank costs the others, from the same sums as the sentence above."""
+    """Return the time that each rank costs the others, from the sums that the sentence above uses, too."""
     title = "What each rank costs the others"
     if straggling.ranks.empty:
         return cards.empty_card(
@@ -289,7 +295,10 @@ def _ranks(straggling: api.Straggling, name: str) -> Component:
 
 
 def _costs(straggling: api.Straggling) -> tuple[pd.DataFrame, int]:
-    """One row per rank: waits for it (mean per step, in all if there are no steps), counts; and the number of steps."""
+    """Return one row per rank with the waits for this rank and counts, and the number of steps.
+
+    The waits are the mean per step, or the total if there are no steps.
+    """
     warm = _warm(straggling)
     steps = len(warm[["attempt", "step"]].drop_duplicates())
     if not steps:

@@ -1,4 +1,7 @@
-"""What the timeline and the records page ask of a run, and the state of the timeline as text. Nothing here draws."""
+"""Provides the data of the pages Timeline and Records, and converts the state of the timeline to text.
+
+Draws nothing.
+"""
 
 from __future__ import annotations
 
@@ -17,21 +20,24 @@ TO: Final = "to"
 RANKS: Final = "ranks"
 RECORD: Final = "record"
 STEP: Final = "step"
-ROWS: Final = "rows"  # in the address: ranks or hosts,
-BY: Final = "by"  # and their order: rank or lateness
+ROWS: Final = "rows"  # in the address: whether rows are ranks or hosts
+BY: Final = "by"  # in the address: the order of the rows, rank or lateness
 HOSTS: Final = "hosts"
 LATENESS: Final = "lateness"
-_CELLS: Final = 20_000  # of a heatmap: ranks x bins
-_CELLS_OF_LANES: Final = 6_000  # where ranks have several rows each
+_CELLS: Final = 20_000  # the largest number of cells of a heat map: ranks x bins
+_CELLS_OF_LANES: Final = 6_000  # the same limit if ranks have several rows each
 _MOST_BINS: Final = 600
 _FEWEST_BINS: Final = 120
-_MOST_RANKS: Final = 1024  # that are drawn at once
-MOST_LANES_OF_BARS: Final = 32  # ranks with a lane of bars; of more, a heat map has a row each
-_MOST_UNFOLDED: Final = 256  # of more ranks a row is a host, if there are several
+_MOST_RANKS: Final = 1024  # the largest number of ranks that are drawn at once
+# The largest number of ranks that have lanes with bars. If there are more ranks, they are rows of a heat map.
+MOST_LANES_OF_BARS: Final = 32
+_MOST_UNFOLDED: Final = 256  # If there are more ranks and several hosts, a row is a host.
 _WARM_STEPS: Final = 3
 _MINIMAP_BINS: Final = 240
 _MINIMAP_RANKS: Final = 16
-_SORTED_UNASKED: Final = 200_000  # records; the lateness of the ranks of more takes seconds
+# Up to this number of records, rows are sorted by lateness by default. For more records, lateness takes
+# seconds.
+_SORTED_UNASKED: Final = 200_000
 _FARTHEST: Final = 1 << 62
 
 
@@ -39,9 +45,11 @@ Record = tuple[int, int, int, int]  # rank, attempt, pid, seq
 
 
 class View(NamedTuple):
-    """What the timeline shows. Times are nanoseconds since the run began; None: from its begin, to its end, all ranks.
+    """The view of the timeline. Times are in nanoseconds since the run began.
 
-    ``rows`` is ``ranks`` or ``hosts`` and ``by`` is ``rank`` or ``lateness``; "" leaves either to the number of ranks.
+    A begin of None is the start of the run, and an end of None is its end. Empty ``ranks`` are all ranks.
+    ``rows`` is ``ranks`` or ``hosts``, and ``by`` is ``rank`` or ``lateness``. With "", the number of ranks
+    determines the value.
     """
 
     begin_ns: int | None = None
@@ -53,7 +61,7 @@ class View(NamedTuple):
     by: str = ""
 
     def stored(self) -> dict[str, Any]:
-        """As the browser keeps it."""
+        """Return the view in the form that the browser stores."""
         return {
             FROM: self.begin_ns,
             TO: self.end_ns,
@@ -66,7 +74,7 @@ class View(NamedTuple):
 
 
 def view_of(values: Mapping[str, Any]) -> View:
-    """The view that an address or the browser names; what makes no sense there is left out."""
+    """Return the view that an address or the browser names. Invalid parts are ignored."""
     begin, end = (_number(values.get(name)) for name in (FROM, TO))
     if begin is not None and end is not None and end <= begin:
         begin = end = None
@@ -85,12 +93,12 @@ def view_of(values: Mapping[str, Any]) -> View:
 
 
 def view_in(query: Query) -> View:
-    """The view in the query of an address."""
+    """Return the view in the query of an address."""
     return view_of({name: values[0] for name, values in query.items() if values})
 
 
 def record_of(text: str) -> Record | None:
-    """The record that :func:`record_text` wrote: rank, attempt, pid, seq; None where ``text`` names none."""
+    """Return the record (rank, attempt, pid, seq) that :func:`record_text` wrote; None if ``text`` is not a record."""
     match = re.fullmatch(r"(\d{1,9})\.(\d{1,9})\.(\d{1,9})\.(\d{1,18})", text)
     if match is None:
         return None
@@ -99,7 +107,7 @@ def record_of(text: str) -> Record | None:
 
 
 def record_text(record: Iterable[int]) -> str:
-    """A record in an address: ``rank.attempt.pid.seq``."""
+    """Return a record in the form of an address: ``rank.attempt.pid.seq``."""
     return ".".join(map(str, record))
 
 
@@ -112,7 +120,10 @@ def _number(value: Any) -> int | None:
 
 
 def chosen_ranks(text: str, known: Iterable[int]) -> list[int]:
-    """The ranks of ``known`` that ``0-3,8`` names; all where it names none, the first where they are too many."""
+    """Return the ranks of ``known`` that a text such as ``0-3,8`` names.
+
+    Return all ranks if the text names none, and only the first ranks if there are too many.
+    """
     known = list(known)
     wanted: set[int] = set()
     for part in text.split(","):
@@ -124,13 +135,16 @@ def chosen_ranks(text: str, known: Iterable[int]) -> list[int]:
 
 
 def path_of(runs: Runs, name: str) -> Path:
-    """The directory of a run that is listed. KeyError: there is none of that name."""
+    """Return the directory of a run in the listing. Raises KeyError if there is no run with this name."""
     directory: Path = runs.of_run("path", name, lambda path: path)
     return directory
 
 
 def opened(path: Path, view: View) -> View:
-    """``view`` with a window: that of its step, else the first steps after the first, which starts up."""
+    """Return ``view`` with a window: that of its step, or else the first steps after the first step.
+
+    The first step is left out because the ranks start up in this step.
+    """
     if view.begin_ns is not None or view.end_ns is not None:
         return view
     window = None if view.step is None else api.step_window(path, view.step)
@@ -144,7 +158,7 @@ def opened(path: Path, view: View) -> View:
 
 
 def is_folded(path: Path, view: View) -> bool:
-    """Whether a row of the timeline is a host."""
+    """Return whether a row of the timeline is a host."""
     ranks, hosts = chosen_ranks(view.ranks, api.index(path)["ranks"]), hosts_of(path)
     if view.rows:
         return view.rows == HOSTS and len(hosts) > 0
@@ -152,7 +166,7 @@ def is_folded(path: Path, view: View) -> bool:
 
 
 def is_sorted_by_lateness(path: Path, view: View) -> bool:
-    """Whether the latest rank is the first row."""
+    """Return whether the rank with the largest lateness is the first row."""
     facts = api.index(path)
     if view.by:
         return view.by == LATENESS
@@ -161,7 +175,7 @@ def is_sorted_by_lateness(path: Path, view: View) -> bool:
 
 
 def hosts_of(path: Path) -> dict[int, str]:
-    """The host of each rank, where the run names it."""
+    """Return the host of each rank, if the run contains the hosts."""
     answer: dict[int, str] = api.answer_cache.of_files([path], "rank-hosts", lambda: _hosts_of(path))
     return answer
 
@@ -173,7 +187,7 @@ def _hosts_of(path: Path) -> dict[int, str]:
 
 
 def lateness_of(path: Path) -> dict[int, float]:
-    """The mean lateness of each rank in ns; empty where nothing can be compared."""
+    """Return the mean lateness of each rank in ns; empty if no collectives can be compared."""
     answer: dict[int, float] = api.answer_cache.of_files([path], "rank-lateness", lambda: _lateness_of(path))
     return answer
 
@@ -184,14 +198,17 @@ def _lateness_of(path: Path) -> dict[int, float]:
 
 
 class Minimap(NamedTuple):
-    """The whole run in bins of equal length: the share of the time that ranks are busy and exposed, mean over ranks."""
+    """The whole run in bins of equal length, with the mean over ranks of the shares of busy and exposed time."""
 
     busy: list[float]
     exposed: list[float]
 
 
 def minimap(path: Path) -> Minimap:
-    """The minimap of a run: of evenly many of its ranks, since it is to be recognized and not to be read."""
+    """Return the minimap of a run, computed from evenly chosen ranks.
+
+    Some ranks are enough, because the minimap gives orientation and not exact values.
+    """
     answer: Minimap = api.answer_cache.of_files([path], "minimap", lambda: _minimap(path))
     return answer
 
@@ -216,7 +233,7 @@ def _minimap(path: Path) -> Minimap:
 
 
 def timeline(path: Path, view: View) -> api.Timeline:
-    """What ``view`` shows of a run, the latest rank first where it is sorted so."""
+    """Return the part of a run that ``view`` shows, with the latest rank first if the view is sorted by lateness."""
     facts = api.index(path)
     ranks = chosen_ranks(view.ranks, facts["ranks"])
     lanes = len(ranks) * facts["lanes"] // max(1, len(facts["ranks"]))
@@ -238,7 +255,7 @@ def timeline(path: Path, view: View) -> api.Timeline:
 
 
 class HeatRow(NamedTuple):
-    """A row of the heat map: its label, its ranks, and the ranks that a click shows."""
+    """A row of the heat map: its label, its ranks, and the ranks that a click on the row shows."""
 
     label: str
     ranks: tuple[int, ...]
@@ -246,7 +263,7 @@ class HeatRow(NamedTuple):
 
 
 def heat_rows(path: Path, view: View, shown: api.Timeline) -> list[HeatRow] | None:
-    """The rows of the heat map of ``shown``, in its order of ranks; None where ranks have lanes."""
+    """Return the rows of the heat map of ``shown``, in its order of ranks; None if ranks have lanes."""
     folded = is_folded(path, view)
     if len(shown.ranks) <= MOST_LANES_OF_BARS and not folded:
         return None
@@ -267,7 +284,7 @@ def heat_rows(path: Path, view: View, shown: api.Timeline) -> list[HeatRow] | No
 
 
 def ranks_text(ranks: Iterable[int]) -> str:
-    """``ranks`` as the address holds them: ``0-3,8``."""
+    """Return ``ranks`` in the form of the address: ``0-3,8``."""
     spans: list[list[int]] = []
     for rank in sorted(ranks):
         if spans and spans[-1][1] == rank - 1:
@@ -278,21 +295,24 @@ def ranks_text(ranks: Iterable[int]) -> str:
 
 
 class Builds:
-    """Indexes that are being built, each by a thread of its own, so that a page can say how far it is."""
+    """The indexes that are being built, each in its own thread, so that a page can show the progress."""
 
     def __init__(self) -> None:
         self._progress: dict[Path, str] = {}
         self._lock = threading.Lock()
 
     def wait_for(self, path: Path) -> str | None:
-        """None when ``path`` can be asked at once; else how far its index is, which is being built from now on."""
+        """Return None if the index of ``path`` is ready, else the progress of the index.
+
+        The first call starts to build the index.
+        """
         if api.has_index(path):
             return None
         with self._lock:
             if path not in self._progress:
                 self._progress[path] = "Reading the run"
                 threading.Thread(target=self._build, args=(path,), daemon=True).start()
-            progress = self._progress.get(path)  # None: it was done meanwhile
+            progress = self._progress.get(path)  # None: the index has been completed in the meantime
         if progress is not None and progress.startswith("!"):
             self._progress.pop(path, None)
             raise RuntimeError(progress[1:])

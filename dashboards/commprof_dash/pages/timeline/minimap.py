@@ -1,4 +1,4 @@
-"""The minimap of the timeline: the whole run, and the window as a frame that the browser moves."""
+"""Builds the minimap of the timeline: the whole run, and the window as a frame that the browser moves."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ WINDOW: Final = "timeline-window"
 
 
 def minimap_card(path: Path, shown: api.Timeline) -> Component:
-    """The whole run, with the window of ``shown``; dragging over it chooses another."""
+    """Return the whole run with the window of ``shown``. Dragging over it selects another window."""
     shares = minimap(path)
     length = max(1, shown.run_end_ns - shown.run_begin_ns)
     left = min(max((shown.begin_ns - shown.run_begin_ns) / length, 0.0), 1.0)

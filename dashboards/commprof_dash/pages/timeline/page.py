@@ -1,4 +1,4 @@
-"""Timeline: what every rank sent when, from the whole run down to a single record."""
+"""The page Timeline: what every rank sent and when, from the whole run down to a single record."""
 
 from __future__ import annotations
 
@@ -43,15 +43,15 @@ from commprof_dash.pages.timeline.toolbar import BUTTON, BY, RANKS, RECORD, ROWS
 from commprof_dash.theme import Scheme, scheme_of
 
 PATH: Final = "/timeline"
-VIEW: Final = "timeline-view"  # the store that holds what is shown
+VIEW: Final = "timeline-view"  # the store of the view
 WRITTEN: Final = "timeline-written"
-SHOWN: Final = "timeline-shown"  # what changes with the view, besides the figure
-HOVER: Final = "timeline-hover"  # a line that tells what is below the pointer
-_BESIDE: Final = 560  # pixels of the page above and below the figure
+SHOWN: Final = "timeline-shown"  # the content that changes with the view, besides the figure
+HOVER: Final = "timeline-hover"  # a line that describes the item below the pointer
+_BESIDE: Final = 560  # the pixels of the page above and below the figure
 
 
 def render(runs: Runs, query: Query, scheme: Scheme) -> Drawing:
-    """The page for the run and the view in ``query``."""
+    """Return the page for the run and the view in ``query``."""
 
     def answers(name: str) -> tuple[list[Component], list[Component]]:
         return [], _answers(runs, name, view_in(query), scheme)
@@ -105,7 +105,10 @@ def _answers(runs: Runs, name: str, view: View, scheme: Scheme) -> list[Componen
 
 
 def _extent(path: Path, view: View, shown: api.Timeline) -> dict[str, int | None]:
-    """What the browser needs to move: the window, the step that is gone to and the whole run, since its begin."""
+    """Return the times that the browser needs to move the view, relative to the start of the run.
+
+    They are the window, the step of the view, and the length of the run.
+    """
     window = None if view.step is None else api.step_window(path, view.step)
     begin, end = (None, None) if window is None else (time - shown.run_begin_ns for time in window)
     return {
@@ -135,7 +138,7 @@ def _selected(path: Path, view: View) -> list[tuple[int, int, int, int]]:
 
 
 def register(app: dash.Dash, runs: Runs) -> None:
-    """The callbacks of moving through time, and the file of what is shown."""
+    """Add the callbacks that move through time, and the download of the displayed records."""
     index_wait.register(app, runs)
 
     @app.callback(
@@ -169,13 +172,13 @@ def register(app: dash.Dash, runs: Runs) -> None:
         prevent_initial_call=True,
     )
     def go_to_step(step: Any, data: dict[str, Any], name: str) -> dict[str, Any]:
-        # The server looks up the step's window; only the browser writes the view for all other moves.
+        # The server looks up the window of a step. For all other moves, only the browser writes the view.
         try:
             path = path_of(runs, name)
             window = api.step_window(path, step) if isinstance(step, int) else None
             begin = api.index(path)["begin_ns"]
         except (KeyError, CommprofError):
-            raise PreventUpdate from None  # the run was deleted: the next drawing of the page says so
+            raise PreventUpdate from None  # the run was deleted, which the next drawing of the page shows
         if window is None or step == data.get("step"):
             raise PreventUpdate
         first, last = window[0] - begin, window[1] - begin
@@ -194,7 +197,8 @@ def register(app: dash.Dash, runs: Runs) -> None:
         State(VIEW, "data"),
         prevent_initial_call=True,
     )
-    # A callback for each: only some runs have these controls, and one without an input is not called.
+    # Each control has its own callback, because only some runs have these controls, and Dash does not call a
+    # callback with a missing input.
     for control in (ROWS, BY):
         app.clientside_callback(
             ClientsideFunction("timeline", "arrange"),

@@ -1,4 +1,4 @@
-"""One record under the timeline: what it was, and the same collective on the other ranks."""
+"""Builds the details of one record below the timeline, and of the same collective on the other ranks."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _ROWS_SHOWN: Final = 200
 
 
 def record_section(path: Any, name: str, record: Record, run_begin_ns: int) -> Component:
-    """The record that the address names, with its bucket, its NCCL lines and its partners on other ranks.
+    """Return the record that the address names, with its bucket, its NCCL lines and the records of other ranks.
 
     Args:
-        path: of the run called ``name``.
-        run_begin_ns: of the run, on the clock of the record's times.
+        path: The path of the run called ``name``.
+        run_begin_ns: The start of the run in ns, on the clock of the record's times.
     """
     rank, attempt, pid, seq = record
     details = api.record(path, rank, seq, attempt, pid)
@@ -98,5 +98,5 @@ def _lines(lines: pd.DataFrame) -> list[str]:
 
 
 def shortened(text: Any) -> str:
-    """``text`` cut to what a cell has room for."""
+    """Return ``text``, truncated to the length of a cell."""
     return str(text) if len(str(text)) <= 60 else str(text)[:57] + "..."

@@ -1,4 +1,4 @@
-"""The content below the timeline's figure: text, legend, table and the selected record."""
+"""Builds the content below the timeline's figure: text, legend, table and the selected record."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _ROWS_SHOWN: Final = 200
 
 
 def below(path: Path, name: str, view: View, shown: api.Timeline) -> list[Component]:
-    """All of it, for the run called ``name`` at ``path``."""
+    """Return all content below the figure, for the run called ``name`` at ``path``."""
     is_heat = heat_rows(path, view, shown) is not None
     return [
         html.P(_said(shown, is_heat), className="card-subtitle", role="status"),
@@ -78,7 +78,7 @@ def _said(shown: api.Timeline, is_heat: bool) -> str:
 
 
 def _lanes_note(shown: api.Timeline) -> str:
-    """Return a sentence about groups without a lane of their own."""
+    """Return a sentence about the groups that have no separate lane."""
     joined = sorted({lane.groups for lane in shown.lanes if lane.groups > 1})
     text = ""
     if joined:
@@ -152,7 +152,8 @@ def _table(name: str, view: View, shown: api.Timeline) -> list[Component]:
         Field("purpose", "Purpose"),
         Field("bucket", "Bucket", str, numeric=True),
         Field("pg", "Group", shortened),
-        # Text, not a link: a link in each row keeps the browser busy for seconds. The tool bar goes to a record.
+        # This is text and not a link, because a link in each row keeps the browser busy for seconds. The
+        # toolbar can open a record.
         Field("key", "Record"),
     ]
     first = f"The first {_ROWS_SHOWN} of them; the CSV file has all." if len(shown.bars) > _ROWS_SHOWN else ""

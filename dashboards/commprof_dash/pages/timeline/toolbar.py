@@ -1,4 +1,4 @@
-"""The tool bar of the timeline: buttons that move it, and fields that name a step, ranks or a record."""
+"""Builds the toolbar of the timeline: buttons that move it, and fields that name a step, ranks or a record."""
 
 from __future__ import annotations
 
@@ -29,7 +29,10 @@ _SIGNS: Final = {"in": "+", "out": "\u2212", "left": "\u2190", "right": "\u2192"
 
 
 def toolbar(view: View, shown: api.Timeline, hosts: int, folded: bool, by_lateness: bool) -> Component:
-    """The buttons and fields for the timeline that shows ``view``; with several ranks, what a row is and their order."""
+    """Return the buttons and fields for the timeline that shows ``view``.
+
+    With several ranks, the toolbar also selects whether rows are ranks or hosts, and their order.
+    """
     buttons = [
         html.Button(
             _SIGNS[what],
@@ -41,7 +44,7 @@ def toolbar(view: View, shown: api.Timeline, hosts: int, folded: bool, by_latene
         )
         for what, title in _BUTTONS.items()
     ]
-    # Fields have debounce: the page is drawn again once a value is complete, not at each key.
+    # Fields have debounce, so that the page is drawn again when a value is complete, and not at each key.
     return html.Div(
         [
             *buttons,
