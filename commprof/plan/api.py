@@ -1,6 +1,6 @@
-"""What others ask of plan: the outcomes of settings, which one to use, and how one scales with the number of ranks.
+"""Predict settings, recommend one of them, and show how a setting scales with the number of ranks.
 
-The command line and the dashboard's Plan page give the same answers, since both ask here.
+The command line and the dashboard's Plan page both call this module, so that they give the same answers.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ __all__ = [
     "traffic",
 ]
 
-WHOLE_CONFIG: Final = "the config"  # the label of a setting without --set
+WHOLE_CONFIG: Final = "the config"  # the label of the setting if there is no --set
 BACKENDS: Final = ("nccl", "gloo")
 PLACES: Final = ("device", "host", "disk")
 _BATCH_KEYS: Final = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
@@ -82,19 +82,22 @@ UNUSED_COMPUTE: Final = (
 
 
 class Question(NamedTuple):
-    """A config and what to predict of it; texts are those of the options of ``commprof plan``.
+    """A config and the options for its prediction. The texts have the form of the options of ``commprof plan``.
 
     Attributes:
-        config: as DeepSpeed reads it.
+        config: The config, as DeepSpeed reads it.
         model: ``params:175e9``, ``py:module:function``, ``hf:CONFIG_DIR`` or ``run:RUN``.
-        world: ranks.
-        hosts, links, settings, layers, backend, sequence, step_compute: of the options; settings are those of ``--set``.
-        capacity: bytes of a device; None where that is not known.
-        calibration: for the times of messages.
-        framework: that reads the config: ``zero_runtime`` or ``deepspeed``.
-        recorded: what a run of the same model and micro-batch tells; in the place of ``step_compute``.
-        experts: texts of the options for experts, by the name of the setting (:data:`commprof.plan.experts.OPTIONS`).
-        most_messages: of a step, above which a setting is refused; None predicts any number, however long that takes.
+        world: The number of ranks.
+        hosts, links, settings, layers, backend, sequence, step_compute: The values of the options of these names.
+            ``settings`` has the texts of ``--set``.
+        capacity: The memory of a device in bytes, or None if it is not known.
+        calibration: The calibration for the times of messages, or None.
+        framework: The runtime that reads the config: ``zero_runtime`` or ``deepspeed``.
+        recorded: The recorded step of a run with the same model and micro-batch. It replaces ``step_compute``.
+        experts: The texts of the options for experts, by the name of the setting
+            (:data:`commprof.plan.experts.OPTIONS`).
+        most_messages: The maximum number of messages of a step. A setting with more messages is refused. With
+            None, any number is predicted, even if this takes long.
     """
 
     config: Mapping[str, Any]
@@ -119,16 +122,16 @@ class Plan(NamedTuple):
     """The outcomes of all settings of a question.
 
     Attributes:
-        job: what the config is applied to.
-        hosts: of all ranks.
-        links: between them; None where they are not given.
-        timing: how times are found.
-        capacity: bytes of a device; None where that is not known.
-        calibration: that the times are from; None without one.
-        settings: the dotted keys and values of each setting.
-        configs: the config of each setting.
-        outcomes: of each setting.
-        remarks: what was given and is not used.
+        job: The job that the config is applied to.
+        hosts: The hosts of all ranks.
+        links: The rates of the links, or None if they are not given.
+        timing: The source of the times of messages and steps.
+        capacity: The memory of a device in bytes, or None if it is not known.
+        calibration: The calibration that gives the times, or None.
+        settings: The dotted keys and values of each setting.
+        configs: The config of each setting.
+        outcomes: The prediction or the refusal of each setting.
+        remarks: Sentences about values of the question that the plan does not use.
     """
 
     job: Job
@@ -161,13 +164,13 @@ class Plan(NamedTuple):
 
 
 class Row(NamedTuple):
-    """A setting that is not refused, beside the others.
+    """One row of the comparison of the settings that are not refused.
 
     Attributes:
-        label: the setting as text.
-        prediction: of it.
-        totals: its traffic.
-        timed: the time of its step, or why that is not known.
+        label: The setting as text.
+        prediction: The prediction of the setting.
+        totals: The traffic of a step.
+        timed: The time of a step, or the reason why it is not known.
     """
 
     label: str
@@ -180,12 +183,13 @@ class WorldOutcome(NamedTuple):
     """One setting at one number of ranks.
 
     Attributes:
-        world: ranks.
-        wire_bytes: that a rank sends per step, by purpose.
-        memory: of rank 0, by kind.
-        peak: the most on its device at once; None where that is not known.
-        timed: the time of its step, or why that is not known.
-        reason: why the setting cannot be used, or its messages not be predicted, at that number; empty where they can.
+        world: The number of ranks.
+        wire_bytes: The bytes that a rank sends per step, by purpose.
+        memory: The memory of rank 0 by kind.
+        peak: The peak memory of rank 0, or None if it is not known.
+        timed: The time of a step, or the reason why it is not known.
+        reason: The reason why the setting cannot be used, or why its messages cannot be predicted, at this number
+            of ranks. Empty if neither applies.
     """
 
     world: int
@@ -197,10 +201,10 @@ class WorldOutcome(NamedTuple):
 
 
 def combinations(settings: Iterable[str]) -> int:
-    """Return the number of settings that texts of ``--set`` make.
+    """Return the number of combinations of the values in ``settings``, the texts of ``--set``.
 
     Raises:
-        UsageError: a text has another form.
+        UsageError: A text does not have the form KEY=V1,V2.
     """
     return math.prod(len(parse_setting(text)[1]) for text in settings)
 
@@ -209,7 +213,7 @@ def make_plan(question: Question) -> Plan:
     """Predict every setting of ``question``. Nothing is run.
 
     Raises:
-        UsageError: a text cannot be used, or no setting can.
+        UsageError: A text cannot be used, or no setting can be used.
     """
     hosts = parse_hosts(question.hosts, question.world)
     links = None if question.links is None else parse_links(question.links)
@@ -257,7 +261,7 @@ def make_plan(question: Question) -> Plan:
 
 
 def _expert_settings(question: Question) -> tuple[Mapping[str, Any], list[str]]:
-    """The config with the settings of experts that have one value, and texts of those to compare."""
+    """Return the config with those settings of experts that have one value, and ``--set`` texts for the others."""
     single, compared = dict(question.config.get(KEY) or {}), []
     for name, text in question.experts.items():
         values = parse_values(name, OPTIONS[EXPERT_OPTIONS[name]].flag, text)
@@ -269,7 +273,7 @@ def _expert_settings(question: Question) -> tuple[Mapping[str, Any], list[str]]:
 
 
 def _costs(calibration: Calibration | None) -> Mapping[Op, Cost] | None:
-    """The fits of ``calibration``, rounded as in its file, from which a run reads them."""
+    """Return the costs of ``calibration`` by operation, rounded like in the file from which a run reads them."""
     if calibration is None:
         return None
     costs = {}
@@ -290,21 +294,22 @@ def _framework(name: str) -> Runtime:
 
 
 def read_recorded(path: Path) -> RecordedStep:
-    """Return what the run at ``path`` tells about a planned step.
+    """Return the compute time and the overlap of the steps that the run at ``path`` recorded.
 
     Raises:
-        CommprofError: it cannot be read, or its exposed time is not known.
+        CommprofError: The run cannot be read, or its exposed time is not known.
     """
-    from commprof.trace.reader import open_run  # needs pyarrow, which a plan without a run does not
+    # Imported here because the reader needs pyarrow, which a plan without a run does not need.
+    from commprof.trace.reader import open_run
 
     return recorded_step(open_run(path))
 
 
 def read_job(path: Path) -> RecordedJob:
-    """Return the job of the run at ``path``, to plan it again.
+    """Return the job of the run at ``path``, so that a plan can start from the same job.
 
     Raises:
-        CommprofError: it cannot be read.
+        CommprofError: The run cannot be read.
     """
     from commprof.analysis.storage.opened_runs import opened
 
@@ -312,7 +317,10 @@ def read_job(path: Path) -> RecordedJob:
 
 
 def latency_sentences(plan: Plan, prediction: Prediction) -> list[str]:
-    """Return whether the largest gradient message of a setting is latency bound: by the calibration, or by NCCL's model."""
+    """Return a sentence that says whether the largest gradient message of a setting is latency bound, or nothing.
+
+    The calibration decides if there is one. Otherwise NCCL's model decides.
+    """
     sentence = None
     if plan.calibration is not None:
         sentence = by_calibration(prediction.sent, plan.hosts, plan.calibration)
@@ -335,7 +343,7 @@ def compare(plan: Plan) -> list[Row]:
 
 
 def recommendation(plan: Plan, rows: Iterable[Row]) -> tuple[int | None, str]:
-    """Return which of ``rows`` to use, None where none can be recommended, and a sentence with the reason."""
+    """Return the position of the recommended row, or None without a recommendation, and a sentence with the reason."""
     candidates = [
         Candidate(
             row.label,
@@ -353,14 +361,15 @@ def recommendation(plan: Plan, rows: Iterable[Row]) -> tuple[int | None, str]:
 
 
 def traffic(plan: Plan, row: Row) -> list[Traffic]:
-    """Return the messages of a step of one setting by purpose and operation."""
+    """Return the messages of a step of one setting, by purpose and operation."""
     return traffic_of(row.prediction.sent, plan.hosts)
 
 
 def over_worlds(plan: Plan, config: Mapping[str, Any], worlds: Iterable[int]) -> list[WorldOutcome]:
-    """Predict ``config`` of a setting of ``plan`` for each number of ranks, on hosts of as many ranks as in the plan.
+    """Predict ``config``, the config of a setting of ``plan``, for each number of ranks in ``worlds``.
 
-    If :func:`batch_follows_ranks`, its ``train_batch_size`` holds for the plan's own number of ranks only.
+    Each host has as many ranks as in the plan. If :func:`batch_follows_ranks` is true for ``config``, its
+    ``train_batch_size`` is ignored, because it is valid only for the plan's own number of ranks.
     """
     if batch_follows_ranks(config):
         config = {key: value for key, value in config.items() if key != "train_batch_size"}
@@ -388,17 +397,17 @@ def over_worlds(plan: Plan, config: Mapping[str, Any], worlds: Iterable[int]) ->
 
 
 def batch_follows_ranks(config: Mapping[str, Any]) -> bool:
-    """Whether ``config`` sets all three batch sizes, which multiply at one number of ranks only."""
+    """Return whether ``config`` sets all three batch sizes, so that they are consistent at one number of ranks only."""
     return all(type(config.get(key)) is int for key in _BATCH_KEYS)
 
 
 def _check_messages(name: str, config: Mapping[str, Any], job: Job, most: int) -> None:
-    """Raise UsageError if a step may have more than ``most`` messages, which would take long to predict."""
+    """Raise UsageError if a step may have more than ``most`` messages, because the prediction would take long."""
     try:
         configuration = read_configuration(config)
         steps = axis_rules.micro_batches(config, axes_of_config(config, job.world))
     except UsageError:
-        return  # its prediction says so
+        return  # the prediction reports the same problem
     smallest = max(
         1, min(configuration.reduce_bucket_size, configuration.allgather_bucket_size or sys.maxsize)
     )
@@ -411,10 +420,10 @@ def _check_messages(name: str, config: Mapping[str, Any], job: Job, most: int) -
 
 
 def parse_capacity(text: str) -> int | None:
-    """Return the bytes of a device that ``text``, such as ``80GiB``, says.
+    """Return the memory of a device in bytes, from a text such as ``80GiB``.
 
     Raises:
-        UsageError: it is not a number of bytes.
+        UsageError: The text is not a number of bytes.
     """
     try:
         return parse_size(text)
@@ -423,7 +432,7 @@ def parse_capacity(text: str) -> int | None:
 
 
 def as_json(plan: Plan) -> dict[str, Any]:
-    """Return ``plan`` as docs/plan.md describes its JSON: bytes and nanoseconds as integers."""
+    """Return ``plan`` in the JSON form that docs/plan.md describes, with bytes and nanoseconds as integers."""
     pairs = zip(plan.settings, plan.outcomes, strict=True)
     return {"settings": [_setting_json(setting, each, plan) for setting, each in pairs]}
 

@@ -1,4 +1,4 @@
-"""The blocks of a model, and what stage 3 sends if it gathers each of them as one unit."""
+"""Find the blocks of a model, and count the all-gathers of stage 3 if each block is gathered as one unit."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def blocks_of(parameters: Iterable[Parameter]) -> list[str]:
 
 
 def all_gathers(sent: Iterable[Expectation]) -> int:
-    """Return the messages of a step that gather parameters."""
+    """Return the number of all-gathers of parameters in a step."""
     return sum(
         row.count
         for row in sent
@@ -33,7 +33,10 @@ def all_gathers(sent: Iterable[Expectation]) -> int:
 
 
 def all_gathers_by_block(prediction: Prediction, job: Job) -> int | None:
-    """Return the all-gathers of a step if each block is one unit; None without blocks, or if the config names units."""
+    """Return the number of all-gathers of parameters in a step if each block is one unit.
+
+    The result is None if the model has no blocks, if the config names units, or if the messages cannot be predicted.
+    """
     zero = zero_section(prediction.config)
     names = blocks_of(job.model.parameters)
     if not names or zero.get("leaf_module"):
@@ -42,11 +45,11 @@ def all_gathers_by_block(prediction: Prediction, job: Job) -> int | None:
     keys = {key: "block"} if key == "stage3_gather_unit" else {key: {"names": names}}
     try:
         by_block = predict({**prediction.config, "zero_optimization": {**zero, **keys}}, job)
-    except RequestedError:  # another key does not go together with it
+    except RequestedError:  # a different key of the config excludes this one
         return None
     return None if by_block.note else all_gathers(by_block.sent)
 
 
 def gather_unit_key(job: Job) -> str:
-    """Return the key of ``zero_optimization`` by which the framework of ``job`` gathers blocks."""
+    """Return the key of ``zero_optimization`` that makes the framework of ``job`` gather a block as one unit."""
     return "stage3_gather_unit" if job.framework == "zero_runtime" else "leaf_module"

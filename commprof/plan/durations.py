@@ -1,7 +1,8 @@
-"""How long the messages of a step take, and the bounds of the step that follow for a given time of computation.
+"""Compute the time of the messages of a step, and bounds of the step time for a given compute time.
 
-A rank sends its messages one after another. ``least`` overlaps all messages that can be under way during computation
-(:mod:`commprof.plan.overlap`), ``most`` none. The slowest rank decides both.
+A rank is assumed to send its messages one after another. For the lower bound (``least``), all messages that can
+overlap computation do so (:mod:`commprof.plan.overlap`). For the upper bound (``most``), no message does. The
+slowest rank determines both bounds.
 """
 
 from __future__ import annotations
@@ -26,30 +27,35 @@ from commprof.schema import Op
 if TYPE_CHECKING:
     from commprof.plan.recorded_steps import RecordedStep
 
-_BEYOND: Final = 2  # times the largest calibrated size, up to which a fit is used
-_BARRIER_BYTES: Final = 4  # NCCL has no barrier: torch sums one number
+_BEYOND: Final = 2  # a fit is used up to this multiple of the largest calibrated size
+_BARRIER_BYTES: Final = 4  # NCCL has no barrier: torch sums a tensor of one number instead
 
 
 class UnknownTimeError(Exception):
-    """The time of a message is not known; the text says what would tell it."""
+    """The time of a message is not known. The text names the measurement or option that would provide the time."""
 
 
 class TimeSource(Protocol):
-    """Tells the times of messages."""
+    """A source of the times of messages."""
 
     @property
     def text(self) -> str:
-        """What the times are taken from."""
+        """A description of the source, for reports."""
 
     def cost_of(self, op: str, payload_bytes: float, place: Place) -> Cost:
-        """The latency and the transfer of a message. Raises UnknownTimeError."""
+        """Return the latency and the transfer time of a message.
+
+        Raises:
+            UnknownTimeError: The source does not contain this time.
+        """
 
 
 class CalibratedTimes:
-    """Times by the fits of a calibration.
+    """The times of messages by the fits of a calibration.
 
     Args:
-        calibration: of one machine; other numbers of ranks are assumed to have its latency and bus bandwidth.
+        calibration: The calibration of one machine. Its latency and bus bandwidth are assumed to apply to other
+            numbers of ranks too.
     """
 
     def __init__(self, calibration: Calibration) -> None:
@@ -57,7 +63,7 @@ class CalibratedTimes:
 
     @property
     def text(self) -> str:
-        """What the times are taken from."""
+        """A description of the calibration, for reports."""
         ranks = self._calibration.world_size
         return (
             f"the calibration of {ranks} rank{'s' * (ranks > 1)}, {self._calibration.backend} on "
@@ -65,7 +71,11 @@ class CalibratedTimes:
         )
 
     def cost_of(self, op: str, payload_bytes: float, place: Place) -> Cost:
-        """The latency and the transfer of a message. Raises UnknownTimeError for what was not calibrated."""
+        """Return the latency and the transfer time of a message.
+
+        Raises:
+            UnknownTimeError: The calibration does not cover the operation or the size.
+        """
         name = calibrated_op(Op.ALL_REDUCE if op == Op.BARRIER else op)
         known, wanted = (bus_factor(name, each) for each in (self._calibration.world_size, place.ranks))
         if name not in self._fits or known is None or wanted is None:
@@ -82,10 +92,10 @@ class CalibratedTimes:
 
 
 class NcclTimes:
-    """Times by NCCL's model.
+    """The times of messages by NCCL's model.
 
     Args:
-        links: rates inside a host and between hosts.
+        links: The rates inside a host and between hosts.
     """
 
     def __init__(self, links: Links) -> None:
@@ -93,11 +103,15 @@ class NcclTimes:
 
     @property
     def text(self) -> str:
-        """What the times are taken from."""
+        """A description of NCCL's model, for reports."""
         return SOURCE
 
     def cost_of(self, op: str, payload_bytes: float, place: Place) -> Cost:
-        """The latency and the transfer of a message. Raises UnknownTimeError where a rate is missing."""
+        """Return the latency and the transfer time of a message.
+
+        Raises:
+            UnknownTimeError: The rate of a link is missing.
+        """
         cost = fastest(op, payload_bytes, place, self._links)
         if cost is None:
             missing = "inter" if self._links.inter is None and place.hosts > 1 else "intra"
@@ -109,10 +123,10 @@ class RowTime(NamedTuple):
     """The time of the messages of one purpose and operation on one rank, in one step.
 
     Attributes:
-        purpose, op, group_size: of the messages.
-        time_ns: sum of their times.
-        latency_ns: the part of it that messages without payload would take.
-        overlapping_ns: the part of it that can overlap computation.
+        purpose, op, group_size: The purpose, the operation and the group size of the messages.
+        time_ns: The sum of the times of the messages.
+        latency_ns: The part of ``time_ns`` that messages without payload would take.
+        overlapping_ns: The part of ``time_ns`` that can overlap computation.
     """
 
     purpose: str
@@ -127,12 +141,12 @@ class StepTime(NamedTuple):
     """The time of a step.
 
     Attributes:
-        communication_ns: all messages of the rank whose messages take longest.
-        latency_ns: the part of it that messages without payload would take.
-        overlapping_ns: the part of it that can overlap computation.
-        least_ns: of the step, if all of this overlaps; None without a time of computation.
-        most_ns: of the step, if nothing overlaps.
-        rows: of that rank.
+        communication_ns: The time of all messages of the rank whose messages take longest.
+        latency_ns: The part of ``communication_ns`` that messages without payload would take.
+        overlapping_ns: The part of ``communication_ns`` that can overlap computation.
+        least_ns: The time of the step if everything that can overlap does. None without a compute time.
+        most_ns: The time of the step if nothing overlaps. None without a compute time.
+        rows: The times of the messages of the same rank, by purpose and operation.
     """
 
     communication_ns: int
@@ -144,13 +158,13 @@ class StepTime(NamedTuple):
 
     @property
     def typical_ns(self) -> float:
-        """The middle of the bounds of the step, or the time of its messages where these are not known."""
+        """The middle of the bounds of the step, or the time of its messages if the bounds are not known."""
         if self.least_ns is None or self.most_ns is None:
             return self.communication_ns
         return (self.least_ns + self.most_ns) / 2
 
     def by_purpose(self) -> dict[str, int]:
-        """Return the time of the messages of each purpose in ns, on that rank."""
+        """Return the time of the messages of each purpose in ns, on the rank whose messages take longest."""
         sums: Counter[str] = Counter()
         for row in self.rows:
             sums[row.purpose] += row.time_ns  # type: ignore[assignment]  # a Counter of floats
@@ -158,14 +172,15 @@ class StepTime(NamedTuple):
 
 
 class Timing(NamedTuple):
-    """How the times of settings are found.
+    """The inputs from which the times of settings are computed.
 
     Attributes:
-        source: of the times of messages; None where none was given.
-        missing: why there is no source; empty with one.
-        compute_ns: of a rank, in a step; None where it is not known.
-        framework: that issues the messages.
-        recorded: a run whose part of communication that overlapped narrows the bounds of a step.
+        source: The source of the times of messages, or None if none was given.
+        missing: The reason why there is no source. Empty if there is one.
+        compute_ns: The compute time of a rank in a step, in ns, or None if it is not known.
+        framework: The runtime that issues the messages.
+        recorded: The recorded step of a run, or None. Its fraction of overlapped communication narrows the bounds
+            of a step.
     """
 
     source: TimeSource | None
@@ -175,7 +190,7 @@ class Timing(NamedTuple):
     recorded: RecordedStep | None = None
 
     def of(self, prediction: Prediction, hosts: Hosts) -> StepTime | str:
-        """Return the time of a step of that setting, or why it is not known."""
+        """Return the time of a step of the predicted setting, or the reason why it is not known."""
         if self.source is None:
             return self.missing
         if prediction.note:
@@ -190,7 +205,9 @@ class Timing(NamedTuple):
 
 
 def narrowed(bounds: StepTime, recorded: RecordedStep) -> StepTime:
-    """``bounds`` of a step of which such a part of what can overlap does as in the run; never beyond ``bounds``.
+    """Return ``bounds`` narrowed by the fraction of communication that overlapped in the recorded run.
+
+    The same fraction of the communication that can overlap is assumed to overlap. The result is within ``bounds``.
 
     >>> from commprof.plan.recorded_steps import RecordedStep
     >>> run = RecordedStep(None, 100, 0.25, 0.5, ("gradient_reduce",))
@@ -210,7 +227,7 @@ def narrowed(bounds: StepTime, recorded: RecordedStep) -> StepTime:
 def timing_by(
     calibration: Calibration | None, links: Links | None, backend: str, compute_ns: int | None
 ) -> Timing:
-    """Return how times are found: by a calibration, or else by NCCL's model at the rates of ``links``."""
+    """Return a timing by ``calibration``, or without one by NCCL's model at the rates of ``links``."""
     if calibration is not None:
         return Timing(CalibratedTimes(calibration), "", compute_ns)
     if backend != "nccl":
@@ -221,10 +238,10 @@ def timing_by(
 
 
 def parse_duration(text: str, name: str) -> int:
-    """Return the nanoseconds that ``text`` says: ``900ms``, ``1.5s``.
+    """Parse a duration such as ``900ms`` or ``1.5s``, and return it in nanoseconds.
 
     Raises:
-        UsageError: it says none; ``name`` is the option.
+        UsageError: The text is not a duration. The message names ``name``, the option.
     """
     ns = duration_ns(text)
     if ns is None:
@@ -242,14 +259,14 @@ def step_time(
     """Return the time of a step that sends ``sent``.
 
     Args:
-        sent: all messages of a step.
-        hosts: of all ranks.
-        source: of the times of messages.
-        exposed: purposes that can overlap, with the messages of each that cannot.
-        compute_ns: of a rank, in a step; None where it is not known.
+        sent: All messages of a step.
+        hosts: The hosts of all ranks.
+        source: The source of the times of messages.
+        exposed: The purposes whose messages can overlap, each with the number of its messages that cannot.
+        compute_ns: The compute time of a rank in a step, in ns, or None if it is not known.
 
     Raises:
-        UnknownTimeError: the time of a message is not known.
+        UnknownTimeError: The time of a message is not known.
     """
     times: dict[tuple[int, Place], _Times] = {}
     of_group: dict[Sequence[int], list[tuple[int, Place]]] = {}
@@ -280,7 +297,7 @@ def step_time(
 
 
 class _Times(NamedTuple):
-    """Of the messages of a row: the time of all, the latency in it, and the time of the shortest message."""
+    """The time of all messages of a row, its latency part, and the time of the shortest message, in ns."""
 
     whole: float
     latency: float
@@ -293,7 +310,8 @@ def _times(sent: Expectation, place: Place, source: TimeSource) -> _Times:
         sizes = Counter({round(sent.payload_bytes / max(1, sent.count)): sent.count})
     if sent.issued_op == Op.BARRIER:
         sizes = Counter({_BARRIER_BYTES: sent.count})
-    # A row of messages between neighbours holds those of all ranks; each of them occupies its two ends.
+    # A row of messages between neighbors contains those of all ranks. Each message occupies two ranks, the sender
+    # and the receiver.
     share = min(1.0, 2 / place.ranks) if sent.issued_op in (Op.SEND, Op.RECV) else 1.0
     costs = {size: source.cost_of(sent.issued_op, size, place) for size in sizes}
     return _Times(
@@ -314,7 +332,8 @@ def _of_rank(
     for number, place in messages:
         purpose = sent[number].purpose
         shortest[purpose] = min(times[number, place].shortest, shortest.get(purpose, float("inf")))
-    # Which messages are the exposed ones is not known, so as little as possible is: the shortest.
+    # It is not known which messages are exposed. The shortest ones are assumed, so that as little as possible is
+    # exposed.
     left = {purpose: number * shortest.get(purpose, 0.0) for purpose, number in exposed.items()}
     rows = []
     for number, place in messages:

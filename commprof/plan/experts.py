@@ -1,12 +1,13 @@
-"""Layers of experts in a plan: what each rank holds of them, and what an uneven load of the experts changes.
+"""Plan mixture-of-experts layers: the experts that each rank stores, and the effect of an uneven load.
 
-The settings of experts belong to the model, not to a config. They travel with the settings of a plan under the key
-:data:`KEY`, so that several values are compared as those of a config are.
+The settings of experts belong to the model, not to a config. A plan stores them with its other settings under the
+key :data:`KEY`, so that it compares several values in the same way as several values of a config.
 
-An expert gets ``tokens x k / experts`` tokens of a rank on average. At skew s the fullest expert gets s times that, and the
-others share the rest evenly. With dropping, an expert takes as many tokens as it has slots (capacity), and the bytes stay.
-Without dropping the fullest expert sets the number of slots, and so the bytes grow with s. Source: DeepSpeed 0.19.8,
-``moe/sharded_moe.py``; the rules are those of :mod:`commprof.requested.experts.layers`.
+An expert gets ``tokens x k / experts`` tokens of a rank on average. At skew s the fullest expert gets s times this
+mean, and the other experts share the rest evenly. If tokens may be dropped, an expert takes at most as many tokens
+as it has slots (its capacity), and the bytes do not depend on s. Without dropping, the fullest expert determines
+the number of slots, and so the bytes grow with s. Source: DeepSpeed 0.19.8, ``moe/sharded_moe.py``; the rules are
+those of :mod:`commprof.requested.experts.layers`.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from commprof.requested.experts.layers import ExpertLayer
 from commprof.requested.memory.sized_models import MATRICES
 from commprof.requested.parameters import Parameter
 
-KEY: Final = "experts"  # of the settings of a plan
-OPTIONS: Final = {  # the name of a setting of experts, and the option of commprof plan
+KEY: Final = "experts"  # the key of these settings among the settings of a plan
+OPTIONS: Final = {  # maps the name of each setting of experts to an option of commprof plan
     "num_experts": "experts",
     "ep_size": "ep_size",
     "k": "expert_k",
@@ -41,17 +42,17 @@ _FEED_FORWARD: Final = ("fc1", "fc2")
 
 
 class Settings(NamedTuple):
-    """The settings of experts; those that are None are the model's own.
+    """The settings of experts. For a setting that is None, the model's own value applies.
 
     Attributes:
-        num_experts: of each layer with experts.
-        ep_size: ranks that share them.
-        k: experts of each token.
-        capacity_factor: slots of an expert, as a multiple of its share of the tokens.
-        min_capacity: least number of slots.
-        drop_tokens: whether tokens beyond the slots are dropped.
-        layers: that have experts, of a model whose size alone is known.
-        skew: load of the fullest expert, as a multiple of the mean.
+        num_experts: The number of experts of each layer that has experts.
+        ep_size: The number of ranks that share the experts of a layer.
+        k: The number of experts for each token.
+        capacity_factor: The number of slots of an expert, as a multiple of its share of the tokens.
+        min_capacity: The minimum number of slots.
+        drop_tokens: Whether tokens beyond the slots are dropped.
+        layers: The number of layers that have experts, if only the size of the model is known.
+        skew: The load of the fullest expert, as a multiple of the mean.
     """
 
     num_experts: int | None = None
@@ -65,12 +66,12 @@ class Settings(NamedTuple):
 
 
 class Load(NamedTuple):
-    """Layers with experts that are alike.
+    """A set of equal layers with experts, and their load.
 
     Attributes:
-        layer: one of them, with the tokens of a rank in one forward pass.
-        count: how many there are.
-        held_bytes: parameters of all experts of these layers that a rank holds, in the type of the model.
+        layer: One of these layers, with the tokens of a rank in one forward pass.
+        count: The number of these layers.
+        held_bytes: The parameter bytes of those experts of these layers that a rank stores, in the type of the model.
     """
 
     layer: ExpertLayer
@@ -79,17 +80,17 @@ class Load(NamedTuple):
 
     @property
     def local_experts(self) -> int:
-        """Experts of one layer that a rank holds."""
+        """The number of experts of one layer that a rank stores."""
         return self.layer.num_experts // self.layer.ep_size
 
     @property
     def fullest(self) -> float:
-        """Tokens of a rank that choose its fullest expert."""
+        """The number of tokens of a rank that choose the fullest expert."""
         return min(self.layer.skew * self._mean, float(self.layer.tokens))
 
     @property
     def dropped_share(self) -> float:
-        """Choices that are dropped, of all."""
+        """The fraction of all choices of an expert by a token that are dropped."""
         chosen = self.layer.tokens * self.layer.k
         routed = min(self.fullest, self._slots) + (self.layer.num_experts - 1) * min(
             self._others, self._slots
@@ -98,7 +99,7 @@ class Load(NamedTuple):
 
     @property
     def busiest_rank(self) -> float:
-        """Tokens for the experts of the rank with the fullest one, as a multiple of the mean over the ranks."""
+        """The tokens for the rank that stores the fullest expert, as a multiple of the mean over the ranks."""
         others = min(self._others, self._slots)
         mine = min(self.fullest, self._slots) + (self.local_experts - 1) * others
         routed = min(self.fullest, self._slots) + (self.layer.num_experts - 1) * others
@@ -120,19 +121,24 @@ class Load(NamedTuple):
 
 
 def parse_values(name: str, flag: str, text: str) -> list[Any]:
-    """The values of a setting of experts that ``flag`` lists.
+    """Return the values of a setting of experts, which ``text`` lists with commas.
+
+    Args:
+        name: The name of the setting.
+        flag: The option that ``text`` is the value of, for messages.
+        text: The values, separated by commas.
 
     Raises:
-        UsageError: one of them cannot be used.
+        UsageError: A value cannot be used.
     """
     return [checked(name, flag, word.strip()) for word in text.split(",")]
 
 
 def checked(name: str, flag: str, value: object) -> Any:
-    """``value`` of the setting ``name`` as its type.
+    """Return ``value`` of the setting ``name``, converted to the type of that setting.
 
     Raises:
-        UsageError: it is none; ``flag`` is named.
+        UsageError: The value is not valid for that setting. The message names ``flag``.
     """
     word = str(value).strip().lower()
     if name == "drop_tokens":
@@ -156,15 +162,15 @@ def checked(name: str, flag: str, value: object) -> Any:
 
 
 def without_settings(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The config alone, without the settings of experts."""
+    """Return ``config`` without the settings of experts."""
     return {name: value for name, value in config.items() if name != KEY}
 
 
 def settings_of(config: Mapping[str, Any]) -> Settings | None:
-    """The settings of experts that are with ``config``; None where there are none.
+    """Return the settings of experts that ``config`` contains under :data:`KEY`, or None.
 
     Raises:
-        UsageError: a setting has an unknown name or a value that cannot be used.
+        UsageError: A setting has an unknown name or a value that cannot be used.
     """
     block = config.get(KEY)
     if block is None:
@@ -175,16 +181,16 @@ def settings_of(config: Mapping[str, Any]) -> Settings | None:
 
 
 def placed(model: Model, settings: Settings | None, tokens: int, item_bytes: int) -> tuple[Model, list[Load]]:
-    """The part of ``model`` that one rank holds, and the loads of its layers with experts.
+    """Return the part of ``model`` that one rank stores, and the loads of its layers with experts.
 
     Args:
-        model: that is trained.
-        settings: of experts; None where none are given.
-        tokens: of a rank in one forward pass; 0 where that is not known.
-        item_bytes: of an element of a parameter.
+        model: The model that is trained.
+        settings: The settings of experts, or None.
+        tokens: The number of tokens of a rank in one forward pass, or 0 if it is not known.
+        item_bytes: The size of an element of a parameter, in bytes.
 
     Raises:
-        UsageError: the settings do not fit the model, or each other.
+        UsageError: The settings do not fit the model, or contradict each other.
     """
     chosen = settings or Settings()
     if not model.experts and settings is None:
@@ -207,7 +213,10 @@ def placed(model: Model, settings: Settings | None, tokens: int, item_bytes: int
 
 
 def _of_built(model: Model, settings: Settings) -> tuple[list[Parameter], list[ExpertLayer]]:
-    """The layers of a model that was built, with other settings; each has experts of equal size."""
+    """Return the parameters of a rank and the expert layers of a model that was built, with ``settings`` applied.
+
+    All experts of a layer are copies of its first expert, and so have equal sizes.
+    """
     if not model.experts:
         raise UsageError(
             "the model has no layers of experts; expected deepspeed.moe.layer.MoE in it, or --model params:N"
@@ -236,7 +245,10 @@ def _of_built(model: Model, settings: Settings) -> tuple[list[Parameter], list[E
 
 
 def _of_size(model: Model, settings: Settings) -> tuple[list[Parameter], list[ExpertLayer]]:
-    """The feed-forward part of the last layers of a transformer becomes experts, with a gate before them."""
+    """Return the parameters of a rank and the expert layers of a transformer with a given size.
+
+    In evenly spaced layers, the feed-forward part becomes experts, with a gate before them.
+    """
     if settings.num_experts is None:
         raise UsageError(
             "settings of experts are given, and no number of experts; give --experts, such as --experts 8"
@@ -253,7 +265,7 @@ def _of_size(model: Model, settings: Settings) -> tuple[list[Parameter], list[Ex
     layers = []
     for number in range(count):
         own = model.parameters[number * len(MATRICES) : (number + 1) * len(MATRICES)]
-        # As evenly apart as possible, the last layer among them.
+        # Layers with experts are spaced as evenly as possible, and the last layer is one of them.
         if (number + 1) * with_experts // count == number * with_experts // count:
             parameters += own
             continue

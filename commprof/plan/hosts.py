@@ -1,8 +1,8 @@
-"""How ranks share hosts, how many bytes each host sends to others, and the rates of the links (``--hosts``, ``--links``).
+"""Place ranks on hosts, count the bytes between hosts, and read the rates of the links (``--hosts``, ``--links``).
 
-Ranks are numbered host by host. Rings are assumed to connect the ranks of a group in rank order: each rank sends to the
-next one, so of a group that spans several hosts one rank of each host sends to another host. NCCL may order them otherwise.
-all_to_all, gather and scatter send to every other rank directly.
+Ranks are numbered host by host. Rings are assumed to connect the ranks of a group in rank order, so that each rank
+sends to the next rank. If a group spans several hosts, one rank of each host sends to a different host. NCCL may
+use a different order. all_to_all, gather and scatter send to every other rank directly.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from commprof.quantities import bytes_per_second
 from commprof.requested.expectation import Expectation
 from commprof.schema import Op
 
-USUAL_RANKS: Final = 8  # per host, where the user names no hosts
+USUAL_RANKS: Final = 8  # ranks per host if the user names no hosts
 DIRECT: Final = (Op.ALL_TO_ALL, Op.GATHER, Op.SCATTER)  # sent to every other rank, not along a ring
 
 _EXAMPLE: Final = "intra=450GB/s,inter=8x50GB/s"
@@ -26,11 +26,11 @@ _LINKS: Final = re.compile(r"(?:(\d+)\s*x\s*)?(.*)")
 
 
 class Hosts(NamedTuple):
-    """Equal hosts.
+    """A number of hosts that have equally many ranks.
 
     Attributes:
-        count: hosts.
-        ranks: ranks of each host.
+        count: The number of hosts.
+        ranks: The number of ranks on each host.
     """
 
     count: int  # type: ignore[assignment]  # hides tuple.count, which nobody calls on a record
@@ -44,7 +44,7 @@ def parse_hosts(text: str | None, world: int) -> Hosts:
     """Return the hosts of ``world`` ranks: ``128x8`` is 128 hosts of 8 ranks. None means hosts of 8.
 
     Raises:
-        UsageError: the text has another form, or the hosts do not have ``world`` ranks.
+        UsageError: The text does not have this form, or the hosts do not have ``world`` ranks.
     """
     if text is None:
         ranks = min(USUAL_RANKS, world)
@@ -65,11 +65,11 @@ def parse_hosts(text: str | None, world: int) -> Hosts:
 
 
 class Sent(NamedTuple):
-    """Bytes that are sent, by the kind of link.
+    """The bytes that are sent over each kind of link.
 
     Attributes:
-        inside: by rank, to ranks of the same host.
-        between: by host, to other hosts.
+        inside: The bytes that each rank sends to ranks of its own host, by rank.
+        between: The bytes that each host sends to other hosts, by host.
     """
 
     inside: Counter[int]
@@ -77,13 +77,13 @@ class Sent(NamedTuple):
 
 
 def sent_by_link(op: str, groups: Iterable[Sequence[int]], wire_bytes: float, hosts: Hosts) -> Sent:
-    """Return what ranks and hosts send; those that send nothing are missing.
+    """Return the bytes that ranks and hosts send. Ranks and hosts that send nothing are not included.
 
     Args:
-        op: a value of schema.Op.
-        groups: the ranks of each group that sends that.
-        wire_bytes: that each rank of a group sends, on average.
-        hosts: of all ranks.
+        op: A value of schema.Op.
+        groups: The ranks of each group that sends the messages.
+        wire_bytes: The mean number of bytes that a rank of a group sends.
+        hosts: The hosts of all ranks.
     """
     sent = Sent(Counter(), Counter())
     for group in groups:
@@ -99,10 +99,17 @@ def sent_by_link(op: str, groups: Iterable[Sequence[int]], wire_bytes: float, ho
 def _shares(
     direct: bool, group: tuple[int, ...], ranks: int
 ) -> tuple[list[tuple[float, list[int]]], list[tuple[int, float, int]]]:
-    """Return what part of its bytes each rank of ``group`` sends inside its host, and each host to others.
+    """Return the share of its bytes that each rank of ``group`` sends inside its host, and the share to other hosts.
 
-    The first list has shares with the ranks that send so much inside; the second one hosts, the share that a rank sends to
-    other hosts, and how many of its ranks do.
+    Args:
+        direct: Whether each rank sends to every other rank of the group directly, and not along a ring.
+        group: The ranks of the group.
+        ranks: The number of ranks on each host.
+
+    Returns:
+        Two lists. An item of the first list is a share and the ranks that send this share inside their host. An
+        item of the second list is a host, the share that a rank sends to other hosts, and the number of ranks of
+        this host that send this share.
     """
     if len(group) < 2:
         return [], []
@@ -120,13 +127,14 @@ def _shares(
 
 
 class Place(NamedTuple):
-    """Where the ranks of a group are.
+    """The distribution of the ranks of a group over hosts.
 
     Attributes:
-        ranks: of the group.
-        hosts: that have some of them.
-        local: the most ranks of the group on one host.
-        sharing: groups that send the same at the same time over the links of a host, this one included.
+        ranks: The number of ranks of the group.
+        hosts: The number of hosts that have ranks of the group.
+        local: The maximum number of ranks of the group on one host.
+        sharing: The number of groups, including this group, that send the same messages at the same time over the
+            links of a host.
     """
 
     ranks: int
@@ -136,7 +144,7 @@ class Place(NamedTuple):
 
 
 def places_of(groups: Iterable[Sequence[int]], hosts: Hosts) -> list[Place]:
-    """Return the place of each of ``groups``, which send the same at the same time."""
+    """Return the place of each of ``groups``, which send the same messages at the same time."""
     counts = [Counter(rank // hosts.ranks for rank in group) for group in groups]
     sharing = Counter(host for each in counts if len(each) > 1 for host in each)
     return [
@@ -157,7 +165,10 @@ def groups_of(sent: Expectation, hosts: Hosts) -> Sequence[Sequence[int]]:
 
 
 def equal_ranks(groups: Iterable[Sequence[int]], hosts: Hosts) -> dict[tuple[Sequence[int], ...], list[int]]:
-    """Return the ranks of ``hosts`` by the ``groups`` that they are in; messages of large jobs are few, and ranks many."""
+    """Return the ranks of ``hosts`` by the ``groups`` that they belong to.
+
+    Large jobs have many ranks, but few kinds of messages. So callers process each set of groups only once.
+    """
     listed = list(groups)
     numbers: list[list[int]] = [[] for _ in range(hosts.count * hosts.ranks)]
     for number, group in enumerate(listed):
@@ -170,11 +181,11 @@ def equal_ranks(groups: Iterable[Sequence[int]], hosts: Hosts) -> dict[tuple[Seq
 
 
 class Links(NamedTuple):
-    """Rates in bytes per second; None where one is not given.
+    """The rates of links in bytes per second. A rate is None if it is not given.
 
     Attributes:
-        intra: of one rank to others of its host.
-        inter: of one host to other hosts, all of its links together.
+        intra: The rate of one rank to other ranks of its host.
+        inter: The rate of one host to other hosts, over all of its links together.
     """
 
     intra: float | None = None
@@ -182,13 +193,13 @@ class Links(NamedTuple):
 
 
 def parse_links(text: str) -> Links:
-    """Parse ``intra=450GB/s,inter=8x50GB/s``: the rate of a rank inside its host, and links x rate of a host.
+    """Parse the rate of a rank inside its host and the links x rate of a host: ``intra=450GB/s,inter=8x50GB/s``.
 
     >>> parse_links("intra=450GB/s,inter=8x400Gbit/s")
     Links(intra=450000000000.0, inter=400000000000.0)
 
     Raises:
-        UsageError: the text has another form.
+        UsageError: The text does not have this form.
     """
     rates: dict[str, float] = {}
     for word in text.split(","):

@@ -1,4 +1,4 @@
-"""The keys of a config that can change a prediction, so that a misspelled ``--set`` is refused."""
+"""List the keys of a config that can change a prediction, so that a misspelled ``--set`` is refused."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ _ZERO: Final = (
     "leaf_module.names",
     "leaf_module.name_suffixes",
 )
-# DeepSpeed reads these with and without the prefix.
+# DeepSpeed reads these keys with and without the prefix ``stage3_``.
 _STAGE_3: Final = (
     "allgather_sequential",
     "max_live_parameters",
@@ -137,12 +137,15 @@ KNOWN: Final = frozenset(
         "zero_optimization.sub_group_size",
     )
 )
-# Set by options of their own.
+# The options for experts set these keys.
 _OF_EXPERTS: Final = frozenset(f"{EXPERTS}.{name}" for name in Settings._fields)
 
 
 def misspelled(config: Mapping[str, Any]) -> list[str]:
-    """A sentence for each key of ``config`` at the top or in ``zero_optimization`` that is nearly one that rules read."""
+    """Return a sentence for each key of ``config`` that is probably a misspelled key of a rule.
+
+    Only keys at the top level and in ``zero_optimization`` are examined.
+    """
     tops = {name.partition(".")[0] for name in KNOWN}
     zero = {name.split(".")[1] for name in KNOWN if name.startswith("zero_optimization.")}
     sentences = []
@@ -162,7 +165,7 @@ def misspelled(config: Mapping[str, Any]) -> list[str]:
 
 
 def check_keys(keys: Iterable[str]) -> None:
-    """Raise UsageError for a dotted key that neither is known nor holds known keys."""
+    """Raise UsageError for a dotted key that is neither a known key nor a section with known keys."""
     for key in keys:
         if key in KNOWN | _OF_EXPERTS or any(name.startswith(f"{key}.") for name in KNOWN):
             continue

@@ -1,10 +1,11 @@
-"""Whether messages are so small at a number of ranks that latency takes longer than the transfer, and a sentence about it.
+"""Determine whether the largest gradient message is latency bound, and write a sentence about the result.
 
-With a calibration that is a question of the chunk of one owner, without one of NCCL's model.
+A message is latency bound if its latency takes longer than its transfer. With a calibration, the size of the chunk
+of one owner decides. Without a calibration, NCCL's model decides.
 
-A ring moves one chunk, a message divided by its ranks, in each of its steps. A calibration gives the time of a message of S
-bytes as alpha + S / beta on n ranks. Both terms are equal where a chunk has alpha * beta / n bytes, and this is assumed
-to hold at other numbers of ranks.
+A ring moves one chunk in each of its steps: the message divided by the number of ranks. A calibration gives the
+time of a message of S bytes as alpha + S / beta on n ranks. Both terms are equal if a chunk has alpha * beta / n
+bytes. The same size of chunk is assumed to apply at other numbers of ranks.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from commprof.plan.traffic import Traffic, traffic_of
 from commprof.requested.expectation import Expectation
 from commprof.schema import Purpose
 
-_MOST_POWER: Final = 21  # of two: numbers of ranks that are tried
+_MOST_POWER: Final = 21  # numbers of ranks up to 2**20 are tried
 _SIZES: Final = tuple(2**power - 1 for power in range(1, 45))
 
 
@@ -29,10 +30,10 @@ class Chunk(NamedTuple):
     """The chunk of the largest gradient message.
 
     Attributes:
-        op: of the message.
-        message_bytes: its payload.
-        group_size: ranks that share it.
-        least_bytes: the chunk whose latency and transfer take equally long.
+        op: The operation of the message.
+        message_bytes: The payload of the message, in bytes.
+        group_size: The number of ranks of the group that sends the message.
+        least_bytes: The size of a chunk whose latency and transfer take equally long, in bytes.
     """
 
     op: str
@@ -42,17 +43,20 @@ class Chunk(NamedTuple):
 
     @property
     def num_bytes(self) -> float:
-        """Bytes of the chunk of one owner."""
+        """The size of the chunk of one owner, in bytes."""
         return self.message_bytes / self.group_size
 
     @property
     def most_ranks(self) -> int:
-        """Ranks up to which the message is bandwidth bound."""
+        """The maximum number of ranks at which the message is bandwidth bound."""
         return int(self.message_bytes / self.least_bytes)
 
 
 def gradient_chunk(traffic: Iterable[Traffic], calibration: Calibration) -> Chunk | None:
-    """Return the chunk of the largest gradient message; None without one, or without a latency of its operation."""
+    """Return the chunk of the largest gradient message.
+
+    The result is None without a gradient message, or if the calibration has no latency of its operation.
+    """
     reduced = [
         row for row in traffic if row.purpose == Purpose.GRADIENT_REDUCE and row.sizes and row.group_size > 1
     ]
@@ -67,16 +71,18 @@ def gradient_chunk(traffic: Iterable[Traffic], calibration: Calibration) -> Chun
 
 
 class Bound(NamedTuple):
-    """What the largest gradient message is bound by, by NCCL's model.
+    """The times of the largest gradient message by NCCL's model, which show whether it is latency bound.
 
     Attributes:
-        op: of the message.
-        message_bytes: its payload.
-        ranks: that share it.
-        time_ns: of it.
-        latency_ns: the part of it that an empty message would take.
-        least_bytes: a power of two from which on the transfer of all messages takes at least as long as their latency.
-        most_ranks: the most ranks, a power of two, up to which the message is bandwidth bound; 0: at no number.
+        op: The operation of the message.
+        message_bytes: The payload of the message, in bytes.
+        ranks: The number of ranks of the group that sends the message.
+        time_ns: The time of the message, in ns.
+        latency_ns: The part of ``time_ns`` that an empty message would take.
+        least_bytes: The power of two from which on the transfer of all messages takes at least as long as their
+            latency.
+        most_ranks: The maximum number of ranks, a power of two, up to which the message is bandwidth bound. It is
+            0 if the message is latency bound at every number of ranks.
     """
 
     op: str
@@ -112,7 +118,8 @@ def gradient_bound(sent: Iterable[Expectation], hosts: Hosts, links: Links) -> B
     if cost is None:
         return None
     ranks = [2**power for power in range(1, _MOST_POWER)]
-    # Other numbers of ranks are on hosts as these are: as many of each host, or as fit beside the groups that share it.
+    # Other numbers of ranks are placed on hosts like the present group: with as many ranks on each host, or with as
+    # many as fit beside the groups that share the host.
     local = place.local if place.hosts > 1 else max(place.ranks, hosts.ranks // place.sharing)
     shapes = [Place(each, -(-each // local), min(each, local), place.sharing) for each in ranks]
     timed = [each for each in shapes if fastest(row.issued_op, size, each, links) is not None]
@@ -129,8 +136,9 @@ def gradient_bound(sent: Iterable[Expectation], hosts: Hosts, links: Links) -> B
 
 
 def by_calibration(sent: Sequence[Expectation], hosts: Hosts, calibration: Calibration) -> str | None:
-    """Return whether the largest gradient message among ``sent`` is latency bound by ``calibration``; None where that is
-    not known.
+    """Return a sentence that says whether the largest gradient message is latency bound by ``calibration``.
+
+    The result is None if ``sent`` has no such message, or if the calibration has no latency of its operation.
     """
     chunk = gradient_chunk(traffic_of(sent, hosts), calibration)
     if chunk is None:
@@ -148,7 +156,7 @@ def by_calibration(sent: Sequence[Expectation], hosts: Hosts, calibration: Calib
 
 
 def by_model(sent: Iterable[Expectation], hosts: Hosts, links: Links) -> str | None:
-    """The same by NCCL's model."""
+    """Return a sentence that says whether the largest gradient message is latency bound by NCCL's model, or None."""
     bound = gradient_bound(sent, hosts, links)
     if bound is None:
         return None
@@ -159,6 +167,7 @@ def by_model(sent: Iterable[Expectation], hosts: Hosts, links: Links) -> str | N
     if bound.by_latency:
         ranks = f"up to {bound.most_ranks:,} ranks, or " if bound.most_ranks else ""
         return f"{message}: latency bound. It is bandwidth bound {ranks}from {format_bytes(bound.least_bytes)} on."
-    # The rates of one kind of link may be missing, or a smaller group be latency bound.
+    # The maximum number of ranks is named only if it includes the present number. It may be less, because the rate
+    # of one kind of link is missing or because a smaller group is latency bound.
     ranks = f" up to {bound.most_ranks:,} ranks, and" if bound.most_ranks >= bound.ranks else ""
     return f"{message}: bandwidth bound{ranks} from {format_bytes(bound.least_bytes)} on."

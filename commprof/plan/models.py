@@ -1,6 +1,7 @@
-"""The parameters of a model that is never run: from its size, a function, a transformers config, or a recorded run.
+"""Determine the parameters of a model from its size, a function, a transformers config, or a recorded run.
 
-Real models are built on torch's meta device, which allocates no memory and reads no weights.
+The model is never run. Real models are built on torch's meta device, which allocates no memory and reads no
+weights.
 """
 
 from __future__ import annotations
@@ -26,11 +27,12 @@ FORMS: Final = "params:175e9, py:module:function, hf:CONFIG_DIR or run:RUN"
 _FACTORS: Final = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 _ON_META: Final = "a model is built on the meta device, where tensors have no values"
 _CORRECT: Final = "correct the module, or name one that can be imported"
-_PAIR: Final = 2  # (model, inputs)
-_SHOWN: Final = 200  # characters of the message of somebody else's error
+_PAIR: Final = 2  # the length of (model, inputs)
+_SHOWN: Final = 200  # maximum number of characters that are shown of an error message from other code
 
-# Builds a module on the meta device, for the samples of a micro-batch and the tokens of a sequence or None. Returns it with
-# the inputs of a micro-batch, None where they are not known.
+# A function that builds a module on the meta device. Its arguments are the number of samples of a micro-batch and the
+# number of tokens of a sequence or None. It returns the module and the inputs of a micro-batch, which are None if they
+# are not known.
 Builder: TypeAlias = "Callable[[int, int | None], tuple[torch.nn.Module, Any]]"
 
 
@@ -38,12 +40,13 @@ class Model(NamedTuple):
     """A model whose parameters are known or assumed.
 
     Attributes:
-        parameters: in model order, a tied parameter once.
-        layers: equal layers that were assumed; None for a model that was built or recorded.
-        source: where the parameters come from, for the report.
-        build: builds it again, with inputs; None where its size or its parameters alone are known.
-        experts: the layers of experts of a model that was built, without the number of their tokens.
-        from_sequence: its inputs are built from a sequence length, and from nothing else.
+        parameters: The parameters in model order. A tied parameter occurs once.
+        layers: The assumed number of equal layers, or None for a model that was built or recorded.
+        source: The source of the parameters, as text for the report.
+        build: A function that builds the model again, with inputs. None if only the size or the parameters are
+            known.
+        experts: The layers with experts of a model that was built, without the number of their tokens.
+        from_sequence: Whether the sequence length is the only source of the inputs.
     """
 
     parameters: list[Parameter]
@@ -55,7 +58,7 @@ class Model(NamedTuple):
 
     @property
     def numel(self) -> int:
-        """Elements of all parameters."""
+        """The number of elements of all parameters."""
         return sum(parameter.numel for parameter in self.parameters)
 
 
@@ -64,11 +67,11 @@ def read_model(text: str, layers: int | None = None, sequence: int | None = None
 
     Args:
         text: ``params:175e9``, ``py:module:function``, ``hf:CONFIG_DIR`` or ``run:RUN``.
-        layers: of a model whose size alone is known; None assumes a typical number.
-        sequence: tokens of a sequence, for a function that asks for them.
+        layers: The number of layers, if only the size of the model is known. With None, a typical number is assumed.
+        sequence: The number of tokens of a sequence, for a function that takes it as an argument.
 
     Raises:
-        UsageError: the text has another form, or the model cannot be built.
+        UsageError: The text does not have one of these forms, or the model cannot be built.
         CommprofError: torch or transformers is not installed, or the run cannot be read.
     """
     kind, colon, rest = text.partition(":")
@@ -88,7 +91,7 @@ def sized_model(numel: int, layers: int | None) -> Model:
     """Return a transformer of ``numel`` parameters in ``layers`` equal layers of four matrices.
 
     Raises:
-        RequestedError: there are fewer parameters than the layers need.
+        RequestedError: There are fewer parameters than the layers need.
     """
     depth = layers or likely_layers(numel)
     source = f"{numel:,} parameters, assumed to be {depth} layers of 4 matrices each (--layers)"
@@ -99,7 +102,7 @@ def parse_number(text: str, option: str) -> int:
     """Parse a number of parameters: ``175e9``, ``1.3B`` or ``125M``.
 
     Raises:
-        UsageError: it is none; ``option`` is named.
+        UsageError: The text is not such a number. The message names ``option``.
     """
     stripped = text.strip().replace("_", "").replace(",", "")
     factor = _FACTORS.get(stripped[-1:].upper(), 1.0)
@@ -116,7 +119,7 @@ def parse_number(text: str, option: str) -> int:
 
 
 def parameters_of(module: torch.nn.Module) -> list[Parameter]:
-    """Return the parameters of ``module`` as the recorder publishes those of a run, in one optimizer group."""
+    """Return the parameters of ``module`` in the form in which the recorder publishes them, in one optimizer group."""
     from commprof.recorder.training import published_models as recorded
 
     listed = recorded.parameters_of(module)
@@ -140,13 +143,17 @@ def parameters_of(module: torch.nn.Module) -> list[Parameter]:
 
 
 def _ep_size(parameter: torch.nn.Parameter) -> int | None:
-    """Of an expert's parameter: DeepSpeed's ``MoE`` marks them, and names their group ``ep_size_2``."""
+    """Return the number of ranks that share an expert's parameter, or None for any other parameter.
+
+    DeepSpeed's ``MoE`` marks the parameters of experts with ``allreduce = False`` and a group name such as
+    ``ep_size_2``.
+    """
     size = str(getattr(parameter, "group_name", "")).removeprefix("ep_size_")
     return int(size) if getattr(parameter, "allreduce", True) is False and size.isdecimal() else None
 
 
 def expert_layers(module: torch.nn.Module) -> Iterable[ExpertLayer]:
-    """The layers of DeepSpeed's class ``MoE``, zero_runtime's included, which have the same attributes."""
+    """Return the layers of DeepSpeed's class ``MoE``, and those of zero_runtime, which have the same attributes."""
     for name, child in module.named_modules():
         layer: Any = getattr(child, "deepspeed_moe", None)
         gate: Any = getattr(layer, "gate", None)
@@ -167,14 +174,15 @@ def expert_layers(module: torch.nn.Module) -> Iterable[ExpertLayer]:
 
 
 def _owner_types(module: torch.nn.Module) -> dict[str, str]:
-    """The classes of the modules that own each parameter, as the ``parameters`` table has them."""
+    """Return the classes of the modules that own each parameter, in the form of the ``parameters`` table."""
     from torch import nn
 
     owners: dict[int, list[str]] = {}
     for child in module.modules():
         classes = [each for each in type(child).__mro__ if issubclass(each, nn.Module)]
         names = {each.__name__ for each in classes} - {"Module"}
-        # Those that only share their name with a class of torch.nn, and that of a module whose forward is replaced.
+        # Two kinds of classes get their full name: those that are not the class of torch.nn with the same name, and
+        # the class of a module whose forward is replaced.
         others = [each for each in classes if getattr(nn, each.__name__, each) is not each]
         others += [type(child)] if "forward" in vars(child) else []
         names |= {f"{each.__module__}.{each.__qualname__}" for each in others}
@@ -244,7 +252,7 @@ def _from_transformers(text: str, directory: Path) -> Builder:
             f"--model {text}: {directory} {what}; name a directory with the config.json of a model"
         )
     torch = _torch(text)
-    # Set before the import, which reads them: nothing is downloaded.
+    # These variables prevent downloads. They are set before the import, because transformers reads them there.
     os.environ["HF_HUB_OFFLINE"] = os.environ["TRANSFORMERS_OFFLINE"] = "1"
     try:
         transformers: Any = import_module("transformers")
@@ -274,8 +282,8 @@ def _from_transformers(text: str, directory: Path) -> Builder:
 
 
 def _of_run(text: str, path: Path) -> Model:
-    """The model that a run trained, as its program published the parameters."""
-    from commprof.ledger.requests.request import parameters_of as published  # needs pyarrow
+    """Return the model that a run trained, from the parameters that the program of the run published."""
+    from commprof.ledger.requests.request import parameters_of as published  # imported here: needs pyarrow
     from commprof.trace.reader import open_run
 
     run = open_run(path)
@@ -298,7 +306,7 @@ def _built(text: str, build: Builder, sequence: int | None) -> Model:
     module, _ = build(1, sequence)
     try:
         parameters = parameters_of(module)
-    except Exception as problem:  # sizes of lazy modules are not known before their first pass
+    except Exception as problem:  # for example, sizes of lazy modules are not known before their first pass
         raise _failed(
             text, "reading the parameters", problem, "give all sizes when the model is built"
         ) from None
@@ -314,14 +322,17 @@ def _built(text: str, build: Builder, sequence: int | None) -> Model:
 
 
 def prints_on_stderr() -> AbstractContextManager[object]:
-    """While somebody else's code runs: what it prints goes to standard error, since standard output is for the answer."""
+    """Return a context in which printed text goes to standard error, for code outside of commprof.
+
+    Standard output is reserved for the answer of the command.
+    """
     return redirect_stdout(sys.stderr)
 
 
 def _named_arguments(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
     try:
         return inspect.signature(function).parameters
-    except (TypeError, ValueError):  # of C
+    except (TypeError, ValueError):  # a function written in C may have no signature
         return {}
 
 

@@ -1,14 +1,15 @@
-"""The time of a collective by NCCL's own model of its algorithms and protocols, as torch's inductor has it.
+"""Compute the time of a collective by NCCL's model of its algorithms and protocols, as torch's inductor does.
 
-Formulas and constants are those of ``torch/_inductor/comm_analysis.py`` in torch 2.13.0, which took them from NCCL's
-``src/graph/tuning.cc``. The time of a message of S bytes is a latency plus S divided by a bandwidth, for the fastest
-combination of ring or tree with the protocols LL, LL128 and Simple. Three differences:
+The formulas and constants are those of ``torch/_inductor/comm_analysis.py`` in torch 2.13.0, which took them from
+NCCL's ``src/graph/tuning.cc``. The time of a message of S bytes is a latency plus S divided by a bandwidth. The
+fastest combination of an algorithm (ring or tree) and a protocol (LL, LL128 or Simple) counts. There are three
+differences from inductor:
 
-* Bandwidths are those of ``--links``, not of a table of GPUs. Inductor's corrections for one InfiniBand network, and limits
-  of a channel that such rates do not reach on Hopper GPUs, are left out.
-* Inductor has no times of broadcast, reduce, gather and scatter. Here they take the steps of an all_gather.
-* Bytes that are sent to every rank directly (all_to_all, gather, scatter) are divided by the rate of the links that they
-  use.
+* The bandwidths are those of ``--links``, not those of a table of GPUs. Inductor's corrections for one InfiniBand
+  network are left out. So are the limits of a channel, which such rates do not reach on Hopper GPUs.
+* Inductor has no times for broadcast, reduce, gather and scatter. Here they take the steps of an all_gather.
+* all_to_all, gather and scatter send bytes to every rank directly. These bytes are divided by the rate of the
+  links that they use.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from commprof.schema import Op
 SOURCE: Final = "NCCL's model of latencies, as in torch 2.13's inductor, at the rates of --links"
 
 _LL, _LL128, _SIMPLE = 0, 1, 2
-# Microseconds by protocol.
+# Microseconds, in the order of the protocols above.
 _BASE_LATENCY: Final = {"tree": (6.8, 14.0, 8.4), "ring": (6.6, 14.0, 8.4)}
 _INSIDE_LATENCY: Final = {"tree": (0.6, 1.25, 4.0), "ring": (0.6, 1.9, 3.4)}  # of a step, over NVLink
 _BETWEEN_LATENCY: Final = {"tree": (5.0, 8.5, 14.0), "ring": (2.7, 4.0, 14.0)}  # of a step, over a network
@@ -31,10 +32,11 @@ _NETWORK_OVERHEAD: Final = (
     1.0,
     1.0,
     3.0,
-)  # least latency of a step inside a host, if the group spans several
-# Bytes per second that LL reaches: inside a Hopper host, on 2 hosts, on more.
+)  # minimum latency of a step inside a host, if the group spans several hosts
+# The maximum rate of LL in bytes per second: inside a Hopper host, on 2 hosts, and on more hosts.
 _LL_LIMITS: Final = (141e9, 39e9, 20.4e9)
-# What a tree reaches of its bandwidth, by protocol, for messages of 64 B, 128 B, ... 512 MiB; 1 for larger ones.
+# The fraction of its bandwidth that a tree reaches, by protocol, for messages of 64 B, 128 B, ... 512 MiB. The
+# fraction is 1 for larger messages.
 _TREE_CORRECTION: Final = tuple(
     tuple(int(digit) / 10 for digit in digits.split())
     for digits in (
@@ -49,26 +51,28 @@ class Cost(NamedTuple):
     """The time of a message by one algorithm and protocol.
 
     Attributes:
-        latency_ns: of an empty message.
-        ns_per_byte: of its payload.
+        latency_ns: The time of an empty message, in ns.
+        ns_per_byte: The additional time for each byte of payload, in ns.
     """
 
     latency_ns: float
     ns_per_byte: float
 
     def time_ns(self, payload_bytes: float) -> float:
-        """Nanoseconds of a message of that payload."""
+        """Return the time of a message with ``payload_bytes`` bytes of payload, in ns."""
         return self.latency_ns + self.ns_per_byte * payload_bytes
 
 
 def fastest(op: str, payload_bytes: float, place: Place, links: Links) -> Cost | None:
-    """Return the cost of the fastest algorithm for a message; None where ``links`` lacks a rate that it needs.
+    """Return the cost of a message by its fastest algorithm and protocol.
+
+    The result is None if ``links`` lacks the rate of a link that the group needs.
 
     Args:
-        op: a value of schema.Op.
-        payload_bytes: S of nccl-tests.
-        place: of the ranks of the group.
-        links: rates inside a host and between hosts.
+        op: A value of schema.Op.
+        payload_bytes: The payload, S of nccl-tests.
+        place: The place of the ranks of the group.
+        links: The rates inside a host and between hosts.
     """
     rate = _bus_bandwidth(place, links)
     if rate is None:
@@ -78,7 +82,7 @@ def fastest(op: str, payload_bytes: float, place: Place, links: Links) -> Cost |
 
 
 def _bus_bandwidth(place: Place, links: Links) -> float | None:
-    """Bytes per second of a ring through all ranks of the group: that of its slowest link."""
+    """Return the rate of a ring through all ranks of the group, in bytes per second: the rate of its slowest link."""
     inside, between = links.intra, None if links.inter is None else links.inter / place.sharing
     if place.hosts == 1:
         return inside
@@ -90,7 +94,7 @@ def _bus_bandwidth(place: Place, links: Links) -> float | None:
 def _costs(op: str, payload_bytes: float, place: Place, links: Links, rate: float) -> Iterator[Cost]:
     for protocol in (_LL, _LL128, _SIMPLE):
         if protocol == _LL128 and place.hosts > 1:
-            continue  # torch leaves it out between hosts: its bandwidths are those of NVLink
+            continue  # torch does not use LL128 between hosts: its bandwidths are those of NVLink
         yield _ring(op, protocol, place, links, rate)
         if op in (Op.ALL_REDUCE, Op.BARRIER):
             yield _tree(payload_bytes, protocol, place, rate)
@@ -100,14 +104,14 @@ def _ring(op: str, protocol: int, place: Place, links: Links, rate: float) -> Co
     ranks, hosts = place.ranks, place.hosts
     rounds = 2 if op in (Op.ALL_REDUCE, Op.BARRIER, Op.ALL_TO_ALL) else 1
     steps = 1 if op in (Op.SEND, Op.RECV) else rounds * (ranks - 1)
-    # Steps between hosts: torch counts one round of them for an all_to_all.
+    # The steps between hosts. For an all_to_all, torch counts only one round of them.
     crossing = min(steps, (hosts - 1) * (1 if op == Op.ALL_TO_ALL else rounds))
     latency = _BASE_LATENCY["ring"][protocol] + _steps_latency("ring", protocol, steps, crossing, hosts)
     reached = {_LL: min(0.5, _ll_limit(hosts) / rate), _LL128: 120 / 128, _SIMPLE: 1.0}[protocol]
     if op in DIRECT:
         seconds = _seconds_of_direct(op, place, links)
     else:
-        # How often a byte of the payload travels over each link of the ring.
+        # The number of times that a byte of the payload crosses each link of the ring.
         passes = bus_factor(Op.ALL_REDUCE if op == Op.BARRIER else op, ranks)
         seconds = (passes or 0.0) / rate
     return Cost(1e3 * latency, 1e9 * seconds / reached)
@@ -144,9 +148,9 @@ def _ll_limit(hosts: int) -> float:
 
 
 def _seconds_of_direct(op: str, place: Place, links: Links) -> float:
-    """Seconds of a byte of payload: on the links inside a host or between hosts, whichever take longer."""
+    """Return the seconds per byte of payload, on the slower links: those inside a host or those between hosts."""
     others = place.ranks - 1
-    # The root of a gather receives all of it, and that of a scatter sends all of it.
+    # The root of a gather receives this whole fraction, and the root of a scatter sends it.
     sent = others / place.ranks
     inside = sent * (place.local - 1) / others
     between = sent * (place.ranks - place.local) / others * place.sharing

@@ -6,12 +6,12 @@ from typing import Final, NamedTuple
 
 
 class PlanOption(NamedTuple):
-    """One option.
+    """One option of ``commprof plan``.
 
     Attributes:
-        flag: on the command line.
-        help: what it says, in one sentence.
-        metavar: what its value is called; None for the name of its type.
+        flag: The flag on the command line.
+        help: The help text.
+        metavar: The name of the value in the help, or None for the name of its type.
     """
 
     flag: str

@@ -1,4 +1,6 @@
-"""Which messages of a step can be under way while the model computes, on a GPU, as zero_runtime or DeepSpeed issue them.
+"""Determine which messages of a step can overlap the computation of the model on a GPU.
+
+The rules are those of zero_runtime:
 
 =================== ============================================================== ==================================
 purpose             overlaps                                                       but not
@@ -13,8 +15,8 @@ purpose             overlaps                                                    
                     ``interleaved`` and ``zero_bubble``
 =================== ============================================================== ==================================
 
-The ranks wait for everything else: norms, overflow checks, activations. DeepSpeed 0.19 does the same on a GPU, without
-``bounded_delay``, ``overlap_parameter_gather`` and those schedules.
+The ranks wait for all other messages: norms, overflow checks and activations. The same rules apply to DeepSpeed
+0.19 on a GPU, except that it has no ``bounded_delay``, no ``overlap_parameter_gather`` and none of these schedules.
 """
 
 from __future__ import annotations
@@ -35,15 +37,15 @@ from commprof.schema import Purpose
 def exposed_messages(
     config: Mapping[str, Any], micro_batches: int, framework: Runtime = "zero_runtime"
 ) -> dict[str, int]:
-    """Return the purposes whose messages can overlap, with the number of their messages per step that cannot.
+    """Return the purposes whose messages can overlap, each with the number of its messages per step that cannot.
 
     Args:
-        config: of the setting.
-        micro_batches: of a step.
-        framework: that reads the config. DeepSpeed ignores the keys of zero_runtime.
+        config: The config of the setting.
+        micro_batches: The number of micro-batches of a step.
+        framework: The runtime that reads the config. DeepSpeed ignores the keys of zero_runtime.
 
     Raises:
-        RequestedError: a key that is read here has a value of the wrong type.
+        RequestedError: A key that is read here has a value of the wrong type.
     """
     configuration, zero = read_configuration(config), zero_section(config)
     is_own = framework == "zero_runtime"

@@ -1,4 +1,4 @@
-"""What one setting of a config sends, holds and moves, by the rules of ``commprof.requested``."""
+"""Predict the messages, memory and offload of one setting of a config, by the rules of ``commprof.requested``."""
 
 from __future__ import annotations
 
@@ -50,16 +50,17 @@ UNNAMED: Final = "{} (the config names no type)"
 
 
 class Job(NamedTuple):
-    """What a config is applied to.
+    """The job that a config is applied to.
 
     Attributes:
-        model: that is trained.
-        world: ranks.
-        ranks_per_host: ranks that share a host.
+        model: The model that is trained.
+        world: The number of ranks.
+        ranks_per_host: The number of ranks that share a host.
         backend: ``nccl`` or ``gloo``.
-        sequence: tokens of a sequence, for activations; None leaves out those that ranks send each other.
-        framework: whose rules say what is sent.
-        costs: of a calibration, which decide sizes that a config leaves open.
+        sequence: The number of tokens of a sequence, for activations. With None, the activations that ranks send
+            each other are left out.
+        framework: The runtime whose rules predict the messages.
+        costs: The costs of a calibration, which decide the values that a config leaves open, or None.
     """
 
     model: Model
@@ -72,22 +73,22 @@ class Job(NamedTuple):
 
 
 class Prediction(NamedTuple):
-    """One setting, predicted.
+    """The prediction of one setting.
 
     Attributes:
-        config: the setting.
-        axes: along which the ranks are arranged.
-        precision: element type of the model, as the config sets it.
-        memory: of rank 0, by kind, without activations.
-        sent: messages of one step, once all steps send the same.
-        moved: by offload, per rank and step.
-        note: why messages are missing; empty where they are complete.
-        activations: of one micro-batch; None where they cannot be counted.
-        uncounted: why; empty where they are counted.
-        peak: the most that rank 0 holds at once; None where activations are not counted.
-        decisions: what was decided about values that the config leaves open.
-        loads: of layers with experts; empty without any.
-        expert_memory: the part of ``memory`` that the experts of a rank need, by kind.
+        config: The setting.
+        axes: The axes along which the ranks are arranged.
+        precision: The element type of the model, as the config sets it.
+        memory: The memory of rank 0 by kind, without activations.
+        sent: The messages of one step, in the steady state in which all steps send the same messages.
+        moved: The bytes that offload moves, per rank and step.
+        note: The reason why messages are missing. Empty if the messages are complete.
+        activations: The activations of one micro-batch, or None if they cannot be counted.
+        uncounted: The reason why activations are not counted. Empty if they are counted.
+        peak: The peak memory of rank 0, or None if activations are not counted.
+        decisions: Sentences about the values that the config leaves open and that were decided.
+        loads: The loads of layers with experts. Empty without such layers.
+        expert_memory: The part of ``memory`` that the experts of a rank need, by kind.
     """
 
     config: Mapping[str, Any]
@@ -106,14 +107,14 @@ class Prediction(NamedTuple):
 
     @property
     def parts(self) -> list[Holding]:
-        """The memory of rank 0 by kind, with activations where they are counted."""
+        """The memory of rank 0 by kind, with activations if they are counted."""
         if self.activations is None:
             return self.memory
         return [*self.memory, Holding("activations", self.activations.most_bytes, note=self.activations.note)]
 
     @property
     def on_device(self) -> int:
-        """Bytes that rank 0 needs on its device: at the peak, or of all parts where activations are not counted."""
+        """The bytes that rank 0 needs on its device at the peak, or for ``memory`` if activations are not counted."""
         return sum(each.device for each in self.memory) if self.peak is None else self.peak.device
 
 
@@ -121,17 +122,17 @@ class Refusal(NamedTuple):
     """A setting that cannot be used as it is.
 
     Attributes:
-        reason: why, with what was expected.
+        reason: The reason, with the expected values.
     """
 
     reason: str
 
 
 def predict_each(configs: Sequence[Mapping[str, Any]], job: Job) -> list[Prediction | Refusal]:
-    """Predict each of ``configs`` in ``job``; those that cannot be used as they are do not stop the others.
+    """Predict each of ``configs`` in ``job``. A config that cannot be used becomes a :class:`Refusal`.
 
     Raises:
-        UsageError: none of them can be used.
+        UsageError: None of the configs can be used.
     """
     outcomes: list[Prediction | Refusal] = []
     problems: list[UsageError] = []
@@ -147,10 +148,12 @@ def predict_each(configs: Sequence[Mapping[str, Any]], job: Job) -> list[Predict
 
 
 def predict(config: Mapping[str, Any], job: Job) -> Prediction:
-    """Predict what ``config`` sends, holds and moves in ``job``.
+    """Predict the messages, the memory and the offload of ``config`` in ``job``.
+
+    If no rule predicts the messages, the prediction has a note and no messages.
 
     Raises:
-        UsageError: the config cannot be used as it is. Messages without rules are a note instead.
+        UsageError: The config cannot be used as it is.
     """
     settings = settings_of(config)
     config = without_settings(config)
@@ -167,7 +170,7 @@ def predict(config: Mapping[str, Any], job: Job) -> Prediction:
                 f"the config arranges the ranks along {axes}, and how a model that was built is divided is not known; "
                 "use --model params:N, or a config with data parallelism alone"
             )
-        # Rank 0 holds only its pipeline stage and its model-parallel shard of it.
+        # Rank 0 stores only its model-parallel shard of its own pipeline stage.
         model = shared_transformer(model, axes.size(MODEL), axes.size(PIPE))
         of_rank = [each for each in model if 0 in each.stage_numbers]
         replicas, plain = axes.size(DATA) * axes.size(SEQUENCE), axis_rules.without_axes(config, axes)
@@ -203,7 +206,7 @@ def predict(config: Mapping[str, Any], job: Job) -> Prediction:
 
 
 def _check_startable(config: Mapping[str, Any], axes: Axes) -> None:
-    """Raise UsageError for values that no engine starts with: batch sizes, two types of the model, an optimizer."""
+    """Raise UsageError for values with which no engine starts: types, offload, the optimizer, or batch sizes."""
     configuration = read_configuration(config)
     if configuration.model_dtype == "float16" and any(
         flag(section(config, name), f"{name}.enabled", False) for name in ("bf16", "bfloat16")
@@ -219,10 +222,11 @@ def _check_startable(config: Mapping[str, Any], axes: Axes) -> None:
     steps = axis_rules.micro_batches(config, axes)
     micro = configuration.micro_batch_size or max(total // (steps * replicas), 1)
     samples = micro * steps * replicas
+    # DeepSpeed counts a sample once for each tensor-parallel rank.
     if total not in (
         samples,
         samples * axes.size(MODEL),
-    ):  # DeepSpeed counts a sample once for each tensor rank
+    ):
         if configuration.micro_batch_size is None:
             accumulated = f"gradient accumulation steps {steps} x " if steps > 1 else ""
             raise UsageError(
@@ -236,7 +240,7 @@ def _check_startable(config: Mapping[str, Any], axes: Axes) -> None:
 
 
 def _check_asserted(config: Mapping[str, Any]) -> None:
-    """Raise UsageError for values that the optimizers of DeepSpeed 0.19.8 assert not to have."""
+    """Raise UsageError for values that assertions in the optimizers of DeepSpeed 0.19.8 exclude."""
     configuration = read_configuration(config)
     if configuration.stage >= 2 and configuration.reduce_scatter:
         factor = config.get("gradient_predivide_factor", 1.0)
@@ -260,7 +264,7 @@ def _check_asserted(config: Mapping[str, Any]) -> None:
 
 
 def _check_files(zero: Mapping[str, Any], stage: int) -> None:
-    """Raise UsageError for offload to files without their folder."""
+    """Raise UsageError if the config offloads to NVMe without ``nvme_path``."""
     offload = read_offload(zero, stage)
     parameters = "offload_params" if zero.get("offload_params") is not None else "offload_param"
     for device, key in ((offload.optimizer, "offload_optimizer"), (offload.parameters, parameters)):
@@ -274,7 +278,10 @@ def _check_files(zero: Mapping[str, Any], stage: int) -> None:
 
 
 def _left_open(config: Mapping[str, Any], decided: Sequence[str]) -> tuple[str, ...]:
-    """A sentence about the keys that are ``auto`` and that neither a sentence of ``decided`` nor a rule decides."""
+    """Return a sentence about the keys that remain ``auto``, or nothing.
+
+    These are the keys that neither a sentence of ``decided`` nor a rule decides.
+    """
 
     def of(block: Mapping[str, Any], prefix: str) -> Iterator[str]:
         for name, value in block.items():
@@ -297,10 +304,10 @@ def _left_open(config: Mapping[str, Any], decided: Sequence[str]) -> tuple[str, 
 def _with_experts(
     config: Mapping[str, Any], settings: Settings | None, axes: Axes, job: Job
 ) -> tuple[Model, list[Load]]:
-    """The part of the model that a rank holds, and its layers with experts.
+    """Return the part of the model that a rank stores, and the loads of its layers with experts.
 
     Raises:
-        UsageError: the settings of experts do not fit the model, the config or the ranks.
+        UsageError: The settings of experts do not fit the model, the config or the ranks.
     """
     if settings is None and not job.model.experts:
         return job.model, []
@@ -322,7 +329,7 @@ def _with_experts(
 def _of_experts(
     memory: Sequence[Holding], config: Mapping[str, Any], parameters: list[Parameter], replicas: int, job: Job
 ) -> list[Holding]:
-    """The part of ``memory`` that a rank would not need without its experts."""
+    """Return the part of ``memory`` that a rank would not need without its experts."""
     dense = {
         each.what: each
         for each in held_by_rank(
@@ -340,7 +347,10 @@ def _of_experts(
 def _gradient_order(
     activations: Activations | None, parameters: Sequence[Parameter]
 ) -> tuple[str, ...] | None:
-    """The order of the gradients in the traced pass; None without one, or of a pass with other parameters."""
+    """Return the names of parameters in the order in which the traced pass completes their gradients.
+
+    The result is None without a traced pass, or if the pass has gradients of parameters that are not trained here.
+    """
     order = None if activations is None else activations.gradient_order
     trained = {each.name for each in parameters if each.requires_grad and each.param_group is not None}
     return order if order is not None and trained.issuperset(order) else None
@@ -354,7 +364,10 @@ def _sent(
     loads: Sequence[Load],
     order: Sequence[str] | None,
 ) -> tuple[list[Expectation], str]:
-    """The messages of a step; where they cannot be predicted, none, and a note that says why."""
+    """Return the messages of a step, and a note that says why messages are missing, or an empty note.
+
+    If the messages cannot be predicted, the list is empty.
+    """
     try:
         if axes.only_data:
             hosts = min(job.ranks_per_host, job.world)

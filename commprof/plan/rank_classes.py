@@ -1,8 +1,9 @@
-"""What single ranks send in a step: classes of ranks with equal traffic, and the least, mean and most over all ranks.
+"""Compute the traffic of each rank in a step: classes of ranks with equal traffic, and their minimum, mean and maximum.
 
-A rank sends the mean of its group, with these exceptions. Of messages between pipeline stages, the first and the last stage
-send half as many as the others. In an all_to_all of rows that differ in length, a rank keeps its own row. A root of a ring
-sends less than the others; since the roots of broadcasts and reduces alternate, each rank counts with the mean.
+A rank counts with the mean of its group, with two exceptions. The first and the last pipeline stage send half as
+many messages between stages as the other stages. In an all_to_all whose rows differ in length, a rank does not send
+its own row. The root of a ring sends less than the other ranks. But the roots of broadcasts and reduces alternate,
+so each rank counts with the mean there too.
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ from commprof.schema import Op, Purpose
 
 
 class Sums(NamedTuple):
-    """What a rank takes part in or sends in a step.
+    """The sums of the traffic of one rank in a step.
 
     Attributes:
-        messages: collectives that it takes part in, and messages that it sends.
-        payload_bytes: sum of their payloads.
-        wire_bytes: that it sends.
+        messages: The number of collectives that the rank takes part in, plus the messages that it sends.
+        payload_bytes: The sum of the payloads of these collectives and messages.
+        wire_bytes: The number of bytes that the rank sends.
     """
 
     messages: int
@@ -31,7 +32,7 @@ class Sums(NamedTuple):
     wire_bytes: int
 
     def plus(self, other: Sums) -> Sums:
-        """Return the sums of both."""
+        """Return the field-by-field sum of this object and ``other``."""
         return Sums(*map(add, self, other))
 
 
@@ -39,12 +40,12 @@ _NOTHING: Final = Sums(0, 0, 0)
 
 
 class RankClass(NamedTuple):
-    """Ranks with equal traffic.
+    """A class of ranks with equal traffic.
 
     Attributes:
-        first_rank: of them.
-        ranks: how many they are.
-        sums: of each of them.
+        first_rank: The lowest rank of the class.
+        ranks: The number of ranks in the class.
+        sums: The traffic of each rank of the class.
     """
 
     first_rank: int
@@ -53,10 +54,10 @@ class RankClass(NamedTuple):
 
 
 class Spread(NamedTuple):
-    """A value over all ranks.
+    """The distribution of a value over all ranks.
 
     Attributes:
-        least, mean, most: of a rank.
+        least, mean, most: The minimum, the mean and the maximum over all ranks.
     """
 
     least: int
@@ -65,7 +66,7 @@ class Spread(NamedTuple):
 
 
 def rank_classes(sent: Iterable[Expectation], hosts: Hosts) -> list[RankClass]:
-    """Return the classes of the ranks of ``hosts`` that send ``sent``, by their first ranks."""
+    """Return the classes of the ranks of ``hosts``, which send ``sent``, in the order of their first ranks."""
     of_group: dict[Sequence[int], Sums] = {}
     of_rank: dict[int, Sums] = {}
     for each in sent:
@@ -102,12 +103,15 @@ def spreads(classes: Iterable[RankClass]) -> dict[str, Spread]:
 
 
 def mean_wire_bytes(sent: Expectation, ranks: int) -> float:
-    """Return the mean of what each of ``ranks`` of a group sends. The row of a send holds the messages of all ranks."""
+    """Return the mean number of bytes that each of the ``ranks`` ranks of a group sends.
+
+    The row of a send contains the messages of all ranks, and so its bytes are divided by ``ranks``.
+    """
     return sent.wire_bytes / ranks if sent.issued_op == Op.SEND else sent.wire_bytes
 
 
 def _of_positions(sent: Expectation, ranks: int) -> Sums | list[Sums]:
-    """The sums of each rank of a group, in order; one where all are equal."""
+    """Return the sums of each rank of a group, in order, or a single ``Sums`` if those of all ranks are equal."""
     if sent.issued_op == Op.SEND:
         return [
             Sums(round(sent.count * share), round(sent.payload_bytes * share), round(sent.wire_bytes * share))

@@ -1,4 +1,4 @@
-"""Which of several settings to use, and why, as one sentence."""
+"""Recommend one of several settings, and give the reason in one sentence."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from commprof.requested.configuration import read_configuration
 from commprof.requested.parallel import axis_rules
 from commprof.requested.parallel.axes import DATA
 
-_EQUAL_TIMES: Final = 1.01  # times the shortest
+_EQUAL_TIMES: Final = 1.01  # times up to this multiple of the shortest time count as equal
 _REASONS: Final = {
     "only one": "it is the only setting",
     "only one fits": "it is the only setting that fits",
@@ -28,14 +28,14 @@ class Candidate(NamedTuple):
     """A setting that can be recommended.
 
     Attributes:
-        name: for the sentence.
-        on_device: bytes that a rank holds on its device.
-        rank_bytes: that a rank sends per step.
-        host_bytes: that a host sends to other hosts per step.
-        samples: of a step of all ranks; None where the config names no batch size.
-        complete: whether its messages could be predicted.
-        counted: whether ``on_device`` includes activations.
-        time_ns: of its step, the middle of its bounds, or of its messages; None where it is not known.
+        name: The name of the setting in the sentence.
+        on_device: The bytes that a rank needs on its device.
+        rank_bytes: The bytes that a rank sends per step.
+        host_bytes: The bytes that a host sends to other hosts per step.
+        samples: The samples of a step over all ranks, or None if the config sets no batch size.
+        complete: Whether the messages could be predicted.
+        counted: Whether ``on_device`` includes activations.
+        time_ns: The time of a step (the middle of its bounds) or of its messages. None if it is not known.
     """
 
     name: str
@@ -52,11 +52,12 @@ class Recommendation(NamedTuple):
     """The setting to use.
 
     Attributes:
-        chosen: position among the candidates; None where none fits or none is complete.
-        fitting: candidates whose memory is at most that of a device.
-        decided_by: ``only one``, ``only one fits``, ``time``, ``time and bytes`` (several take as long), ``between hosts``,
-            ``per rank``, ``memory``; ``nothing``: several are equal; empty where none is chosen.
-        per_sample: whether samples were compared, since steps have different numbers of samples.
+        chosen: The position among the candidates, or None if no complete candidate fits.
+        fitting: The number of complete candidates that fit into the memory of a device.
+        decided_by: ``only one``, ``only one fits``, ``time``, ``time and bytes`` (several take equally long),
+            ``between hosts``, ``per rank``, ``memory`` or ``nothing`` (several are equal). Empty if no candidate
+            is chosen.
+        per_sample: Whether values per sample were compared, because steps have different numbers of samples.
     """
 
     chosen: int | None
@@ -66,7 +67,7 @@ class Recommendation(NamedTuple):
 
 
 def samples_of(prediction: Prediction) -> int | None:
-    """Return the samples of a step of all ranks; None where the config does not determine them."""
+    """Return the samples of a step over all ranks, or None if the config does not determine them."""
     configuration = read_configuration(prediction.config)
     if configuration.train_batch_size is not None:
         return configuration.train_batch_size
@@ -77,10 +78,11 @@ def samples_of(prediction: Prediction) -> int | None:
 
 
 def recommend(candidates: Sequence[Candidate], capacity: int | None) -> Recommendation:
-    """Return the candidate that fits ``capacity`` (bytes of a device; None: all fit) and is the best one.
+    """Return the best candidate that fits into ``capacity``, the bytes of a device. With None, all candidates fit.
 
-    The time of a step decides where that of all is known. Where it is not, or differs by 1 % at most, bytes between hosts
-    decide, then bytes per rank, then memory on the device, then the order given.
+    The time of a step decides if it is known for all candidates. If it is not, or if the times differ by at most
+    1 %, the bytes between hosts decide. Bytes per rank, memory on the device, and the given order follow in this
+    sequence.
     """
     complete = [number for number, each in enumerate(candidates) if each.complete]
     fitting = [number for number in complete if capacity is None or candidates[number].on_device <= capacity]
@@ -114,12 +116,12 @@ def recommend(candidates: Sequence[Candidate], capacity: int | None) -> Recommen
 
 
 def advice(candidates: Sequence[Candidate], capacity: int | None, of_steps: bool) -> tuple[int | None, str]:
-    """Return the position of the setting to use, None without one, and a sentence with the reason.
+    """Return the position of the recommended setting, or None, and a sentence with the reason.
 
     Args:
-        candidates: at least one.
-        capacity: bytes of a device; None where that is not known.
-        of_steps: times are those of steps, not of messages alone.
+        candidates: The settings, at least one.
+        capacity: The memory of a device in bytes, or None if it is not known.
+        of_steps: Whether the times are those of whole steps, and not only those of messages.
     """
     chosen = recommend(candidates, capacity)
     complete = [each for each in candidates if each.complete]

@@ -1,4 +1,4 @@
-"""What a recorded run tells a plan: its job, how long its ranks compute, and how much of what can overlap does."""
+"""Read from a recorded run what a plan needs: the job, the compute time of ranks, and the overlapped fraction."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from commprof.errors import UsageError
 if TYPE_CHECKING:
     from commprof.trace.reader import Run
 
-_UNION: Final = "all"  # of all purposes
-_LEAST: Final = 0.01  # of the step, below which a purpose does not overlap
+_UNION: Final = "all"  # the row of all purposes together
+_LEAST: Final = 0.01  # a purpose overlaps only if its overlapped time exceeds this fraction of the step
 
 
 class RecordedStep(NamedTuple):
-    """The warm steps of a run, per step.
+    """The times of a step of a recorded run, as medians over its warm steps.
 
     Attributes:
-        path: of the run.
-        compute_ns: the step without exposed communication.
-        least_hidden, most_hidden: between which lies the part of the communication of :attr:`purposes` that overlapped
-            computation; they differ where some ends of collectives are not known.
-        purposes: whose communication may have overlapped.
+        path: The path of the run.
+        compute_ns: The time of a step without its exposed communication, in ns.
+        least_hidden, most_hidden: The bounds of the fraction of the communication of :attr:`purposes` that
+            overlapped computation. They differ if the completion times of some collectives are not known.
+        purposes: The purposes whose communication may have overlapped.
     """
 
     path: Path
@@ -34,7 +34,7 @@ class RecordedStep(NamedTuple):
 
     @property
     def text(self) -> str:
-        """What the times are taken from."""
+        """A description of the run and its times, for reports."""
         if not self.purposes:
             return f"{self.path}: {self.compute_ns / 1e6:.1f} ms of computation per step, and no communication beside it"
         part = f"{self.least_hidden:.0%}"
@@ -47,9 +47,10 @@ class RecordedStep(NamedTuple):
 
 
 class RecordedJob(NamedTuple):
-    """What a run is trained with, as the options of ``commprof plan`` say it; empty where that is not known.
+    """The job of a run, as texts for the options of ``commprof plan``. A text is empty if its value is not known.
 
-    ``has_times``: the computation of its steps is known (:func:`recorded_step`). ``host_names``: of its hosts, in order.
+    ``has_model`` says whether the run published its parameters. ``has_times`` says whether the exposed time of its
+    steps is known, which :func:`recorded_step` needs. ``host_names`` has the names of the hosts, in order.
     """
 
     world: str
@@ -81,10 +82,10 @@ def recorded_job(run: Run) -> RecordedJob:
 
 
 def recorded_step(run: Run) -> RecordedStep:
-    """Return what ``run`` tells.
+    """Return the compute time and the overlapped fraction of the steps of ``run``.
 
     Raises:
-        UsageError: it has no steps, or exposed time is not known.
+        UsageError: The run has no steps, or its exposed time is not known.
     """
     from commprof.analysis import api
 

@@ -1,4 +1,4 @@
-"""The messages of a step per purpose and operation: sizes, and bytes per rank, inside a host and between hosts."""
+"""Sum the messages of a step per purpose and operation: sizes, and bytes per rank, inside a host and between hosts."""
 
 from __future__ import annotations
 
@@ -16,17 +16,18 @@ class Traffic(NamedTuple):
     """The messages of one purpose, operation and kind of group, in one step.
 
     Attributes:
-        purpose: a value of schema.Purpose.
-        op: the operation that is issued.
-        group_size: ranks of each group.
-        groups: groups that send that.
-        count: messages of each group.
-        payload_bytes: sum of their payloads.
-        padding_bytes: those of them that carry no data; None where that is not known.
-        wire_bytes_per_rank: sum of the mean bytes that each rank of a group sends.
-        between_hosts: bytes that the group's ranks send to other hosts, mean per rank of a group.
-        sizes: payload bytes of each message to the number of such messages; empty where they are not known.
-        exact: False where the count depends on the order of gradients or modules.
+        purpose: A value of schema.Purpose.
+        op: The operation that is issued.
+        group_size: The number of ranks of each group.
+        groups: The number of groups that send these messages.
+        count: The number of messages of each group.
+        payload_bytes: The sum of the payloads of the messages of a group.
+        padding_bytes: The part of the payload bytes that is padding, or None if it is not known.
+        wire_bytes_per_rank: The bytes that a rank of a group sends in all of these messages, on average.
+        between_hosts: The bytes that the ranks of the groups send to other hosts, as a mean per rank.
+        sizes: The number of messages by their payload bytes. Empty if the sizes are not known.
+        exact: Whether the count and the bytes are exact. They are not if they depend, for example, on the order
+            of gradients or modules.
     """
 
     purpose: str
@@ -46,12 +47,12 @@ class Totals(NamedTuple):
     """The traffic of a step over all purposes.
 
     Attributes:
-        rank_bytes: wire bytes of the rank that sends the most.
-        host_bytes: bytes to other hosts, of the host that sends the most.
-        inside_bytes: bytes to ranks of the same host, of the rank that sends the most of these.
-        messages: of the rank that takes part in the most.
-        median_bytes: median payload of all messages; None where sizes are not known.
-        classes: of ranks with equal traffic.
+        rank_bytes: The wire bytes of the rank that sends the most.
+        host_bytes: The bytes to other hosts from the host that sends the most bytes to other hosts.
+        inside_bytes: The maximum over all ranks of the bytes that a rank sends to ranks of its host.
+        messages: The maximum over all ranks of the number of messages that a rank takes part in.
+        median_bytes: The median payload of all messages, or None if sizes are not known.
+        classes: The classes of ranks with equal traffic.
     """
 
     rank_bytes: int
@@ -63,7 +64,7 @@ class Totals(NamedTuple):
 
 
 def traffic_of(sent: Iterable[Expectation], hosts: Hosts) -> list[Traffic]:
-    """Return a row for each purpose, operation and list of groups in ``sent``, with what crosses between ``hosts``."""
+    """Return a row for each purpose, operation and list of groups in ``sent``, with the bytes between ``hosts``."""
     rows: dict[tuple[object, ...], Traffic] = {}
     for each in sent:
         groups = groups_of(each, hosts)
@@ -84,7 +85,7 @@ def traffic_of(sent: Iterable[Expectation], hosts: Hosts) -> list[Traffic]:
             sizes if sizes.total() == each.count else Counter(),
             each.exact and each.bytes_exact,
         )
-        # The same operation may have been requested, or replace another one.
+        # Rows are added up whether their operation was requested or replaces a different operation.
         key = each.purpose, each.issued_op, each.group_size, each.groups
         rows[key] = _added(rows[key], row) if key in rows else row
     return list(rows.values())
@@ -106,7 +107,7 @@ def _added(first: Traffic, second: Traffic) -> Traffic:
 
 
 def totals_of(sent: Iterable[Expectation], hosts: Hosts) -> Totals:
-    """Return the traffic of a step of all rows of ``sent``, for the rank and the host that send the most."""
+    """Return the traffic of a step over all rows of ``sent``, for the rank and the host that send the most."""
     listed = list(sent)
     by_host: Counter[int] = Counter()
     sizes: Counter[int] = Counter()
@@ -121,7 +122,8 @@ def totals_of(sent: Iterable[Expectation], hosts: Hosts) -> Totals:
             inside.update(by_link.inside)
             by_host.update(by_link.between)
         else:
-            # A rank sends all of it to the same one, so rows with the same groups need one look at the ranks.
+            # On a ring a rank sends all bytes to one neighbor. So the bytes of rows with the same groups are added
+            # up first, and the ranks of these groups are examined only once.
             along_rings[groups] = along_rings.get(groups, 0) + round(wire)
     for groups, total in along_rings.items():
         by_link = sent_by_link(Op.ALL_REDUCE, groups, total, hosts)
@@ -139,7 +141,7 @@ def totals_of(sent: Iterable[Expectation], hosts: Hosts) -> Totals:
 
 
 def median_size(sizes: Mapping[int, int]) -> int | None:
-    """Return the lower median of ``sizes``, which maps bytes to a number of messages; None of no message.
+    """Return the lower median of ``sizes``, which maps bytes to a number of messages, or None without messages.
 
     >>> median_size({1: 1, 4: 1, 1000: 1})
     4
@@ -153,7 +155,9 @@ def median_size(sizes: Mapping[int, int]) -> int | None:
 
 
 def histogram(rows: Iterable[Traffic]) -> dict[int, int]:
-    """Return the messages of ``rows`` by size: lower bound, a power of two (0 for empty messages), to their number.
+    """Return the number of messages in ``rows`` by the lower bound of their size.
+
+    The bound is a power of two in bytes, or 0 for empty messages.
 
     >>> histogram([])
     {}

@@ -1,4 +1,4 @@
-"""What the command line and the dashboard ask without naming a setting: which changes of a run are worth trying."""
+"""Find the changes of a run that are worth trying, for the command line and the dashboard."""
 
 from __future__ import annotations
 
@@ -32,22 +32,25 @@ from commprof.trace.manifest import RUNNING, Manifest
 from commprof.trace.reader import Run, open_run
 
 MOST_CHANGES: Final = 3
-MORE_MEMORY: Final = 0.10  # of the recorded memory: a change that needs this much more says so
-_MOST_WORK: Final = 24_000  # messages of a candidate in all steps: a simulation of them takes about 4 s
-_ADDS: Final = 0.02  # of the step: a smaller gain is worth neither more memory nor a second change
+# A change that needs more additional memory than this fraction of the recorded memory reports the additional memory.
+MORE_MEMORY: Final = 0.10
+_MOST_WORK: Final = 24_000  # messages of a candidate in all steps, whose simulation takes about 4 s
+_ADDS: Final = 0.02  # fraction of the step: a smaller gain is worth neither more memory nor a second change
 
 
 class Change(NamedTuple):
     """A setting that is predicted to be faster than the recorded one by more than its uncertainty.
 
     Attributes:
-        setting: dotted keys and values, as of ``--set``.
-        recorded: the value that each of these keys has in the run.
-        step_ns, low_ns, high_ns: the predicted step with its 80 % interval.
-        gain_ns, gain_low_ns, gain_high_ns: by how much it is shorter than the recorded step.
-        why: one sentence, without a period.
-        memory_bytes: on the device of a rank, without activations; None where it is not known.
-        more_memory: of the recorded memory, where it is more than :data:`MORE_MEMORY`; else 0.
+        setting: The dotted keys and values, as in ``--set``.
+        recorded: The value of each of these keys in the run.
+        step_ns, low_ns, high_ns: The predicted step time with its 80 % interval.
+        gain_ns, gain_low_ns, gain_high_ns: The difference from the recorded step time, with its interval. A positive
+            gain is a shorter step.
+        why: The reasons, without a final period.
+        memory_bytes: The bytes on the device of a rank without activations, or None if they are not known.
+        more_memory: The additional memory as a fraction of the recorded memory, or 0 if it is not more than
+            :data:`MORE_MEMORY`.
     """
 
     setting: dict[str, Any]
@@ -64,12 +67,12 @@ class Change(NamedTuple):
 
     @property
     def words(self) -> list[str]:
-        """The words of ``--set`` on the command line."""
+        """The arguments ``--set`` of the command line for this setting."""
         return [word for key, value in self.setting.items() for word in ("--set", f"{key}={_text(value)}")]
 
     @property
     def beside_recorded(self) -> list[str]:
-        """The words of ``--set`` for a sweep of the recorded values and these."""
+        """The arguments ``--set`` for a sweep over the recorded values and the values of this setting."""
         return [
             word
             for key, value in self.setting.items()
@@ -78,18 +81,19 @@ class Change(NamedTuple):
 
 
 class Promising(NamedTuple):
-    """Which changes of a run are worth trying.
+    """The changes of a run that are worth trying.
 
     Attributes:
-        changes: at most :data:`MOST_CHANGES`, that of the largest gain first.
-        recorded_ns: median step of the run, mean over ranks.
-        tried: settings that were predicted.
-        refused: the others, each with the reason.
-        ranks: of the run.
-        program: words of ``commprof sweep`` that start the program of the run; empty where it names no config file.
-        directory: where the program was started.
-        reason: why nothing can be predicted from the run; empty where something can.
-        is_running: the run is still being recorded, so nothing was tried.
+        changes: At most :data:`MOST_CHANGES` changes. The change with the largest gain comes first.
+        recorded_ns: The median over steps of the recorded step time, which is a mean over ranks.
+        tried: The number of settings that were predicted.
+        refused: The settings that were not predicted, each with the reason.
+        ranks: The number of ranks of the run.
+        program: The arguments of ``commprof sweep`` that start the program of the run. Empty if the program names no
+            config file.
+        directory: The directory in which the program was started.
+        reason: The reason why nothing can be predicted from the run. Empty if something can be predicted.
+        is_running: Whether the run is still being recorded, so that nothing was tried.
     """
 
     changes: list[Change]
@@ -104,12 +108,12 @@ class Promising(NamedTuple):
 
     @property
     def uncalibrated(self) -> int:
-        """Settings that could be predicted with a calibration."""
+        """The number of settings that could be predicted with a calibration."""
         return sum(WITH_CALIBRATION in reason for _, reason in self.refused)
 
     @property
     def sentences(self) -> list[str]:
-        """How many changes were tried, and what keeps others from being tried; or why none was."""
+        """Sentences about the number of changes that were tried, and the reasons why other changes were not."""
         if self.is_running:
             return []
         if self.reason:
@@ -137,17 +141,18 @@ class Promising(NamedTuple):
 
 
 def promising(run: Path, calibration: Path | None = None) -> Promising:
-    """Try a fixed set of changes on ``run``, and return the best that gain more than their uncertainty.
+    """Try a fixed set of changes on ``run``, and return the best changes that gain more than their uncertainty.
 
-    Candidates are changes of one key each (:func:`candidates`), then one combination of the best ones. A change is offered
-    if the upper end of its 80 % interval is below the recorded and the replayed step. The answer is cached on disk.
+    The candidates are the settings of :func:`candidates`, and then the best combination of the best candidates. A
+    change is offered if the upper end of its 80 % interval is below the recorded and the replayed step time. The
+    answer is cached on disk.
 
     Args:
-        run: the directory of a run.
-        calibration: a file of the run's hosts, for messages that the run does not have.
+        run: The directory of a run.
+        calibration: A calibration file of the run's hosts, for messages that the run does not have.
 
     Raises:
-        CommprofError: the run or the calibration cannot be read.
+        CommprofError: The run or the calibration cannot be read.
     """
     measured = None if calibration is None else read_calibration(calibration)
 
@@ -164,16 +169,16 @@ def promising(run: Path, calibration: Path | None = None) -> Promising:
 
 
 def predict_command(run: Path, change: Change, calibration: Path | None = None) -> str:
-    """The command that says more about ``change``."""
+    """Return the command that predicts ``change`` in detail."""
     return command_line("predict", run, *change.words, *_with(calibration))
 
 
 def sweep_command(
     run: Path, change: Change, answer: Promising, calibration: Path | None = None
 ) -> str | None:
-    """The command that runs the recorded setting and ``change``, and shows predicted beside measured steps.
+    """Return the command that runs the recorded setting and ``change``, and compares predicted and measured steps.
 
-    None where the program of the run names no config file that a sweep could change.
+    The result is None if the program of the run names no config file that a sweep could change.
     """
     if not answer.program:
         return None
@@ -195,10 +200,10 @@ def _promising(run: Run, calibration: Calibration | None) -> Promising:
 
 
 def promising_of(base: Base) -> Promising:
-    """:func:`promising` of a run that was replayed before.
+    """Return the changes that are worth trying for a run that was already replayed, like :func:`promising`.
 
     Raises:
-        CommprofError: the rules cannot read the config of the run.
+        CommprofError: The rules cannot read the config of the run.
     """
     if base.recorded.device != HOST:
         return Promising(
@@ -218,7 +223,7 @@ def promising_of(base: Base) -> Promising:
         for each in combinations([one for one, _ in best], count)
     ]
     together = sorted(_medians(base, several, []), key=lambda pair: pair[1])
-    # One combination says it all, and only where it gains more than its best part.
+    # At most one combination is offered, and only if it gains more than its best part.
     if together and together[0][1] < best[0][1].median_ns - _ADDS * base.recorded_ns:
         best = [*_offered(base, [together[0][0]]), *best]
     memory = device_memory(base.request, None, base.recorded.world_size)
@@ -234,7 +239,10 @@ def promising_of(base: Base) -> Promising:
 def _medians(
     base: Base, listed: Sequence[Candidate], refused: list[tuple[dict[str, Any], str]]
 ) -> list[tuple[Candidate, float]]:
-    """The predicted step of those of ``listed`` that send something else than the run; adds the others to ``refused``."""
+    """Return the predicted step time in ns of each candidate that sends different messages from the run.
+
+    Candidates that cannot be predicted are appended to ``refused``.
+    """
     medians = []
     for each in listed:
         try:
@@ -246,10 +254,10 @@ def _medians(
 
 
 def _is_other(base: Base, candidate: Candidate) -> bool:
-    """Whether ``candidate`` sends something else than the run.
+    """Return whether ``candidate`` sends different messages from the run.
 
     Raises:
-        UsageError: that is not known, or it sends so much that its prediction takes long.
+        UsageError: The messages are not known, or are so many that their prediction takes long.
     """
     if RESHARDING in candidate.setting:
         return bool(gathered_again(base.recorded.program))
@@ -262,7 +270,7 @@ def _is_other(base: Base, candidate: Candidate) -> bool:
 
 
 def _best_of_keys(base: Base, medians: Sequence[tuple[Candidate, float]]) -> list[Candidate]:
-    """Of each key the fastest value; of those that are about as fast the one that needs the least memory."""
+    """Return the best candidate for each key: among about equally fast values, the one with the least memory."""
     by_key: dict[tuple[str, ...], list[tuple[Candidate, float]]] = {}
     for each, ns in sorted(medians, key=lambda pair: pair[1]):
         by_key.setdefault(tuple(each.setting), []).append((each, ns))
@@ -277,7 +285,7 @@ def _best_of_keys(base: Base, medians: Sequence[tuple[Candidate, float]]) -> lis
 
 
 def _offered(base: Base, listed: Sequence[Candidate]) -> list[tuple[Candidate, Predicted]]:
-    """Those of ``listed`` that are faster by more than their uncertainty, the best first."""
+    """Return the candidates that are faster by more than their uncertainty. The best candidate comes first."""
     limit = min(base.recorded_ns, base.replay.median_ns)
     answers: Iterator[tuple[Candidate, Any]] = (
         (each, predict_from(base, [(each.setting, each.config)]).settings[0]) for each in listed
@@ -287,16 +295,19 @@ def _offered(base: Base, listed: Sequence[Candidate]) -> list[tuple[Candidate, P
 
 
 def _program(manifest: Manifest) -> list[str]:
-    """The arguments of ``commprof sweep`` that start the program of a run again; none where it does not name its config."""
+    """Return the arguments of ``commprof sweep`` that start the program of a run again.
+
+    The list is empty if the program does not name its config on the command line.
+    """
     command = list(manifest.command or ())
     named = any(word.partition("=")[0] == manifest.config_argument for word in command)
-    if not named:  # a sweep gives each run its config in this argument
+    if not named:  # a sweep passes the config of each run in this argument
         return []
     engine = (manifest.launcher or {}).get("engine")
     words = ["--engine", str(engine)] if engine else []
-    if manifest.nproc is None:  # the program starts its ranks itself
+    if manifest.nproc is None:  # the program starts its own ranks
         return [*words, "--", *command]
-    return [*words, "--nproc", str(manifest.nproc), "--", *command[1:]]  # without python
+    return [*words, "--nproc", str(manifest.nproc), "--", *command[1:]]  # without the Python interpreter
 
 
 def _change(base: Base, candidate: Candidate, answer: Predicted, memory: int | None) -> Change:
@@ -320,7 +331,7 @@ def _change(base: Base, candidate: Candidate, answer: Predicted, memory: int | N
 
 
 def _why(base: Base, answer: Predicted) -> str:
-    """The reasons about the purpose that is exposed for less time, without those about others."""
+    """Return the reasons about the purpose whose exposed time shrinks most, without reasons about other purposes."""
     before = base.exposed_ns
     gains = {purpose: ns - answer.exposed_ns.get(purpose, 0.0) for purpose, ns in before.items()}
     main = max(gains, key=lambda purpose: gains[purpose], default="")

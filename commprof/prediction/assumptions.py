@@ -1,4 +1,4 @@
-"""What is changed in a prediction beside the config: the links, the ranks, and the two bounds."""
+"""The changes of a prediction in addition to the config: the links, the number of ranks, and two bounds."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from commprof.quantities import bytes_per_second, duration_ns
 
 
 class Assumptions(NamedTuple):
-    """What differs from the run beside the config.
+    """The differences of a prediction from the run in addition to the config.
 
     Attributes:
-        link: bandwidth and latency.
-        world: ranks; None for those of the run.
-        comm_free: messages take no time.
-        no_straggler: in each span all ranks compute as long as the mean of the ranks.
+        link: The change of bandwidth and latency.
+        world: The number of ranks, or None for that of the run.
+        comm_free: Whether messages take no time.
+        no_straggler: Whether all ranks compute for the mean time of the ranks in each span.
     """
 
     link: Link = UNCHANGED
@@ -35,7 +35,7 @@ def parse_link(bandwidth: str | None, latency: str | None) -> Link:
     (0.5, 1250000000.0, 50000.0)
 
     Raises:
-        UsageError: the text has another form.
+        UsageError: The text does not have one of these forms.
     """
     link = Link()
     if bandwidth is not None:

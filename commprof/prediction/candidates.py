@@ -1,4 +1,4 @@
-"""The settings that are tried on a recorded run when nobody names one: by rule, from its own config."""
+"""List the settings to try on a recorded run when the user names none. Rules derive them from the run's config."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from commprof.requested.wrappers.ddp import DEFAULT_BUCKET_MIB, MIB, Ddp
 from commprof.requested.wrappers.fully_shard import FullyShard
 from commprof.requested.zero.reductions import REDUCTIONS
 
-# Stage 3 is left, and not entered: it sends more than the others, and saves memory alone. For DeepSpeed, the messages of a
-# prediction from stage 3 to stage 0 were never compared with those of a run.
+# Changes from stage 3 are tried, and changes to stage 3 are not: it sends more than the other stages, and saves only
+# memory. For DeepSpeed, the messages of a prediction from stage 3 to stage 0 were never compared with those of a run.
 _STAGES: Final[tuple[int, ...]] = (0, 1, 2)
 _FROM_STAGE_3: Final[dict[str, tuple[int, ...]]] = {"zero_runtime": _STAGES, "deepspeed": (1, 2)}
 _ZERO: Final = "zero_optimization"
@@ -27,9 +27,9 @@ class Candidate(NamedTuple):
     """A setting to try.
 
     Attributes:
-        setting: dotted keys and values, as of ``--set``.
-        recorded: the value that each of these keys has in the run.
-        config: the run's config with ``setting``; None where the run has none.
+        setting: The dotted keys and values, as in ``--set``.
+        recorded: The value of each of these keys in the run.
+        config: The run's config with ``setting``, or None if the run has no config.
     """
 
     setting: dict[str, Any]
@@ -38,10 +38,12 @@ class Candidate(NamedTuple):
 
 
 def candidates(request: Request) -> list[Candidate]:
-    """Return changes of one key each of the run behind ``request``; none where no rule says what it sends.
+    """Return candidates for the run that requested ``request``, most of which change one key.
+
+    The list is empty if no rule predicts the messages of the run.
 
     Raises:
-        CommprofError: the rules cannot read its config.
+        CommprofError: The rules cannot read the config of the run.
     """
     if request.reason is not None:
         return []
@@ -54,7 +56,7 @@ def candidates(request: Request) -> list[Candidate]:
 
 
 def combined(request: Request, several: tuple[Candidate, ...]) -> Candidate:
-    """All changes of ``several``, which have different keys."""
+    """Return one candidate with all changes of ``several``, which have different keys."""
     setting = {key: value for each in several for key, value in each.setting.items()}
     recorded = {key: value for each in several for key, value in each.recorded.items()}
     config = None if any(each.config is None for each in several) else _with(request.config, setting)
@@ -66,7 +68,7 @@ def _of_zero(request: Request) -> Iterator[Candidate]:
     for name, value, recorded in _values(request, configuration):
         setting = {f"{_ZERO}.{name}": value}
         yield Candidate(setting, {f"{_ZERO}.{name}": recorded}, _with(request.config, setting))
-    # Buckets at stage 0 need three keys at once.
+    # Buckets at stage 0 need three keys at once, so this candidate changes three keys.
     is_own = request.runtime != "deepspeed"
     if configuration.stage == 0 and is_own and not configuration.reduces_whole_in_buckets:
         numel = sum(each.numel for group in trained_groups(request.parameters) for each in group)
@@ -75,22 +77,22 @@ def _of_zero(request: Request) -> Iterator[Candidate]:
             f"{_ZERO}.overlap_comm": True,
             f"{_ZERO}.reduce_bucket_size": max(1, _rounded(numel / 10)),
         }
-        # The attributes have the names of the keys.
+        # The attributes of the configuration have the names of the keys.
         recorded = {key: getattr(configuration, key.removeprefix(f"{_ZERO}.")) for key in setting}
         yield Candidate(setting, recorded, _with(request.config, setting))
 
 
 def _values(request: Request, configuration: Configuration) -> Iterator[tuple[str, Any, Any]]:
-    """Key, value and recorded value of each candidate."""
+    """Yield the key, the value and the recorded value of each candidate."""
     stage, is_deepspeed = configuration.stage, request.runtime == "deepspeed"
     reduction = (
         None if configuration.gradient_reduction == "auto" or is_deepspeed else configuration.reduction
     )
     stages = _FROM_STAGE_3[request.runtime] if stage == 3 else _STAGES
     if read_offload(zero_section(request.config), stage).parameters != "none":
-        stages = ()  # no other stage can
+        stages = ()  # no other stage can offload parameters
     for other in stages:
-        # zero_runtime refuses a reduction that a config names, at a stage that does not have it.
+        # If a config names a reduction, zero_runtime refuses stages that do not have this reduction.
         if other != stage and (reduction is None or other in REDUCTIONS[reduction].stages):
             yield "stage", other, stage
     if is_deepspeed:
@@ -108,7 +110,10 @@ def _values(request: Request, configuration: Configuration) -> Iterator[tuple[st
 
 
 def _sizes(size: int, numel: int) -> list[int]:
-    """Elements of ten times larger and smaller buckets, and of one for all; a bucket holds at most the model."""
+    """Return the bucket sizes to try, in elements: ten times larger and smaller, and one bucket for all gradients.
+
+    No size is much larger than the model.
+    """
     used = min(size, numel)
     sizes = {min(_rounded(10 * used), numel), _rounded(used / 10), numel}
     return [
@@ -120,7 +125,8 @@ def _of_ddp(rules: Ddp) -> list[Candidate]:
     cap = rules.argument("bucket_cap_mb")
     recorded = float(DEFAULT_BUCKET_MIB if cap is None else cap)
     total = sum(each.nbytes for each in rules.wrapper.trained) / MIB
-    used, one = min(recorded, total), 1.01 * total  # a bucket of exactly all may round to two
+    # 1 % more than all gradients, because a bucket of exactly all gradients may be rounded to two buckets.
+    used, one = min(recorded, total), 1.01 * total
     sizes = dict.fromkeys(_rounded_mib(each) for each in (one, min(4 * used, one), used / 4))
     return [
         Candidate({BUCKET_CAP: each}, {BUCKET_CAP: _rounded_mib(recorded)}, None)
@@ -135,7 +141,7 @@ def _with(config: Mapping[str, Any], setting: Mapping[str, Any]) -> dict[str, An
 
 
 def _rounded(number: float, up: bool = False) -> int:
-    """``number`` with two digits, so that it can be read in a config."""
+    """Return ``number`` rounded to two digits, so that it is readable in a config."""
     if number < 1:
         return 0
     unit: int = 10 ** max(0, floor(log10(number)) - 1)
@@ -143,5 +149,5 @@ def _rounded(number: float, up: bool = False) -> int:
 
 
 def _rounded_mib(number: float) -> float:
-    """``number`` with three digits; whole MiB where it is large."""
+    """Return ``number`` rounded to three digits, or to whole MiB from 100 on."""
     return float(round(number)) if number >= 100 else float(f"{number:.3g}")

@@ -1,8 +1,8 @@
-"""The program of a step with another config: other gradient messages, cut where their gradients have arrived.
+"""Build the program of a step with a different config: other messages at the places where gradients have arrived.
 
-What a rank computes does not depend on its messages, so it keeps its place on an axis of *work*: ns computed since the
-step began. The messages of the recorded config are taken off this axis, and those of the other config put on it, where
-enough gradients have arrived (:mod:`.event_places`).
+The compute of a rank does not depend on its messages. So it keeps its place on an axis of *work*, the compute in ns
+since the step began. The messages of the recorded config are removed from this axis. The messages of the other config
+are placed on it where enough gradients have arrived (:mod:`.event_places`).
 """
 
 from __future__ import annotations
@@ -34,16 +34,19 @@ from commprof.prediction.program import Event, Floats, Groups, Message, Program,
 from commprof.prediction.sent import AT_END, GRADIENTS, Sent, groups_of
 from commprof.schema import Phase, Purpose
 
-# What a gradient message costs beside its own time and its call: filling and emptying a bucket, waking up after the wait. In
-# calls of it, since both are mostly Python; measured on the development runs: docs/predict.md.
+# The cost of a gradient message in addition to its own time and its call: filling and emptying a bucket, and waking up
+# after the wait. It is a multiple of the time of the call, because both are mostly Python. Measured on the development
+# runs (docs/predict.md).
 _BESIDE_CALL: Final = 2.0
 
 
 class Changed(NamedTuple):
-    """The program of another config and the compute of its steps.
+    """The program of a different config, and the compute of its steps.
 
     Attributes:
-        assumed: sentences about what the recorded run does not show.
+        program: The messages and events of a step.
+        steps: The compute of each step.
+        assumed: Sentences about assumptions, because the recorded run does not show everything.
     """
 
     program: Program
@@ -64,16 +67,16 @@ def change(
     """Return the program of ``after`` for steps that were recorded with ``before``.
 
     Args:
-        program: recorded events.
-        steps: recorded compute, as if nothing had been in flight.
-        before: what the recorded config sends.
-        after: what the other one sends.
-        shrinks_optimizer: elements that a rank updates, by those of the recorded config.
-        assumed: about parameters that are gathered within the passes.
-        inserted: messages of each micro-batch that go at a given part of its passes.
+        program: The recorded events.
+        steps: The recorded compute, without the slowdown by messages in flight.
+        before: The messages of the recorded config.
+        after: The messages of the other config.
+        shrinks_optimizer: The number of elements that a rank updates, relative to the recorded config.
+        assumed: The assumed costs of gathering parameters in the passes and of adding up gradients.
+        inserted: Messages of each micro-batch that are placed at a given fraction of its passes.
 
     Raises:
-        UsageError: the run's messages are not those of its config, or where those of the other one go is not known.
+        UsageError: The run's messages are not those of its config, or the places of the other messages are not known.
     """
     _check_recorded(program, before)
     ranks = steps[0].spans.shape[1]
@@ -139,7 +142,7 @@ def change(
 
 
 def gathered_in_passes(program: Program) -> set[int]:
-    """The numbers of the messages that gather parameters in a forward or backward pass."""
+    """Return the numbers of the messages that gather parameters in a forward or backward pass."""
     return {
         number
         for number, message in enumerate(program.messages)
@@ -148,7 +151,7 @@ def gathered_in_passes(program: Program) -> set[int]:
 
 
 def _check_gathers(program: Program, before: Sent, after: Sent) -> None:
-    """Refuse to move gathers that the rules do not explain."""
+    """Raise UsageError if the rules do not explain the recorded gathers, or do not predict the other ones."""
     others = sorted(before.others | after.others)
     if others:
         raise UsageError(
@@ -189,7 +192,7 @@ def _assumptions(after: Sent, assumed: Assumed) -> tuple[str, ...]:
 
 
 def _check_recorded(program: Program, before: Sent) -> None:
-    """Refuse to change gradient messages that the rules do not explain."""
+    """Raise UsageError if the rules do not explain the recorded gradient messages."""
     expected = sorted(m.payload_bytes for each in before.gradients for m, _ in each)
     issued = sorted(m.payload_bytes for m in program.messages if m.purpose == GRADIENTS)
     if expected != issued:
@@ -207,7 +210,7 @@ def _check_recorded(program: Program, before: Sent) -> None:
 
 
 def _ends_of_backward(program: Program) -> list[int]:
-    """The position of the event that ends each micro-batch: the issue of its last gradient message."""
+    """Return the position of the event that ends each micro-batch: the issue of its last gradient message."""
     last: dict[int, int] = {}
     for number, event in enumerate(program.events):
         message = program.messages[event.message]
@@ -221,7 +224,7 @@ def _ends_of_backward(program: Program) -> list[int]:
 
 
 def _longer(step: Step, end: int, added_ns: float) -> Step:
-    """``step`` whose compute until the last gradient message takes ``added_ns`` more, in proportion."""
+    """Return ``step`` with ``added_ns`` more compute until the last gradient message, distributed in proportion."""
     spans = step.spans.copy()
     total = spans[: end + 1].sum(axis=0)
     spans[: end + 1] *= np.maximum(0.0, 1.0 + added_ns / np.maximum(total, 1.0))
@@ -253,20 +256,20 @@ def _with_optimizer(program: Program, step: Step, end: int, factor: float) -> St
         for number, event in enumerate(program.events)
         if number > end and program.messages[event.message].purpose == Purpose.PARAMETER_GATHER
     ]
-    # The optimizer runs between the last wait for gradients and the gather of what it has updated, or the end.
+    # The optimizer runs between the last gradient message and the gather of the updated parameters, or the end.
     stop = gathers[0] + 1 if gathers else len(spans)
     spans[end + 1 : stop] *= factor
     return step._replace(spans=spans)
 
 
 def _without_costs(program: Program, step: Step, costs: Floats, copy_ns: float) -> Step:
-    """Take what each message costs beside its call off the compute that follows its wait.
+    """Return ``step`` without the additional cost of each message in the compute that follows its wait.
 
     Args:
-        program: recorded events.
-        step: recorded compute.
-        costs: of each gradient message.
-        copy_ns: of each byte that is gathered in a pass.
+        program: The recorded events.
+        step: The recorded compute.
+        costs: The cost of each gradient message in ns, for each rank.
+        copy_ns: The cost of each byte that is gathered in a pass, in ns.
     """
     spans = step.spans.copy()
     gathers = gathered_in_passes(program)
@@ -280,12 +283,12 @@ def _without_costs(program: Program, step: Step, costs: Floats, copy_ns: float) 
 
 
 def _work(program: Program, step: Step) -> Floats:
-    """Work until each event, and until the end."""
+    """Return the work until each event and until the end, in ns: (events + 1, ranks)."""
     return np.cumsum(step.spans, axis=0)
 
 
 def _kept(program: Program, before: Sent, after: Sent) -> tuple[set[int], list[str]]:
-    """The messages that stay as they are, and the purposes at the end of a step whose messages change."""
+    """Return the numbers of the messages that remain, and the purposes at the end of a step whose messages change."""
     moved = [
         purpose
         for purpose in AT_END
@@ -304,7 +307,7 @@ def _of(messages: Sequence[Message]) -> list[tuple[str, int, Groups]]:
 
 
 def _typical_calls(program: Program, steps: Sequence[Step]) -> Floats:
-    """The mean cost of a call over the steps, for each step and rank: (steps, ranks)."""
+    """Return the mean time of a call over the steps in ns, repeated for each step: (steps, ranks)."""
     mean = np.mean([each.calls.mean(axis=0) for each in steps], axis=0)
     return np.array([mean for _ in steps])
 
@@ -317,8 +320,11 @@ def _assembled(
     messages: Sequence[Message],
     calls: Floats,
 ) -> Changed:
-    """The events in the order of the work before them; those that belong together stay in their order."""
-    # Whole ns: positions that are equal by rule may differ in their last bits.
+    """Return the program with its events in the order of the work before them.
+
+    Events at equal work, micro-batch and turn keep their order.
+    """
+    # Rounded to whole ns, because positions that are equal by rule may differ in their last bits.
     ordered = sorted(places, key=lambda place: (round(float(place.work.mean())), place.micro, place.turn))
     used = list(dict.fromkeys(place.event.message for place in ordered))
     renumbered = {message: number for number, message in enumerate(used)}

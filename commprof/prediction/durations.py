@@ -1,7 +1,7 @@
-"""How long a message takes, from the messages of a run, or from a calibration where the run has none of its size.
+"""Determine the time of a message from the messages of a run, or from a calibration if the run has none of its size.
 
-The time of a message counts from the moment when all of its ranks have issued it and the one before it in its group has
-ended: neither waiting for a late rank nor waiting in the queue belongs to it.
+The time of a message starts when all of its ranks have issued it and the previous message of its group has ended. So
+it includes neither the wait for a late rank nor the wait in the queue.
 """
 
 from __future__ import annotations
@@ -20,34 +20,37 @@ from commprof.prediction.recorded import Recorded
 from commprof.printable import command_line
 from commprof.schema import Op
 
-REACH: Final = 2.0  # a size this many times beyond the measured ones is still predicted
-WITH_CALIBRATION: Final = "give the file with --calibration"  # what to do about a setting of unknown messages
+REACH: Final = 2.0  # a size is still predicted if it is beyond the measured sizes by at most this factor
+WITH_CALIBRATION: Final = "give the file with --calibration"  # the advice for a setting with unknown messages
 _NEAR: Final = 1.2
-_LATENCY_BYTES: Final = 65_536  # whose transfer takes about as long as the latency of a message
-_SMALL: Final = 4096  # bytes of a message whose time is latency, in the lower decile of those times
+# The transfer of this many bytes takes about as long as the latency of a message.
+_LATENCY_BYTES: Final = 65_536
+_SMALL: Final = 4096  # up to this many bytes, the lower decile of the times of messages is their latency
 _LEAST: Final = 0.1
-_FILLS_LINK: Final = 2**20  # bytes of a message whose time is transfer rather than latency
+_FILLS_LINK: Final = 2**20  # from this many bytes on, the time of a message is transfer rather than latency
+# gloo's other operations leave a link idle for part of their time.
 _FILLING: Final = (
     str(Op.ALL_REDUCE),
     str(Op.REDUCE),
     str(Op.BROADCAST),
-)  # gloo's others leave a link idle meanwhile
-_GOODPUT: Final = 0.95  # of a link's rate: 1448 bytes of payload in a frame of 1514 (TCP over Ethernet)
-_FEW: Final = 5  # times, below which those of other sizes say more about the spread
-# Between sizes: the logarithm of their ratio, and 3 for another kind. Further apart, latency decides one and transfer the
-# other.
+)
+# The usable fraction of a link's rate: 1448 bytes of payload in a frame of 1514 (TCP over Ethernet).
+_GOODPUT: Final = 0.95
+_FEW: Final = 5  # with fewer measured times, the times of other sizes give a better spread
+# The maximum distance between comparable messages: the logarithm of the ratio of their sizes, plus 3 for a different
+# kind. At a larger distance, latency dominates one time and transfer the other.
 _COMPARABLE: Final = 9.0
-# What a copy of one rank takes besides copying, as so many bytes: some 0.25 ms at the 4 GB/s of a processor.
+# The fixed cost of a copy by one rank, expressed in bytes: about 0.25 ms at the 4 GB/s of a processor.
 _COPY_OVERHEAD_BYTES: Final = 1_000_000
 
 
 class Kind(NamedTuple):
-    """Messages whose times depend on their size alone.
+    """A kind of messages whose times depend only on their size.
 
     Attributes:
-        op: a value of schema.Op.
-        ranks: of the group.
-        dtype: of the elements that the backend sums; empty for other operations.
+        op: A value of schema.Op.
+        ranks: The number of ranks of the group.
+        dtype: The type of the elements that the backend sums. Empty for other operations.
     """
 
     op: str
@@ -55,14 +58,15 @@ class Kind(NamedTuple):
     dtype: str = ""
 
 
-Times = Mapping[tuple[Kind, int], Floats]  # of messages of a kind and size: ns, (times, ranks)
+Times = Mapping[tuple[Kind, int], Floats]  # times in ns by kind and size of message: (times, ranks)
 
 
 class Sample(NamedTuple):
-    """Times that a message took, in ns, on each rank of its group: (times, ranks); and where they are from.
+    """The times that a message may take on each rank of its group, and the source of these times.
 
     Attributes:
-        times: measured ones, or scaled from those of other sizes. One rank may have its result long before another.
+        times: Times in ns that were measured, or scaled from those of other sizes: (times, ranks). One rank may have
+            its result long before a different rank.
         source: ``run`` or ``calibration``.
     """
 
@@ -74,10 +78,10 @@ class Link(NamedTuple):
     """A change of the links.
 
     Attributes:
-        factor: of the bandwidth: 4.0 for links four times as fast.
-        rate: of a rank's link in bytes/s, instead of a factor.
-        added_ns: added to the latency of each message.
-        cpu_per_byte: ns of processor time for a byte of payload, below which no link brings a transfer.
+        factor: The factor of the bandwidth, such as 4.0 for links that are four times as fast.
+        rate: The rate of a rank's link in bytes per second, instead of a factor.
+        added_ns: The time that is added to the latency of each message, in ns.
+        cpu_per_byte: The processor time for a byte of payload in ns. A transfer takes at least this time on any link.
     """
 
     factor: float = 1.0
@@ -93,8 +97,8 @@ def message_times(recorded: Recorded, steps: Sequence[int] | None = None) -> dic
     """Return the observed times of messages by kind and payload bytes: ns, (times, ranks).
 
     Args:
-        recorded: the run.
-        steps: positions in ``recorded.steps`` that are used; all by default.
+        recorded: The steps of the run.
+        steps: The positions in ``recorded.steps`` that are used. By default, all steps are used.
     """
     times: dict[tuple[Kind, int], list[Floats]] = defaultdict(list)
     queues: dict[Groups, list[int]] = defaultdict(list)
@@ -116,11 +120,11 @@ def _times_of_queue(
 ) -> None:
     """Add the times of the messages of group ``number`` in one step.
 
-    A backend may run messages of one group beside each other (gloo has two threads). So messages that are issued before
-    those before them have ended share the time of all of them, in proportion to their bytes.
+    A backend may run several messages of a group concurrently (gloo has two threads). So a message that is issued
+    before the previous messages have ended shares the time of all of these messages, in proportion to their bytes.
     """
     together: list[_Issued] = []
-    ended, seen_to = -np.inf, 0  # how many of them had ended when the last end was seen
+    ended, seen_to = -np.inf, 0  # the number of these messages that had ended when the last end was observed
     ranks = list(recorded.program.messages[queue[0]].groups[number])
     ends: Floats = np.zeros(len(ranks))
     for index in queue:
@@ -136,10 +140,11 @@ def _times_of_queue(
         together.append(_Issued(message, arrived, message.payload_bytes + _LATENCY_BYTES, known))
         if known:
             seen_to = len(together)
-            # A rank that does not wait long enough to see the end has the result when the first of the others has it.
+            # A rank that does not wait long enough does not observe the end. It is assumed to have the result when
+            # the first of the other ranks has it.
             ends = np.where(np.isnan(seen), np.nanmin(seen), seen)
             ended = float(ends.max())
-        else:  # it had ended when a rank asked for it
+        else:  # the message had already ended when a rank began to wait for it
             waits = recorded.waits[place, index, ranks]
             ended = float(waits[~np.isnan(waits)].min(initial=np.inf))
     _share_time(together[:seen_to], ends, times)
@@ -149,16 +154,16 @@ class _Issued(NamedTuple):
     message: Message
     arrived: float
     weight: int
-    is_seen: bool  # its end was observed
+    is_seen: bool  # whether the end of the message was observed
 
 
 def _share_time(
     together: Sequence[_Issued], ends: Floats, times: dict[tuple[Kind, int], list[Floats]]
 ) -> None:
-    """Share the time until ``ends`` among the last of ``together``; nothing of none.
+    """Share the time until ``ends`` among the last messages of ``together``. Without messages, do nothing.
 
-    The end of some is not known. At the rate of those after it such a message may have ended before the next was issued;
-    then it has no part in this time.
+    The end of some messages is not known. At the rate of the messages after it, such a message may have ended before
+    the next message was issued. In this case it and all messages before it have no part in this time.
     """
     if not together:
         return
@@ -185,9 +190,9 @@ class Durations:
     """The times of messages of any size.
 
     Args:
-        times: of :func:`message_times`.
-        calibration: of the machine, for operations and sizes that the run does not have; None without one.
-        link: how the links differ from the run's.
+        times: The times that :func:`message_times` returns.
+        calibration: A calibration of the machine, for operations and sizes that the run does not have, or None.
+        link: The change of the links.
     """
 
     def __init__(self, times: Times, calibration: Calibration | None = None, link: Link = UNCHANGED) -> None:
@@ -196,16 +201,17 @@ class Durations:
             self._sizes[kind][size] = each
         self._calibration = calibration
         self._link = link
-        self.bound_by_cpu = False  # links were made so fast that processors limit a message
+        self.bound_by_cpu = False  # whether links became so fast that processors limit a message
         self._known: dict[tuple[Kind, int], Sample] = {}
 
     def of(self, message: Message) -> Sample:
         """Return the times that ``message`` may take.
 
-        Those of the same element type are preferred. Without any, a message of another element type stands for it.
+        Times of messages with the same element type are preferred. Without any, times of messages with a different
+        element type are used.
 
         Raises:
-            UsageError: neither the run nor the calibration has such messages; it says what to calibrate.
+            UsageError: Neither the run nor the calibration has such messages. The message says what to calibrate.
         """
         kind, size = _kind_of(message), message.payload_bytes
         if (kind, size) not in self._known:
@@ -238,7 +244,10 @@ class Durations:
         return Sample(times, "run") if times is not None and len(times) >= _FEW else None
 
     def _from_run(self, kind: Kind, size: int, least_points: int) -> Sample | None:
-        """Between sizes of the run, or a little beyond; the spread is that of the size that is nearest."""
+        """Return times for a size between or slightly beyond the sizes of the run, or None.
+
+        The spread is that of the nearest size.
+        """
         sizes = {each: times for each, times in self._sizes.get(kind, {}).items() if each > 0}
         if not sizes or not size or not min(sizes) / REACH <= size <= max(sizes) * REACH:
             return None
@@ -250,10 +259,10 @@ class Durations:
         return Sample(sizes[nearest] * (time / medians[nearest]), "run")
 
     def _copied(self, size: int) -> Sample:
-        """Of a group of one rank, which copies: as the copy in the run whose size is nearest, in proportion to the bytes
-        and a fixed part.
+        """Return the times of a message in a group of one rank, which only copies.
 
-        No time where the run has none; no calibration measures one rank alone.
+        They are those of the copy in the run with the nearest size, scaled in proportion to the bytes plus a fixed
+        part. The time is 0 if the run has no copies, because a calibration does not measure a single rank.
         """
         copies = {
             each: times
@@ -269,9 +278,10 @@ class Durations:
         return Sample(copies[nearest] * scale, "run")
 
     def _from_calibration(self, kind: Kind, size: int) -> Sample | None:
-        """The calibrated time of that bus bandwidth, times how much slower the run's messages are than calibrated ones.
+        """Return the calibrated time at the same bus bandwidth, scaled to the run.
 
-        None for an element type that neither the calibration nor the run has.
+        The factor is the ratio of measured times in the run to calibrated times. The result is None for an element
+        type that neither the calibration nor the run has.
         """
         if self._calibration is None:
             return None
@@ -296,10 +306,10 @@ class Durations:
         return interpolated(medians, of_size)
 
     def _slower_than_calibrated(self, kind: Kind, size: int) -> Floats:
-        """Measured by calibrated time of the run's messages of that kind, else of all; of sizes that are near first.
+        """Return the ratio of measured to calibrated time for the nearest message of the run.
 
-        1 where no message of the run has a size that is near enough. Elements of 16 bits are summed more slowly, so the
-        ratio of such messages says nothing about others.
+        Messages of the same kind and of similar size are nearest. The ratio is 1 if no message of the run is near
+        enough. Elements of 16 bits are summed more slowly, so the ratio of such messages does not apply to other types.
         """
         assert self._calibration is not None
         comparable = (kind.dtype, self._calibration.dtype, "")
@@ -314,7 +324,10 @@ class Durations:
         return nearest[1] if nearest[0] <= _COMPARABLE else np.ones((1, kind.ranks))
 
     def _on_links(self, times: Floats, kind: Kind, size: int) -> Floats:
-        """``times`` on the changed links: latency is what the smallest messages take, the rest is transfer."""
+        """Return ``times`` on the changed links.
+
+        The time of the smallest messages is taken as latency, and the rest as transfer.
+        """
         link = self._link
         if link == UNCHANGED or kind.ranks == 1:
             return times
@@ -327,10 +340,12 @@ class Durations:
         return np.maximum(0.0, times - transfer + changed + link.added_ns)
 
     def _link_factor(self) -> float:
-        """How much faster the links are than those of the run, which its fastest message is taken to have filled.
+        """Return the rate of the changed links relative to the links of the run.
+
+        The fastest message of the run is assumed to have filled its link.
 
         Raises:
-            UsageError: no message of the run is large enough to fill a link.
+            UsageError: No message of the run is large enough to fill a link.
         """
         if self._link.rate is None:
             return self._link.factor
@@ -348,9 +363,9 @@ class Durations:
         return self._link.rate * _GOODPUT / max(rates)
 
     def _latency(self, kind: Kind) -> float:
-        """The lower decile of the times of the group's smallest messages, in ns.
+        """Return the lower decile of the times of the smallest messages in groups of this size, in ns.
 
-        Their median is too long: on slow links such a message waits behind the last bytes of the transfer before it.
+        The median would be too long, because on slow links a message waits for the last bytes of the previous transfer.
         """
         small = [
             float(np.quantile(times.max(axis=1), _LEAST))
@@ -390,7 +405,10 @@ class Durations:
 
 
 def typical(times: Floats) -> float:
-    """The median over messages of the time until the last rank has its result; ``times`` is (messages, ranks)."""
+    """Return the median over messages of the time until the last rank has its result.
+
+    ``times`` has the shape (messages, ranks).
+    """
     return float(np.median(times.max(axis=1)))
 
 
@@ -399,8 +417,9 @@ def _sizes_around(size: int) -> str:
 
 
 def points_of(medians: Mapping[int, float]) -> list[tuple[float, float]]:
-    """Sizes and times in rising order; sizes that differ by less than a fifth are one point, as a line through them would
-    follow their noise.
+    """Return sizes and times in ascending order.
+
+    Sizes that differ by at most a fifth become one point, because a line through them would follow their noise.
 
     >>> points_of({10: 5.0, 11: 7.0, 20: 8.0})
     [(10.5, 6.0), (20.0, 8.0)]
@@ -415,11 +434,11 @@ def points_of(medians: Mapping[int, float]) -> list[tuple[float, float]]:
 
 
 def interpolated(medians: Mapping[int, float], size: float) -> float:
-    """The time of ``size`` bytes: on a straight line between its neighbors, or through the nearest two beyond the ends.
+    """Return the time of ``size`` bytes by linear interpolation, or by extrapolation from the nearest two sizes.
 
-    Below the smallest known size s it takes at least (size + L) / (s + L) of the time of s, where the transfer of L bytes
-    takes about as long as the latency. The line may be far below that, even negative: times of small messages are noisy.
-    If one size alone is known, the time is in proportion to the bytes.
+    Below the smallest known size s, the time is at least (size + L) / (s + L) of the time of s. L is the number of
+    bytes whose transfer takes about as long as the latency. The line may be far below this limit, or even negative,
+    because times of small messages are noisy. If only one size is known, the time is in proportion to the bytes.
 
     >>> interpolated({10: 5.0, 20: 7.0}, 15), interpolated({10: 5.0}, 5)
     (6.0, 2.5)

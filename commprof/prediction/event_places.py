@@ -1,8 +1,9 @@
-"""Where the events of messages go on the axis of work of a step with another config.
+"""Place the events of messages on the axis of work of a step with a different config.
 
-When gradients arrive is known at the recorded messages. Between these, the backward pass takes time in proportion to the
-elements of weight matrices (its FLOPs grow with them), and none for embeddings and vectors. The same holds for the forward
-pass, in which modules of stage 3 gather their parameters.
+The recorded messages show when the gradients before them have arrived. Between recorded messages, the backward pass is
+assumed to take time in proportion to the elements of weight matrices, because its FLOPs grow with them. Embeddings and
+vectors are assumed to take no time. The same assumption applies to the forward pass, in which modules of stage 3 gather
+their parameters.
 """
 
 from __future__ import annotations
@@ -20,23 +21,26 @@ from commprof.requested.parameters import Parameter
 from commprof.requested.zero.module_calls import ModuleCalls
 from commprof.schema import Phase, Purpose
 
-FORWARD: Final = 1 / 3  # of the compute of both passes: the backward pass has twice the FLOPs
-_LEAST_FORWARD: Final = 0.15  # where recorded messages say otherwise
+FORWARD: Final = 1 / 3  # fraction of the compute of both passes: the backward pass has twice the FLOPs
+# The minimum and maximum of this fraction, if recorded messages give a different fraction.
+_LEAST_FORWARD: Final = 0.15
 MOST_FORWARD: Final = 0.5
 _BOTH: Final[tuple[Literal["issue", "wait"], ...]] = ("issue", "wait")
-# Turns of events at the same work: recorded ones and forward passes, backward passes, and what follows the last of these. At
-# stage 3 the number of the module call follows in the passes, and then a 1 for gradients, which come after its gathers.
+# The turns order events at the same work: first recorded events and forward passes, then backward passes, and then
+# everything after the last backward pass. Within the passes of stage 3, the number of the module call follows. Then 0
+# follows for the gathers of the module, and 1 for its gradients, which come after the gathers.
 WITHIN, _BACKWARD, AFTER = (0,), (1,), (2,)
 
 
 class Assumed(NamedTuple):
-    """What a run does not show of gathering parameters within the passes, and of adding up gradients.
+    """The assumed costs of gathering parameters in the passes and of adding up gradients, which a run does not show.
 
     Attributes:
-        copy_ns: for each byte that is gathered, beside its message: allocating and filling the parameters. Also for each
-            byte of gradients that is added up without being sent.
-        hook_ns: for each call of a module at DeepSpeed's stage 3: its hooks, in Python.
-        evenly: modules with matrices all compute equally long, rather than in proportion to the elements of these.
+        copy_ns: The time in ns to allocate and fill parameters, for each gathered byte, in addition to the message.
+            Also the time for each byte of gradients that is added up without being sent.
+        hook_ns: The time in ns of the Python hooks of DeepSpeed's stage 3, for each call of a module.
+        evenly: Whether all modules with matrices compute equally long. Otherwise their time is in proportion to the
+            elements of their matrices.
     """
 
     copy_ns: float = 0.0
@@ -45,13 +49,13 @@ class Assumed(NamedTuple):
 
 
 class Inserted(NamedTuple):
-    """A message of a pass that the run does not have, and that a rank waits for.
+    """A blocking message that is added to a pass, because the run does not have it.
 
     Attributes:
-        message: what is sent.
-        forward: in the forward pass; else in the backward pass.
-        share: of the pass that is done when it is sent.
-        longer: what is computed more after it, as a part of the pass: (steps, ranks).
+        message: The message.
+        forward: Whether the message is sent in the forward pass, and not in the backward pass.
+        share: The fraction of the pass that is done when the message is sent.
+        longer: The additional compute after the message, as a fraction of the pass: (steps, ranks).
     """
 
     message: Message
@@ -61,10 +65,10 @@ class Inserted(NamedTuple):
 
 
 class Place(NamedTuple):
-    """An event on the axis of work: (steps, ranks) ns.
+    """An event on the axis of work, which is in ns with shape (steps, ranks).
 
-    Of events at the same work those of an earlier micro-batch come first, then those of a lower ``turn``. ``cost`` is
-    computed after it, and is not on the axis.
+    Events at the same work are ordered by micro-batch, and then by ``turn``. ``cost`` is the compute after the event
+    in ns, which is not on the axis.
     """
 
     work: Floats
@@ -75,11 +79,11 @@ class Place(NamedTuple):
 
 
 class Passes(NamedTuple):
-    """Where a micro-batch is on the axis of work: (steps, ranks) ns.
+    """The passes of a micro-batch on the axis of work, which is in ns with shape (steps, ranks).
 
     Attributes:
-        start: of the forward pass.
-        points: of the backward pass: the part of it that is done, and the work until then, in rising order.
+        start: The work at the start of the forward pass.
+        points: Points of the backward pass in ascending order: the fraction that is done, and the work until then.
     """
 
     start: Floats
@@ -87,15 +91,15 @@ class Passes(NamedTuple):
 
     @property
     def end(self) -> Floats:
-        """Of the backward pass."""
+        """The work at the end of the backward pass."""
         return self.points[-1][1]
 
     def forward(self, share: float) -> Floats:
-        """The work until ``share`` of the forward pass is done."""
+        """Return the work until the fraction ``share`` of the forward pass is done."""
         return self.start + share * (self.points[0][1] - self.start)
 
     def backward(self, share: float) -> Floats:
-        """The work until ``share`` of the backward pass is done."""
+        """Return the work until the fraction ``share`` of the backward pass is done."""
         for (low, first), (high, second) in pairwise(self.points):
             if share <= high:
                 return first + (second - first) * ((share - low) / (high - low) if high > low else 1.0)
@@ -103,14 +107,17 @@ class Passes(NamedTuple):
 
 
 def _share(parameters: Sequence[Parameter], count: int, evenly: bool = False) -> float:
-    """The part of the backward pass that is done when the first ``count`` gradients have arrived."""
+    """Return the fraction of the backward pass that is done when the first ``count`` gradients have arrived."""
     weights = [min(1, weight(each)) if evenly else weight(each) for each in parameters]
     total = sum(weights)
     return sum(weights[:count]) / total if total else count / max(1, len(parameters))
 
 
 def weight(parameter: Parameter) -> int:
-    """Elements of a weight matrix, to which the time of its module is assumed to be in proportion; 0 of others."""
+    """Return the number of elements of a weight matrix, to which the time of a module is assumed to be proportional.
+
+    It is 0 for embeddings and for parameters with fewer than two dimensions.
+    """
     if "Embedding" in (parameter.owner_types or "") or len(parameter.extents) < 2:
         return 0
     return parameter.numel
@@ -125,13 +132,23 @@ def passes_of(
     ends: Sequence[int],
     evenly: bool = False,
 ) -> Passes:
-    """Where the passes of micro-batch ``micro`` of the other config are on the axis of work."""
+    """Return the passes of micro-batch ``micro`` of the config ``after`` on the axis of work.
+
+    Args:
+        program: The recorded program.
+        work: The work until each recorded event in ns: (steps, events + 1, ranks).
+        before: The messages of the recorded config.
+        after: The messages of the other config.
+        micro: The number of the micro-batch.
+        ends: The positions of the recorded events that end the micro-batches.
+        evenly: As in :class:`Assumed`.
+    """
     count = len(after.gradients)
     recorded = _recorded_flushes(program, before)
     end = work[:, ends[min(micro, len(ends) - 1)]]
     if len(ends) == count:
         start = work[:, ends[micro - 1]] if micro else np.zeros_like(end)
-    else:  # reduced only in the last micro-batch: all take as long
+    else:  # gradients are reduced only in the last micro-batch: assume equal times of micro-batches
         start, end = work[:, ends[-1]] * (micro / count), work[:, ends[-1]] * ((micro + 1) / count)
     known = [
         (_share(before.arriving, arrived, evenly), work[:, number])
@@ -143,14 +160,14 @@ def passes_of(
 
 
 def arrived_at(arriving: Sequence[Parameter], passes: Passes, evenly: bool, gradients: int) -> Floats:
-    """The work at which the first ``gradients`` gradients have arrived."""
+    """Return the work at which the first ``gradients`` gradients have arrived."""
     if gradients >= len(arriving):
         return passes.end
     return passes.backward(_share(arriving, gradients, evenly))
 
 
 def gather_messages(calls: ModuleCalls, micro: int, groups: Groups) -> list[Message]:
-    """The messages that gather the parameters of micro-batch ``micro``, in the order of the module calls."""
+    """Return the messages that gather the parameters of micro-batch ``micro``, in the order of the module calls."""
     phases = {
         number: str(Phase.FORWARD if call.forward else Phase.BACKWARD)
         for call in calls.calls
@@ -172,10 +189,10 @@ def gather_messages(calls: ModuleCalls, micro: int, groups: Groups) -> list[Mess
 
 
 def gather_events(after: Sent, passes: Passes, assumed: Assumed, micro: int, first: int) -> list[Place]:
-    """The events of the gathers of micro-batch ``micro``; ``first`` is the number of their first message.
+    """Return the events of the gathers of micro-batch ``micro``. ``first`` is the number of their first message.
 
-    A module issues what it lacks, waits for what it needs, and issues what later modules need. In the backward pass it
-    begins when those after it have ended.
+    A module issues the gathers of its own missing parameters, waits for the parameters that it needs, and issues
+    gathers for later modules. In the backward pass, a module begins when the modules after it in the model have ended.
     """
     assert after.calls is not None
     sizes = [each.payload_bytes for each in after.calls.messages]
@@ -204,10 +221,10 @@ def gather_events(after: Sent, passes: Passes, assumed: Assumed, micro: int, fir
 
 
 def inserted_events(inserted: Sequence[Inserted], passes: Passes, first: int) -> list[Place]:
-    """The events of messages ``inserted``; ``first`` is the number of the first."""
+    """Return the events of the messages ``inserted``. ``first`` is the number of the first of these messages."""
     places = []
     for number, each in enumerate(inserted, first):
-        begin = passes.points[0][1]  # of the backward pass
+        begin = passes.points[0][1]  # begin of the backward pass
         at = passes.forward(each.share) if each.forward else passes.backward(each.share)
         cost = each.longer * (begin - passes.start if each.forward else passes.end - begin)
         turn, micro = WITHIN if each.forward else _BACKWARD, each.message.micro_step
@@ -219,7 +236,7 @@ def inserted_events(inserted: Sequence[Inserted], passes: Passes, first: int) ->
 
 
 def _gradient_turn(after: Sent, gradients: int) -> tuple[int, ...]:
-    """The turn of what the arrival of gradient number ``gradients``, from 1, causes."""
+    """Return the turn of the events that the arrival of gradient number ``gradients``, counted from 1, causes."""
     if after.calls is None or gradients >= len(after.arriving):
         return _end_turn(after)
     last = after.arriving[gradients - 1].name
@@ -233,7 +250,7 @@ def _gradient_turn(after: Sent, gradients: int) -> tuple[int, ...]:
 
 
 def _end_turn(after: Sent) -> tuple[int, ...]:
-    """The turn of what the end of a backward pass causes."""
+    """Return the turn of the events that the end of a backward pass causes."""
     return _BACKWARD if after.calls is None else (*_BACKWARD, len(after.calls.calls), 1)
 
 
@@ -242,7 +259,10 @@ def _weight_of(parameters: Sequence[Parameter], evenly: bool) -> int:
 
 
 def end_events(messages: Sequence[Message], place: Floats, first: int) -> list[Place]:
-    """The events of messages at the end of a step: one after the other, or those that do not block all at once."""
+    """Return the events of messages at the end of a step.
+
+    Blocking messages run one after the other. Otherwise all messages are issued before the first wait.
+    """
     numbers = range(first, first + len(messages))
     if all(each.blocks for each in messages):
         return [
@@ -258,7 +278,11 @@ def end_events(messages: Sequence[Message], place: Floats, first: int) -> list[P
 
 
 def _recorded_flushes(program: Program, before: Sent) -> dict[int, list[tuple[int, int]]]:
-    """Micro-batch -> position of the event and number of gradients of each recorded gradient message."""
+    """Return, by micro-batch, the position of each recorded gradient message and the number of gradients at this point.
+
+    The positions are those of the events that issue the messages. A micro-batch is left out if the recorded messages
+    do not match the rules.
+    """
     issues: dict[int, list[int]] = defaultdict(list)
     for number, event in enumerate(program.events):
         message = program.messages[event.message]
@@ -272,7 +296,11 @@ def _recorded_flushes(program: Program, before: Sent) -> dict[int, list[tuple[in
 
 
 def _begin_of_backward(start: Floats, end: Floats, known: Sequence[tuple[float, Floats]]) -> Floats:
-    """Where the backward pass began: from its recorded pace, else two thirds of the compute are its own."""
+    """Return the work at which the backward pass began.
+
+    It follows from the pace of the recorded gradient messages. Without such messages, the backward pass is assumed to
+    take two thirds of the compute.
+    """
     total = end - start
     begin = start + FORWARD * total
     if known and known[0][0] < 1.0:
@@ -290,14 +318,14 @@ def gradient_events(
     first: int,
     cost: Floats,
 ) -> list[Place]:
-    """The events of the gradient messages of a micro-batch.
+    """Return the events of the gradient messages of a micro-batch.
 
     Args:
-        messages: each with how many gradients have arrived when it is sent.
-        arrival: the work at which so many gradients have arrived.
-        after: what the config sends.
-        first: the number of the first message.
-        cost: of each message, after it.
+        messages: The messages, each with the number of gradients that have arrived when it is sent.
+        arrival: A function that returns the work at which a given number of gradients have arrived.
+        after: The messages of the config.
+        first: The number of the first message.
+        cost: The compute after each message, in ns.
     """
     places: list[Place] = []
     micro = messages[0][0].micro_step if messages else 0
@@ -330,7 +358,11 @@ def gradient_events(
 
 
 def place_at_end(program: Program, work: Floats, purpose: str, end: int) -> Floats:
-    """Where messages of ``purpose`` go: where the recorded ones of it were; else before or after the optimizer."""
+    """Return the work at which messages of ``purpose`` are placed.
+
+    It is the place of the first recorded message of the same purpose after position ``end``. Without such a message,
+    it is the end of the step for parameter gathers, and position ``end`` for other purposes.
+    """
     for number, event in enumerate(program.events):
         message = program.messages[event.message]
         if number > end and event.kind == "issue" and message.purpose == purpose:

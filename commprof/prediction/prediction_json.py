@@ -1,4 +1,4 @@
-"""A prediction as JSON: what ``commprof predict --json`` prints and ``commprof sweep --predict`` writes."""
+"""Convert a prediction to JSON, for ``commprof predict --json`` and ``commprof sweep --predict``."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from commprof.prediction.predictions import Predicted, Prediction, Setting
 
 
 def prediction_json(answer: Prediction) -> dict[str, Any]:
-    """``answer`` as JSON values: times are integers in ns."""
+    """Return ``answer`` as JSON values. Times are integers in ns."""
     return {
         "recorded": {
             "step_ns": round(answer.recorded_ns),
@@ -45,7 +45,7 @@ def _setting(each: Predicted | tuple[Setting, str]) -> dict[str, Any]:
 
 
 def promising_json(answer: Promising) -> dict[str, Any]:
-    """The changes that are worth trying as JSON values."""
+    """Return the changes that are worth trying as JSON values."""
     return {
         "changes": [_change(each) for each in answer.changes],
         "tried": answer.tried,

@@ -1,4 +1,4 @@
-"""The step time of a recorded run with other settings: median, 80 % interval, exposed communication, and why."""
+"""Predict the step time of a recorded run with other settings: median, 80 % interval, exposed time and reasons."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ from commprof.trace.reader import Run
 Setting = Mapping[str, Any]
 Key = TypeVar("Key")
 
-# Keys whose effect is on messages alone. Others change what is computed, which one run does not tell.
+# The keys that affect only messages. Other keys change the computation, whose time a single run cannot show.
 KEYS: Final = (
     *(
         f"zero_optimization.{name}"
@@ -72,30 +72,32 @@ KEYS: Final = (
     "communication_data_type",
     "disable_allgather",
 )
-REFUSED_ERROR: Final = 0.10  # of the replay, above which nothing is predicted
-_WIDE_ERROR: Final = 0.02  # above which a note says so
-_Z: Final = 1.2816  # an 80 % interval of a normal distribution
-# Standard deviations relative to the step, measured on the development runs: docs/predict.md.
-OF_A_RUN: Final = 0.05  # of two runs with the same messages
-OF_THE_MODEL: Final = 0.025  # what the model leaves out
+REFUSED_ERROR: Final = 0.10  # relative error of the replay above which nothing is predicted
+_WIDE_ERROR: Final = 0.02  # relative error of the replay above which a note reports the error
+_Z: Final = 1.2816  # half of the 80 % interval of a normal distribution, in standard deviations
+# Standard deviations relative to the step time, measured on the development runs (docs/predict.md).
+OF_A_RUN: Final = 0.05  # between two runs with the same messages
+OF_THE_MODEL: Final = 0.025  # effects that the model leaves out
 _BETWEEN_RUNS: Final = float(np.hypot(OF_A_RUN, OF_THE_MODEL))
 _OF_CALIBRATION: Final = 0.03
 _OF_LINKS: Final = 0.05
-_OF_CPU: Final = 0.2  # of links so fast that processors limit messages
+_OF_CPU: Final = 0.2  # changed links are so fast that processors limit messages
 _CPU_BOUND: Final = 0.12
-_CPU_SHARE: Final = 0.3  # of the exposed time is processor time of the backend: processors limit messages
+# If the processor time of the backend exceeds this fraction of the exposed time, processors limit messages.
+_CPU_SHARE: Final = 0.3
 _OF_WORLD: Final = 0.08
 
 
 class Machine(NamedTuple):
-    """What differs between processors and GPUs.
+    """The assumptions that differ between CPUs and GPUs.
 
     Attributes:
-        slowdown: of compute beside a message.
-        slowdowns: between which it is uncertain.
-        message_ns: standard deviation of what one message more or less costs beside its own time.
-        copy_ns: for each byte of parameters that is gathered, beside its message, and of gradients that are added up.
-        hook_ns: for each call of a module at DeepSpeed's stage 3.
+        slowdown: The factor by which compute takes longer while a message is in flight.
+        slowdowns: The lower and upper bound of this factor.
+        message_ns: The standard deviation in ns of the cost of one message more or less, in addition to its own time.
+        copy_ns: The time in ns for each byte of gathered parameters, in addition to the message, and for each byte of
+            gradients that are added up.
+        hook_ns: The time in ns of the hooks of DeepSpeed's stage 3, for each call of a module.
     """
 
     slowdown: float
@@ -106,29 +108,29 @@ class Machine(NamedTuple):
 
     @property
     def assumed(self) -> Assumed:
-        """What a run does not show, on this machine."""
+        """The assumed costs on this machine that a run does not show."""
         return Assumed(self.copy_ns, self.hook_ns)
 
 
-# gloo takes processors from compute; measured: docs/predict.md
+# Measured (docs/predict.md): gloo uses processors that compute needs.
 CPUS: Final = Machine(1.3, (1.0, 1.6), 5e5, 1.0, 5e5)
-# assumed: NCCL takes a few multiprocessors, and Python runs ahead of the stream
+# Assumed: NCCL uses a few multiprocessors, and Python runs ahead of the stream.
 GPUS: Final = Machine(1.1, (1.0, 1.3), 1e5, 0.002, 0.0)
 
 
 class Predicted(NamedTuple):
-    """One setting.
+    """The prediction of one setting.
 
     Attributes:
-        setting: what is set.
-        median_ns, low_ns, high_ns: the step, with its 80 % interval.
-        exposed_ns: by purpose: mean over ranks.
-        memory_bytes: on the device of a rank, without activations; None where it is not known.
-        messages: of a step.
-        why: sentences.
-        path: the critical path of the median step: ns by purpose, or compute, and rank.
-        comm_free_ns: the step if messages took no time.
-        no_straggler_ns: the step if all ranks computed equally long.
+        setting: The keys and values that differ from the run.
+        median_ns, low_ns, high_ns: The step time with its 80 % interval.
+        exposed_ns: The exposed time of a step by purpose, as a mean over ranks.
+        memory_bytes: The bytes on the device of a rank without activations, or None if they are not known.
+        messages: The number of messages of a step.
+        why: Sentences with the reasons.
+        path: The critical path of the median step: ns by purpose (or ``compute``) and rank.
+        comm_free_ns: The step time if messages took no time.
+        no_straggler_ns: The step time if all ranks computed equally long.
     """
 
     setting: Setting
@@ -145,14 +147,15 @@ class Predicted(NamedTuple):
 
 
 class Prediction(NamedTuple):
-    """All settings.
+    """The predictions of all settings.
 
     Attributes:
-        recorded_ns: median step of the run, mean over ranks.
-        replay_ns: the same, computed from its compute and message times of other steps.
-        settings: in the order given; a text says why a setting is not predicted.
-        steps: that were replayed.
-        notes: remarks.
+        recorded_ns: The median over steps of the recorded step time, which is a mean over ranks.
+        replay_ns: The same median of the replay, which uses the recorded compute and message times of other steps.
+        recorded_exposed_ns: The recorded exposed time of a step by purpose.
+        settings: The predictions in the given order. A setting that is not predicted has a text with the reason.
+        steps: The number of steps that were replayed.
+        notes: Remarks about the prediction.
     """
 
     recorded_ns: float
@@ -164,18 +167,18 @@ class Prediction(NamedTuple):
 
     @property
     def replay_error(self) -> float:
-        """Relative to the recorded step."""
+        """The error of the replay relative to the recorded step time."""
         return self.replay_ns / self.recorded_ns - 1.0
 
 
 class Base(NamedTuple):
-    """What all settings start from: :func:`replayed_run` makes it."""
+    """The replayed run from which all settings are predicted. :func:`replayed_run` creates it."""
 
     recorded: Recorded
     request: Request
     times: Times
     calibration: Calibration | None
-    quiet: list[Step]  # compute as if nothing had been in flight
+    quiet: list[Step]  # the compute without the slowdown by messages in flight
     replay: Simulated
     plain: Simulated
     machine: Machine
@@ -183,21 +186,24 @@ class Base(NamedTuple):
 
     @property
     def recorded_ns(self) -> float:
-        """The median step of the run, mean over ranks."""
+        """The median over steps of the recorded step time, which is a mean over ranks."""
         return float(np.median(self.recorded.step_ns))
 
     @property
     def scale(self) -> float:
-        """Recorded by simulated step of the recorded setting, by which every simulated step is multiplied."""
+        """The ratio of the recorded to the simulated step time of the recorded setting.
+
+        Every simulated time is multiplied by this ratio.
+        """
         return self.recorded_ns / self.plain.median_ns
 
     @property
     def exposed_ns(self) -> dict[str, float]:
-        """Exposed time of the recorded setting by purpose, as it is predicted."""
+        """The exposed time of the recorded setting by purpose, as predicted."""
         return self.of_run(self.plain.exposed_ns)
 
     def of_run(self, simulated: Mapping[Key, float]) -> dict[Key, float]:
-        """Simulated times, multiplied as the step is, so that they are parts of it."""
+        """Return simulated times multiplied by :attr:`scale`, so that they are parts of the predicted step."""
         return {key: ns * self.scale for key, ns in simulated.items()}
 
 
@@ -207,16 +213,16 @@ def predict(
     assumptions: Assumptions = AS_RECORDED,
     calibration: Calibration | None = None,
 ) -> Prediction:
-    """Predict the step of ``run`` with each of ``settings``.
+    """Predict the step time of ``run`` with each of ``settings``.
 
     Args:
-        run: a finished training of equal steps.
-        settings: what is set, and the config with it; None for the config of the run.
-        assumptions: what else differs.
-        calibration: of the run's hosts, for messages that the run does not have.
+        run: A finished training with equal steps.
+        settings: Each setting with its config, or with None for the config of the run.
+        assumptions: Other differences from the run.
+        calibration: A calibration of the run's hosts, for messages that the run does not have.
 
     Raises:
-        UsageError: the run cannot be replayed, or no setting can be predicted; it says what to record.
+        UsageError: The run cannot be replayed, or no setting can be predicted. The message says what to record.
     """
     return predict_from(replayed_run(run, calibration), settings, assumptions)
 
@@ -225,13 +231,17 @@ def replayed_run(run: Run, calibration: Calibration | None = None) -> Base:
     """Read the steps of ``run`` and replay its recorded setting.
 
     Raises:
-        UsageError: the run cannot be replayed; it says what to record.
+        UsageError: The run cannot be replayed. The message says what to record.
     """
     return replayed_steps(recorded_steps(run), request_of(run), calibration)
 
 
 def replayed_steps(recorded: Recorded, request: Request, calibration: Calibration | None = None) -> Base:
-    """The same of the steps of a run, which requested ``request``."""
+    """Replay the recorded setting of ``recorded``, the steps of a run that requested ``request``.
+
+    Raises:
+        UsageError: The replay differs too much from the recorded steps.
+    """
     times = message_times(recorded)
     machine = CPUS if recorded.device == HOST else GPUS
     quiet = quiet_steps(recorded, machine.slowdown, calibration)
@@ -252,10 +262,10 @@ def predict_from(
     settings: Sequence[tuple[Setting, Mapping[str, Any] | None]],
     assumptions: Assumptions = AS_RECORDED,
 ) -> Prediction:
-    """:func:`predict` of a run that was replayed before.
+    """Predict the step time with each of ``settings`` from a run that was already replayed, like :func:`predict`.
 
     Raises:
-        UsageError: no setting can be predicted.
+        UsageError: No setting can be predicted.
     """
     answers: list[Predicted | tuple[Setting, str]] = []
     for setting, config in settings:
@@ -283,7 +293,7 @@ def predict_from(
 
 
 def _misfit(recorded: Recorded, replay: Simulated) -> str:
-    """Which purpose fits the least."""
+    """Return a text about the purpose whose exposed time in the replay differs most from the run."""
     differences = {
         purpose: replay.exposed_ns.get(purpose, 0.0) - ns for purpose, ns in recorded.exposed_ns.items()
     }
@@ -348,7 +358,7 @@ def _predicted(
 def _changed(
     base: Base, setting: Setting, config: Mapping[str, Any] | None, world: int, assumed: Assumed
 ) -> Changed:
-    """The program with ``setting`` on ``world`` ranks."""
+    """Return the program and the compute with ``setting`` on ``world`` ranks."""
     recorded, request = base.recorded, base.request
     if not setting and world == recorded.world_size:
         return Changed(recorded.program, base.quiet)
@@ -384,10 +394,12 @@ def _changed(
 
 
 def median_step(base: Base, setting: Setting, config: Mapping[str, Any] | None) -> float:
-    """The median of :func:`predict_from` for one setting alone, in ns; a few times as fast.
+    """Return the median that :func:`predict_from` predicts for one setting, in ns.
+
+    This function is a few times faster, because it computes nothing but the median.
 
     Raises:
-        UsageError: the setting cannot be predicted.
+        UsageError: The setting cannot be predicted.
     """
     changed = _changed(base, setting, config, base.recorded.world_size, base.machine.assumed)
     durations = Durations(base.times, base.calibration)
@@ -402,10 +414,10 @@ def _is_fully_shard(request: Request) -> bool:
 def sent_messages(
     request: Request, setting: Setting, config: Mapping[str, Any] | None, recorded_world: int, world: int
 ) -> tuple[Sent, Sent]:
-    """What the run sends, and what it would send with ``setting`` and ``world`` ranks.
+    """Return the messages of the run, and the messages with ``setting`` on ``world`` ranks.
 
     Raises:
-        UsageError: what is sent with ``setting`` cannot be predicted from the run.
+        UsageError: The messages with ``setting`` cannot be predicted from the run.
     """
     known = (*KEYS, *EXPERT_KEYS, *DDP_KEYS, RESHARDING)
     unknown = [key for key in setting if key not in known]
@@ -460,7 +472,7 @@ def _check_arguments(arguments: Mapping[str, Any]) -> None:
 def _shrinks(
     request: Request, other: Request, config: Mapping[str, Any] | None, recorded_world: int, world: int
 ) -> float:
-    """The elements that a rank updates, by those that it updated in the run."""
+    """Return the number of elements that a rank updates, relative to the number in the run."""
     if not request.config:
         return 1.0
     used = config if config is not None else request.config
@@ -469,7 +481,7 @@ def _shrinks(
 
 
 def _on_ranks(step: Step, world: int) -> Step:
-    """``step`` of other ranks: each computes what a recorded one does, in turn."""
+    """Return ``step`` with ``world`` ranks. The recorded ranks are repeated in order."""
     ranks = np.arange(world) % step.spans.shape[1]
     return step._replace(spans=step.spans[:, ranks], calls=step.calls[:, ranks])
 
@@ -494,13 +506,13 @@ def _spread(
     answer: Simulated,
     calibrated: bool,
 ) -> float:
-    """The standard deviation of the predicted step in ns."""
+    """Return the standard deviation of the predicted step time in ns."""
     step_ns = base.recorded.step_ns
     median = answer.median_ns
     parts = [
         base.between,
         abs(base.replay.median_ns / float(np.median(step_ns)) - 1.0),
-        # of a median of that many steps, for a normal distribution
+        # The standard error of a median over this number of steps, for a normal distribution.
         1.2533 * float(_deviation(step_ns)) / np.sqrt(len(step_ns)) / float(np.median(step_ns)),
     ]
     more = abs(len(changed.program.messages) - len(base.recorded.program.messages))
@@ -510,7 +522,7 @@ def _spread(
     if assumptions.link != UNCHANGED:
         parts.append(_OF_CPU if durations.bound_by_cpu else _OF_LINKS)
     if base.recorded.cpu_per_byte is not None:
-        # Processors, not links, limit messages: their times depend on what else runs.
+        # If processors rather than links limit messages, the times of messages depend on other work on the processors.
         payload = sum(message.payload_bytes for message in base.recorded.program.messages)
         if base.recorded.cpu_per_byte * payload > _CPU_SHARE * sum(base.plain.exposed_ns.values()):
             parts.append(_CPU_BOUND)
@@ -529,7 +541,7 @@ def _deviation(values: Floats) -> float:
 
 
 def device_memory(request: Request, config: Mapping[str, Any] | None, world: int) -> int | None:
-    """Bytes on the device of a rank with ``config``, without activations; None where that is not known."""
+    """Return the bytes on the device of a rank with ``config``, without activations, or None if they are not known."""
     if request.reason is not None or not request.config or request.shared is not None:
         return None
     try:
@@ -592,7 +604,7 @@ def _summary(program: Program, purpose: str) -> str:
 
 
 def _overlap(before: Simulated, recorded: Program, after: Simulated, program: Program) -> list[str]:
-    """Which gradient messages hide behind compute."""
+    """Return a sentence about the fraction of gradient transfers that overlaps compute, if the fraction changes."""
     shares = []
     for simulated, messages in ((before, recorded.messages), (after, program.messages)):
         gradients = [

@@ -1,4 +1,4 @@
-"""A training step as every rank runs it: compute, messages that are issued, and waits for them. Pure."""
+"""Describe a training step as each rank runs it: compute, issued messages, and waits for messages. Pure."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from commprof.schema import Op
 
 Floats = npt.NDArray[np.float64]
 Groups = tuple[tuple[int, ...], ...]
-# Operations in which a backend adds up elements; gloo needs longer for those of 16 bits.
+# The operations in which a backend adds up elements. gloo needs longer for elements of 16 bits.
 SUMMING: Final = frozenset({str(Op.ALL_REDUCE), str(Op.REDUCE), str(Op.REDUCE_SCATTER)})
 
 
@@ -20,17 +20,18 @@ class Message(NamedTuple):
     """A collective of a step.
 
     Attributes:
-        op: a value of schema.Op.
-        payload_bytes: S of nccl-tests.
-        purpose: a value of schema.Purpose.
-        groups: ranks of each group that issues it; every rank is in one of them.
-        blocks: the call returns with the result, so a wait follows at once.
-        bucket: number of its gradient bucket in the step; None for other messages.
-        micro_step: micro-batch within the step.
-        phase: a value of schema.Phase.
-        module: of experts that it is sent for; None for other messages.
-        sizes: payload bytes by step and group, where they differ (tokens of experts); ``payload_bytes`` is their median.
-        dtype: of the elements that the backend sums; empty for other operations, or where it is not known.
+        op: A value of schema.Op.
+        payload_bytes: The payload, S of nccl-tests.
+        purpose: A value of schema.Purpose.
+        groups: The ranks of each group that issues the message. Every rank is in one of the groups.
+        blocks: Whether the call returns with the result, so that a wait follows immediately.
+        bucket: The number of the gradient bucket in the step, or None for other messages.
+        micro_step: The number of the micro-batch within the step.
+        phase: A value of schema.Phase.
+        module: The layer of experts that sends the message, or None for other messages.
+        sizes: The payload bytes by step and group if they differ, as for tokens of experts. ``payload_bytes`` is then
+            their median.
+        dtype: The type of the elements that the backend sums. Empty for other operations, or if it is not known.
     """
 
     op: str
@@ -47,22 +48,22 @@ class Message(NamedTuple):
 
     @property
     def group_size(self) -> int:
-        """Ranks of each group."""
+        """The number of ranks of each group."""
         return len(self.groups[0])
 
     def in_step(self, step: int, group: int) -> Message:
-        """The message as group number ``group`` sends it in step number ``step`` of those that are replayed."""
+        """Return the message with the size that group number ``group`` sends in replayed step number ``step``."""
         return self._replace(payload_bytes=self.sizes[step][group], sizes=()) if self.sizes else self
 
     def with_sizes(self, sizes: Sequence[Sequence[int]]) -> Message:
-        """The message with the payload bytes of each step and group."""
+        """Return the message with the payload bytes of each step and group in ``sizes``."""
         every = sorted(size for of_step in sizes for size in of_step)
         listed = tuple(map(tuple, sizes)) if every[0] != every[-1] else ()
         return self._replace(payload_bytes=every[len(every) // 2], sizes=listed)
 
 
 class Event(NamedTuple):
-    """A rank issues message number ``message`` of the program, or waits for it."""
+    """An event of a program: a rank issues message number ``message``, or waits for this message."""
 
     kind: Literal["issue", "wait"]
     message: int
@@ -79,9 +80,9 @@ class Step(NamedTuple):
     """The compute of one step.
 
     Attributes:
-        spans: ns that each rank computes before each event, and after the last: (events + 1, ranks).
-        calls: ns that the call that issues each message takes, without waiting: (messages, ranks).
-        follows: whether it begins where the step before it in the list ended.
+        spans: The compute of each rank before each event and after the last event, in ns: (events + 1, ranks).
+        calls: The time of the call that issues each message, without waiting, in ns: (messages, ranks).
+        follows: Whether the step begins when the previous step in the list ends.
     """
 
     spans: Floats

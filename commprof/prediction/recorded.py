@@ -1,4 +1,4 @@
-"""The steps of a run as a program: which events all ranks run in each of them, and what they compute in between."""
+"""Read the steps of a run as a program: the events that all ranks run in each step, and the compute between events."""
 
 from __future__ import annotations
 
@@ -23,9 +23,10 @@ from commprof.schema import Status, parse_ranks
 from commprof.trace.reader import Run
 
 LEAST_STEPS: Final = 6
-MOST_STEPS: Final = 200  # the last ones: more do not make a median more certain
-_MOST_MESSAGES: Final = 12_000  # of a rank, in all these steps: a replay of them takes about a second
-_ENOUGH_STEPS: Final = 20  # whatever they send
+MOST_STEPS: Final = 200  # the last steps are used; more steps do not make a median more certain
+_MOST_MESSAGES: Final = 12_000  # messages of a rank in all these steps, whose replay takes about a second
+# At least this many steps are used if the run has them, regardless of their number of messages.
+_ENOUGH_STEPS: Final = 20
 _COLUMNS: Final = (
     "rank",
     "attempt",
@@ -53,27 +54,30 @@ _COLUMNS: Final = (
     "device_end_ns",
     "exposed_ns",
 )
-_MOST_CPU: Final = 1.5  # of the compute, beyond which a process computes on several threads
+_MOST_CPU: Final = 1.5  # processor time beyond this multiple of the compute shows several compute threads
 _ISSUE: Final = 0
 _WAIT: Final = 1
 
 
 class Recorded(NamedTuple):
-    """The steps of a run that send the same.
+    """The steps of a run that send the same messages.
 
     Attributes:
-        program: their common program.
-        steps: the compute of each of them.
-        numbers: of these steps.
-        step_ns: how long each took, mean over ranks: that of the slowest rank also has what ranks gain on each other.
-        exposed_ns: that were recorded in a step, by purpose: mean over ranks, median over steps.
-        world_size: ranks.
-        arrivals: when each rank issued each message, in ns of one clock: (steps, messages, ranks).
-        finishes: when it ended there, where that was observed; else nan.
-        waits: when the rank began to wait for it; nan where it did not.
-        cpu_per_byte: processor time in ns that the backend takes for a byte of payload; None where it is not known.
-        device: kind of the device that computes; all times are of its clock.
-        passes: the forward passes of layers of experts, of each step.
+        program: The common program of the steps.
+        steps: The compute of each step.
+        numbers: The numbers of the steps.
+        step_ns: The time of each step, as a mean over ranks. The time of the slowest rank would also include the time
+            by which ranks get ahead of each other.
+        exposed_ns: The recorded exposed time of a step by purpose, as the median over steps of the mean over ranks.
+        world_size: The number of ranks.
+        arrivals: The time at which each rank issued each message, in ns on one clock: (steps, messages, ranks).
+        finishes: The time at which each message ended on each rank, or nan if the end was not observed. The shape is
+            that of ``arrivals``.
+        waits: The time at which each rank began to wait for each message, or nan if it did not wait. The shape is that
+            of ``arrivals``.
+        cpu_per_byte: The processor time in ns that the backend needs for a byte of payload, or None if it is not known.
+        device: The kind of device that computes. All times are from the clock of this device.
+        passes: The forward passes of layers of experts in each step.
     """
 
     program: Program
@@ -91,7 +95,7 @@ class Recorded(NamedTuple):
 
 
 class _Rank(NamedTuple):
-    """One rank's events of one step: parallel arrays in program order, and their messages by position."""
+    """The events of one rank in one step, as parallel arrays in program order, and the messages by position."""
 
     begin_ns: int
     end_ns: int
@@ -107,12 +111,13 @@ class _Rank(NamedTuple):
 
 
 def recorded_steps(run: Run) -> Recorded:
-    """Return the training steps of ``run`` that send the same, with the compute of each.
+    """Return the training steps of ``run`` that send the same messages, with the compute of each step.
 
-    The first step of the last attempt warms up and is left out, as are steps with an evaluation or a checkpoint in them.
+    Only the last attempt is used. Its first step is left out as a warm-up, and so are steps with an evaluation or a
+    checkpoint.
 
     Raises:
-        UsageError: the run lacks what a prediction needs; it says what to record.
+        UsageError: The run lacks data that a prediction needs. The message says what to record.
     """
     world = run.manifest.world_size or run.health.ranks_expected or 0
     _refuse_unpredictable(run, world)
@@ -127,7 +132,7 @@ def recorded_steps(run: Run) -> Recorded:
     attempt = int(steps["attempt"].iloc[0])
     records = _records(run, attempt, usable)
     if len(records):
-        _refuse_missing(records["rank"].unique().tolist(), world, str(run.path))  # a file may be gone
+        _refuse_missing(records["rank"].unique().tolist(), world, str(run.path))  # a rank file may be missing
     _refuse_records(records, str(run.path))
     times = steps.set_index(["step", "rank"])[["begin_ns", "end_ns", "cpu_ns"]]
     device = device_of(records, str(run.path))
@@ -173,7 +178,7 @@ def _refuse_unpredictable(run: Run, world: int) -> None:
 
 
 def _refuse_missing(ranks: Iterable[int], world: int, path: str) -> None:
-    """Raise UsageError unless ``ranks`` are all of the job."""
+    """Raise UsageError unless ``ranks`` contains all ranks of the job."""
     missing = sorted(set(range(world)) - set(ranks))
     if missing:
         few = ", ".join(map(str, missing[:5])) + (", ..." if len(missing) > 5 else "")
@@ -188,7 +193,10 @@ def _last_attempt(steps: pd.DataFrame) -> pd.DataFrame:
 
 
 def _usable_steps(steps: pd.DataFrame, world: int, path: str) -> list[int]:
-    """The numbers of the steps that ended on all ranks, without the first and those with something else in them."""
+    """Return the numbers of the steps that ended on all ranks.
+
+    The first step is left out, and so are steps that contain other work than training.
+    """
     complete = steps[steps["end_ns"].notna() & (steps["outside_ns"].fillna(0) == 0)]
     counts = Counter(complete["step"].tolist())
     first = int(steps["step"].min())
@@ -206,7 +214,8 @@ def _records(run: Run, attempt: int, usable: Sequence[int]) -> pd.DataFrame:
     frame = pa.concat_tables(parts).to_pandas() if parts else pd.DataFrame(columns=list(_COLUMNS))
     frame["purpose"] = frame["purpose"].fillna(UNTAGGED)
     frame = frame[frame["step"].isin(set(usable)) & (frame["status"] == str(Status.OK))]
-    # Only ranks of one clock, or of clocks that were compared, have arrivals that can be compared.
+    # Arrivals are only known for ranks on one clock, or on clocks that were compared. Without an arrival, the issue
+    # time is used.
     arrived = api.arrivals(run)
     arrived = arrived.loc[arrived["attempt"] == attempt, ["rank", "seq", "arrived_ns"]]
     frame = frame.merge(arrived, on=["rank", "seq"], how="left")
@@ -215,7 +224,7 @@ def _records(run: Run, attempt: int, usable: Sequence[int]) -> pd.DataFrame:
 
 
 def _of_steps(table: pa.Table, attempt: int, first: int) -> pa.Table:
-    """The rows of ``attempt`` from step ``first`` on."""
+    """Return the rows of ``attempt`` from step ``first`` on."""
     return table.filter(
         pa.compute.and_(
             pa.compute.equal(table["attempt"], attempt), pa.compute.greater_equal(table["step"], first)
@@ -238,9 +247,9 @@ def _refuse_records(records: pd.DataFrame, path: str) -> None:
 
 
 def _waits_in_cpp(run: Run, attempt: int) -> dict[tuple[int, int], list[tuple[int, int, int]]]:
-    """Where C++ waited for messages: step and rank -> since when it issued them, when it began to wait, and when it ended.
+    """Return the waits for messages in C++ by step and rank: the first issue time, the begin and the end of the wait.
 
-    When the wait began is known between two bounds, and the middle is used.
+    The begin of a wait is only known between two bounds, and the middle is used.
     """
     intervals: dict[tuple[int, int], list[tuple[int, int, int]]] = {}
     for row in run.table("stalls").to_pylist():
@@ -257,7 +266,7 @@ def _rank_of(rows: pd.DataFrame, times: Any, stalls: Sequence[tuple[int, int, in
     returned = rows["return_ns"].fillna(rows["issue_ns"]).to_numpy(np.int64)
     waited = rows["wait_begin_ns"].notna().to_numpy()
     sync = ~rows["is_async"].to_numpy(bool)
-    # A blocking call without a wait of its own contains it; its cost without the wait is not known, and small.
+    # A blocking call without a separate wait contains the wait. The cost of the call itself is not known, but small.
     calls = np.where(sync & ~waited, 0, returned - issue)
     wait_begin = np.where(waited, rows["wait_begin_ns"].fillna(0).to_numpy(np.int64), issue)
     wait_end = np.where(waited, rows["wait_end_ns"].fillna(0).to_numpy(np.int64), returned)
@@ -265,7 +274,7 @@ def _rank_of(rows: pd.DataFrame, times: Any, stalls: Sequence[tuple[int, int, in
     unknown = np.zeros(len(rows), bool)
     for since, begin, end in stalls:
         inside = np.flatnonzero(~has_wait & (issue >= since) & (issue <= end))
-        # The end of the wait is that of its last message; when the others ended is not known.
+        # The wait ends with its last message. The ends of the other messages are not known.
         wait_begin[inside], wait_end[inside], has_wait[inside] = begin, begin, True
         wait_end[inside[-1:]] = end
         unknown[inside[:-1]] = True
@@ -301,7 +310,7 @@ def _with_most_common_program(
     path: str,
     experts: frozenset[str] = frozenset(),
 ) -> Recorded:
-    """The steps that send the same but for the bytes of tokens, which layers ``experts`` send."""
+    """Return the steps that send the same messages, except for the bytes of tokens that the layers ``experts`` send."""
     keys = [{_signature(each, experts) for each in of_step} for of_step in ranks]
     uniform = [next(iter(each)) if len(each) == 1 else None for each in keys]
     known = Counter(each for each in uniform if each is not None)
@@ -338,9 +347,10 @@ def _with_most_common_program(
 
 
 def _cpu_per_byte(ranks: Sequence[Sequence[_Rank]], steps: Sequence[Step], program: Program) -> float | None:
-    """Processor time of a process beyond its compute, by payload: that of the backend's threads.
+    """Return the processor time of the backend's threads per byte of payload, in ns.
 
-    It is known only if compute runs on one thread: a process with several takes more processor time than its compute lasts.
+    It is the processor time of a process beyond its compute. It is only known if compute runs on one thread, because a
+    process with several compute threads needs more processor time than the duration of its compute.
     """
     payload = sum(message.payload_bytes for message in program.messages)
     used = np.array([[each.cpu_ns for each in of_step] for of_step in ranks])
@@ -352,7 +362,7 @@ def _cpu_per_byte(ranks: Sequence[Sequence[_Rank]], steps: Sequence[Step], progr
 
 
 def _on_one_clock(steps: Sequence[Sequence[_Rank]]) -> tuple[Floats, Floats, Floats]:
-    """Arrivals, finishes and waits of all steps: (steps, messages, ranks) each."""
+    """Return the arrivals, finishes and waits of all steps on one clock, each of shape (steps, messages, ranks)."""
     shifts = [
         [
             rank.rows["arrived_ns"].to_numpy(np.float64) - rank.rows["issue_ns"].to_numpy(np.float64)
@@ -432,7 +442,7 @@ def _program(ranks: Sequence[_Rank], world: int, experts: frozenset[str]) -> Pro
 
 
 def _with_token_sizes(program: Program, steps: Sequence[Sequence[_Rank]]) -> Program:
-    """``program`` with the bytes that each group of ranks sent in each step, in messages of layers of experts."""
+    """Return ``program`` with the bytes that each group sent in each step, for the messages of layers of experts."""
     tokens = [number for number, message in enumerate(program.messages) if message.module is not None]
     if not tokens:
         return program
@@ -457,7 +467,7 @@ def _step(ranks: Sequence[_Rank], program: Program, follows: bool) -> Step:
 
 
 def _exposed(steps: Sequence[Sequence[_Rank]]) -> dict[str, float]:
-    """Recorded exposed time of a step by purpose, as the program has it: mean over ranks, median over steps."""
+    """Return the recorded exposed time of a step by purpose, as the median over steps of the mean over ranks."""
     rows = []
     for ranks in steps:
         sums: Counter[str] = Counter()

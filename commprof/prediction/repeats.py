@@ -1,4 +1,4 @@
-"""A prediction from several runs of the same setting: what one of them happened to measure counts less."""
+"""Predict from several runs of the same setting, so that the random deviation of each run has less effect."""
 
 from __future__ import annotations
 
@@ -32,16 +32,20 @@ def predict_repeats(
 ) -> Prediction:
     """Predict from each of ``runs`` with :func:`~commprof.prediction.predictions.predict`, and take the medians.
 
-    Reasons and critical path are of the run with the median prediction. The more runs, the smaller the part of the interval
-    that stands for the difference between two runs; it is what these runs show, and at least what others showed.
+    The reasons and the critical path are those of the run with the median prediction. A part of the interval
+    represents the difference between two runs, and shrinks with the number of runs. This difference is measured in
+    these runs, and is at least :data:`~commprof.prediction.predictions.OF_A_RUN`.
 
     Args:
-        runs: of one setting, in the order given.
+        runs: The runs of one setting, in the given order.
+        settings: Each setting with its config, or with None for the config of the run.
+        assumptions: Other differences from the runs.
+        calibration: A calibration of the runs' hosts, for messages that the runs do not have.
 
     Raises:
-        UsageError: a run cannot be replayed, the runs send different messages, or no setting can be predicted.
+        UsageError: A run cannot be replayed, the runs send different messages, or no setting can be predicted.
     """
-    once = {run.path.resolve(): run for run in reversed(runs)}  # a run given twice says nothing new
+    once = {run.path.resolve(): run for run in reversed(runs)}  # a run that is given twice counts once
     return predict_from_several(
         {str(run.path): replayed_run(run, calibration) for run in reversed(once.values())},
         settings,
@@ -54,10 +58,10 @@ def predict_from_several(
     settings: Sequence[tuple[Setting, Mapping[str, Any] | None]],
     assumptions: Assumptions = AS_RECORDED,
 ) -> Prediction:
-    """:func:`predict_repeats` of runs that were replayed before, by their paths.
+    """Predict from several runs that were already replayed, by their paths, like :func:`predict_repeats`.
 
     Raises:
-        UsageError: the runs send different messages, or no setting can be predicted.
+        UsageError: The runs send different messages, or no setting can be predicted.
     """
     _refuse_different(bases_by_path)
     bases = list(bases_by_path.values())
@@ -99,7 +103,7 @@ def _refuse_different(bases: Mapping[str, Base]) -> None:
 
 
 def _middle(answers: Sequence[Predicted | tuple[Setting, str]]) -> Predicted | tuple[Setting, str]:
-    """The median prediction of one setting; the first refusal, where a run has one."""
+    """Return the median of the predictions of one setting, or the first refusal if a run has one."""
     predicted = [each for each in answers if isinstance(each, Predicted)]
     if len(predicted) < len(answers):
         return next(each for each in answers if not isinstance(each, Predicted))

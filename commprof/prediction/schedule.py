@@ -1,9 +1,9 @@
-"""When a step's messages begin and end, and how long ranks wait for them: one pass over its events. Pure.
+"""Compute when the messages of a step begin and end and how long ranks wait, in one pass over its events. Pure.
 
-A message begins when the last rank of its group has issued it and the one before it in the same group has ended. Messages
-of different groups that a rank has in flight at once share its link equally (max-min fairness of flows on one link). A
-rank that waits continues when the message has ended. What a rank computes while a message of its own is in flight takes
-``slowdown`` times as long, since the backend uses the same processors.
+A message begins when the last rank of its group has issued it and the previous message of the same group has ended.
+Messages of different groups that a rank has in flight at once share its link equally (max-min fairness of flows on one
+link). A rank that waits for a message continues when the message has ended. While a message of a rank is in flight, the
+compute of the rank takes ``slowdown`` times as long, because the backend uses the same processors.
 """
 
 from __future__ import annotations
@@ -20,15 +20,16 @@ COMPUTE: Final = "compute"
 
 
 class Timeline(NamedTuple):
-    """One step; times are ns on one clock.
+    """The times of one step, in ns on one clock.
 
     Attributes:
-        begins: when each rank began the step.
-        ends: when each rank ended it.
-        issued, starts, finishes: of each message on each rank: (messages, ranks).
-        exposed: ns that each rank was blocked on each message: (messages, ranks).
-        arrived: when each rank reached each event: (events, ranks).
-        overlapped: ns of each span in which a message of the rank was in flight: (events + 1, ranks).
+        begins: The time at which each rank began the step.
+        ends: The time at which each rank ended the step.
+        issued, starts, finishes: The times at which each message was issued, began and ended on each rank:
+            (messages, ranks).
+        exposed: The time in ns for which each rank was blocked on each message: (messages, ranks).
+        arrived: The time at which each rank reached each event: (events, ranks).
+        overlapped: The part of each span in ns in which a message of the rank was in flight: (events + 1, ranks).
     """
 
     begins: Floats
@@ -49,15 +50,16 @@ def play(
     busy_until: dict[Groups, Floats],
     slowdown: float = 1.0,
 ) -> Timeline:
-    """Run one step.
+    """Simulate one step, and return its times.
 
     Args:
-        program: its events.
-        step: what the ranks compute between them.
-        durations: ns from the beginning of each message until each rank has its result: (messages, ranks).
-        begins: when each rank begins, in ns.
-        busy_until: when the last message of each list of groups ended on each rank; updated.
-        slowdown: of compute while a message is in flight, at least 1.
+        program: The messages and events of the step.
+        step: The compute of the ranks between the events.
+        durations: The time in ns from the beginning of each message until each rank has its result:
+            (messages, ranks).
+        begins: The time in ns at which each rank begins.
+        busy_until: The time at which the last message of each list of groups ended on each rank. It is updated.
+        slowdown: The factor by which compute takes longer while a message is in flight, at least 1.
     """
     ranks, count = len(begins), len(program.messages)
     issued, starts, finishes, exposed = (np.zeros((count, ranks)) for _ in range(4))
@@ -97,7 +99,7 @@ def play(
 
 
 def latest_of_groups(times: Floats, groups: Groups) -> Floats:
-    """For each rank the latest of ``times`` in its group."""
+    """Return for each rank the latest of ``times`` in the group of the rank."""
     if len(groups) == 1 and len(groups[0]) == len(times):
         return np.full_like(times, times.max())
     latest = times.copy()
@@ -108,7 +110,7 @@ def latest_of_groups(times: Floats, groups: Groups) -> Floats:
 
 
 def _share_link(finishes: Floats, other: int, index: int, start: Floats, duration: Floats) -> None:
-    """Two transfers share a link: each takes longer by what of the other is left meanwhile."""
+    """Delay the ends of two messages that share a link, each by the time in which both are in flight."""
     shared = np.minimum(np.maximum(finishes[other] - start, 0.0), duration)
     finishes[other] += shared
     finishes[index] += shared
@@ -117,13 +119,16 @@ def _share_link(finishes: Floats, other: int, index: int, start: Floats, duratio
 def advance(
     now: Floats, work: Floats, starts: Floats, finishes: Floats, slowdown: float
 ) -> tuple[Floats, Floats]:
-    """Compute ``work`` from ``now`` on: when each rank has done it, and for how long of that a message was in flight.
+    """Simulate that each rank computes ``work`` from ``now`` on, with messages in flight.
 
     Args:
-        now: ns, for each rank.
-        work: ns of compute, for each rank.
-        starts, finishes: of the messages in flight: (messages, ranks).
-        slowdown: of compute beside a message.
+        now: The time of each rank in ns.
+        work: The compute of each rank in ns.
+        starts, finishes: The begin and the end of the messages in flight: (messages, ranks).
+        slowdown: The factor by which compute takes longer while a message is in flight.
+
+    Returns:
+        The time at which each rank has finished, and the time in ns for which a message was in flight meanwhile.
 
     >>> ends, beside = advance(np.array([0.0]), np.array([10.0]), np.array([[2.0]]), np.array([[8.0]]), 2.0)
     >>> float(ends[0]), float(beside[0])
@@ -131,22 +136,24 @@ def advance(
     """
     if not len(starts):
         return now + work, np.zeros_like(now)
-    # All at once: a bucketed backward pass has a hundred messages in flight.
+    # All messages are processed at once, because a bucketed backward pass has a hundred messages in flight.
     order = np.argsort(starts, axis=0, kind="stable")
     until = np.maximum(np.maximum.accumulate(np.take_along_axis(finishes, order, 0), axis=0), now)
-    before = np.vstack([now[np.newaxis], until[:-1]])  # end of all that began earlier
+    before = np.vstack([now[np.newaxis], until[:-1]])  # end of all messages that began earlier
     begin = np.maximum(np.take_along_axis(starts, order, 0), before)
-    slowed = (until - begin) / slowdown  # work done while this one is in flight, and none that began before
-    done = np.cumsum(begin - before + slowed, axis=0) - slowed  # work until it begins
+    # The work done while a message is in flight and no message that began earlier is.
+    slowed = (until - begin) / slowdown
+    done = np.cumsum(begin - before + slowed, axis=0) - slowed  # work done when the message begins
     beside = slowdown * np.minimum(np.maximum(work - done, 0.0), slowed).sum(axis=0)
     return now + work + beside * (1.0 - 1.0 / slowdown), beside
 
 
 def critical_path(program: Program, step: Step, timeline: Timeline) -> Counter[tuple[str, int]]:
-    """What the end of the step waited for: ns by purpose, or ``compute``, and rank.
+    """Return the critical path of the step: ns by purpose (or ``compute``) and rank.
 
-    Followed backwards from the rank that ended last: a rank that was blocked waited for the message, and the message for
-    the rank that issued it last or for the message before it in its group. The rank of a message is the one that waited.
+    The path is followed backward from the rank that ended last. A blocked rank waited for a message. The message waited
+    for the rank that issued it last, or for the previous message of its group. The time of a message counts for the
+    rank that waited for the message.
     """
     path: Counter[tuple[str, int]] = Counter()
     issue_places = {index: place for place, (kind, index) in enumerate(program.events) if kind == "issue"}
@@ -178,7 +185,11 @@ def _through_queue(
     until: float,
     path: Counter[tuple[str, int]],
 ) -> tuple[int, Message, float]:
-    """Follow a message to the first of those that it waited for in its group."""
+    """Follow the queue of a group from a message back to the first message that it waited for.
+
+    Returns:
+        The number of this first message, the message, and the time in ns at which it began.
+    """
     while True:
         message, start = messages[index], float(timeline.starts[index, rank])
         path[message.purpose, rank] += round(until - start)
@@ -190,7 +201,7 @@ def _through_queue(
             for number in range(index)
             if messages[number].groups == message.groups and float(timeline.finishes[number, rank]) == start
         ]
-        if not before:  # that of the step before
+        if not before:  # it waited for a message of the previous step
             return index, message, start
         index, until = before[-1], start
 

@@ -1,4 +1,4 @@
-"""What a config sends in a step, from the rules of ``commprof.requested``: messages, and when gradients have arrived."""
+"""Predict the messages of a config in a step, and when gradients arrive, by the rules of ``commprof.requested``."""
 
 from __future__ import annotations
 
@@ -21,26 +21,31 @@ from commprof.requested.zero.gather_configuration import read_gather_configurati
 from commprof.requested.zero.module_calls import ModuleCalls, module_calls
 from commprof.schema import Op, Phase, Purpose
 
-DEPTH: Final = 2  # buckets that zero_runtime has in flight at once (zero_runtime/gradient_reduction/reduction_overlap.py)
+# The number of buckets that zero_runtime has in flight at once (zero_runtime/gradient_reduction/reduction_overlap.py).
+DEPTH: Final = 2
 AT_END: Final = (str(Purpose.OVERFLOW_CHECK), str(Purpose.GRADIENT_NORM), str(Purpose.PARAMETER_GATHER))
 GRADIENTS: Final = str(Purpose.GRADIENT_REDUCE)
 
 
 class Sent(NamedTuple):
-    """What a config sends in a step, in the order of issue.
+    """The messages that a config sends in a step, in the order of issue.
 
     Attributes:
-        gradients: of each micro-batch: messages, each with how many gradients have arrived when it is sent.
-        at_end: messages after the last gradients, by purpose.
-        arriving: the parameters in the order in which their gradients arrive.
-        overlaps: gradient messages do not block.
-        waits_before: with overlap, a message is issued only when fewer than ``depth`` are in flight; else the oldest is
-            waited for right after the issue of the next, whose buffer is its own.
-        depth: buckets in flight at once; None for all of a backward pass.
-        calls: of the modules in each micro-batch at stage 3, where they gather parameters; else None.
-        others: purposes of messages whose place in a step is not known.
-        hooked_calls: of modules in a step, each with hooks of DeepSpeed's stage 3.
-        added_bytes: of whole gradients that a step adds up without sending them: those of micro-batches before the last.
+        gradients: The gradient messages of each micro-batch. Each has the number of gradients that have arrived when
+            it is sent.
+        at_end: The messages after the last gradients, by purpose.
+        arriving: The parameters in the order in which their gradients arrive.
+        overlaps: Whether gradient messages do not block.
+        waits_before: With overlap, whether a message is issued only when fewer than ``depth`` buckets are in flight.
+            Otherwise the program waits for the oldest message right after the issue of the next one, which has a
+            buffer of its own.
+        depth: The number of buckets in flight at once. With None, all buckets of a backward pass may be in flight.
+        calls: The calls of the modules in each micro-batch at stage 3, where modules gather parameters. None at
+            other stages.
+        others: The purposes of messages whose place in a step is not known.
+        added_bytes: The bytes of whole gradients that a step adds up without sending them. They are those of the
+            micro-batches that send no gradients.
+        hooked_calls: The number of calls of modules in a step that run hooks of DeepSpeed's stage 3.
     """
 
     gradients: list[list[tuple[Message, int]]]
@@ -56,10 +61,10 @@ class Sent(NamedTuple):
 
 
 def sent_by(request: Request, config: Mapping[str, Any], world: int) -> Sent:
-    """Return what ``config`` sends in a steady step of ``world`` ranks with the model of ``request``.
+    """Return the messages that ``config`` sends in a steady step of ``world`` ranks with the model of ``request``.
 
     Raises:
-        UsageError: the rules do not know what it sends.
+        UsageError: The rules do not predict these messages.
     """
     try:
         configuration = _configuration(request, config)
@@ -91,7 +96,7 @@ def sent_by(request: Request, config: Mapping[str, Any], world: int) -> Sent:
         if row.when == "init":
             continue
         if row.when == "micro_step" and row.purpose == Purpose.PARAMETER_GATHER:
-            continue  # those of the calls
+            continue  # the module calls below contain these gathers
         if not row.bytes_exact or row.estimate:
             raise UsageError(
                 f"the messages of {row.purpose} of this setting are known only about: {row.note or row.estimate}"
@@ -113,9 +118,8 @@ def sent_by(request: Request, config: Mapping[str, Any], world: int) -> Sent:
                     size,
                     row.purpose,
                     groups,
-                    not (
-                        sharded and row.purpose == Purpose.PARAMETER_GATHER
-                    ),  # several are in flight at once
+                    # Several parameter gathers are in flight at once at stage 3.
+                    not (sharded and row.purpose == Purpose.PARAMETER_GATHER),
                     None,
                     micro_steps - 1,
                     str(Phase.OPTIMIZER),
@@ -146,7 +150,10 @@ def sent_by(request: Request, config: Mapping[str, Any], world: int) -> Sent:
 
 
 def _agreed_dtype(row: Expectation, size: int) -> str:
-    """Of what ranks agree on at the end of a step: flags of a byte, norms of one fp32 or of fp64."""
+    """Return the element type of a summed message at the end of a step, or an empty text for other messages.
+
+    Overflow flags are bytes. Gradient norms are one fp32 number, or fp64 numbers.
+    """
     if row.issued_op not in SUMMING:
         return ""
     if row.purpose == Purpose.OVERFLOW_CHECK:
@@ -165,10 +172,10 @@ def _calls_of_modules(
 
 
 def sent_by_ddp(rules: Ddp, changes: Mapping[str, Any], world: int) -> Sent:
-    """Return what DistributedDataParallel sends in a step with one backward pass, with ``changes`` of its arguments.
+    """Return the messages of DistributedDataParallel in a step with one backward pass, with ``changes`` of arguments.
 
     Raises:
-        UsageError: its rules do not know what it sends.
+        UsageError: The rules do not predict these messages.
     """
     if rules.unpredicted or rules.order is None:
         reason = "; ".join(rules.unpredicted.values()) or "the order of gradients was not recorded"
@@ -205,10 +212,11 @@ def _configuration(request: Request, config: Mapping[str, Any]) -> Configuration
 
 
 def _gradient_order(request: Request, config: Mapping[str, Any]) -> tuple[str, ...] | None:
-    """The order in which gradients are reduced with ``config``; None where the run does not say which are.
+    """Return the order in which gradients are reduced with ``config``, or None if the run did not record an order.
 
-    Buckets of the backward pass are filled as gradients arrive, others in the order of the optimizer's parameters. Linear
-    layers of stage 3 make the gradient of their weight first, those of torch that of their bias.
+    Buckets that are reduced in the backward pass are filled in the order in which gradients arrive. Other buckets are
+    filled in the order of the optimizer's parameters. A linear layer of stage 3 computes the gradient of its weight
+    first, and a linear layer of torch computes the gradient of its bias first.
     """
     steps = sorted(request.orders)
     recorded = request.orders[steps[-1]][0] if steps and request.orders[steps[-1]] else None
@@ -228,10 +236,10 @@ def _gradient_order(request: Request, config: Mapping[str, Any]) -> tuple[str, .
 
 
 class _Order(NamedTuple):
-    """What decides the order in which gradients are reduced."""
+    """The two properties that determine the order in which gradients are reduced."""
 
     as_they_arrive: bool
-    weight_first: bool  # of a linear layer
+    weight_first: bool  # the gradient of a linear layer's weight arrives before that of its bias
 
     @classmethod
     def of(cls, request: Request, config: Mapping[str, Any]) -> _Order:
@@ -242,7 +250,7 @@ class _Order(NamedTuple):
 
 
 def _with_linear_layers(arriving: Sequence[Parameter], weight_first: bool) -> list[Parameter]:
-    """``arriving`` with weight and bias of each linear layer, which follow each other, in that order."""
+    """Return ``arriving`` with adjacent weights and biases of linear layers in the order of ``weight_first``."""
     order = list(arriving)
     for place in range(1, len(order)):
         one, two = order[place - 1 : place + 1]
@@ -259,7 +267,7 @@ def _are_of_a_linear_layer(weight: Parameter, bias: Parameter) -> bool:
 
 
 def groups_of(world: int, size: int | None = None) -> Groups:
-    """The ranks in groups of ``size``, in order; without one, all in one group."""
+    """Return the ranks in groups of ``size``, in order. Without a size, all ranks are in one group."""
     width = size or world
     return tuple(tuple(range(first, first + width)) for first in range(0, world, width))
 
@@ -272,7 +280,10 @@ def _gradient_messages(
 
 
 def _numbered(messages: Sequence[tuple[Message, int]]) -> list[tuple[Message, int]]:
-    """Messages of one flush have one bucket number: they are issued together, and waited for together."""
+    """Return ``messages`` with bucket numbers.
+
+    Messages of the same flush get the same number, because they are issued together and waited for together.
+    """
     counts = list(dict.fromkeys(count for _, count in messages))
     several = len(counts) < len(messages) and any(each.op == Op.REDUCE for each, _ in messages)
     return [
@@ -282,16 +293,18 @@ def _numbered(messages: Sequence[tuple[Message, int]]) -> list[tuple[Message, in
 
 
 def _overlaps(configuration: Configuration, config: Mapping[str, Any], runtime: str) -> bool:
-    """Whether gradient messages overlap the backward pass on a CPU: only with zero_runtime; DeepSpeed needs streams."""
+    """Return whether gradient messages overlap the backward pass on a CPU.
+
+    This is only possible with zero_runtime, because DeepSpeed needs streams for overlap.
+    """
     if runtime != "deepspeed" and configuration.reduces_whole_in_buckets:
         return True
     if runtime == "deepspeed" or not configuration.partitions or configuration.reduces_flat_groups:
         return False
     zero = config.get("zero_optimization")
     explicit = zero.get("overlap_comm") if isinstance(zero, Mapping) else None
-    if (
-        explicit is None
-    ):  # zero_runtime's default: DeepSpeed's, and true for the reduction that DeepSpeed does not have
+    # The default of zero_runtime is that of DeepSpeed, and true for the reduction that DeepSpeed does not have.
+    if explicit is None:
         return configuration.stage == 3 or configuration.reduction == "reduce_scatter"
     return bool(explicit)
 

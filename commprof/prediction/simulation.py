@@ -1,4 +1,4 @@
-"""Runs the steps of a program one after the other, with times of messages that were not measured in the same step. Pure."""
+"""Simulate the steps of a program one after the other, with message times that were measured in other steps. Pure."""
 
 from __future__ import annotations
 
@@ -15,18 +15,19 @@ from commprof.prediction.recorded import Recorded
 from commprof.prediction.schedule import Timeline, critical_path, play
 
 _FOLDS: Final = 2
-# The times that a message may take, for each step and group; of a message of one size alone, for one of each.
+# The times that a message may take, by step and group. The lists have only one step and one group if the message has
+# the same size in all steps and groups.
 _Samples = list[list[Sample]]
 
 
 class Simulated(NamedTuple):
-    """The steps of a program, simulated.
+    """The simulated steps of a program. All times are in ns.
 
     Attributes:
-        timelines: of each step.
-        step_ns: of each step: mean over ranks.
-        exposed_ns: by purpose: mean over ranks, median over steps.
-        exposed_by_message: ns of each message: mean over ranks, median over steps.
+        timelines: The timeline of each step.
+        step_ns: The time of each step, as a mean over ranks.
+        exposed_ns: The exposed time of a step by purpose, as the median over steps of the mean over ranks.
+        exposed_by_message: The exposed time of each message, as the median over steps of the mean over ranks.
     """
 
     timelines: list[Timeline]
@@ -36,17 +37,17 @@ class Simulated(NamedTuple):
 
     @property
     def median_ns(self) -> float:
-        """The median step."""
+        """The median step time in ns."""
         return float(np.median(self.step_ns))
 
 
 def simulate(
     program: Program, steps: Sequence[Step], durations: Durations | None, slowdown: float = 1.0
 ) -> Simulated:
-    """Run ``steps`` in order; without ``durations`` messages take no time.
+    """Simulate ``steps`` in order. Without ``durations``, messages take no time.
 
     Raises:
-        UsageError: how long a message takes is not known.
+        UsageError: The time of a message is not known.
     """
     ranks = steps[0].spans.shape[1]
     samples = None if durations is None else _samples(program, durations)
@@ -77,9 +78,10 @@ def _samples(program: Program, durations: Durations) -> list[_Samples]:
 
 
 def drawn(program: Program, samples: Sequence[_Samples], step: int, steps: int, ranks: int) -> Floats:
-    """A time for each message in a step, (messages, ranks): those measured at about the same point of the run.
+    """Return a time in ns for each message of a step: (messages, ranks).
 
-    So what changes slowly over a run, and how the messages of one step depend on each other, stays as it was.
+    The times were measured at about the same point of the run. So slow changes over a run, and the dependence between
+    messages of the same step, are preserved.
     """
     used: Counter[int] = Counter()
     times = np.empty((len(program.messages), ranks))
@@ -96,7 +98,7 @@ def drawn(program: Program, samples: Sequence[_Samples], step: int, steps: int, 
 
 
 def summed(program: Program, timelines: list[Timeline]) -> Simulated:
-    """``timelines`` with the figures of a step."""
+    """Return ``timelines`` with the step times and the exposed times that follow from them."""
     exposed = np.array([each.exposed.mean(axis=1) for each in timelines])  # (steps, messages)
     purposes = [message.purpose for message in program.messages]
     by_purpose = {
@@ -114,10 +116,10 @@ def summed(program: Program, timelines: list[Timeline]) -> Simulated:
 def replayed(
     recorded: Recorded, steps: Sequence[Step], slowdown: float, calibration: Calibration | None = None
 ) -> Simulated:
-    """Run the recorded program with message times of other steps than the one that is run.
+    """Simulate the recorded program, in each step with message times that were measured in other steps.
 
-    Each half of the steps has the times of the other half, so no time of a message is used in its own step. Messages whose
-    ends nobody waited for have those of the ``calibration``.
+    Each half of the steps uses the times of the other half, so that no message time is used in its own step. Messages
+    whose end no rank waited for take their times from ``calibration``.
     """
     count = len(recorded.steps)
     timelines: dict[int, Timeline] = {}
@@ -132,9 +134,9 @@ def replayed(
 
 
 def quiet_steps(recorded: Recorded, slowdown: float, calibration: Calibration | None = None) -> list[Step]:
-    """The recorded compute as if nothing had been in flight meanwhile.
+    """Return the recorded compute without the slowdown by messages in flight.
 
-    What overlapped with a message took ``slowdown`` times as long; how much of it did is what a replay shows.
+    Compute that overlaps a message takes ``slowdown`` times as long. A replay shows how much of the compute overlaps.
     """
     if slowdown == 1.0:
         return recorded.steps
@@ -148,7 +150,7 @@ def quiet_steps(recorded: Recorded, slowdown: float, calibration: Calibration | 
 def on_critical_path(
     program: Program, steps: Sequence[Step], simulated: Simulated
 ) -> dict[tuple[str, int], float]:
-    """The critical path of the step whose time is the median: ns by purpose, or compute, and rank."""
+    """Return the critical path of the step with the median time: ns by purpose (or ``compute``) and rank."""
     order = np.argsort(simulated.step_ns, kind="stable")
     median = int(order[len(order) // 2])
     path = critical_path(program, steps[median], simulated.timelines[median])

@@ -1,4 +1,4 @@
-"""Times of a GPU's stream in the place of the host's: what a training on GPUs computes and waits for happens there. Pure."""
+"""Replace the times of the host by those of a GPU's stream, on which a training on GPUs computes and waits. Pure."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _ROUNDING_NS: Final = 2_000
 
 
 def device_of(records: pd.DataFrame, path: str) -> str:
-    """Return the kind of device whose tensors the messages carry: ``cpu``, ``cuda``.
+    """Return the kind of device of the tensors that the messages send: ``cpu`` or ``cuda``.
 
     Raises:
-        UsageError: there are several.
+        UsageError: The messages send tensors of several kinds of device.
     """
     kinds = sorted({str(each).partition(":")[0] for each in records["device"].dropna()})
     if len(kinds) > 1:
@@ -34,14 +34,14 @@ def on_stream(records: pd.DataFrame, path: str) -> pd.DataFrame:
     """Return ``records`` of a GPU with the times at which its stream began to send, was blocked, and continued.
 
     Raises:
-        UsageError: of some messages these times are not known.
+        UsageError: These times are not known for some messages.
     """
     begin, end, exposed = (
         records[name].to_numpy(np.float64, na_value=np.nan)
         for name in ("device_begin_ns", "device_end_ns", "exposed_ns")
     )
     blocks = ~records["is_async"].to_numpy(bool)
-    # A blocking call on a side stream does not block the program's stream for all of its time.
+    # A blocking call on a side stream does not block the program's stream for the whole duration of the call.
     beside = blocks & (exposed < end - begin - _ROUNDING_NS)
     unknown = np.isnan(begin) | np.isnan(end) | np.isnan(exposed) | beside
     if unknown.any():
@@ -54,7 +54,8 @@ def on_stream(records: pd.DataFrame, path: str) -> pd.DataFrame:
         )
     issue = begin.astype(np.int64)
     records = records.assign(
-        # An asynchronous message is queued in no time, and its own end is known only if the stream was blocked until then.
+        # Queueing an asynchronous message takes no time. The end of the message is known only if the stream was
+        # blocked until then.
         return_ns=np.where(blocks, end.astype(np.int64), issue),
         wait_begin_ns=np.where(blocks, np.nan, end - exposed),
         wait_end_ns=np.where(blocks, np.nan, end),
@@ -67,16 +68,16 @@ def on_stream(records: pd.DataFrame, path: str) -> pd.DataFrame:
 
 
 def stream_steps(records: pd.DataFrame, usable: Sequence[int]) -> tuple[pd.DataFrame, list[int]]:
-    """The steps on the stream: each lasts from the last message of the step before it to its own last message.
+    """Return the steps on the stream. A step lasts from the end of the previous step's last message to that of its own.
 
-    The host ends a step before the GPU does. The stream says nothing of where a step ends but by its messages.
+    The host ends a step before the GPU does, and only the messages show where a step ends on the stream.
 
     Args:
-        records: on the stream.
-        usable: numbers of steps.
+        records: The records with times on the stream.
+        usable: The numbers of the usable steps.
 
     Returns:
-        Times by step and rank, and the numbers of the steps that follow another one of ``usable``.
+        The times by step and rank, and the numbers of the steps whose previous step is also in ``usable``.
     """
     last = records[["return_ns", "wait_end_ns"]].max(axis=1).groupby([records["step"], records["rank"]]).max()
     ranks = sorted(records["rank"].unique())
@@ -87,5 +88,5 @@ def stream_steps(records: pd.DataFrame, usable: Sequence[int]) -> tuple[pd.DataF
     ]
     rows = [(step, rank, last[step - 1, rank], last[step, rank]) for step in paired for rank in ranks]
     frame = pd.DataFrame(rows, columns=["step", "rank", "begin_ns", "end_ns"])
-    # Processor time of the host is not that of messages.
+    # The processor time of the host is left out, because it does not measure the time of messages on the GPU.
     return frame.assign(cpu_ns=np.nan).set_index(["step", "rank"]), paired

@@ -1,5 +1,7 @@
-"""Other settings of the wrappers of torch: ``fully_shard`` (FSDP 2) whose parameters stay gathered between the passes or do
-not, and arguments that change no message. Pure.
+"""Predict other settings of torch's wrappers. Pure.
+
+They are ``reshard_after_forward`` of ``fully_shard`` (FSDP 2), which decides whether parameters stay gathered between
+the passes, and arguments that change no message.
 """
 
 from __future__ import annotations
@@ -22,13 +24,13 @@ from commprof.schema import Phase, Purpose
 KEY: Final = "fsdp.reshard_after_forward"
 DDP_KEYS: Final = ("ddp.bucket_cap_mb", "ddp.comm_hook")
 HOOKS: Final = (None, "allreduce_hook", "fp16_compress_hook", "bf16_compress_hook")
-# Arguments of DistributedDataParallel that change no message of a steady step, and what they change instead.
+# The arguments of DistributedDataParallel that change no message of a steady step, with a description of their effect.
 _WITHOUT_EFFECT: Final = {
     "ddp.gradient_as_bucket_view": "it saves a copy of the gradients, {bytes:,} bytes per rank, and the time to copy them, "
     "which is not predicted",
     "ddp.static_graph": "it spares the search for unused parameters",
 }
-# What changes computation or messages in a way that the run does not show.
+# The arguments that change computation or messages in a way that the run does not show.
 _ONLY_RECORDED: Final = {
     "ddp.find_unused_parameters": "it searches the graph and sends which parameters were used",
     "ddp.broadcast_buffers": "it sends the buffers before each forward pass",
@@ -42,7 +44,7 @@ _ONLY_RECORDED: Final = {
 
 
 def refuse_unpredictable(setting: Mapping[str, Any]) -> None:
-    """Raise UsageError for a key of a wrapper that only another run can show."""
+    """Raise UsageError for a key of a wrapper whose effect only a run with this setting can show."""
     for key in setting:
         if key in _ONLY_RECORDED:
             raise UsageError(
@@ -51,10 +53,12 @@ def refuse_unpredictable(setting: Mapping[str, Any]) -> None:
 
 
 def without_effect(setting: Mapping[str, Any], wrapped: WrappedModels | None) -> list[str]:
-    """Return why the keys of ``setting`` change no message; empty where one of them may.
+    """Return sentences that say why the keys of ``setting`` change no message.
+
+    The list is empty if a key may change messages.
 
     Raises:
-        UsageError: a value is not true or false.
+        UsageError: A value is not true or false.
     """
     if not setting or any(key not in _WITHOUT_EFFECT for key in setting):
         return []
@@ -86,18 +90,19 @@ def with_resharding(
 ) -> Changed:
     """Return ``program`` with the value of :data:`KEY` in ``setting`` for all units.
 
-    False: no parameters are gathered in the backward pass. True: as recorded if they were gathered there, else each unit
-    gathers them before its backward pass, by the rules of the wrapper.
+    With false, no parameters are gathered in the backward pass. With true, the program remains unchanged if it already
+    gathers parameters there. Otherwise each unit gathers its parameters before its backward pass, by the rules of the
+    wrapper.
 
     Args:
-        program: recorded events.
-        steps: recorded compute.
-        setting: with the key.
-        wrapped: the models of the run.
-        assumed: about parameters that are gathered.
+        program: The recorded events.
+        steps: The recorded compute.
+        setting: The setting, which contains the key.
+        wrapped: The wrapped models of the run.
+        assumed: The assumed costs of gathering parameters.
 
     Raises:
-        UsageError: the value is something else, or what the run does not show.
+        UsageError: The value is not true or false, or the run does not show the effect of this value.
     """
     value = setting[KEY]
     if not isinstance(value, bool):
@@ -111,19 +116,20 @@ def with_resharding(
 def _with(
     program: Program, steps: Sequence[Step], wrapped: WrappedModels | None, assumed: Assumed
 ) -> Changed:
-    """``program`` with a gather before the backward pass of each unit."""
+    """Return ``program`` with a gather before the backward pass of each unit."""
     inserted = _inserted(program, wrapped)
     messages = list(program.messages)
     events: list[Event] = []
-    spans: list[list[tuple[int, float]]] = []  # of each new event: recorded spans, and the part of each
-    filled: dict[int, int] = {}  # new span -> bytes that are filled in it
+    spans: list[list[tuple[int, float]]] = []  # recorded spans before each new event, with a fraction of each
+    filled: dict[int, int] = {}  # maps a new span to the bytes that are filled in it
     is_backward = False
     for place, event in enumerate(program.events):
         message = program.messages[event.message]
         turns = not is_backward and message.phase == Phase.BACKWARD
         is_backward = message.phase == Phase.BACKWARD
         new = inserted.pop(event.message, []) if event.kind == "issue" else []
-        # The first gathers of the backward pass are issued when the forward pass has ended, later ones at once.
+        # The first gathers of the backward pass are issued when the forward pass has ended. Later gathers are issued
+        # at the beginning of the recorded span.
         part = ((MOST_FORWARD if assumed.evenly else FORWARD) if turns else 0.0) if new else 1.0
         spans.append([(place, part)])
         for each in new:
@@ -166,7 +172,7 @@ def _with(
 
 
 def _inserted(program: Program, wrapped: WrappedModels | None) -> dict[int, list[Message]]:
-    """The gathers that are issued before each recorded message of a backward pass, by its number."""
+    """Return the gathers that are issued before recorded messages of a backward pass, by the number of the message."""
     rules = [] if wrapped is None else wrapped.rules
     passes = "" if wrapped is None else "".join(wrapped.last_passes)
     if len(rules) != 1 or not isinstance(rules[0], FullyShard) or not passes:
@@ -225,7 +231,7 @@ def _inserted(program: Program, wrapped: WrappedModels | None) -> dict[int, list
 
 
 def gathered_again(program: Program) -> list[int]:
-    """The numbers of the messages that gather parameters in a backward pass."""
+    """Return the numbers of the messages that gather parameters in a backward pass."""
     return [
         number
         for number, message in enumerate(program.messages)
@@ -234,13 +240,16 @@ def gathered_again(program: Program) -> list[int]:
 
 
 def kept_bytes(program: Program) -> int:
-    """What a rank holds more between the passes if nothing is gathered again: the other ranks' shards."""
+    """Return the additional bytes of a rank between the passes if nothing is gathered again.
+
+    They are the shards of the other ranks.
+    """
     sizes = [program.messages[number] for number in gathered_again(program)]
     return round(sum(each.payload_bytes * (1.0 - 1.0 / each.group_size) for each in sizes))
 
 
 def _without(program: Program, steps: Sequence[Step], gone: set[int]) -> Changed:
-    """``program`` without the messages ``gone``; what was computed before their events is computed before the next one."""
+    """Return ``program`` without the messages ``gone``. Compute before a removed event moves before the next event."""
     forward = Counter(_kind(each) for number, each in enumerate(program.messages) if number not in gone)
     missing = Counter(_kind(program.messages[number]) for number in gone) - forward
     if missing:
@@ -257,7 +266,7 @@ def _without(program: Program, steps: Sequence[Step], gone: set[int]) -> Changed
         for event, here in zip(program.events, stays, strict=True)
         if here
     )
-    # Each span goes to the next event that stays; what follows the last one, to the end of the step.
+    # Each span is added to the span before the next remaining event, or to the span at the end of the step.
     target = np.concatenate([np.cumsum(stays) - stays, [stays.sum()]])
     changed = []
     for step in steps:

@@ -1,1 +1,1 @@
-"""The memory of a rank beside its states: activations and the peak."""
+"""Predict the memory of a rank in addition to its states: the activations and the peak."""

@@ -1,4 +1,4 @@
-"""The activations of a rank: traced for a model that was built, by a formula for one whose size alone is known."""
+"""Predict the activations of a rank, by a traced pass if the model was built, or else by a formula from its size."""
 
 from __future__ import annotations
 
@@ -21,27 +21,28 @@ NO_MICRO_BATCH: Final = "the config sets no train_micro_batch_size_per_gpu"
 NO_SEQUENCE: Final = "give --sequence"
 NO_LAYERS: Final = "a run tells only the parameters of its model"
 NO_INPUTS: Final = "give --sequence if its input is token ids, or let the function return (model, inputs)"
-# Of a token in a transformer's layer, in widths (Korthikanti et al. 2022, equation 1, without the terms of a s / h): the
-# values that attention, feed-forward and the two norms keep, and the one-byte masks of two dropouts.
+# The number of values for each token in a layer of a transformer, as a multiple of its width: the values that
+# attention, feed-forward and the two norms keep, and the one-byte masks of two dropouts. Source: Korthikanti et al.
+# 2022, equation 1, without the terms with a s / h.
 _VALUES: Final = 16
 _MASKS: Final = 2
-# Of these values: the inputs of its two matrices and of the activation function.
+# The part of these values that feed-forward keeps: the inputs of its two matrices and of the activation function.
 _FEED_FORWARD_VALUES: Final = 9
 _WIDE: Final = 4  # bytes of an fp32 number
-# Of these values, those that tensor-parallel ranks share (equation 2: 24 / t of 34 bytes).
+# The part of ``_VALUES`` that is divided among tensor-parallel ranks (equation 2: 24 / t of 34 bytes).
 _SHARED_VALUES: Final = 12
 
 
 def activations_of(
     config: Mapping[str, Any], model: Model, axes: Axes, sequence: int | None
 ) -> tuple[Activations | None, str]:
-    """Return the activations of rank 0; where they cannot be known, None and the reason.
+    """Return the activations of rank 0 and an empty text, or None and the reason why they are not known.
 
     Args:
-        config: the setting.
-        model: that is trained.
-        axes: along which the ranks are arranged.
-        sequence: tokens of a sequence; None where that is not given.
+        config: The setting.
+        model: The model that is trained.
+        axes: The axes along which the ranks are arranged.
+        sequence: The number of tokens of a sequence, or None if it is not given.
     """
     configuration = read_configuration(config)
     micro_batch = micro_batch_of(config, axes)
@@ -65,7 +66,7 @@ def activations_of(
 
 
 def micro_batch_of(config: Mapping[str, Any], axes: Axes) -> int | None:
-    """Samples of a micro-batch; None where the config sets none."""
+    """Return the number of samples of a micro-batch, or None if the config does not set it."""
     configuration = read_configuration(config)
     if configuration.micro_batch_size is not None or configuration.train_batch_size is None:
         return configuration.micro_batch_size
@@ -74,7 +75,11 @@ def micro_batch_of(config: Mapping[str, Any], axes: Axes) -> int | None:
 
 
 def _by_formula(model: Model, tokens: int, item: int, tensor_ranks: int, stages: int) -> Activations:
-    """Layers keep values until their backward pass; the first pipeline stage has as many micro-batches as stages."""
+    """Return the activations of the layers of rank 0 by the formula of Korthikanti et al. 2022.
+
+    A layer keeps its values until its backward pass. The first pipeline stage keeps the values of as many
+    micro-batches as there are stages.
+    """
     of_layers: dict[str, list[str]] = {}
     for parameter in model.parameters:
         of_layers.setdefault(".".join(parameter.name.split(".")[:2]), []).append(parameter.name)
@@ -86,7 +91,7 @@ def _by_formula(model: Model, tokens: int, item: int, tensor_ranks: int, stages:
     for name, _ in own_layers:
         more = _of_experts(experts[name], tokens, item, width) if name in experts else 0.0
         sizes.append(tokens * width * own + more)
-    alive = sum(sizes) * (stages - 1)  # of micro-batches that wait for their backward pass
+    alive = sum(sizes) * (stages - 1)  # activations of micro-batches that wait for their backward pass
     spans = []
     for number, (_, names) in reversed(list(enumerate(own_layers))):
         most = round(alive + sum(sizes[: number + 1]))
@@ -95,10 +100,13 @@ def _by_formula(model: Model, tokens: int, item: int, tensor_ranks: int, stages:
 
 
 def _of_experts(layer: ExpertLayer, tokens: int, item: int, width: float) -> float:
-    """What a layer keeps with experts, beyond what it keeps without: see :mod:`commprof.plan.memory.expert_passes`."""
+    """Return the bytes that a layer keeps in addition if it has experts.
+
+    The tensors are those of :mod:`commprof.plan.memory.expert_passes`.
+    """
     layer = layer._replace(tokens=tokens)
     slots = layer.num_experts * layer.capacity
-    gate = _WIDE * tokens * width if item < _WIDE else 0.0  # it reads the tokens in fp32
+    gate = _WIDE * tokens * width if item < _WIDE else 0.0  # the gate reads the tokens in fp32
     results = layer.k * tokens * width * item
     return (slots - tokens) * width * _FEED_FORWARD_VALUES * item + gate + results
 

@@ -1,9 +1,10 @@
-"""What a layer of experts computes in a traced pass, without the ranks that it exchanges tokens with.
+"""Replace the layers of experts in a traced pass by layers that run without other ranks.
 
-The layer of a model needs process groups, and its gate chooses by values, which fake tensors do not have. Here it makes the
-same tensors: the gate's in fp32, [experts, capacity, width] before and after each all_to_all, and those of each token's
-experts [k, tokens, width]. They are those of zero_runtime and of DeepSpeed 0.19.8, ``moe/sharded_moe.py``:
-``_sparse_encode`` and ``_sparse_decode``. Neither has a mask of [tokens, experts, capacity], as DeepSpeed before 0.19 had.
+The original layers need process groups. Their gate chooses by values, which fake tensors do not have. The replacement
+allocates the same tensors as the original layer: the tensors of the gate in fp32, [experts, capacity, width] before
+and after each all_to_all, and [k, tokens, width] for the outputs of the experts of each token. These are the tensors
+of zero_runtime and of DeepSpeed 0.19.8 (``moe/sharded_moe.py``, ``_sparse_encode`` and ``_sparse_decode``). Neither
+runtime has a mask of [tokens, experts, capacity], which DeepSpeed before 0.19 had.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from commprof.requested.experts.layers import ExpertLayer
 
 
 class _Exchange(torch.autograd.Function):
-    """An all_to_all of equal rows: a buffer of the same size arrives."""
+    """A substitute for an all_to_all of equal rows, which returns a buffer of the same size."""
 
     @staticmethod
     def forward(ctx: Any, rows: torch.Tensor) -> torch.Tensor:
@@ -31,11 +32,13 @@ class _Exchange(torch.autograd.Function):
 
 
 def place_experts(module: torch.nn.Module, layers: Iterable[ExpertLayer]) -> None:
-    """Let the layers of experts in ``module`` run without other ranks, each with the experts that one rank holds.
+    """Change the layers of experts in ``module`` so that they run without other ranks.
+
+    Each layer gets the experts that one rank stores.
 
     Args:
-        module: with layers of DeepSpeed's class ``MoE``, or zero_runtime's; changed in place.
-        layers: their settings; the number of tokens is that of the pass.
+        module: A module with layers of DeepSpeed's or zero_runtime's class ``MoE``. It is changed in place.
+        layers: The settings of these layers. Their number of tokens is ignored; the inputs of the pass determine it.
     """
     for layer in layers:
         inner: Any = module.get_submodule(layer.layer).deepspeed_moe
@@ -48,7 +51,7 @@ def place_experts(module: torch.nn.Module, layers: Iterable[ExpertLayer]) -> Non
 
 
 def _routed(inner: Any, layer: ExpertLayer, hidden: torch.Tensor, _used: object = None) -> torch.Tensor:
-    """The output of ``layer`` for ``hidden``, [..., width]."""
+    """Return the output of ``layer`` for ``hidden``, both of shape [..., width]."""
     tokens = hidden.reshape(-1, hidden.shape[-1])
     count, width = tokens.shape
     capacity = layer._replace(tokens=count).capacity
@@ -79,7 +82,7 @@ def _exchanged(layer: ExpertLayer, rows: torch.Tensor) -> torch.Tensor:
 
 
 def _chosen(inner: Any, layer: ExpertLayer, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The weights and the slots of the experts of each token, [k, tokens] each."""
+    """Return the weights and the slots of the experts of each token, both of shape [k, tokens]."""
     values = tokens.float()
     if getattr(inner.gate, "noisy_gate_policy", None) == "Jitter":
         values = values * torch.rand_like(values)

@@ -1,6 +1,6 @@
-"""The moment of a training step at which a rank holds the most, from what is alive in each of its phases.
+"""Predict the peak memory of a rank in a training step, from the bytes that are alive in each phase.
 
-The phases are those of zero_runtime. docs/plan.md compares them with measurements, of DeepSpeed too.
+The phases are those of zero_runtime. docs/plan.md compares the predictions with measurements, also of DeepSpeed.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ _WIDE: Final = 4  # bytes of an fp32 number, in which norms are computed
 
 
 class Peak(NamedTuple):
-    """The most that a rank holds at once.
+    """The maximum memory that a rank needs at once.
 
     Attributes:
-        device: bytes on its device.
-        phase: of a training step.
+        device: The bytes on the device of the rank.
+        phase: The phase of a training step in which the peak occurs.
     """
 
     device: int
@@ -36,7 +36,7 @@ class Peak(NamedTuple):
 
 
 class _Message(NamedTuple):
-    """Of the block of a parameter: its number, the bytes of its gradients, and the bytes that are gathered meanwhile."""
+    """The number of a block, the bytes of its gradients, and the parameter bytes that are gathered with them."""
 
     block: int
     sent: int
@@ -44,18 +44,18 @@ class _Message(NamedTuple):
 
 
 class _Gradients(NamedTuple):
-    """How gradients leave a backward pass.
+    """The memory of gradients and of their reduction during a backward pass.
 
     Attributes:
-        whole: bytes of all of them, where they stay until the pass has ended; 0 where they enter buckets in it.
-        accumulate: they are there from the beginning, of earlier micro-batches.
-        limit: elements of a bucket.
-        copied: bytes of an element that are allocated to send a bucket, beside it.
-        overlap: a bucket is sent while the pass goes on.
-        late: bytes that are allocated with the first gradient.
-        apart: bytes of shards that are allocated as their gradients leave.
-        messages: those of the blocks, by parameter; empty where gradients enter buckets.
-        arriving: what a message that was sent needs, divided by its bytes.
+        whole: The bytes of all gradients if they stay until the pass has ended. 0 if they enter buckets in the pass.
+        accumulate: Whether gradients of earlier micro-batches exist from the beginning of the pass.
+        limit: The maximum number of elements of a bucket.
+        copied: The bytes per element that are allocated in addition to a bucket to send it.
+        overlap: Whether the pass continues while a bucket is sent.
+        late: The bytes that are allocated with the first gradient.
+        apart: The bytes of gradient shards, which are allocated when the gradients are reduced.
+        messages: The message of the block of each parameter. Empty if gradients enter buckets.
+        arriving: The memory that a message needs while it is sent, as a multiple of its bytes.
     """
 
     whole: int
@@ -78,16 +78,17 @@ def peak_of(
     backend: str,
     framework: Runtime = "zero_runtime",
 ) -> Peak:
-    """Return the peak of a rank.
+    """Return the peak memory of a rank.
 
     Args:
-        config: the setting, without axes other than that of the data.
-        parameters: of the rank.
-        memory: of the rank, without activations.
-        activations: of one micro-batch.
-        micro_batches: of a step.
-        backend: ``gloo`` means CPUs, where the buffers of buckets stay allocated in the optimizer step.
-        framework: ``deepspeed`` allocates buckets and reduced gradients of stages 1 and 2 in each backward pass.
+        config: The setting, without axes other than the data axis.
+        parameters: The parameters of the rank.
+        memory: The memory of the rank by kind, without activations.
+        activations: The activations of one micro-batch.
+        micro_batches: The number of micro-batches of a step.
+        backend: The backend. ``gloo`` means CPUs, where the buffers of buckets stay allocated in the optimizer step.
+        framework: The runtime. ``deepspeed`` allocates buckets and reduced gradients of stages 1 and 2 in each
+            backward pass.
     """
     configuration = read_configuration(config)
     on_device = {each.what: each.device for each in memory}
@@ -100,7 +101,7 @@ def peak_of(
     whole_gradients = on_device.get("gradients", 0) if configuration.stage < 2 or waits else 0
     buckets, gathered = on_device.get("gradient buckets", 0), on_device.get("gathered parameters", 0)
     lasting = sum(on_device.values()) - whole_gradients - buckets - gathered
-    # A gathered parameter gets its secondary shard as it is released.
+    # The secondary shard of a gathered parameter is allocated when the parameter is released.
     secondary = on_device.get("secondary shards", 0)
     whole_bytes = sum(each.numel * item_bytes(configuration.model_dtype or each.dtype) for each in parameters)
     secondary_share = secondary / whole_bytes if whole_bytes else 0.0
@@ -117,12 +118,12 @@ def peak_of(
             late = concatenated + (buckets if in_passes else 0)
             lasting -= concatenated
     types = [configuration.model_dtype or each.dtype for each in parameters]
-    # What is prefetched arrives in a buffer, from which the parameters are copied.
+    # Prefetched parameters arrive in a buffer, and are then copied from this buffer.
     gathering = read_gather_configuration(zero_section(config))
     blocks = gathered_blocks(parameters, gathering) if configuration.stage == 3 else []
     arriving_numel = max((sum(each.numel for each in members) for members in blocks), default=0)
     meanwhile = gathered_with_gradients(parameters, blocks, gathering) if blocks else {}
-    # By block the shards of gradients come with the messages, and are joined after the pass.
+    # If blocks are gathered, the shards of gradients are allocated with the messages, and are joined after the pass.
     is_apart = blocks and micro_batches == 1 and framework == "zero_runtime"
     apart = on_device.get("gradients", 0) if is_apart else 0
     before_release = lasting - apart - round(min(gathered, whole_bytes) * secondary_share)
@@ -151,11 +152,12 @@ def peak_of(
         for each in parameters
         if each.requires_grad
     )
-    # Optimizers read gradients in the masters' type: a copy where they are accumulated in another one.
+    # Optimizers read gradients in the type of the master weights. This needs a copy if they are accumulated in a
+    # different type.
     copies = 0 if configuration.accumulation_dtype == "float32" else on_device.get("masters", 0)
     if not configuration.partitions and trained < _WIDE * sum(numels.values()):
-        copies = _WIDE * sum(numels.values())  # for the norm, without masters too
-    # Gradients that wait for the last micro-batch leave in its backward pass.
+        copies = _WIDE * sum(numels.values())  # for the norm, even without master weights
+    # Gradients that wait for the last micro-batch are reduced in its backward pass.
     left = 0 if waits else whole_gradients
     kept_gradients = left if not configuration.partitions or configuration.reduces_chunks else 0
     phases = {
@@ -181,15 +183,15 @@ def _alive(
     trained: int,
     secondary_share: float,
 ) -> Iterator[int]:
-    """What only a pass keeps, in each span and at the end of those that send a bucket.
+    """Yield the bytes that only a pass needs, in each span and at the end of each span that sends a bucket.
 
     Args:
-        activations: of the pass.
-        numels: elements of the trained parameters by name.
-        gradients: how they leave the pass.
-        gathered: most bytes of gathered parameters.
-        trained: bytes of all trained parameters.
-        secondary_share: of a released parameter's bytes that its secondary shard has.
+        activations: The activations of the pass.
+        numels: The number of elements of each trained parameter, by name.
+        gradients: The memory of gradients during the pass.
+        gathered: The maximum number of bytes of gathered parameters.
+        trained: The bytes of all trained parameters.
+        secondary_share: The size of a secondary shard, as a fraction of the bytes of the released parameter.
     """
     total = sum(numels.values()) or 1
     arrived = filled = sent = 0
@@ -200,10 +202,10 @@ def _alive(
         rest = gradients.whole if gradients.accumulate else round(gradients.whole * done)
         before, message = message, gradients.messages.get(span.parameter, message)
         if message.block != before.block:
-            # Of a block that was sent there is also what arrives.
+            # The result of the message of the previous block is also alive, if the message overlaps the pass.
             sent_rows = before.sent * gradients.arriving * gradients.overlap
         rest += message.sent + sent_rows
-        # A gathered parameter is released when its gradient is complete: this step does not use it again.
+        # A gathered parameter is released when its gradient is complete, because this step does not use it again.
         still = min(message.gathered, round(trained * (1 - done)))
         rest += still + round((gathered - still) * secondary_share)
         rest += gradients.late if arrived else 0
@@ -219,9 +221,12 @@ def _alive(
 
 
 def _copied(configuration: Configuration, trained_type: str) -> int:
-    """Bytes of an element of a bucket that its message needs beside it: rows of a reduce_scatter, and another type."""
+    """Return the bytes per element that a message needs in addition to its bucket.
+
+    They are the rows of a reduce_scatter, and a copy in a different type.
+    """
     if configuration.reduces_chunks:
-        return 0  # they are in the buffers
+        return 0  # the buffers already contain these bytes
     arranges = configuration.stage == 3 and configuration.reduction == "reduce_scatter"
     casts = configuration.communication_dtype != trained_type
     return item_bytes(configuration.communication_dtype) * (arranges + casts)

@@ -1,4 +1,4 @@
-"""What a forward and backward pass keeps alive, from one parameter's gradient to the next."""
+"""Data classes for the bytes that a forward and backward pass keeps alive between consecutive gradients."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from typing import NamedTuple
 
 
 class Span(NamedTuple):
-    """The time between the gradients of two parameters; the first span includes the forward pass.
+    """The interval between the gradients of two parameters. The first span includes the forward pass.
 
     Attributes:
-        most: most bytes alive at once, without parameters and the gradients of earlier spans.
-        last: bytes alive at the end, with the gradient that is then complete.
-        parameter: whose gradient that is; empty for the last span.
+        most: The maximum number of bytes alive at once, without parameters and the gradients of earlier spans.
+        last: The number of bytes alive at the end of the span, with the gradient that is complete there.
+        parameter: The name of the parameter of this gradient. Empty for the last span.
     """
 
     most: int
@@ -23,9 +23,10 @@ class Activations(NamedTuple):
     """The tensors of one forward and backward pass, without parameters and their gradients.
 
     Attributes:
-        spans: in the order of the pass.
-        note: how they were found.
-        is_traced: whether the gradients became ready in the order of the spans, in a pass of the model itself.
+        spans: The spans in the order of the pass.
+        note: The method that determined the spans, as text.
+        is_traced: Whether the spans are from a traced pass of the model, so that their order is the order in which
+            the gradients became ready.
     """
 
     spans: tuple[Span, ...]
@@ -34,11 +35,11 @@ class Activations(NamedTuple):
 
     @property
     def most_bytes(self) -> int:
-        """Most bytes that are alive at once."""
+        """The maximum number of bytes that are alive at once."""
         return max(each.most for each in self.spans)
 
     @property
     def gradient_order(self) -> tuple[str, ...] | None:
-        """Names of parameters in the order in which their gradients became ready; None where no pass shows it."""
+        """The names of parameters in the order in which their gradients became ready, or None if it is not known."""
         names = tuple(each.parameter for each in self.spans if each.parameter)
         return names if self.is_traced and len(set(names)) == len(names) else None

@@ -1,7 +1,8 @@
-"""One forward and backward pass of a real module over fake tensors: what is alive between its gradients.
+"""Trace a forward and backward pass of a real module over fake tensors, and measure the bytes between its gradients.
 
-torch's FakeTensorMode computes shapes, element types and storages without values: neither memory nor time of the model is
-needed. Kernels are those of the CPU, whose attention keeps no matrix of all pairs of tokens, as FlashAttention on a GPU.
+torch's FakeTensorMode computes shapes, element types and storages without values. So the trace needs neither the
+memory nor the time of the model. The kernels are those of the CPU. Their attention does not keep a matrix of all pairs
+of tokens, and neither does FlashAttention on a GPU.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from commprof.plan.memory.spans import Span
 
-_replacing: Final = threading.Lock()  # torch's linear function
-_SHOWN: Final = 200  # characters of the message of somebody else's error
+_replacing: Final = threading.Lock()  # held while torch's linear function is replaced
+_SHOWN: Final = 200  # maximum number of characters that are shown of an error message from other code
 
 
 class TraceError(Exception):
-    """The pass failed; the message says where and why, in one line."""
+    """The pass failed. The message names the module and the error, in one line."""
 
 
 def trace(
@@ -36,24 +37,26 @@ def trace(
     is_sharded: bool = False,
     weight_first: bool = False,
 ) -> list[Span]:
-    """Run one pass of ``module`` over fake tensors, and return what is alive between its gradients.
+    """Run one pass of ``module`` over fake tensors, and return the spans between its gradients.
 
     Args:
-        module: built on the meta device; its tensors are replaced by fake ones.
-        inputs: of one micro-batch: a tensor, positional arguments as a tuple or list, or keyword arguments as a mapping.
-        dtype: to which floating-point parameters, buffers and inputs are cast; None leaves them.
-        autocast: in which torch.autocast computes; None turns it off.
-        is_sharded: whether modules are called as stage 3 calls them.
-        weight_first: whether linear layers are those of stage 3.
+        module: A module that was built on the meta device. Its tensors are replaced by fake tensors.
+        inputs: The inputs of one micro-batch: a tensor, positional arguments as a tuple or list, or keyword
+            arguments as a mapping.
+        dtype: The type to which floating-point parameters, buffers and inputs are cast. None keeps their types.
+        autocast: The type in which torch.autocast computes. None turns autocast off.
+        is_sharded: Whether modules are called in the way in which stage 3 calls them.
+        weight_first: Whether the linear layers are those of stage 3, whose weight gradient is ready first.
 
     Raises:
-        TraceError: the pass failed, as one that depends on values does.
+        TraceError: The pass failed, for example because it depends on values.
     """
     mode = FakeTensorMode()
     spans: list[Span] = []
     try:
-        # The first backward pass of a process starts a thread for each device, and a process with such threads cannot fork
-        # ranks. Among fake tensors a build of torch for CUDA claims eight devices, also on a machine without any.
+        # The first backward pass of a process starts a thread for each device, and a process with such threads cannot
+        # fork ranks. This pass runs before the fake tensors exist, because with fake tensors a CUDA build of torch
+        # reports eight devices, even on a machine without a GPU.
         torch.autograd.backward(torch.ones(1, device="cpu", requires_grad=True).sum())
         with mode:
             inputs = _replaced(module, inputs, dtype)
@@ -69,7 +72,8 @@ def trace(
             if is_sharded:
                 for each in module.modules():
                     each.register_forward_pre_hook(_separate)
-            # What is checkpointed calls its linear layers again in the backward pass.
+            # The replacement stays for the backward pass too, in which a checkpointed part calls its linear layers
+            # again.
             with live, _linear_of_stage_3() if weight_first else nullcontext():
                 with torch.autocast("cpu", autocast or torch.bfloat16, autocast is not None):
                     outputs = _call(module, inputs)
@@ -82,10 +86,11 @@ def trace(
 
 @contextmanager
 def _linear_of_stage_3() -> Iterator[None]:
-    """Linear layers as the runtimes replace them at stage 3 (``memory_efficient_linear``), in this thread.
+    """Replace linear layers in this thread like the runtimes do at stage 3 (``memory_efficient_linear``).
 
-    They keep their inputs as they come, also in autocast and for a frozen weight, and the weight's gradient is ready before
-    the bias's. A mode of torch would not see the layers that a checkpoint calls again in the backward pass.
+    The replaced layers save their inputs in the original type, even with autocast or for a frozen weight. The
+    gradient of the weight is ready before the gradient of the bias. torch's function is replaced because a mode of
+    torch would not see the layers that a checkpoint calls again in the backward pass.
     """
     own = threading.get_ident()
 
@@ -131,7 +136,7 @@ class _Linear(torch.autograd.Function):
 
 
 class _Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the bytes of the storages that operations return, until nothing refers to them."""
+    """A dispatch mode that counts the bytes of the storages that operations return, until nothing refers to them."""
 
     def __init__(self, tensors: list[Any]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -149,11 +154,11 @@ class _Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return results
 
     def ignore(self, tensor: torch.Tensor) -> None:
-        """Do not count the storage of ``tensor``, as long as it exists."""
+        """Exclude the storage of ``tensor`` from the count, as long as it exists."""
         self._see(tensor, counted=False)
 
     def take_span(self, parameter: str) -> Span:
-        """Return the span since the last call, which ends with the gradient of ``parameter``."""
+        """Return the span since the last call of this method. The span ends with the gradient of ``parameter``."""
         most, self._most = self._most, self._now
         return Span(most, self._now, parameter)
 
@@ -186,7 +191,10 @@ def _arrival(live: _Live, spans: list[Span], name: str) -> Callable[[torch.Tenso
 
 
 def _separate(_: torch.nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Make two tensors of one that is passed twice, as stage 3 does: torch's attention then projects each input alone."""
+    """Replace an input that is passed twice by two tensors, as stage 3 does.
+
+    torch's attention then projects each input separately.
+    """
     seen: set[int] = set()
 
     def separate(value: Any) -> Any:
@@ -199,8 +207,11 @@ def _separate(_: torch.nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def _replaced(module: torch.nn.Module, inputs: Any, dtype: torch.dtype | None) -> Any:
-    """Replace the tensors of ``module`` by fake ones on the CPU, tied ones by the same, and return fake ``inputs``."""
-    # The meta tensor too, so that its id stays its own.
+    """Replace the tensors of ``module`` by fake tensors on the CPU, and return fake ``inputs``.
+
+    Tied tensors are replaced by the same fake tensor.
+    """
+    # The values include the meta tensor, so that it stays alive and no other tensor gets its id.
     fakes: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def fake(tensor: torch.Tensor) -> torch.Tensor:
@@ -228,7 +239,7 @@ def _call(module: torch.nn.Module, inputs: Any) -> Any:
 
 
 def _differentiate(outputs: Any) -> None:
-    """Run the backward pass from the loss in ``outputs``, or without one from all of them."""
+    """Run the backward pass from the loss in ``outputs``, or from all outputs if there is no loss."""
     loss = outputs.get("loss") if isinstance(outputs, Mapping) else getattr(outputs, "loss", None)
     tensors = [
         each

@@ -1,1 +1,1 @@
-"""Other settings of the layers of experts of a recorded run."""
+"""Predict other settings of the layers of experts of a recorded run."""

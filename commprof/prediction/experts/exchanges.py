@@ -1,9 +1,10 @@
-"""The messages of tokens of a run with other settings of its layers of experts, from the loads that it recorded.
+"""Predict the token messages of a run with other settings of experts, from the loads that the run recorded.
 
-What a layer sends follows from the tokens and the loads of each rank (:class:`ForwardPass`), which do not depend on where
-the experts are. So the bytes of another ``ep_size`` are known also without dropping, where the fullest expert of a group of
-ranks decides. Messages that the run has too go where the recorded ones were. A run with ``ep_size`` 1 does not show where
-tokens would be exchanged: there the layers are assumed to compute in proportion to their weights.
+The messages of a layer follow from the tokens and the loads of each rank (:class:`ForwardPass`), which do not depend on
+the ranks that store the experts. So the bytes with a different ``ep_size`` are known even without dropping, when the
+fullest expert of a group of ranks decides. Messages that the run also has keep their recorded place. A run with
+``ep_size`` 1 does not show when tokens would be exchanged. In this case the layers are assumed to compute in proportion
+to their weights.
 """
 
 from __future__ import annotations
@@ -40,13 +41,13 @@ _SLOTS = (
 
 
 class Exchanged(NamedTuple):
-    """A program with other messages of tokens, and the compute of its steps.
+    """A program with changed token messages, and the compute of its steps.
 
     Attributes:
-        program: where messages of the run were replaced or left out.
-        steps: their compute.
-        inserted: messages that the run does not have, by micro-batch.
-        assumed: sentences about what the run does not show.
+        program: The program of the run with messages replaced or removed.
+        steps: The compute of the steps.
+        inserted: The messages that the run does not have, by micro-batch.
+        assumed: Sentences about assumptions, because the run does not show everything.
     """
 
     program: Program
@@ -59,12 +60,13 @@ class _Exchange(NamedTuple):
     """A message of a layer in a micro-batch.
 
     Attributes:
-        layer: its name.
-        op: an all_to_all of tokens, or the all_reduce by which ranks agree on the slots.
-        phase: of the message.
-        source: number of the forward pass within the step that decides its size.
-        opens: the first of the two all_to_alls of a pass: the experts compute after it.
-        returns: it sends results of experts or their gradients, whose elements may have another type than tokens.
+        layer: The name of the layer.
+        op: The operation: an all_to_all of tokens, or the all_reduce by which ranks agree on the slots.
+        phase: The phase of the message.
+        source: The number of the forward pass within the step that determines the size of the message.
+        opens: Whether it is the first of the two all_to_alls of a pass, after which the experts compute.
+        returns: Whether the message belongs to the results of experts or their gradients. Their elements may have a
+            different type from those of tokens.
     """
 
     layer: str
@@ -82,23 +84,24 @@ def with_tokens(
     after: ExpertTokens,
     evenly: bool = False,
 ) -> Exchanged:
-    """The program of ``recorded``, which has the layers ``before``, with the messages of tokens of those ``after``.
+    """Return the program of ``recorded`` with the token messages that its layers send with the settings ``after``.
 
     Args:
-        recorded: the run, with its loads.
-        steps: its compute.
-        before: the layers of the run.
-        after: the same layers with other settings.
-        evenly: modules with matrices all compute equally long, rather than in proportion to the elements of these.
+        recorded: The run with its loads.
+        steps: The compute of the run.
+        before: The layers of the run.
+        after: The same layers with other settings.
+        evenly: Whether all modules with matrices compute equally long. Otherwise their time is in proportion to the
+            elements of their matrices.
 
     Raises:
-        UsageError: the recorded messages of tokens are not those of the layers, or loads were not recorded.
+        UsageError: The recorded token messages are not those of the layers, or loads were not recorded.
     """
     _check_passes(recorded)
     passes = recorded.passes
     program = recorded.program
     replaced: dict[int, Message | None] = {}
-    # First all_to_all -> the second, and the factor of the compute between.
+    # Maps the first all_to_all of a pass to the second one, and to the factor of the compute between them.
     scaled: dict[int, tuple[int, Floats]] = {}
     inserted: dict[int, list[Inserted]] = defaultdict(list)
     for micro in sorted({each.micro_step for each in passes[0]}):
@@ -152,7 +155,7 @@ def _check_passes(recorded: Recorded) -> None:
 
 
 def _exchanges(passes: Sequence[ForwardPass], micro: int, tokens: ExpertTokens) -> Iterator[_Exchange]:
-    """What the layers send in a micro-batch: those of one layer in their order."""
+    """Yield the messages that the layers send in a micro-batch. Messages of the same layer are in order."""
     own = [(number, each) for number, each in enumerate(passes) if each.micro_step == micro]
     own = [
         pair for pair in own if pair[1].layer in tokens.layers and tokens.layers[pair[1].layer].ep_size > 1
@@ -181,7 +184,11 @@ def _of_pass(layer: ExpertLayer, phase: Phase, source: int) -> Iterator[_Exchang
 def _matched(
     recorded: Recorded, micro: int, expected: Sequence[_Exchange], tokens: ExpertTokens
 ) -> dict[str, list[int]]:
-    """The numbers of the recorded messages of each layer in micro-batch ``micro``, which are those ``expected``."""
+    """Return the numbers of the recorded messages of each layer in micro-batch ``micro``.
+
+    Raises:
+        UsageError: The recorded messages are not those in ``expected``.
+    """
     numbers: dict[str, list[int]] = defaultdict(list)
     for number, message in enumerate(recorded.program.messages):
         layer = message.module
@@ -206,7 +213,7 @@ def _sent(message: Message) -> tuple[str, Groups, int, tuple[tuple[int, ...], ..
 def _message(
     like: Message | None, exchange: _Exchange, passes: Sequence[Sequence[ForwardPass]], tokens: ExpertTokens
 ) -> Message:
-    """The message of ``exchange``; what its size and groups do not decide is as in ``like``."""
+    """Return the message of ``exchange``. Fields other than the size and the groups are taken from ``like``."""
     layer = tokens.layers[exchange.layer]
     groups = tokens.ranks.of_experts(layer.ep_size)
     first = passes[0][exchange.source]
@@ -220,7 +227,7 @@ def _message(
 
 
 def _slots(source: int, name: str, passes: Sequence[Sequence[ForwardPass]], tokens: ExpertTokens) -> Floats:
-    """Slots of each expert for the tokens of a rank in forward pass number ``source``: (steps, ranks)."""
+    """Return the slots of each expert for the tokens of a rank in forward pass number ``source``: (steps, ranks)."""
     layer = tokens.layers[name]
     slots = np.empty((len(passes), tokens.ranks.world_size))
     for step, of_step in enumerate(passes):
@@ -236,7 +243,11 @@ def _factors(
     before: ExpertTokens,
     after: ExpertTokens,
 ) -> dict[int, tuple[int, Floats]]:
-    """Of each first all_to_all of a pass that a second follows: the number of that, and the slots by those of the run."""
+    """Return the change of compute after the first all_to_all of each pass that a second one follows.
+
+    The keys are the numbers of the first all_to_alls. The values are the number of the second all_to_all, and the ratio
+    of the slots to those of the run: (steps, ranks).
+    """
     factors = {}
     for place, exchange in enumerate(exchanges[:-1]):
         following = exchanges[place + 1]
@@ -254,7 +265,10 @@ def _placed(
     after: ExpertTokens,
     evenly: bool,
 ) -> Iterator[Inserted]:
-    """Where messages go that the run does not have: around the experts of their layer, by the weights before them."""
+    """Yield the messages that the run does not have, with their places before and after the experts of their layer.
+
+    The places follow from the weights of the modules before them.
+    """
     for exchange in exchanges:
         begin, end = _shares(exchange.layer, before.parameters, evenly)
         forward = exchange.phase == Phase.FORWARD
@@ -269,7 +283,7 @@ def _placed(
 
 
 def _shares(layer: str, parameters: Sequence[Parameter], evenly: bool) -> tuple[float, float]:
-    """The parts of a forward pass that are done before and after the experts of ``layer``."""
+    """Return the fractions of a forward pass that are done before and after the experts of ``layer``."""
     done = total = 0.0
     begin: float | None = None
     for each in in_model_order(parameters):
@@ -282,7 +296,10 @@ def _shares(layer: str, parameters: Sequence[Parameter], evenly: bool) -> tuple[
 
 
 def _part_of_experts(layer: str, tokens: ExpertTokens) -> float:
-    """The part of a pass that the experts of ``layer`` compute in, if a slot takes what a token takes elsewhere."""
+    """Return the fraction of a pass in which the experts of ``layer`` compute.
+
+    A slot is assumed to take as long for each weight as a token takes in other modules.
+    """
     work: dict[str, float] = defaultdict(float)
     for each in tokens.parameters:
         place = place_of(each.name)
@@ -300,7 +317,7 @@ def _is_of(layer: str, parameter: Parameter) -> bool:
 def _with_compute(
     program: Program, step: Step, number: int, scaled: Mapping[int, tuple[int, Floats]]
 ) -> Step:
-    """Scale the compute between the two all_to_alls of each pass through a layer."""
+    """Return ``step`` with scaled compute between the two all_to_alls of each pass through a layer."""
     spans = step.spans.copy()
     current: Floats | None = None
     until = -1
@@ -316,7 +333,7 @@ def _with_compute(
 
 
 def _without(program: Program, steps: Sequence[Step], gone: set[int]) -> tuple[Program, list[Step]]:
-    """``program`` without messages ``gone``; what is computed around them stays."""
+    """Return ``program`` without the messages ``gone``. The compute around them remains."""
     if not gone:
         return program, list(steps)
     remaining = [number for number in range(len(program.messages)) if number not in gone]

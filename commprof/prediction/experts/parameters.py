@@ -1,4 +1,4 @@
-"""The parameters of a rank and the order of its gradients, with the experts of another ``ep_size``."""
+"""Determine the parameters of a rank and the order of its gradients with a different ``ep_size``."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ _INNER: Final = ".deepspeed_moe.experts.deepspeed_experts."
 
 
 class ExpertPlace(NamedTuple):
-    """A parameter's place: its layer, the number of its expert, and the rest of its name."""
+    """The name of an expert's parameter in parts: the layer, the number of the expert, and the rest."""
 
     layer: str
     number: int
     rest: str
 
     def name(self, number: int) -> str:
-        """The name of the same parameter of expert ``number``."""
+        """Return the name of the corresponding parameter of expert ``number``."""
         return f"{self.layer}{_INNER}{number}.{self.rest}"
 
 
 def place_of(name: str) -> ExpertPlace | None:
-    """The place of the parameter ``name``; None where it is not of an expert."""
+    """Return the parts of the parameter name ``name``, or None if the parameter is not of an expert."""
     layer, inner, rest = name.partition(_INNER)
     number, dot, last = rest.partition(".")
     return ExpertPlace(layer, int(number), last) if inner and dot and number.isdecimal() else None
 
 
 def on_other_ranks(request: Request, layers: Mapping[str, ExpertLayer]) -> Request:
-    """The parameters of a rank and the order of its gradients, with as many experts of each layer as it then has."""
+    """Return ``request`` with the parameters and the gradient order of a rank for the ``ep_size`` of ``layers``."""
     local = {name: layer.num_experts // layer.ep_size for name, layer in layers.items()}
     of_layer: dict[str, list[Parameter]] = defaultdict(list)
     numbers: dict[str, int] = {}
@@ -68,7 +68,10 @@ def _copies(expert: Sequence[Parameter], count: int, ep_size: int, at: int | Non
 
 
 def _reordered(order: Sequence[str], local: Mapping[str, int]) -> tuple[str, ...]:
-    """``order`` of gradients with the experts of another ``ep_size``, last ones first as backward passes have them."""
+    """Return the gradient order ``order`` with the experts of a different ``ep_size``.
+
+    The last expert comes first, because a backward pass runs in reverse order.
+    """
     names: list[str] = []
     experts: dict[str, list[ExpertPlace]] = defaultdict(list)
     for name in order:

@@ -1,7 +1,8 @@
-"""Other settings of the layers of experts of a run: ``ep_size`` and the capacity factor.
+"""Change the settings of a run's layers of experts: ``ep_size`` and the capacity factor.
 
-A rank computes as many slots of experts at any ``ep_size``: fewer experts of its own, and the slots of more ranks for
-each of them. With another capacity the compute between the two all_to_alls of a layer changes in proportion to the slots.
+A rank computes the same number of slots at any ``ep_size``. With a larger ``ep_size`` it has fewer experts, but each of
+its experts gets the slots of more ranks. With a different capacity, the compute between the two all_to_alls of a layer
+changes in proportion to the slots.
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ KEYS: Final = (EP_SIZE, CAPACITY_FACTOR)
 
 
 def with_settings(request: Request, setting: Mapping[str, Any]) -> Request:
-    """``request`` of the same model with other settings of its layers of experts.
+    """Return ``request`` with the settings of experts in ``setting`` applied to the layers of its model.
 
     Raises:
-        UsageError: the run has no layers of experts, or a value does not fit them.
+        UsageError: The run has no layers of experts, or a value does not fit them.
     """
     asked = [key for key in KEYS if key in setting]
     if not asked:
@@ -49,7 +50,10 @@ def with_settings(request: Request, setting: Mapping[str, Any]) -> Request:
 
 
 def without_effect(setting: Mapping[str, Any], experts: ExpertTokens | None) -> list[str]:
-    """Why ``setting`` changes nothing for the layers ``experts``: a sentence; none where it may change something."""
+    """Return a sentence that says why ``setting`` changes nothing for the layers ``experts``.
+
+    The list is empty if ``setting`` may change something.
+    """
     if experts is None or set(setting) != {CAPACITY_FACTOR}:
         return []
     if any(layer.drop_tokens for layer in experts.layers.values()):
@@ -72,7 +76,7 @@ def _changed(layer: ExpertLayer, setting: Mapping[str, Any], world: int) -> Expe
 
 
 def updated(request: Request, config: Mapping[str, Any], world: int) -> float:
-    """Elements that each rank updates with ``config``: its share of dense parameters and of its own experts."""
+    """Return the elements that a rank updates with ``config``: its part of dense parameters and of its own experts."""
     trained = [each for group in trained_groups(request.parameters) for each in group]
     shares = read_configuration(config).partitions
     return sum(each.numel / (world // (each.ep_size or 1) if shares else 1) for each in trained)

@@ -1,4 +1,4 @@
-"""Marks collectives of functions that write or read a checkpoint with that phase and purpose."""
+"""Assigns the checkpoint phase and purpose to collectives of functions that write or read a checkpoint."""
 
 from __future__ import annotations
 
@@ -12,17 +12,20 @@ from commprof.schema import Phase, Purpose
 
 
 class Checkpoints:
-    """Wraps functions so that their collectives are for a checkpoint, unless an inner tag says otherwise.
+    """Wraps functions so that their collectives get the checkpoint purpose, unless an inner tag sets another purpose.
 
     Args:
-        loop: gets the phase.
+        loop: The training loop that receives the phase.
     """
 
     def __init__(self, loop: TrainingLoop) -> None:
         self._loop = loop
 
     def part(self, module: str, path: str) -> Part:
-        """One such function, which some versions of its framework lack."""
+        """Return a part for a function that writes or reads a checkpoint.
+
+        The part is optional, because some versions of the framework lack the function.
+        """
         return Part(module, path, self._wrap, True)
 
     def _wrap(self, original: Callable[..., Any]) -> Callable[..., Any]:

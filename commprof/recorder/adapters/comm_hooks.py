@@ -1,4 +1,4 @@
-"""Tags collectives of DDP's communication hooks, also those that they issue later in callbacks of futures."""
+"""Tags the collectives of DDP's communication hooks, including collectives issued later in callbacks of futures."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from typing import Any, Final
 from commprof import hooks
 from commprof.recorder.adapters.parts import Part
 
-_FUTURE: Final = "torch._C"  # the base of torch.futures.Future, and the class of what Work.get_future returns
+# The module of Future, the base of torch.futures.Future and the class of the result of Work.get_future.
+_FUTURE: Final = "torch._C"
 
 
 class _Thread(threading.local):
@@ -19,17 +20,17 @@ class _Thread(threading.local):
 
 
 class CommHooks:
-    """Applies the tag of a hook to the callbacks that it attaches to futures, and to the callbacks that these attach.
+    """Applies the tag of a hook to the callbacks that the hook attaches to futures, and to their own callbacks.
 
-    A hook such as PowerSGD's reduces in several rounds. A callback starts each round when the previous one is complete, on
-    the thread that completes it.
+    A hook such as PowerSGD's reduces in several rounds. When a round is complete, a callback starts the next
+    round, on the thread that completed the previous round.
     """
 
     def __init__(self) -> None:
         self._thread = _Thread()
 
     def parts(self) -> list[Part]:
-        """What to wrap."""
+        """Return the functions to wrap, each with its wrapper."""
         return [
             Part(_FUTURE, "Future.then", self._wrap_attach),
             Part(_FUTURE, "Future.add_done_callback", self._wrap_attach, optional=True),
@@ -37,7 +38,7 @@ class CommHooks:
 
     @contextmanager
     def running(self, tag: hooks.tag) -> Iterator[None]:
-        """A hook, or one of its callbacks, runs on this thread under ``tag``."""
+        """Open ``tag`` while a hook, or one of its callbacks, runs on this thread."""
         before = self._thread.in_hook
         self._thread.in_hook = True
         try:

@@ -1,8 +1,9 @@
-"""Adapter for DistributedDataParallel: the bucket of each of its collectives, and the purpose of the others.
+"""Adapter for DistributedDataParallel: determines the bucket or the purpose of each of its collectives.
 
-Its reducer issues from C++, on the thread that runs the backward pass, where no tag can be opened. So the kernel that
-records such a collective calls :meth:`Ddp.explain`. The answer follows from the order in which the reducer goes through its
-buckets, and from their sizes. If two models could have issued a collective, it gets a purpose only.
+The reducer issues collectives from C++ on the thread that runs the backward pass, where no tag can be opened.
+So the kernel that records such a collective calls :meth:`Ddp.explain`. This method identifies the bucket by the
+order in which the reducer reduces its buckets, and by their sizes. If two models could have issued a
+collective, the collective gets only a purpose.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ _JOIN: Final = "torch.distributed.algorithms.join"
 _BUCKET_UNKNOWN: Final = hooks.tag(Purpose.GRADIENT_REDUCE.value)
 _USED_PARAMETERS: Final = hooks.tag(Purpose.UNUSED_PARAMETERS.value)
 
-# What decides what is sent, as :func:`commprof.requested.wrappers.ddp.read_ddp` takes it.
+# The arguments that determine the traffic. :func:`commprof.requested.wrappers.ddp.read_ddp` reads them.
 _ARGUMENTS: Final = (
     "broadcast_buffers",
     "forward_sync_buffers",
@@ -51,7 +52,7 @@ _ARGUMENTS: Final = (
     "skip_all_reduce_unused_params",
 )
 
-# What it issues on the thread that calls it. The innermost purpose counts.
+# Functions that issue collectives on the calling thread. If calls are nested, the innermost purpose applies.
 _PURPOSES: Final = (
     purpose(_MODULE, f"{_CLASS}.__init__", Purpose.CONTROL),
     purpose(_MODULE, "_verify_param_shape_across_processes", Purpose.TRACE_CHECK),
@@ -65,7 +66,7 @@ _PURPOSES: Final = (
     purpose(_JOIN, "Join._get_num_nonjoined_procs", Purpose.CONTROL),
     purpose(_JOIN, "Join._notify_procs_to_terminate", Purpose.CONTROL),
     purpose(_JOIN, "Join.notify_join_context", Purpose.CONTROL),
-    # On a rank that has no more data, for those that have.
+    # These run on a rank that has no more data, to match the collectives of ranks that still have data.
     purpose(_MODULE, f"{_CLASS}._match_all_reduce_for_bwd_pass", Purpose.GRADIENT_REDUCE),
     purpose(_MODULE, f"{_CLASS}._match_unused_params_allreduce", Purpose.UNUSED_PARAMETERS),
     purpose(_MODULE, f"{_CLASS}._check_global_requires_backward_grad_sync", Purpose.CONTROL),
@@ -73,12 +74,12 @@ _PURPOSES: Final = (
 
 
 class Ddp:
-    """Follows the models that DistributedDataParallel wraps.
+    """Tracks the models that DistributedDataParallel wraps.
 
     Args:
-        journal: gets notes on what could not be determined.
-        wrapped: publishes their arguments.
-        stalls: notified when a communication hook of the program starts to reduce.
+        journal: The journal that receives notes on details that could not be determined.
+        wrapped: The object that publishes the arguments of the models.
+        stalls: The object that is notified when a communication hook of the program starts to reduce a bucket.
     """
 
     def __init__(self, journal: Journal, wrapped: WrappedModels, stalls: Stalls) -> None:
@@ -88,12 +89,12 @@ class Ddp:
         self._reductions: weakref.WeakKeyDictionary[DistributedDataParallel, Reduction] = (
             weakref.WeakKeyDictionary()
         )
-        self._names: dict[int, str] = {}  # of parameters, by their ``id``
+        self._names: dict[int, str] = {}  # names of parameters by their ``id``
         self._assignment: Assignment | None = None
         self._hooks = CommHooks()
 
     def parts(self) -> list[Part]:
-        """What to wrap."""
+        """Return the functions to wrap, each with its wrapper."""
         return [
             *_PURPOSES,
             *self._hooks.parts(),
@@ -109,9 +110,14 @@ class Ddp:
         ]
 
     def explain(self, method: Method, group: Group, values: Sequence[Any]) -> hooks.tag | None:
-        """Return the tag of a collective that C++ is about to issue in ``group``; None if it is not DDP's.
+        """Return the tag of a collective that C++ is about to issue in ``group``; None if DDP does not issue it.
 
-        ``values`` contains its tensors. Must be called once for each collective, in the order of issue.
+        Must be called once for each collective, in the order of issue.
+
+        Args:
+            method: The method of the collective.
+            group: The process group of the collective.
+            values: The arguments of the collective. The first one is the list of its tensors.
         """
         if method.name != "allreduce" or not self._reductions:
             return None
@@ -127,7 +133,8 @@ class Ddp:
             due = [each for each in waiting if each.is_due(numel)]
             if len(due) == 1:
                 return _opened(*due[0].take(), tensor)
-            for each in due:  # it could be of either: from here on their order is lost
+            # Any of these models could have issued the collective, so the order of their buckets is no longer known.
+            for each in due:
                 each.lose()
                 each.ran(PASSES_UNKNOWN)
             return _BUCKET_UNKNOWN if any(each.waits for each in waiting) else None
@@ -135,7 +142,7 @@ class Ddp:
             self._doubt(error)
             return None
 
-    # At construction.
+    # Wrappers of functions that run when a model is constructed.
 
     def _wrap_assignment(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def compute(tensors: Any, limits: Any, *args: Any, **kwargs: Any) -> Any:
@@ -219,7 +226,7 @@ class Ddp:
         group = model.process_group.group_name  # type: ignore[union-attr]
         self._reductions[model] = Reduction(group, parameters, self._names, self._assignment)
 
-    # In every pass.
+    # Wrappers of functions that run in every pass.
 
     def _wrap_pre_forward(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def pre_forward(model: DistributedDataParallel, *args: Any, **kwargs: Any) -> Any:
@@ -263,7 +270,7 @@ class Ddp:
 
         return post_forward
 
-    # With a hook of the program's own in the place of the reduction.
+    # Wrappers for a communication hook of the program, which replaces the reduction.
 
     def _wrap_comm_hook(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def register(reducer: Any, state: Any, hook: Callable[..., Any]) -> Any:
@@ -286,7 +293,7 @@ class Ddp:
         return register
 
     def _reduced_by_hook(self, bucket: Any) -> None:
-        """The model to which the first bucket of a reduction belongs has run a backward pass."""
+        """Report a backward pass of the model to which ``bucket``, the first bucket of a reduction, belongs."""
         mine = {id(each) for each in bucket.parameters()}
         for reduction in self._reductions.values():
             if reduction.holds(mine):
@@ -294,14 +301,17 @@ class Ddp:
 
 
 def _hook_name(value: Any) -> str | None:
-    """How a communication hook is called: that of a function, or of a built-in one."""
+    """Return the name of a communication hook (a function or a built-in hook); None if ``value`` is neither."""
     if isinstance(value, BuiltinCommHookType):
         return str(value.name)
     return getattr(value, "__qualname__", None) if callable(value) else None
 
 
 def _wrap_sync(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Parameters and buffers in common messages, whoever asks for it: mostly for a training that begins."""
+    """Wrap the function that broadcasts parameters and buffers in shared messages.
+
+    Most callers use the function when training begins, so this is the purpose unless an evaluation calls it.
+    """
     begin = tagged(original, hooks.tag(Purpose.PARAMETER_BROADCAST.value))
 
     def sync(*args: Any, **kwargs: Any) -> Any:
@@ -319,7 +329,10 @@ def _opened(number: int, bucket: Bucket, tensor: torch.Tensor) -> hooks.tag:
 
 
 def _limits_of(model: DistributedDataParallel) -> tuple[int, ...]:
-    """The limits in bytes by which the reducer of ``model`` builds its buckets anew; none where torch does not say."""
+    """Return the limits in bytes with which the reducer of ``model`` rebuilds its buckets.
+
+    If torch does not provide them, the limit is ``sys.maxsize``.
+    """
     own = tuple(getattr(model, "bucket_bytes_cap_list", ()))
     limit = getattr(model, "bucket_bytes_cap", sys.maxsize)
     if own or not getattr(model, "bucket_bytes_cap_default", False):

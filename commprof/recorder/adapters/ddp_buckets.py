@@ -1,4 +1,4 @@
-"""The buckets of one DistributedDataParallel in the order of its C++ reducer, and the bucket that is due next."""
+"""Tracks the buckets of a DistributedDataParallel model in the order in which its C++ reducer reduces them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,13 @@ from commprof.schema import PASSES
 
 
 class Bucket(NamedTuple):
-    """The gradients that travel together. ``capacity`` is in bytes; None for no limit."""
+    """A bucket of gradients.
+
+    Attributes:
+        numel: The number of elements in the bucket.
+        names: The names of the parameters in the bucket.
+        capacity: The capacity in bytes; None if there is no limit.
+    """
 
     numel: int
     names: tuple[str, ...]
@@ -23,20 +29,25 @@ class Bucket(NamedTuple):
 
 
 class Assignment(NamedTuple):
-    """What torch computed for a new reducer: the limits, and the parameters of each bucket by their positions."""
+    """The assignment of parameters to buckets that torch computed for a new reducer.
+
+    Attributes:
+        limits: The limits of the bucket sizes, in bytes.
+        indices: For each bucket, the positions of its parameters.
+    """
 
     limits: tuple[int, ...]
     indices: tuple[tuple[int, ...], ...]
 
 
 class Reduction:
-    """The reducer of one model: its buckets in the order in which it reduces them, and the next one.
+    """The buckets of one model's reducer in the order in which they are reduced, and the bucket that is reduced next.
 
     Args:
-        group: name of its process group.
-        parameters: what it reduces.
-        names: of the parameters, by their ``id``.
-        assignment: of the parameters to buckets at construction; None where it could not be seen.
+        group: The name of the process group of the reducer.
+        parameters: The parameters whose gradients are reduced.
+        names: The names of the parameters by their ``id``.
+        assignment: The assignment of parameters to buckets at construction; None if it could not be observed.
     """
 
     def __init__(
@@ -48,47 +59,47 @@ class Reduction:
     ) -> None:
         self.group = group
         self.wrapped: Wrapped | None = None
-        self.hook: str | None = None  # the communication hook, by its name
+        self.hook: str | None = None  # the name of the communication hook
         self._ids = frozenset(map(id, parameters))
         self.names = names
         self.parameters = len(parameters)
         self.rebuilt = False
-        self.due: int | None = None  # the bucket that comes next, from the end of a forward pass on
+        self.due: int | None = None  # the next bucket, known from the end of a forward pass on
         self._lost = False
         self.buckets: list[Bucket] = []
         if assignment is not None:
             filled = [[parameters[index] for index in indices] for indices in assignment.indices]
-            # The reducer takes the last first, since so the gradients come.
+            # The reducer reduces the last bucket first, because gradients become ready in reverse order.
             self.buckets = self._limited(filled, assignment.limits)[::-1]
 
     def read(self, reducer: Any, limits: Sequence[int]) -> None:
-        """Take the buckets from ``reducer`` itself, which has built them anew by ``limits`` in bytes."""
+        """Read the buckets that ``reducer`` has rebuilt with the given ``limits`` in bytes."""
         with _Unallocated():
             content = reducer._get_zeros_like_grad_buckets()
         self.buckets = self._limited([each.parameters() for each in content], limits)
         self.rebuilt = True
 
     def expect(self) -> None:
-        """A backward pass may come that reduces all buckets."""
+        """Expect a backward pass that reduces all buckets, after a forward pass has ended."""
         self.due = 0
         self._lost = not self.buckets
 
     def is_due(self, numel: int) -> bool:
-        """Whether the next bucket is one of ``numel`` elements."""
+        """Return whether the next bucket has ``numel`` elements."""
         return self.due is not None and self.due < len(self.buckets) and self.buckets[self.due].numel == numel
 
     def lose(self) -> None:
-        """The order is not known any more: no bucket can be identified until the next forward pass."""
+        """Note that the order is no longer known, so no bucket can be identified until the next forward pass."""
         self.due = len(self.buckets)
         self._lost = True
 
     @property
     def waits(self) -> bool:
-        """Whether gradients are still to be reduced, as far as is known."""
+        """Whether some gradients may not have been reduced yet."""
         return self.due is not None and (self._lost or self.due < len(self.buckets))
 
     def take(self) -> tuple[int, Bucket]:
-        """The next bucket and its number; it is due no more."""
+        """Return the number of the next bucket and the bucket, and advance to the bucket after it."""
         number = self.due or 0
         self.due = number + 1
         if number == 0:
@@ -96,16 +107,20 @@ class Reduction:
         return number, self.buckets[number]
 
     def ran(self, kind: str) -> None:
-        """A pass of the model began, of ``schema.PASSES``."""
+        """Report that the model began a pass. ``kind`` is one of ``schema.PASSES``, or ``schema.PASSES_UNKNOWN``."""
         if self.wrapped is not None:
             self.wrapped.ran(kind)
 
     def holds(self, parameters: Set[int]) -> bool:
-        """Whether parameters with these ids are among those that it reduces."""
+        """Return whether the reducer reduces any parameter with one of these ids."""
         return bool(parameters & self._ids)
 
     def _limited(self, filled: Sequence[Sequence[torch.Tensor]], limits: Sequence[int]) -> list[Bucket]:
-        """The buckets in the order in which torch filled them: of each dtype the n-th has the n-th limit, or the last."""
+        """Return the buckets in the order in which torch filled them.
+
+        Among the buckets of each dtype, the n-th bucket has the n-th limit, or the last limit if there are
+        fewer limits.
+        """
         before: Counter[torch.dtype] = Counter()
         buckets = []
         for members in filled:
@@ -123,7 +138,7 @@ class Reduction:
 
 
 class _Unallocated(TorchDispatchMode):
-    """The reducer shows its buckets as tensors of zeros as large as they are: this makes them without memory."""
+    """Makes the zero tensors in which the reducer shows its buckets without allocating memory for them."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten.zeros_like.default:

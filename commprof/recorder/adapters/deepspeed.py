@@ -1,7 +1,8 @@
-"""Adapter for DeepSpeed: reports its steps, phases, parameters, configuration and purposes, as zero_runtime does itself.
+"""Adapter for DeepSpeed: reports its steps, phases, parameters, configuration and purposes.
 
-DeepSpeed does not call commprof, so its methods are wrapped when the process imports its modules. The wrappers pass
-arguments, results and exceptions on unchanged. Versions outside the supported range are not wrapped.
+zero_runtime reports these itself, but DeepSpeed does not call commprof. So commprof wraps DeepSpeed's methods
+when the process imports its modules. The wrappers pass arguments, results and exceptions on unchanged. Versions
+outside the supported range are not wrapped.
 """
 
 from __future__ import annotations
@@ -32,11 +33,11 @@ _MODULES: Final = frozenset(
 
 
 class DeepSpeedAdapter:
-    """Wraps DeepSpeed's methods when its modules are imported, and unwraps them.
+    """Wraps DeepSpeed's methods when its modules are imported, and removes the wrappers.
 
     Args:
-        journal: gets faults and notes on methods that could not be wrapped.
-        explicit: whether the program names its steps itself, by ``hooks.step``.
+        journal: The journal that receives faults, and notes on methods that could not be wrapped.
+        explicit: A function that returns whether the program itself reports its steps with ``hooks.step``.
     """
 
     def __init__(self, journal: Journal, explicit: Callable[[], bool]) -> None:
@@ -54,7 +55,7 @@ class DeepSpeedAdapter:
         self._paddings = Paddings(journal.fault)
 
     def install(self) -> None:
-        """Wrap the modules that are imported already, and the others when they are imported."""
+        """Wrap the methods of modules that are already imported, and of other modules when they are imported."""
         self._watch.start()
 
     def remove(self) -> None:
@@ -67,7 +68,8 @@ class DeepSpeedAdapter:
     def _on_import(self, module: ModuleType) -> None:
         if self._refused:
             return
-        if _ANOTHER in vars(module):  # a runtime that gives DeepSpeed's names, and says itself what it does
+        # Another runtime imitates DeepSpeed's module names, and reports its own steps and purposes.
+        if _ANOTHER in vars(module):
             self._refused = True
             self._watch.stop()
             return
@@ -118,7 +120,7 @@ class DeepSpeedAdapter:
             )
 
     def _wrap_method(self, module: ModuleType, method: Method) -> bool:
-        """Whether the method was wrapped, or does not belong to this version."""
+        """Wrap ``method``, and return whether it was wrapped or does not belong to this version."""
         tag = hooks.tag(method.purpose.value)
         if self._patches.wrap(module, method.path, lambda original: tagged(original, tag)):
             return True
@@ -128,7 +130,7 @@ class DeepSpeedAdapter:
 
 
 def _version_text() -> str | None:
-    """Return DeepSpeed's version, if its imported modules define it by now."""
+    """Return DeepSpeed's version; None if no module that defines it is imported yet."""
     for name, attribute in ((_PACKAGE, "__version__"), (_VERSION_MODULE, "version")):
         text = getattr(sys.modules.get(name), attribute, None)
         if isinstance(text, str):
@@ -137,7 +139,7 @@ def _version_text() -> str | None:
 
 
 def parse_version(text: str) -> tuple[int, ...]:
-    """The leading numbers of a version.
+    """Return the leading numbers of a version.
 
     >>> parse_version("0.19.8+unknown"), parse_version("0.15"), parse_version("next")
     ((0, 19, 8), (0, 15), ())
@@ -147,5 +149,5 @@ def parse_version(text: str) -> tuple[int, ...]:
 
 
 def is_supported(version: tuple[int, ...]) -> bool:
-    """Whether this version is in the supported range."""
+    """Return whether ``version`` is in the supported range."""
     return FIRST_VERSION <= version[:2] <= LAST_VERSION

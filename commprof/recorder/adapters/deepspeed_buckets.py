@@ -1,4 +1,4 @@
-"""The gradient buckets of DeepSpeed: publishes each bucket when its optimizers or its engine flush it."""
+"""Publishes each gradient bucket of DeepSpeed when one of its optimizers or its engine flushes the bucket."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Flush(NamedTuple):
 
     module: str
     path: str
-    of_engine: bool  # the bucket is the first argument, a list of gradients; else it is the optimizer's own
+    of_engine: bool  # True: the bucket is the first argument; False: the optimizer stores it
 
 
 BUCKETS: Final = (
@@ -34,7 +34,7 @@ BUCKETS: Final = (
 
 
 class Content(NamedTuple):
-    """What is in a bucket that is about to be reduced."""
+    """The content of a bucket that is about to be reduced."""
 
     numel: int
     dtype: torch.dtype
@@ -47,8 +47,8 @@ class Buckets:
     """Numbers the buckets within each step, and publishes them.
 
     Args:
-        names: the parameters' names by their ``id``.
-        on_fault: called with exceptions of the recorder's own code.
+        names: The names of the parameters by their ``id``.
+        on_fault: A function that is called with each exception of the recorder's own code.
     """
 
     def __init__(self, names: Mapping[int, str], on_fault: Callable[[Exception], None]) -> None:
@@ -58,7 +58,7 @@ class Buckets:
         self._next = 0
 
     def wrap(self, module: ModuleType, flush: Flush, patches: Patches) -> bool:
-        """Wrap the method; False where this version has no such method."""
+        """Wrap the method ``flush``, and return whether this version has such a method."""
         read = self._engine_content if flush.of_engine else self._optimizer_content
         return patches.wrap(module, flush.path, lambda original: self._numbered(original, read))
 
@@ -97,7 +97,10 @@ class Buckets:
     def _optimizer_content(
         self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Content | None:
-        """The one bucket that is not empty; None where there is none, or several of different dtypes."""
+        """Return the content of the only bucket that is not empty.
+
+        The result is None if all buckets are empty, or if buckets of several dtypes are not empty.
+        """
         buckets = getattr(optimizer, "ipg_buckets", None)
         if buckets is None:  # before DeepSpeed 0.18
             entries: Sequence[Any] = optimizer.params_in_ipg_bucket
@@ -116,7 +119,11 @@ class Buckets:
 
 
 def _parameter(optimizer: Any, entry: Any) -> Any:
-    """The parameter of an entry: itself, or at stages 1 and 2 (group, position or parameter, id)."""
+    """Return the parameter of an entry of a bucket.
+
+    The entry is the parameter itself. At stages 1 and 2 it is a tuple of the group, the position or the
+    parameter, and an id.
+    """
     if not isinstance(entry, tuple | list):
         return entry
     group, position = entry[0], entry[1]

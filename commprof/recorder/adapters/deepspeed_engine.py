@@ -50,13 +50,13 @@ Call = Callable[..., Any]
 class _Progress:
     """The progress of one engine."""
 
-    number: int  # of the engine, in the order in which they were seen
+    number: int  # the number of the engine, in the order in which engines were seen
     steps: hooks.StepNumbers = field(default_factory=hooks.StepNumbers)
     is_later: bool = False  # constructed after steps of another engine
     micro_step: int = 0  # backward passes since the last step
     announced: tuple[int, int] | None = None
     inside_backward: bool = False
-    # Collected while the engine is being made.
+    # Each parameter and its parameter group, collected while the engine is constructed.
     groups: list[tuple[torch.nn.Parameter, int]] = field(default_factory=list)
 
 
@@ -64,10 +64,10 @@ class Engines:
     """Wraps the methods of DeepSpeedEngine.
 
     Args:
-        names: filled with the parameters' names, by their ``id``.
-        experts: publishes the layers of experts.
-        explicit: whether the program names its steps itself.
-        on_fault: called with exceptions of the recorder's own code.
+        names: A dict that is filled with the names of the parameters by their ``id``.
+        experts: The object that publishes the expert layers.
+        explicit: A function that returns whether the program itself reports its steps.
+        on_fault: A function that is called with each exception of the recorder's own code.
     """
 
     def __init__(
@@ -84,10 +84,10 @@ class Engines:
         self._on_fault = on_fault
         self._progress: weakref.WeakKeyDictionary[Any, _Progress] = weakref.WeakKeyDictionary()
         self._numbers = itertools.count()
-        self._speaker: weakref.ref[Any] | None = None  # the engine whose steps are the training's
+        self._speaker: weakref.ref[Any] | None = None  # the engine whose steps are the training steps
 
     def wrap(self, module: ModuleType, patches: Patches) -> list[str]:
-        """Wrap the engine's methods; return the names of expected methods that this version lacks."""
+        """Wrap the methods of the engine, and return the paths of expected methods that this version lacks."""
         wrappers: dict[str, Callable[[Call], Call]] = {
             "__init__": self._wrap_init,
             "forward": self._wrap_forward,
@@ -101,13 +101,16 @@ class Engines:
             for name, wrap in wrappers.items()
             if not patches.wrap(module, f"{_ENGINE}.{name}", wrap)
         ]
-        # Newer versions take loss.backward() too, and have these.
+        # Newer versions have these methods, because they also support loss.backward().
         patches.wrap(module, f"{_ENGINE}._backward_prologue", self._wrap_prologue)
         patches.wrap(module, f"{_ENGINE}._backward_epilogue", self._wrap_epilogue)
         return missing
 
     def take_back(self) -> None:
-        """Take back the steps that an engine's were said to be: a later recording of this process names its own."""
+        """Reset the step, micro-batch and phase that were taken from an engine.
+
+        A later recording in this process then starts without them.
+        """
         if self._speaker is not None:
             hooks.position.step, hooks.position.micro_step = -1, 0
             hooks.position.phase = str(Phase.INIT)
@@ -196,7 +199,7 @@ class Engines:
         return take_model_step
 
     def _evaluates(self, engine: Any) -> bool:
-        """Whether a forward pass is between two steps of this engine, and trains nothing."""
+        """Return whether a forward pass between two steps of ``engine`` is an evaluation, which trains nothing."""
         progress = self._of(engine)
         is_training = trains(engine) and torch.is_grad_enabled()
         return not is_training and progress.announced is not None and not progress.micro_step
@@ -208,16 +211,17 @@ class Engines:
         return progress
 
     def _guarded(self, act: Callable[..., None], *args: Any) -> None:
-        """Run the recorder's own code; its exceptions never reach the training."""
+        """Run ``act``, a part of the recorder's own code. Its exceptions never reach the training."""
         try:
             act(*args)
         except Exception as error:
             self._on_fault(error)
 
     def _announce(self, engine: Any) -> None:
-        """Report each step and micro-batch once, unless the program or another engine does.
+        """Report each step and micro-batch once, unless the program or another engine reports them.
 
-        An engine that was constructed after steps of another one is another training, whose steps continue the numbers.
+        An engine that was constructed after steps of another engine is a separate training. Its steps continue
+        the numbering.
         """
         if not trains(engine) or not torch.is_grad_enabled():
             return
@@ -240,7 +244,7 @@ class Engines:
                 _publish_released(engine, "released_share")
 
     def _keep_groups(self, engine: Any, optimizer: Any) -> None:
-        """The optimizer's parameters by group, before DeepSpeed puts flat partitions in their place."""
+        """Store the parameters of the optimizer by group, before DeepSpeed replaces them by flat partitions."""
         progress = self._of(engine)
         if not progress.groups:
             progress.groups = [
@@ -281,7 +285,7 @@ def _wrap_checkpoint(original: Call) -> Call:
 
 
 def _publish_released(engine: Any, metric: str) -> None:
-    """The share of the elements of stage 3's persistent parameters that are released; nothing where none is."""
+    """Publish the released share of the elements of stage 3's persistent parameters, if any are released."""
     persistent = getattr(engine.optimizer, "persistent_parameters", None) or ()
     released = sum(each.ds_numel for each in persistent if not each.numel())
     if released:
@@ -289,14 +293,17 @@ def _publish_released(engine: Any, metric: str) -> None:
 
 
 def _publish_metrics(engine: Any) -> None:
-    """The norm of the gradients, where it is a Python number already."""
+    """Publish the norm of the gradients, if it is already a Python number."""
     norm = getattr(engine, "_global_grad_norm", None)
     if isinstance(norm, float):
         hooks.metric("grad_norm", norm)
 
 
 def _whole(name: str, parameter: torch.nn.Parameter, expert: Expert | None) -> Parameter:
-    """The parameter before stage 3 partitioned it; ``expert``: what it is called if it is an expert's."""
+    """Describe ``parameter`` with its size before stage 3 partitioned it.
+
+    ``expert`` is the name of the parameter if it belongs to an expert; otherwise None.
+    """
     return Parameter(
         name if expert is None else expert.name,
         getattr(parameter, "ds_shape", parameter.shape),
@@ -309,7 +316,7 @@ def _whole(name: str, parameter: torch.nn.Parameter, expert: Expert | None) -> P
 
 
 def effective_config(engine: Any) -> dict[str, Any]:
-    """The configuration that ``engine`` really uses, under the keys of a DeepSpeed config file."""
+    """Return the configuration that ``engine`` uses, with the keys of a DeepSpeed config file."""
     settings = engine._config
     config = plain(getattr(settings, "_param_dict", None) or {})
     for key in _CONFIG_KEYS:
@@ -328,7 +335,10 @@ def effective_config(engine: Any) -> dict[str, Any]:
 
 
 def plain(value: Any) -> Any:
-    """Convert ``value`` to JSON: sections as mappings, dtypes by name, anything else as text."""
+    """Convert ``value`` to JSON values.
+
+    Sections become mappings, dtypes become their names, and values of other types become text.
+    """
     if isinstance(value, enum.Enum):
         return plain(value.value)
     if value is None or isinstance(value, bool | int | float | str):

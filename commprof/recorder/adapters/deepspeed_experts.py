@@ -1,7 +1,7 @@
-"""DeepSpeed's layers of experts: publishes them, and how many tokens chose each expert in each forward pass.
+"""Publishes DeepSpeed's expert layers (MoE), and how many tokens chose each expert in each forward pass.
 
-The gate leaves its counts on the layer (``exp_counts``). The capacity is the length of what the experts get; so it is known
-without another synchronization, whether tokens are dropped or not.
+The gate stores the numbers of tokens on the layer (``exp_counts``). The capacity is a dimension of the input of
+the experts. So the capacity is known without another synchronization, whether tokens are dropped or not.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from commprof.schema import Purpose
 _GATES: Final = "deepspeed.moe.sharded_moe"
 _EXPERTS: Final = "deepspeed.moe.experts"
 EXPERT_MODULES: Final = frozenset({_GATES, _EXPERTS})
-_INNER: Final = ".deepspeed_moe"  # what a MoE module calls the layer that it consists of
+_INNER: Final = ".deepspeed_moe"  # the name of the layer within its MoE module
 _MODULE: Final = "commprof_module"  # attribute of the context of an autograd function
 
 Call = Callable[..., Any]
 
 
 class Expert(NamedTuple):
-    """What a parameter of an expert is called in records."""
+    """The name of an expert's parameter in records, and the size of the expert-parallel group."""
 
-    name: str  # with the number of the expert among those of all ranks
+    name: str  # contains the number of the expert among the experts of all ranks
     ep_size: int
 
 
@@ -40,10 +40,10 @@ class _Thread(threading.local):
 
 
 class ExpertLayers:
-    """Wraps the layers of experts.
+    """Wraps the methods of expert layers.
 
     Args:
-        on_fault: called with exceptions of the recorder's own code.
+        on_fault: A function that is called with each exception of the recorder's own code.
     """
 
     def __init__(self, on_fault: Callable[[Exception], None]) -> None:
@@ -52,7 +52,7 @@ class ExpertLayers:
         self._thread = _Thread()
 
     def wrap(self, module: ModuleType, patches: Patches) -> list[str]:
-        """Wrap what ``module`` has; return the names of expected methods that this version lacks."""
+        """Wrap the methods in ``module``, and return the paths of expected methods that this version lacks."""
         wrappers: dict[str, dict[str, Callable[[Call], Call]]] = {
             _GATES: {
                 "MOELayer.forward": self._layer,
@@ -68,7 +68,7 @@ class ExpertLayers:
         ]
 
     def publish(self, model: torch.nn.Module) -> dict[int, Expert]:
-        """Publish the layers of ``model``; return its experts' parameters, by their ``id``."""
+        """Publish the expert layers of ``model``, and return the parameters of its experts by their ``id``."""
         layers = [(name, each) for name, each in model.named_modules() if _is_layer(each)]
         for name, layer in layers:
             self._tags[layer] = hooks.tag(Purpose.ACTIVATION.value, module=name.removesuffix(_INNER))
@@ -78,14 +78,14 @@ class ExpertLayers:
     def _layer(self, original: Call) -> Call:
         def forward(layer: Any, *args: Any, **kwargs: Any) -> Any:
             tag = self._tags.get(layer)
-            if tag is None:  # of no engine
+            if tag is None:  # the layer belongs to no engine
                 return original(layer, *args, **kwargs)
             outer, self._thread.capacity = self._thread.capacity, None
             try:
                 with tag:
                     return original(layer, *args, **kwargs)
             finally:
-                # Activation checkpointing may end a repeated pass by an exception, once it has what it needs.
+                # Activation checkpointing may end a recomputed pass with an exception, once it has the tensors.
                 self._publish_load(layer, tag, args)
                 self._thread.capacity = outer
 
@@ -96,7 +96,8 @@ class ExpertLayers:
             capacity = self._thread.capacity
             if capacity is not None and tag.module is not None:
                 hidden = args[0].shape[-1]
-                counts = layer.exp_counts.long()  # a mask of used tokens in floating point makes such counts
+                # The counts are floats if the mask of used tokens has a floating-point dtype.
+                counts = layer.exp_counts.long()
                 hooks.expert_load(tag.module, counts, capacity, args[0].numel() // hidden)
         except Exception as error:
             self._on_fault(error)
@@ -115,7 +116,10 @@ def _is_layer(module: torch.nn.Module) -> bool:
 
 
 def _exchange(original: Call) -> Call:
-    """The exchange of tokens, which notes the layer for its backward pass: that runs in a thread of autograd."""
+    """Wrap the forward exchange of tokens so that it stores its tag for the backward pass.
+
+    The backward pass runs in a thread of autograd, in which the tag is not open.
+    """
 
     def forward(context: Any, *args: Any, **kwargs: Any) -> Any:
         tag = hooks.current_tag()
@@ -138,7 +142,7 @@ def _returned(original: Call) -> Call:
 
 
 def _ranks(layer: Any) -> list[int]:
-    """The global ranks that share the experts of ``layer``, in their order."""
+    """Return the global ranks that share the experts of ``layer``, in the order of their group."""
     group = layer.ep_group
     return [distributed.get_rank()] if group is None else list(distributed.get_process_group_ranks(group))
 

@@ -1,8 +1,8 @@
-"""The methods and functions of DeepSpeed 0.14 to 0.19 that issue collectives, each with its purpose.
+"""Lists the methods and functions of DeepSpeed 0.14 to 0.19 that issue collectives, each with its purpose.
 
-Read from the sources of the releases 0.14.0 to 0.19.8; run with 0.19.8 only. A function that another module imports by name
-is listed where it is imported. If calls are nested, the innermost purpose counts, except within an access of the program to
-whole parameters.
+The list was read from the sources of the releases 0.14.0 to 0.19.8. It was run with 0.19.8 only. A function
+that another module imports by name is listed with the module that imports it. If calls are nested, the
+innermost purpose applies, except when the program accesses whole parameters.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ class Method(NamedTuple):
     module: str
     path: str  # Class.method or function
     purpose: Purpose
-    since: str = "0.14.0"  # the first release that has it, of those that were read
-    until: str = ""  # the first that has it no more
+    since: str = "0.14.0"  # the first release that has the method, among the releases that were read
+    until: str = ""  # the first release that no longer has the method
 
 
 _ENGINE: Final = "deepspeed.runtime.engine"
@@ -42,7 +42,7 @@ _12: Final = "DeepSpeedZeroOptimizer"
 _3: Final = "DeepSpeedZeroOptimizer_Stage3"
 _FETCHER: Final = "PartitionedParameterCoordinator"
 
-# One method, one line.
+# The formatter is off so that each method stays on one line.
 # fmt: off
 METHODS: Final[tuple[Method, ...]] = (
     Method(_ENGINE, "DeepSpeedEngine._broadcast_model", Purpose.PARAMETER_BROADCAST),

@@ -1,10 +1,11 @@
-"""Padding of DeepSpeed's messages: elements without data that make the shards of all ranks equally long.
+"""Determines the padding of DeepSpeed's messages: elements without data that make all shards equally long.
 
-Note [padding]: DeepSpeed requests a gather in one function and issues it in another, which may issue several. So the wrapper
-of the first function notes the expected messages, and that of the second matches its message with them: by the buffer
-(stages 1 and 2), or by the elements of this rank's shard (stage 3), in the order in which DeepSpeed gathers. The padding of
-a message without a match is not known. Quantized messages, whose elements are not those of the parameters, and Muon's
-exchanges are left out.
+Note [padding]: DeepSpeed requests a gather in one function and issues it in another, which may issue several
+messages. So the wrapper of the first function notes the expected messages. The wrapper of the second function
+matches its message with the expected ones, in the order in which DeepSpeed gathers. It compares the buffer
+(stages 1 and 2), or the number of elements of this rank's shard (stage 3). The padding of a message without a
+match is not known. Quantized messages are left out, because their elements are not the elements of the
+parameters. Muon's exchanges are also left out.
 """
 
 from __future__ import annotations
@@ -38,10 +39,18 @@ Kwargs = Mapping[str, Any]
 
 
 class _Shard(NamedTuple):
-    """A parameter that is about to be gathered: elements of this rank's shard, and of the parameter without padding."""
+    """A parameter that is about to be gathered.
+
+    Attributes:
+        numel: The number of elements of this rank's shard.
+        secondary: The number of elements of the secondary shard (hpZ), which is a shard within a subset of the
+            ranks. Equal to ``numel`` if there is no secondary shard.
+        unpadded_numel: The number of elements of the whole parameter without padding.
+        dtype: The dtype of the shard.
+    """
 
     numel: int
-    secondary: int  # of the shard within a part of the ranks, where there is one (hpZ); else the same
+    secondary: int
     unpadded_numel: int
     dtype: torch.dtype | None
 
@@ -50,8 +59,9 @@ class _Expected:
     """The messages that are expected next.
 
     Args:
-        flat: buffers, and the elements of the parameters in them.
-        shards: in the order in which they are gathered; those of one list may travel in one message.
+        flat: The flat buffers that are gathered, each with the number of parameter elements in it.
+        shards: The shards in the order in which they are gathered. The shards in one list may be sent in one
+            message.
     """
 
     def __init__(
@@ -61,7 +71,10 @@ class _Expected:
         self._shards = [each for each in shards if each]
 
     def unpadded_numel(self, output: torch.Tensor | None, sent: torch.Tensor) -> int | None:
-        """Return the elements of parameters in the message to which this rank contributes ``sent``; None: not known."""
+        """Return the number of parameter elements in the message to which this rank contributes ``sent``.
+
+        The matched shards are removed from the expected messages. The result is None if no expected message matches.
+        """
         for buffer, numel in self._flat:
             if buffer is output:
                 return numel
@@ -84,7 +97,7 @@ class Paddings:
     """Tags messages with their padding.
 
     Args:
-        on_fault: called with exceptions of the recorder's own code.
+        on_fault: A function that is called with each exception of the recorder's own code.
     """
 
     def __init__(self, on_fault: Callable[[Exception], None]) -> None:
@@ -93,7 +106,7 @@ class Paddings:
         self._numels: weakref.WeakKeyDictionary[Any, tuple[int, ...]] = weakref.WeakKeyDictionary()
 
     def wrap(self, module: ModuleType, patches: Patches) -> None:
-        """Wrap those functions of ``module`` that request gathers, and those that issue them."""
+        """Wrap the functions of ``module`` that request gathers, and the functions that issue them."""
         for name, path, read in (
             (_STAGE_1_2, "DeepSpeedZeroOptimizer.step", self._groups_of),
             (_STAGE_1_2, "DeepSpeedZeroOptimizer.update_lp_params", self._groups_of),
@@ -118,7 +131,7 @@ class Paddings:
             patches.wrap(module, "reduce_scatter_coalesced", self._scattering)
 
     def _expecting(self, original: Call, read: Callable[[Args, Kwargs], _Expected | None]) -> Call:
-        """``original``, which gathers what ``read`` finds in its arguments."""
+        """Wrap a function that requests gathers. ``read`` returns the expected messages for its arguments."""
 
         def gather(*args: Any, **kwargs: Any) -> Any:
             thread = self._thread
@@ -134,7 +147,7 @@ class Paddings:
     def _sending(
         self, original: Call, message: Callable[[Args, Kwargs], tuple[list[torch.Tensor], torch.Tensor]]
     ) -> Call:
-        """``original``, which gathers one message."""
+        """Wrap a function that issues one gather. ``message`` returns its outputs and its input."""
 
         def padding_bytes(args: Args, kwargs: Kwargs) -> int | None:
             outputs, sent = message(args, kwargs)
@@ -152,7 +165,7 @@ class Paddings:
         return send
 
     def _scattering(self, original: Call) -> Call:
-        """``reduce_scatter_coalesced``, which fills each tensor up to a multiple of the ranks."""
+        """Wrap ``reduce_scatter_coalesced``, which pads each tensor to a multiple of the number of ranks."""
 
         def padding_bytes(args: Args, kwargs: Kwargs) -> int:
             tensors = args[0] if args else kwargs["tensors"]
@@ -167,7 +180,7 @@ class Paddings:
     def _padded(
         self, original: Call, padding_bytes: Callable[[Args, Kwargs], int | None], args: Args, kwargs: Kwargs
     ) -> Any:
-        """The call, its one collective being tagged as what is around it, with its padding."""
+        """Call ``original``, which issues one collective, under the current tag with the padding added."""
         padding = self._try(padding_bytes, args, kwargs)
         if not padding or padding < 0:
             return original(*args, **kwargs)
@@ -175,7 +188,7 @@ class Paddings:
             return original(*args, **kwargs)
 
     def _groups_of(self, args: Args, kwargs: Kwargs) -> _Expected:
-        """The flat buffers of an optimizer of stage 1 or 2, one a group."""
+        """Return the flat buffers of an optimizer of stage 1 or 2, one for each parameter group."""
         optimizer = args[0]
         kind = "bit16" if hasattr(optimizer, "bit16_groups_flat") else "bf16"
         numels = self._numels.get(optimizer)
@@ -197,7 +210,7 @@ _GATHER: Final = hooks.tag(Purpose.PARAMETER_GATHER.value)
 
 
 def with_padding(tag: hooks.tag, padding_bytes: int) -> hooks.tag:
-    """The same tag, for a message with padding."""
+    """Return ``tag`` with a number of padding bytes added."""
     return _padded_tag(
         tag.purpose,
         tag.bucket,
@@ -210,14 +223,17 @@ def with_padding(tag: hooks.tag, padding_bytes: int) -> hooks.tag:
     )
 
 
-# The same messages recur every step, and a reused tag is cheaper for the recorder.
+# The tags are cached, because the same messages recur in every step. A reused tag is cheaper for the recorder.
 @lru_cache(maxsize=4096)
 def _padded_tag(*fields: Any) -> hooks.tag:
     return hooks.tag(*fields)
 
 
 def gradient_padding(optimizer: Any, gradients: Iterable[Any]) -> int:
-    """Elements of ``gradients`` that are padding: BF16_Optimizer reduces flat buffers that are longer than its groups."""
+    """Return the number of padding elements in ``gradients``.
+
+    There is padding if BF16_Optimizer reduces flat buffers that are longer than its parameter groups.
+    """
     flat = getattr(optimizer, "fp32_groups_gradients_flat", ())
     groups = {
         id(buffer): group for buffer, group in zip(flat, getattr(optimizer, "bf16_groups", ()), strict=False)
@@ -230,7 +246,7 @@ def gradient_padding(optimizer: Any, gradients: Iterable[Any]) -> int:
 
 
 def _shards(parameters: Iterable[Any]) -> list[_Shard] | None:
-    """The shards of parameters; None where some are quantized."""
+    """Return the shards of ``parameters``; None if any shard is quantized."""
     shards = []
     for parameter in parameters:
         own = parameter.ds_tensor
@@ -244,7 +260,10 @@ def _shards(parameters: Iterable[Any]) -> list[_Shard] | None:
 
 
 def _fetched(args: Args, kwargs: Kwargs) -> _Expected | None:
-    """What the coordinator of stage 3 gathers: parameters that are not there, those with a secondary shard first."""
+    """Return the messages that the coordinator of stage 3 gathers.
+
+    The coordinator gathers all parameters that are not available. Parameters with a secondary shard are first.
+    """
     _, parameters, *rest = args
     if kwargs.get("quantize", rest[1] if len(rest) > 1 else False):
         return None
@@ -260,14 +279,14 @@ def _fetched(args: Args, kwargs: Kwargs) -> _Expected | None:
 
 
 def _gathered(args: Args, kwargs: Kwargs) -> _Expected | None:
-    """Parameters that a method of ``Init`` gathers, each by a message of its own."""
+    """Return the messages in which a method of ``Init`` gathers parameters, one message for each parameter."""
     parameters, quantizes = kwargs.get("param_list", args[1] if len(args) > 1 else ()), args[3:4]
     shards = None if kwargs.get("quantize", quantizes and quantizes[0]) else _shards(parameters)
     return None if shards is None else _Expected(shards=([each] for each in shards))
 
 
 def _gathered_together(args: Args, kwargs: Kwargs) -> _Expected | None:
-    """The same, in one message."""
+    """Return the single message in which a method of ``Init`` gathers several parameters."""
     shards = _shards(kwargs.get("param_list", args[1] if len(args) > 1 else ()))
     return None if shards is None else _Expected(shards=[shards])
 
@@ -278,7 +297,7 @@ def _gathered_one(args: Args, kwargs: Kwargs) -> _Expected | None:
 
 
 def _gathered_state(args: Args, kwargs: Kwargs) -> _Expected:
-    """A state of the optimizer, gathered like the parameter that it is of."""
+    """Return the message in which an optimizer state is gathered, in the same way as its parameter."""
     names = ("param", "fp32_state_partition")
     parameter, state = (args[n] if n < len(args) else kwargs[name] for n, name in enumerate(names, 1))
     return _Expected(shards=[[_Shard(state.numel(), state.numel(), int(parameter.ds_numel), state.dtype)]])

@@ -1,9 +1,10 @@
-"""Adapter for DTensor: derives the purpose of a redistribution from its caller.
+"""Adapter for DTensor: derives the purpose of a redistribution from its tensor and from the current phase.
 
-A parameter that is redistributed to Replicate within the model is gathered, and its gradient is reduced in the backward
-pass. All other redistributions within forward and backward passes are activations and their gradients. Gradients that are
-still partial sums when an optimizer steps are reduced there. Outside of passes and optimizers the program reads what is
-sharded. The purpose of a redistribution elsewhere is not known.
+A redistribution of a parameter in a forward or backward pass gathers the parameter, and the backward of this
+redistribution reduces its gradient. All other redistributions within forward and backward passes are
+activations and their gradients. Gradients that are still partial sums when an optimizer steps are reduced
+there. A redistribution of a sharded tensor outside of passes and optimizers is an access of the program to the
+tensor. The purpose of any other redistribution is not known.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ _ACTIVATION: Final = hooks.tag(Purpose.ACTIVATION.value)
 _NORM: Final = hooks.tag(Purpose.GRADIENT_NORM.value)
 _BROADCAST: Final = hooks.tag(Purpose.PARAMETER_BROADCAST.value)
 _PASSES: Final = frozenset({Phase.FORWARD, Phase.BACKWARD})
-_OF_PARAMETER: Final = "_commprof_of_parameter"  # set on the context of a call of an autograd function
+_OF_PARAMETER: Final = "_commprof_of_parameter"  # attribute of the context of an autograd function call
 
 _PURPOSES: Final = (
     *(
@@ -56,17 +57,17 @@ _PURPOSES: Final = (
 
 
 class DTensors:
-    """What to wrap of DTensor, and of the clipping of gradients, whose result can be one."""
+    """Wraps functions of DTensor, and functions that clip gradients, because their result can be a DTensor."""
 
     def __init__(self) -> None:
-        self._norms = WeakTensorKeyDictionary()  # totals that are still to be summed over the ranks
+        self._norms = WeakTensorKeyDictionary()  # total norms that are not summed over the ranks yet
 
     def parts(self) -> list[Part]:
-        """What to wrap."""
+        """Return the functions to wrap, each with its wrapper."""
         return [
             *_PURPOSES,
             *(self._clipping(_CLIP, name) for name in ("clip_grad_norm_", "_get_total_norm")),
-            # Names that a package has taken over from the module that defines them.
+            # The package re-exports these functions from the module that defines them.
             *(self._clipping(_UTILS, name, True) for name in ("clip_grad_norm_", "get_total_norm")),
             purpose(_CLIP, "_clip_grads_with_norm_", Purpose.GRADIENT_NORM, optional=True),
             purpose(_UTILS, "clip_grads_with_norm_", Purpose.GRADIENT_NORM, optional=True),
@@ -80,7 +81,7 @@ class DTensors:
                 Part(_API, f"DTensor.{name}", self._wrap_total, True)
                 for name in ("full_tensor", "redistribute")
             ),
-            # Each module has a name of its own for these.
+            # Each of these modules imports the function by name.
             *(
                 Part(module, "distribute_tensor", _wrap_distribution, True)
                 for module in (_API, _TENSOR, f"{_TENSOR}.parallel.style")
@@ -117,7 +118,10 @@ class DTensors:
 
 
 def _by(choose: Callable[..., hooks.tag | None]) -> Wrap:
-    """A wrapper that opens the tag that ``choose`` returns for the arguments, where no tag is open."""
+    """Return a function that wraps a call so that it opens the tag that ``choose`` returns for the arguments.
+
+    If a tag is already open, no other tag is opened.
+    """
 
     def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -158,7 +162,7 @@ def _of_forward(context: Any = None, tensor: Any = None, *_: Any) -> hooks.tag |
 
 
 def _is_sharded(tensor: Any) -> bool:
-    """Whether a DTensor has a part on each rank, as parameters and their states have, rather than sums to be added."""
+    """Return whether a DTensor is sharded, like parameters and optimizer states, and has no partial sums."""
     placements = getattr(tensor, "placements", ())
     return any(each.is_shard() for each in placements) and not any(each.is_partial() for each in placements)
 

@@ -1,4 +1,4 @@
-"""Publishes a framework's gradient bucket when it is flushed, and makes the tag for its collectives."""
+"""Publishes a framework's gradient bucket when it is flushed, and creates the tag for its collectives."""
 
 from __future__ import annotations
 
@@ -19,20 +19,23 @@ def open_bucket(
     capacity: int | None = None,
     module: str | None = None,
 ) -> hooks.tag:
-    """Publish a bucket that is about to be reduced; the tag is for the collectives that do it.
+    """Publish a bucket that is about to be reduced, and return the tag for the collectives that reduce it.
 
     Args:
-        number: within the step and micro-batch.
-        numel: elements of the parameters in it.
-        nbytes: as it travels.
-        capacity: elements that it may hold.
+        number: The number of the bucket within the step and micro-batch.
+        numel: The number of elements in the bucket.
+        nbytes: The number of bytes that are reduced.
+        dtype: The dtype of the bucket.
+        names: The names of the parameters in the bucket.
+        capacity: The maximum number of elements; None if there is no limit.
+        module: The name of the module to which the parameters belong, if there is one.
     """
     bucket, tag = _known(number, numel, nbytes, dtype, names, capacity, module)
     bucket.flushed()
     return tag
 
 
-# The same buckets recur every step, and reused objects are cheaper for the recorder.
+# The results are cached, because the same buckets recur in every step. Reused objects are cheaper for the recorder.
 @lru_cache(maxsize=4096)
 def _known(
     number: int,
@@ -65,7 +68,7 @@ class Numbers:
         self._next = 0
 
     def take(self) -> int:
-        """The number of the next one."""
+        """Return the number of the next bucket."""
         at = (hooks.position.step, hooks.position.micro_step)
         if at != self._at:
             self._at, self._next = at, 0

@@ -22,14 +22,14 @@ from commprof.recorder.training.wrapped import WrappedModels
 
 
 class Frameworks:
-    """The adapters of all frameworks: they report steps, phases and purposes that programs do not report themselves."""
+    """The adapters of all frameworks, which report steps, phases and purposes that programs do not report."""
 
     def __init__(self, journal: Journal, steps: Steps, stalls: Stalls) -> None:
         self.models = Models(journal.fault)
         self.loop = TrainingLoop(journal, steps, self.models)
         self.wrapped = WrappedModels(journal)
         ddp = Ddp(journal, self.wrapped, stalls)
-        self.explain = ddp.explain  # why C++ issues a collective
+        self.explain = ddp.explain  # returns the tag of a collective that C++ issues
         checkpoints = Checkpoints(self.loop)
         self._tensors = TensorParallel(journal, self.wrapped)
         patches = [
@@ -52,7 +52,7 @@ class Frameworks:
             adapter.install()
 
     def finish(self) -> None:
-        """Recording ends: publish what was deferred."""
+        """Publish all deferred data when recording ends."""
         self.loop.finish()
         self.wrapped.finish()
 

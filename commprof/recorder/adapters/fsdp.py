@@ -1,4 +1,4 @@
-"""Adapter for FSDP 1 (``FullyShardedDataParallel``): module and parameters of each of its collectives."""
+"""Adapter for FSDP 1 (``FullyShardedDataParallel``): tags each collective with its module and parameters."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _CLASS: Final = "FullyShardedDataParallel"
 _FLAT: Final = "torch.distributed.fsdp._flat_param"
 _ORDER: Final = "torch.distributed.fsdp._exec_order_utils"
 _STATE: Final = "torch.distributed.fsdp._state_dict_utils"
-# What torch calls around state_dict and load_state_dict of a module in shards.
+# Name prefixes of the hooks that torch calls before and after state_dict and load_state_dict of a sharded module.
 _STATE_HOOKS: Final = tuple(
     f"_{kind}_{when}"
     for kind in ("full", "sharded", "local")
@@ -39,13 +39,13 @@ _PURPOSES: Final = (
     purpose(_CLASS_MODULE, f"{_CLASS}.optim_state_dict", Purpose.CHECKPOINT),
     purpose(_CLASS_MODULE, f"{_CLASS}.optim_state_dict_to_load", Purpose.CHECKPOINT),
     purpose(_FLAT, "FlatParamHandle.unshard_grad", Purpose.OTHER),
-    # Whether all ranks gather the parameters in one order.
+    # This checks that all ranks gather the parameters in the same order.
     purpose(_ORDER, "_ExecOrderData._check_order", Purpose.TRACE_CHECK, optional=True),
 )
 
 
 class Fsdp:
-    """Follows the modules that FullyShardedDataParallel wraps."""
+    """Tracks the modules that FullyShardedDataParallel wraps."""
 
     def __init__(self, journal: Journal, checkpoints: Checkpoints, wrapped: WrappedModels) -> None:
         self._wrapped = wrapped
@@ -57,7 +57,7 @@ class Fsdp:
         self._gathers: weakref.WeakKeyDictionary[Any, hooks.tag] = weakref.WeakKeyDictionary()
 
     def parts(self) -> list[Part]:
-        """What to wrap."""
+        """Return the functions to wrap, each with its wrapper."""
         return [
             *_PURPOSES,
             *(self._checkpoints.part(_STATE, f"{name}_state_dict_hook") for name in _STATE_HOOKS),
@@ -78,7 +78,7 @@ class Fsdp:
         def construct(wrapper: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
             original(wrapper, *args, **kwargs)
             try:
-                # The outermost is made last, and its names are those of the model.
+                # The outermost wrapper is constructed last, and its names are the names within the model.
                 for name, module in wrapper.named_modules():
                     self._modules[module] = plain_name(name)
                 self._gathers.clear()
@@ -88,7 +88,7 @@ class Fsdp:
         return construct
 
     def _place(self, handle: Any) -> tuple[str, tuple[str, ...]]:
-        """The module of ``handle`` and the names of its parameters."""
+        """Return the module of ``handle`` and the names of its parameters."""
         module = self._modules.get(handle._fully_sharded_module, "")
         prefix = f"{module}." if module else ""
         return module or ROOT, tuple(prefix + plain_name(name) for name in handle.flat_param._fqns)
@@ -135,12 +135,12 @@ class Fsdp:
         module, names = self._place(handle)
         gradient = handle.flat_param.grad
         numel = gradient.numel()
-        # A sharded gradient is padded to equal shards.
+        # A sharded gradient is padded so that all shards have the same size.
         shards = handle.world_size if handle.uses_sharded_strategy else 1
         nbytes = -(-numel // shards) * shards * gradient.dtype.itemsize
         return open_bucket(self._numbers.take(), numel, nbytes, gradient.dtype, names, module=module)
 
-    # What each model was given, and its passes.
+    # The arguments and passes of each model.
 
     def _ran(self, kind: str, handle: Any) -> None:
         try:
@@ -200,7 +200,7 @@ class Fsdp:
         return clip
 
     def _ran_by(self, state: Any, kind: str) -> None:
-        """The whole model of the root ``state`` did so: its first unit says it."""
+        """Report a pass of the whole model whose root is ``state``, through the first unit of the model."""
         handles = getattr(state, "_all_handles", None) or ()
         self._ran(kind, handles[0] if handles else None)
 
@@ -249,7 +249,7 @@ class Fsdp:
 
 
 def _is_summoned(handle: Any) -> bool:
-    """Whether the program itself wants whole parameters (``summon_full_params``, a state dict)."""
+    """Return whether the program itself requests whole parameters (``summon_full_params``, a state dict)."""
     return getattr(handle._training_state, "name", "") == "SUMMON_FULL_PARAMS"
 
 

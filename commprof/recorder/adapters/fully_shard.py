@@ -1,4 +1,4 @@
-"""Adapter for FSDP 2 (``fully_shard``): module and parameters of each of its collectives."""
+"""Adapter for FSDP 2 (``fully_shard``): tags each collective with its module and parameters."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ _REDUCE: Final = hooks.tag(Purpose.GRADIENT_REDUCE.value)
 
 
 class FullyShard:
-    """Follows the modules that ``fully_shard`` was applied to."""
+    """Tracks the modules to which ``fully_shard`` was applied."""
 
     def __init__(self, journal: Journal, wrapped: WrappedModels) -> None:
         self._wrapped = wrapped
         self._places: weakref.WeakKeyDictionary[Any, tuple[Wrapped, int]] = weakref.WeakKeyDictionary()
-        # Passes of groups that no forward pass has made known yet, and the step that their records are of.
+        # Passes of groups that are not published yet because no forward pass has run, and the step of their records.
         self._early: list[tuple[weakref.ref[Any], str, int]] = []
-        self._reducing: weakref.ref[Any] | None = None  # the group whose gradients are reduced
+        self._reducing: weakref.ref[Any] | None = None  # the parameter group whose gradients are reduced now
         self._doubt = Doubts(journal, "FSDP 2")
         self._numbers = Numbers()
         self._gathers: weakref.WeakKeyDictionary[Any, hooks.tag] = weakref.WeakKeyDictionary()
 
     def parts(self) -> list[Part]:
-        """What to wrap."""
+        """Return the functions to wrap, each with its wrapper."""
         return [
             Part(_GROUP, "FSDPParamGroup.unshard", self._wrap_unshard),
             Part(_GROUP, "FSDPParamGroup.post_backward", self._wrap_post_backward),
@@ -50,7 +50,7 @@ class FullyShard:
             Part(_GROUP, "FSDPParamGroup.pre_backward", self._wrap_pre_backward),
             Part(_GROUP, "FSDPParamGroup._to_sharded", self._wrap_reshard),
             Part("torch.nn.utils.clip_grad", "_get_total_norm", self._wrap_clipping, optional=True),
-            # What programs call that clip in two steps.
+            # Programs that clip in two steps call this function.
             Part("torch.nn.utils", "get_total_norm", self._wrap_norm, optional=True),
         ]
 
@@ -95,7 +95,7 @@ class FullyShard:
 
         return post_backward
 
-    # What each model was given, and its passes.
+    # The arguments and passes of each model.
 
     def _ran(self, kind: str, group: Any, more: str = "") -> None:
         try:
@@ -150,11 +150,15 @@ class FullyShard:
         return self._followed_norm(original, is_used=True)
 
     def _followed_norm(self, original: Callable[..., Any], *, is_used: bool) -> Callable[..., Any]:
-        """The norms of the tensors are summed over the ranks at once; their largest one is only if it ``is_used``."""
+        """Wrap a function that computes a total norm, to report the norms that are reduced over the ranks.
+
+        With a finite norm type, the norm of each sharded tensor is reduced immediately. With an infinite norm
+        type, only the largest norm is reduced, and only if the caller uses it (``is_used``).
+        """
 
         def norm(tensors: Any, norm_type: Any = 2.0, *args: Any, **kwargs: Any) -> Any:
             if not isinstance(tensors, torch.Tensor | list | tuple):
-                tensors = list(tensors)  # as torch does: what is counted must not be exhausted
+                tensors = list(tensors)  # as torch does, because counting would exhaust an iterator
             try:
                 if self._wrapped.is_clipped:
                     listed = [tensors] if isinstance(tensors, torch.Tensor) else tensors
@@ -236,7 +240,7 @@ class FullyShard:
         )
 
     def _wrap_reduce(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Called only where gradients are reduced, with the parameters that have some."""
+        """Wrap the function that reduces gradients. It is called only with parameters that have gradients."""
 
         def reduce(parameters: Any, gradients: Any, group: Any, *args: Any, **kwargs: Any) -> Any:
             self._reduces(parameters)
@@ -251,7 +255,7 @@ class FullyShard:
         return reduce
 
     def _reduces(self, parameters: Sequence[Any]) -> None:
-        """Gradients of these parameters are reduced; of the others that are trained there are none."""
+        """Report that the gradients of ``parameters`` are reduced. Other trained parameters have no gradient."""
         try:
             group = None if self._reducing is None else self._reducing()
             if group is not None:
@@ -278,7 +282,7 @@ class FullyShard:
 
 
 def _groups_of(states: Sequence[Any]) -> list[Any]:
-    """The groups of parameters of ``states``; before torch 2.13 each has one at most."""
+    """Return the parameter groups of ``states``. Before torch 2.13, each state has at most one group."""
     groups_of_states: list[Any] = []
     for state in states:
         groups = getattr(state, "_fsdp_param_groups", None)
@@ -289,12 +293,12 @@ def _groups_of(states: Sequence[Any]) -> list[Any]:
 
 
 def _is_idle(group: Any) -> bool:
-    """Whether the program itself calls, outside of any pass."""
+    """Return whether ``group`` is in no pass, so that the program itself makes the current call."""
     return getattr(group._training_state, "name", "") == "IDLE"
 
 
 def _unpredicted(parameters: Sequence[Any], policies: set[Any]) -> str | None:
-    """Why the messages of a unit cannot be predicted from its arguments; None where they can."""
+    """Return why the messages of a unit cannot be predicted from its arguments; None if they can be predicted."""
     if any(hasattr(each._sharded_local_tensor, "fsdp_pre_all_gather") for each in parameters):
         return "a parameter has its own way to be gathered (fsdp_pre_all_gather)"
     if len(policies) > 1:
@@ -307,7 +311,10 @@ def _dtype(dtype: torch.dtype | None) -> str | None:
 
 
 def _unsharded(parameter: Any) -> tuple[str, list[int], str, bool]:
-    """Name, shape with the sharded dimension first, element type, and whether it is trained."""
+    """Return the name, shape and dtype of a parameter, and whether it is trained.
+
+    The sharded dimension is the first dimension of the shape.
+    """
     shape = list(parameter._orig_size)
     place = getattr(parameter.fsdp_placement, "dim", 0)
     sharded = parameter.sharded_param
@@ -321,7 +328,7 @@ def _unsharded(parameter: Any) -> tuple[str, list[int], str, bool]:
 
 
 def _padded(shape: Sequence[int], world: int) -> int:
-    """Elements of a gradient that is partitioned into ``world`` equal shards along its first dimension."""
+    """Return the number of elements of a gradient that is padded to ``world`` equal shards along dimension 0."""
     if not shape:
         return 1
     return -(-shape[0] // world) * world * math.prod(shape[1:])
@@ -332,10 +339,10 @@ def _names(parameters: Sequence[Any]) -> tuple[str, ...]:
 
 
 def module_name(name: str | None) -> str | None:
-    """Return the module's name in a record; None if torch does not know it yet."""
+    """Return the name of the module in records; None if torch has not set the name yet."""
     return name if name is None else plain_name(name) or ROOT
 
 
 def _is_in_shards(tensor: Any) -> bool:
-    """Whether a tensor is a DTensor of which the ranks hold parts."""
+    """Return whether ``tensor`` is a DTensor that is not replicated along some mesh dimension."""
     return any(not each.is_replicate() for each in getattr(tensor, "placements", ()))

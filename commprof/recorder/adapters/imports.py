@@ -1,4 +1,4 @@
-"""Notifies of modules when they are imported, without importing any."""
+"""Notifies the recorder when modules are imported, without importing any module itself."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ from typing import Any
 
 
 class ImportWatch:
-    """A meta path finder that finds nothing, but notifies when one of ``names`` has been executed.
+    """A meta path finder that finds no module itself, but notifies when a module in ``names`` has been executed.
 
-    The notification comes when the module is complete, though the import of its package may not be: deepspeed's own
-    ``__init__`` imports torch, so recording mostly begins in the middle of that.
+    The notification comes when the module is complete. The import of its package may not be complete then. For
+    example, deepspeed's own ``__init__`` imports torch, so recording usually begins during the import of
+    deepspeed.
 
     Args:
-        names: full names of modules.
-        on_import: called with each of them that is imported already or later.
-        on_fault: called with exceptions of ``on_import``.
+        names: The full names of the modules.
+        on_import: A function that is called with each of the modules that is already imported or is imported later.
+        on_fault: A function that is called with each exception that ``on_import`` raises.
     """
 
     def __init__(
@@ -32,7 +33,7 @@ class ImportWatch:
         self._on_fault = on_fault
 
     def start(self) -> None:
-        """Notify of the modules that are imported already, and watch for the others."""
+        """Notify of the modules that are already imported, and start to watch for the other modules."""
         sys.meta_path.insert(0, self)
         for name in sorted(self._names):
             module = sys.modules.get(name)
@@ -40,12 +41,15 @@ class ImportWatch:
                 self._tell(module)
 
     def stop(self) -> None:
-        """Listen no more."""
+        """Stop watching."""
         if self in sys.meta_path:
             sys.meta_path.remove(self)
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        """Return the spec of the other finders with a loader that notifies; None for all other names."""
+        """Return the spec that the other finders return, with a loader that notifies.
+
+        The result is None if ``name`` is not in the watched names, or if no finder returns a spec.
+        """
         if name not in self._names:
             return None
         for finder in sys.meta_path:
@@ -68,7 +72,7 @@ class ImportWatch:
             if self in sys.meta_path:
                 self._tell(module)
 
-        # Set on the instance, which belongs to this module only: the loader's class stays unchanged.
+        # The method is set on the loader instance, which belongs to this module only. The class is unchanged.
         loader.exec_module = execute_and_tell  # type: ignore[method-assign]
 
     def _tell(self, module: ModuleType) -> None:

@@ -1,4 +1,4 @@
-"""Wraps a framework's functions when their modules are imported, to tag the collectives that they issue."""
+"""Wraps functions of a framework when their modules are imported, to tag the collectives that the functions issue."""
 
 from __future__ import annotations
 
@@ -19,12 +19,14 @@ Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 class Part(NamedTuple):
-    """One function and its wrapper.
+    """A function to wrap, and its wrapper.
 
     Attributes:
-        module: full name of the module that defines it.
-        path: ``function`` or ``Class.method`` within it.
-        optional: some versions of its framework lack it, which is no gap.
+        module: The full name of the module that defines the function.
+        path: The path of the function within the module: ``function`` or ``Class.method``.
+        wrap: A function that returns the wrapper of the function that it is called with.
+        optional: Whether some versions of the framework lack the function. If so, no note is written when it is
+            missing.
     """
 
     module: str
@@ -34,23 +36,24 @@ class Part(NamedTuple):
 
 
 def purpose(module: str, path: str, why: Purpose, optional: bool = False) -> Part:
-    """A function whose collectives have one purpose."""
+    """Return a part that tags all collectives of a function with the purpose ``why``."""
     tag = hooks.tag(why.value)
     return Part(module, path, lambda original: tagged(original, tag), optional)
 
 
 def default_purpose(module: str, path: str, why: Purpose, optional: bool = False) -> Part:
-    """A function whose collectives have one purpose, unless its caller has set another."""
+    """Return a part that tags all collectives of a function with the purpose ``why`` if no tag is already open."""
     tag = hooks.tag(why.value)
     return Part(module, path, lambda original: tagged_by_default(original, tag), optional)
 
 
 class Adapter:
-    """Installs parts when their modules are imported, and removes them.
+    """Wraps the functions of parts when their modules are imported, and removes the wrappers.
 
     Args:
-        journal: gets faults and notes on functions that are missing.
-        parts: several wrappers of one function nest in their order, the last outermost.
+        journal: The journal that receives faults, and notes on missing functions.
+        parts: The functions to wrap. Several wrappers of the same function are nested in order, with the last
+            one outermost.
     """
 
     def __init__(self, journal: Journal, parts: Iterable[Part]) -> None:
@@ -62,7 +65,7 @@ class Adapter:
         self._watch = ImportWatch(self._parts_by_module, self._on_import, journal.fault)
 
     def install(self) -> None:
-        """Wrap the modules that are imported already, and the others when they are imported."""
+        """Wrap the functions of modules that are already imported, and of other modules when they are imported."""
         self._watch.start()
 
     def remove(self) -> None:
@@ -84,13 +87,13 @@ class Adapter:
 
 
 def _version(module: ModuleType) -> str:
-    """The framework that ``module`` is of, and its version."""
+    """Return the name and version of the framework to which ``module`` belongs."""
     name = module.__name__.partition(".")[0]
     return f"{name} {getattr(sys.modules.get(name), '__version__', 'of an unknown version')}"
 
 
 def _outside_traces(wrap: Wrap) -> Wrap:
-    """Return ``wrap``, modified so that torch.compile traces the original function."""
+    """Return a version of ``wrap`` whose wrappers call the original function while torch.compile traces it."""
 
     def wrap_both(original: Callable[..., Any]) -> Callable[..., Any]:
         wrapped = wrap(original)

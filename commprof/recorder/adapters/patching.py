@@ -11,15 +11,19 @@ from commprof.schema import Purpose
 
 
 class Patches:
-    """The wrappers of one adapter, in the order of their installation."""
+    """The wrappers that one adapter has installed, in the order of installation."""
 
     def __init__(self) -> None:
         self._installed: list[tuple[Any, str, Any, Any]] = []
 
     def wrap(self, owner: Any, path: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> bool:
-        """Replace what ``path`` (``function`` or ``Class.method``) names within ``owner``; False if it does not exist.
+        """Replace the function at ``path`` (``function`` or ``Class.method``) within ``owner`` by its wrapper.
 
-        An inherited method is left to the class that defines it. Static and class methods keep their kind.
+        An inherited method is not wrapped; only the class that defines the method can be patched. Static
+        methods and class methods keep their kind.
+
+        Returns:
+            Whether the function exists.
         """
         *parents, name = path.split(".")
         for parent in parents:
@@ -38,7 +42,7 @@ class Patches:
         return True
 
     def remove(self) -> None:
-        """Restore the originals, unless other code has wrapped our wrapper since."""
+        """Restore each original function, unless other code has wrapped the wrapper since."""
         for owner, name, original, wrapper in reversed(self._installed):
             if vars(owner).get(name) is wrapper:
                 setattr(owner, name, original)
@@ -50,10 +54,11 @@ def _dressed(original: Any, wrap: Callable[[Callable[..., Any]], Callable[..., A
 
 
 def tagged(original: Callable[..., Any], tag: hooks.tag) -> Callable[..., Any]:
-    """``original``, its collectives being issued under ``tag``.
+    """Return a wrapper of ``original`` that issues its collectives under ``tag``.
 
-    A tag of the same purpose around it says more and stays, and so does that of an access to whole parameters, or of a
-    checkpoint: whatever is gathered for these is gathered for the program.
+    Some outer tags remain in effect. An outer tag with the same purpose is more specific. An outer tag of an
+    access to whole parameters or of a checkpoint remains because everything that is gathered within it is
+    gathered for the program.
     """
     stay = {tag.purpose, Purpose.PARAMETER_ACCESS.value, Purpose.CHECKPOINT.value}
 
@@ -68,7 +73,7 @@ def tagged(original: Callable[..., Any], tag: hooks.tag) -> Callable[..., Any]:
 
 
 def tagged_by_default(original: Callable[..., Any], tag: hooks.tag) -> Callable[..., Any]:
-    """``original``, its collectives being issued under ``tag`` where nobody around it has given them a purpose."""
+    """Return a wrapper of ``original`` that issues its collectives under ``tag``, unless an outer tag is open."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         if hooks.current_tag() is not None:

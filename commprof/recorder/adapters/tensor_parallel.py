@@ -1,7 +1,8 @@
-"""Adapter for torch's tensor parallelism: the plan of ``parallelize_module``, and the shapes of inputs and outputs.
+"""Adapter for torch's tensor parallelism: publishes plans of ``parallelize_module``, and input and output shapes.
 
-The functions of a style that distribute inputs and outputs are wrapped. They note the shape, element type and layout of
-a tensor, and the arrival and layout of its gradient. They keep no reference to a tensor and change nothing.
+The functions of a style that distribute inputs and outputs are wrapped. The wrappers note the shape, dtype and
+layout of each tensor, and the arrival and layout of its gradient. They keep no reference to a tensor and change
+no tensor.
 """
 
 from __future__ import annotations
@@ -31,42 +32,43 @@ _FSDP_PARAMETER: Final = "torch.distributed.fsdp._fully_shard._fsdp_param"
 _CUTTING: Final = ("ColwiseParallel", "RowwiseParallel")
 _SEQUENCE: Final = "SequenceParallel"
 _INPUT, _OUTPUT = "PrepareModuleInput", "PrepareModuleOutput"
-_COMPOSED: Final = "PrepareModuleInputOutput"  # of the two before it
+_COMPOSED: Final = "PrepareModuleInputOutput"  # a combination of the previous two styles
 _ACTIVATION: Final = hooks.tag(Purpose.ACTIVATION.value)
 _LOCAL: Final = "L"
 
 
 class TensorParallel:
-    """Follows the modules in a plan of ``parallelize_module``.
+    """Tracks the modules in plans of ``parallelize_module``.
 
     Args:
-        journal: gets notes on what could not be determined.
-        wrapped: publishes the modules and their passes.
+        journal: The journal that receives notes on details that could not be determined.
+        wrapped: The object that publishes the modules and their passes.
     """
 
     def __init__(self, journal: Journal, wrapped: WrappedModels) -> None:
         self._wrapped = wrapped
         self._doubt = Doubts(journal, "parallelize_module")
-        self._names: Mapping[nn.Module, str] | None = None  # within the model that is being parallelized
-        # Of modules, and of the styles that prepare inputs and outputs, which do not hear of their module.
+        self._names: Mapping[nn.Module, str] | None = None  # names of modules while a model is parallelized
+        # The keys are modules. For styles that prepare inputs or outputs, the key is the style, which does not get its
+        # module.
         self._followed: weakref.WeakKeyDictionary[Any, Wrapped] = weakref.WeakKeyDictionary()
         self._inputs: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
         self._optimized: weakref.WeakKeyDictionary[Optimizer, _Optimized] = weakref.WeakKeyDictionary()
         self._handle: Any = None
 
     def install(self) -> None:
-        """Register for the steps of all optimizers."""
+        """Register a hook that runs before the step of each optimizer."""
         self._handle = register_optimizer_step_pre_hook(self._before_step)
 
     def remove(self) -> None:
-        """Unregister."""
+        """Remove the optimizer hook."""
         if self._handle is not None:
             self._handle.remove()
 
     def parts(self) -> list[Part]:
-        """What to wrap."""
+        """Return the functions to wrap, each with its wrapper."""
         return [
-            # The package has taken the name over from the module that defines it.
+            # The package re-exports the function from the module that defines it.
             Part(_PACKAGE, "parallelize_module", self._wrap_parallelize, optional=True),
             Part(f"{_PACKAGE}.api", "parallelize_module", self._wrap_parallelize, optional=True),
             *(
@@ -86,7 +88,7 @@ class TensorParallel:
             Part(_FSDP_PARAMETER, "FSDPParam._get_grad_inner_tensor", self._wrap_summing, optional=True),
         ]
 
-    # What each module was given.
+    # The arguments of each module.
 
     def _wrap_parallelize(self, original: Callable[..., Any]) -> Callable[..., Any]:
         signature = inspect.signature(original)
@@ -122,7 +124,7 @@ class TensorParallel:
             self._names = None
 
     def _publish_unruled(self, call_arguments: Mapping[str, Any]) -> None:
-        """The styles of a plan that are not torch's own."""
+        """Publish the styles of a plan that are not torch's own. No rule predicts their traffic."""
         mesh, plan = call_arguments.get("device_mesh"), call_arguments.get("parallelize_plan")
         if mesh is None or plan is None or mesh.ndim != 1:
             return
@@ -154,11 +156,12 @@ class TensorParallel:
     ) -> None:
         name = plain_name((self._names or {}).get(module, ""))
         wrapped = self._wrapped.add("tensor_parallel", name, group, arguments, parameters)
-        # All ranks run the same passes: the first one of the group says which.
+        # All ranks run the same passes, so only the first rank of the group reports them.
         if dist.get_rank() == min(dist.get_process_group_ranks(group)):
             self._followed[style if _prepares(style) else module] = wrapped
 
-    # Its passes. Each is a letter, what the module was given, and with gradients how they are laid out.
+    # The passes of each module. The text of a pass is a letter and a description of the tensors. For a gradient, the
+    # layout of the gradient follows.
 
     def _wrap_input(self, original: Callable[..., Any]) -> Callable[..., Any]:
         tagged = tagged_by_default(original, _ACTIVATION)
@@ -198,7 +201,7 @@ class TensorParallel:
         return lay_out
 
     def _wrap_argument(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """One input of a module, by position or by name."""
+        """Wrap the function that prepares one input of a module, which is passed by position or by name."""
         tagged = tagged_by_default(original, _ACTIVATION)
 
         def prepare(style: Any, tensor: Any, *args: Any, **kwargs: Any) -> Any:
@@ -219,7 +222,7 @@ class TensorParallel:
         return prepare
 
     def _wrap_results(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """All outputs of a module."""
+        """Wrap the function that prepares all outputs of a module."""
         tagged = tagged_by_default(original, _ACTIVATION)
 
         def prepare(style: Any, outputs: Any, *args: Any, **kwargs: Any) -> Any:
@@ -248,7 +251,7 @@ class TensorParallel:
         return prepare
 
     def _follow_gradient(self, wrapped: Wrapped, text: str, tensor: Any) -> None:
-        """Report the arrival of the gradient of ``tensor``; the hook holds neither of them."""
+        """Report the arrival of the gradient of ``tensor``. The hook keeps no reference to either of them."""
         try:
             if tensor.requires_grad:
                 tensor.register_hook(self._on_gradient(wrapped, text))
@@ -264,8 +267,8 @@ class TensorParallel:
 
         return came
 
-    # Partial gradients are summed over the ranks: by fully_shard before it reduces them, else by an optimizer wherever it
-    # reads one.
+    # Partial gradients are summed over the ranks. fully_shard sums them before it reduces them. Without fully_shard, an
+    # optimizer sums a partial gradient each time it reads the gradient.
 
     def _wrap_summing(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def inner(parameter: Any, gradient: Any) -> Any:
@@ -279,7 +282,7 @@ class TensorParallel:
         return inner
 
     def _summed(self, parameter: Any, gradient: torch.Tensor) -> None:
-        """``parameter`` is what fully_shard has of a parameter."""
+        """Report that fully_shard sums a partial gradient. ``parameter`` is a parameter object of fully_shard."""
         module, name = parameter._module_info.module, parameter._module_info.param_name
         wrapped = self._followed.get(module)
         names = [name for name, _ in module.named_parameters()]
@@ -296,7 +299,11 @@ class TensorParallel:
             self._doubt(error)
 
     def _with_partial_gradients(self, optimizer: Optimizer) -> dict[Wrapped, list[int]]:
-        """The modules whose parameters ``optimizer`` has with partial gradients, and which of their parameters these are."""
+        """Return the modules that have parameters of ``optimizer`` with partial gradients.
+
+        For each of these modules, the result contains the positions of these parameters among the module's
+        parameters.
+        """
         known = self._optimized.get(optimizer)
         count = sum(len(group["params"]) for group in optimizer.param_groups)
         if known is None or known.parameters != count:
@@ -320,11 +327,12 @@ class TensorParallel:
 
 
 class _Optimized(NamedTuple):
-    """The parameters of followed modules that an optimizer has.
+    """The parameters of an optimizer that belong to tracked modules.
 
     Attributes:
-        parameters: how many it had when they were looked for.
-        listed: module, what follows it, and the place of the parameter among those of the module.
+        parameters: The number of parameters of the optimizer when this list was created.
+        listed: For each such parameter, its module, the object that publishes the module, and the position of
+            the parameter among the module's parameters.
     """
 
     parameters: int
@@ -332,7 +340,10 @@ class _Optimized(NamedTuple):
 
 
 def _optimizer_name(optimizer: Optimizer) -> str:
-    """Its class, by its own name where it is torch's, and what decides how often it reads a gradient."""
+    """Return the class name of a torch optimizer, with the flags that determine how often it reads a gradient.
+
+    The result is "other" for an optimizer that is not torch's.
+    """
     kind = type(optimizer)
     if kind.__module__.partition(".")[0] != "torch":
         return "other"
@@ -343,7 +354,7 @@ def _optimizer_name(optimizer: Optimizer) -> str:
 
 
 def _is_torchs(style: Any) -> bool:
-    """Whether ``style`` is one of torch's own, and no class that was derived from one."""
+    """Return whether ``style`` is one of torch's own styles, and not an instance of a derived class."""
     names = (*_CUTTING, _SEQUENCE, _INPUT, _OUTPUT, _COMPOSED)
     return type(style).__module__ == _STYLES and type(style).__name__ in names
 
@@ -353,10 +364,10 @@ def _prepares(style: Any) -> bool:
 
 
 def _arguments(style: Any, module: nn.Module, mesh: Any) -> dict[str, Any]:
-    """Return the arguments of ``style``, and facts about the module besides its name."""
+    """Return the arguments of ``style``, and properties of the module."""
     kind = type(style).__name__
     weights = list(module.parameters())
-    # Parameters on the meta device are not sent, and DTensors have been sent already.
+    # Parameters on the meta device are not sent, and DTensors were already sent.
     sends = all(not each.is_meta and not _is_dtensor(each) for each in weights)
     arguments = {
         "style": kind,
@@ -376,12 +387,12 @@ def _arguments(style: Any, module: nn.Module, mesh: Any) -> dict[str, Any]:
 
 
 def _tensors(parameters: Any) -> list[Any]:
-    """Name, whole shape, element type, and whether it is trained."""
+    """Return the name, whole shape and dtype of each parameter, and whether it is trained."""
     return [(name, list(each.shape), _dtype(each), each.requires_grad) for name, each in parameters]
 
 
 def _pairs(style: Any) -> list[list[str | None]]:
-    """The layouts that a style prepares tensors from and to, each pair once."""
+    """Return the distinct pairs of layouts (before, after) between which a style converts tensors."""
     if type(style).__name__ == _OUTPUT:
         layout_pairs = list(zip(style.output_layouts, style.desired_output_layouts, strict=True))
     else:
@@ -402,7 +413,7 @@ def _layouts(pair: Any) -> list[str | None] | None:
 
 
 def _described(tensor: Any) -> str:
-    """Shape, whole where it is a DTensor, element type and layout."""
+    """Return the shape (the whole shape of a DTensor), dtype and layout of ``tensor`` as text."""
     return f"{'x'.join(map(str, tensor.shape))}:{_dtype(tensor)}:{_layout(tensor)}"
 
 
@@ -422,7 +433,7 @@ def _layout(tensor: Any) -> str:
 
 
 def _placement(placement: Any) -> str:
-    """``R`` replicated, ``P`` partial sums, ``S1`` sharded along dimension 1."""
+    """Return a placement as text: ``R`` replicated, ``P`` partial sums, ``S1`` sharded along dimension 1."""
     if placement.is_replicate():
         return "R"
     return "P" if placement.is_partial() else f"S{placement.dim}"

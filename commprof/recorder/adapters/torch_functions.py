@@ -1,4 +1,4 @@
-"""Functions of torch that issue collectives for a fixed purpose."""
+"""Adapter for functions of torch that issue collectives for a fixed purpose."""
 
 from __future__ import annotations
 
@@ -53,9 +53,9 @@ _PURPOSES: Final = (
     purpose("torch.nn.modules._functions", "SyncBatchNorm.forward", Purpose.ACTIVATION),
     purpose("torch.nn.modules._functions", "SyncBatchNorm.backward", Purpose.ACTIVATION),
     purpose(_ZERO_HOOK, "_broadcast_bucket", Purpose.PARAMETER_BROADCAST, optional=True),
-    # Averages parameters that ranks have updated independently for some steps (post-local SGD).
+    # This averages parameters that ranks have updated independently for some steps (post-local SGD).
     purpose(_AVERAGING, "average_parameters", Purpose.PARAMETER_BROADCAST, optional=True),
-    # Names that a package re-exports from the module that defines them.
+    # The package re-exports these functions from the module that defines them, so both names are wrapped.
     *(
         default_purpose(module, name, Purpose.OBJECT, optional=True)
         for module in (_DISTRIBUTED, _C10D)
@@ -66,7 +66,7 @@ _PURPOSES: Final = (
         for module in (_DISTRIBUTED, _C10D)
         for name in ("barrier", "monitored_barrier")
     ),
-    # Collectives that gradients flow through.
+    # Gradients flow through these collectives.
     *(
         default_purpose(_AUTOGRAD, f"{name}.{direction}", Purpose.ACTIVATION, optional=True)
         for name in _DIFFERENTIABLE
@@ -83,11 +83,11 @@ _PURPOSES: Final = (
         )
     ),
     purpose(_SCALER, "ShardedGradScaler.unscale_", Purpose.OVERFLOW_CHECK, optional=True),
-    # The seed by which all ranks shuffle one list of samples.
+    # All ranks share this seed, with which they shuffle the same list of samples.
     purpose("torch.utils.data.dataloader", "_share_dist_seed", Purpose.CONTROL, optional=True),
-    # What the compiler of each rank has found out, so that all of them compile the same.
+    # The compilers of all ranks exchange what they found, so that all ranks compile the same graph.
     purpose(_GRAPH, "OutputGraph.run_compiler_collective", Purpose.CONTROL, optional=True),
-    # What the stages agree on before the first batch.
+    # The stages exchange metadata before the first batch.
     purpose(_STAGE, "PipelineStage._recv_meta", Purpose.PIPELINE, optional=True),
     purpose(_STAGE, "PipelineStage._send_meta", Purpose.PIPELINE, optional=True),
     purpose(_STAGE, "PipelineStage._warmup_forward_vote", Purpose.PIPELINE, optional=True),
@@ -114,19 +114,19 @@ _CHECKPOINTS: Final = (
     (_CHECKPOINT, "save"),
     (_CHECKPOINT, "async_save"),
     (_CHECKPOINT, "load"),
-    ("torch.serialization", "_save"),  # called by torch.save, under any name that a program has for it
+    ("torch.serialization", "_save"),  # torch.save calls this, whichever name a program uses for torch.save
     ("torch.serialization", "_legacy_save"),
 )
 _DIRECTIONS: Final = {"fwd": Phase.FORWARD, "bwd": Phase.BACKWARD}
 
 
 class TorchFunctions:
-    """The functions of torch to wrap: sharded optimizers, pipelines, checkpoints, clipping, batch norms.
+    """Wraps functions of torch: sharded optimizers, pipelines, checkpoints, clipping and batch norms.
 
     Args:
-        journal: gets notes on what could not be determined.
-        loop: gets their phase.
-        checkpoints: wraps functions that write or read a checkpoint.
+        journal: The journal that receives notes on details that could not be determined.
+        loop: The training loop that receives the phases of the functions.
+        checkpoints: The object that wraps functions that write or read a checkpoint.
     """
 
     def __init__(self, journal: Journal, loop: TrainingLoop, checkpoints: Checkpoints) -> None:
@@ -135,7 +135,7 @@ class TorchFunctions:
         self._doubt = Doubts(journal, "ZeroRedundancyOptimizer")
 
     def parts(self) -> list[Part]:
-        """What to wrap."""
+        """Return the functions to wrap, each with its wrapper."""
         return [
             *_PURPOSES,
             *(self._checkpoints.part(module, name) for module, name in _CHECKPOINTS),
@@ -146,7 +146,7 @@ class TorchFunctions:
         ]
 
     def _wrap_shard(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """The broadcast of parameters that one rank has updated."""
+        """Wrap the broadcast of parameters that one rank has updated, to tag it with this rank."""
 
         def broadcast(optimizer: Any, rank: int, *args: Any, **kwargs: Any) -> Any:
             owner = None
@@ -161,7 +161,7 @@ class TorchFunctions:
         return broadcast
 
     def _wrap_batch(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """A whole batch through a pipeline; its messages begin before its first pass does."""
+        """Wrap a pipeline step, which passes a whole batch. Its messages begin before its first pass begins."""
 
         def step(schedule: Any, *args: Any, **kwargs: Any) -> Any:
             with self._loop.one_batch(getattr(schedule, "_has_backward", True)):
@@ -170,7 +170,10 @@ class TorchFunctions:
         return step
 
     def _wrap_messages(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Activations and their gradients between the stages of a pipeline; schedules say which in ``desc``."""
+        """Wrap the function that sends activations and their gradients between pipeline stages.
+
+        The schedule passes the direction in ``desc``.
+        """
         tag = hooks.tag(Purpose.PIPELINE.value)
 
         def batch(messages: Any, desc: str | None = None, *args: Any, **kwargs: Any) -> Any:

@@ -1,7 +1,8 @@
-"""Adapter for accelerate, transformers, Lightning, torchmetrics and torchtitan: collectives that no model wrapper issues.
+"""Adapter for accelerate, transformers, Lightning, torchmetrics and torchtitan.
 
-A few internal functions, which are called for many purposes, issue most of them. Such a function gets its most frequent
-purpose, unless a caller has set another.
+It tags collectives that no model wrapper issues. A few internal functions issue most of these collectives, and
+each of these functions is called for many purposes. Such a function gets its most frequent purpose, unless a
+caller has set a purpose.
 """
 
 from __future__ import annotations
@@ -40,12 +41,12 @@ _ACCELERATE: Final = (
     default_purpose(_ACCELERATOR, "Accelerator.gather_for_metrics", Purpose.METRIC, optional=True),
     purpose(_ACCELERATOR, "Accelerator.check_trigger", Purpose.CONTROL, optional=True),
     purpose(_ACCELERATOR, "Accelerator.clip_grad_norm_", Purpose.GRADIENT_NORM, optional=True),
-    # Batches that the main process reads for all, and their shapes.
+    # The main process reads batches for all processes, and broadcasts the batches and their shapes.
     purpose(_LOADER, "broadcast", Purpose.INPUT, optional=True),
     purpose(_LOADER, "broadcast_object_list", Purpose.INPUT, optional=True),
     purpose("accelerate.utils.random", "synchronize_rng_state", Purpose.CONTROL, optional=True),
     purpose(_FSDP, "fsdp2_load_full_state_dict", Purpose.PARAMETER_BROADCAST, optional=True),
-    # Averages parameters that ranks have updated independently for some steps, as torch's average_parameters.
+    # Like torch's average_parameters, this averages parameters that ranks have updated independently for some steps.
     purpose(
         "accelerate.local_sgd",
         "LocalSGD._sync_and_avg_model_params",
@@ -71,16 +72,16 @@ _TRANSFORMERS: Final = (
 _TORCHMETRICS: Final = (
     default_purpose(_METRICS, "gather_all_tensors", Purpose.METRIC),
     default_purpose(_METRICS, "_simple_gather_all_tensors", Purpose.METRIC, optional=True),
-    # Whatever function the program gave it.
+    # This covers any gather function that the program passes.
     default_purpose("torchmetrics.metric", "Metric._sync_dist", Purpose.METRIC, optional=True),
 )
 _TORCHTITAN: Final = (
-    # Losses, counts of tokens. A newer version has the second function, which the first calls.
+    # These reduce losses and token counts. Only newer versions have the second function, which the first one calls.
     default_purpose(_TITAN, "_dist_reduce", Purpose.METRIC, optional=True),
     default_purpose(_TITAN, "_dist_reduce_tensor", Purpose.METRIC, optional=True),
     purpose(_TITAN, "set_determinism", Purpose.CONTROL, optional=True),
     purpose(_TITAN, "clip_grad_norm_", Purpose.GRADIENT_NORM, optional=True),
-    # How many tokens each rank gets for its experts, and the tokens.
+    # These send the number of tokens for the experts of each rank, and the tokens.
     *(
         default_purpose(_TITAN_EXPERTS, f"{style}._token_dispatch", Purpose.ACTIVATION, optional=True)
         for style in ("ExpertParallel", "ExpertTensorParallel")
@@ -95,7 +96,7 @@ _CHECKPOINTS: Final = (
     *((_TRAINER, f"Trainer.{name}") for name in ("_load_best_model", "_load_optimizer_and_scheduler")),
     *((_TRAINER, f"Trainer.{name}") for name in ("_load_rng_state", "_load_scaler")),
 )
-# Of the classes that Lightning keeps and loads checkpoints with.
+# Methods with which Lightning saves and loads checkpoints.
 _LIGHTNING_CHECKPOINTS: Final = (
     ("trainer.trainer", "Trainer.save_checkpoint"),
     ("callbacks.model_checkpoint", "ModelCheckpoint._save_checkpoint"),
@@ -108,17 +109,17 @@ _LIGHTNING_CHECKPOINTS: Final = (
 
 
 class Trainers:
-    """The functions to wrap of libraries that contain the training loop.
+    """Wraps functions of libraries that contain the training loop.
 
     Args:
-        checkpoints: wraps functions that write or read a checkpoint.
+        checkpoints: The object that wraps functions that write or read a checkpoint.
     """
 
     def __init__(self, checkpoints: Checkpoints) -> None:
         self._checkpoints = checkpoints
 
     def parts(self) -> list[Part]:
-        """What to wrap."""
+        """Return the functions to wrap, each with its wrapper."""
         return [
             *_ACCELERATE,
             *_TRANSFORMERS,
@@ -130,12 +131,15 @@ class Trainers:
         ]
 
     def _lightning(self, trainer: str, fabric: str) -> Iterator[Part]:
-        """Those of Lightning, which has two names for each of its packages."""
+        """Yield the functions of Lightning to wrap.
+
+        Lightning has two names for each of its packages, so this is called for each pair of names.
+        """
         sync = f"{fabric}.utilities.distributed"
         yield default_purpose(sync, "_sync_ddp", Purpose.METRIC)
         yield default_purpose(sync, "_gather_all_tensors", Purpose.METRIC, optional=True)
         yield Part(sync, "_all_gather_ddp_if_available", _wrap_gather, True)
-        # The whole model, which an evaluation has whether or not a training came before.
+        # These broadcast the whole model for an evaluation, even if no training ran before.
         for module in ("overrides.distributed", "strategies.ddp"):
             yield purpose(f"{trainer}.{module}", "_sync_module_states", Purpose.EVALUATION, True)
         for package in (trainer, fabric):
@@ -155,7 +159,10 @@ class Trainers:
 
 
 def _wrap_evaluation(original: Callable[..., Any]) -> Callable[..., Any]:
-    """With DeepSpeed the Trainer evaluates the model beside the engine, whose adapter then sees no pass."""
+    """Wrap the evaluation loop of the Trainer, to report the evaluation phase with DeepSpeed.
+
+    With DeepSpeed, the Trainer evaluates the model without the engine, so the DeepSpeed adapter sees no pass.
+    """
 
     def evaluation_loop(trainer: Any, *args: Any, **kwargs: Any) -> Any:
         if not getattr(trainer, "is_deepspeed_enabled", False) or not hooks.has_stepped():
@@ -170,7 +177,11 @@ def _wrap_evaluation(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _wrap_gather(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Gathered with gradients it is part of the model, and torch's differentiable function says so itself."""
+    """Wrap a gather so that it is tagged as a metric, unless gradients flow through it.
+
+    A gather with gradients is part of the model. torch's differentiable function, which is wrapped too, then
+    sets the purpose.
+    """
     metric = tagged_by_default(original, hooks.tag(Purpose.METRIC.value))
 
     def gather(tensor: Any, group: Any = None, sync_grads: bool = False, *args: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Adapter for ZeroRedundancyOptimizer: publishes its arguments, and its broadcasts of updated parameters."""
+"""Adapter for ZeroRedundancyOptimizer: publishes its arguments, and when it broadcasts updated parameters."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class ZeroRedundancy:
     """Follows each ZeroRedundancyOptimizer.
 
     Args:
-        journal: gets notes on what could not be determined.
-        wrapped: publishes the optimizers and their passes.
+        journal: The journal that receives notes on details that could not be determined.
+        wrapped: The object that publishes the optimizers and their passes.
     """
 
     def __init__(self, journal: Journal, wrapped: WrappedModels) -> None:
@@ -28,7 +28,7 @@ class ZeroRedundancy:
         self._known: weakref.WeakKeyDictionary[Any, Wrapped] = weakref.WeakKeyDictionary()
 
     def parts(self) -> list[Part]:
-        """What to wrap."""
+        """Return the functions to wrap, each with its wrapper."""
         return [
             Part(_MODULE, f"{_CLASS}.__init__", self._wrap_construction),
             Part(_MODULE, f"{_CLASS}.add_param_group", self._wrap_group),
@@ -84,12 +84,16 @@ class ZeroRedundancy:
 
 
 def _parameters(optimizer: Any) -> list[Any]:
-    """In the order of its groups."""
+    """Return the parameters of ``optimizer`` in the order of its parameter groups."""
     return [each for group in optimizer.param_groups for each in group["params"]]
 
 
 def _described(optimizer: Any) -> tuple[dict[str, Any], list[tuple[str, Any]]]:
-    """How many parameters each of its groups has, and on which device each is; and the parameters, by their places."""
+    """Return the arguments and the parameters of ``optimizer`` as they are published.
+
+    The arguments are the number of parameters in each parameter group, and all devices of the parameters. The
+    name of each parameter is its position.
+    """
     parameters = _parameters(optimizer)
     arguments = {
         "groups": [len(group["params"]) for group in optimizer.param_groups],

@@ -6,5 +6,5 @@ from commprof.moved import attribute
 
 
 def __getattr__(name: str) -> Any:
-    """What the module had that was ``commprof.recorder.clocks``."""
+    """Return an attribute that the former module ``commprof.recorder.clocks`` had."""
     return attribute(__name__, name)

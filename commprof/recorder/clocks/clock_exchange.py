@@ -1,7 +1,8 @@
 """Exchanges timestamps with the reference clock of another host, over the recorder's own connection.
 
-The process whose clock is the reference listens; one process of each other host asks. The client sends the token first,
-which it gets through the job's store, and the server returns it. So neither side talks to a foreign process.
+The process whose clock is the reference listens, and one process of each other host connects to it. The client
+gets a token through the job's store and sends this token first. The server returns the token. So neither side
+exchanges timestamps with a foreign process.
 
     token (16 bytes)        ->
                             <-  token
@@ -30,17 +31,17 @@ _QUESTION: Final = struct.Struct("<q")
 _ANSWER: Final = struct.Struct("<qqq")
 _SIOCGIFADDR: Final = 0x8915  # netdevice(7)
 _MOST_BUFFERED: Final = 1 << 12
-_STRANGERS: Final = 64  # connections that may be open before they have shown the token
+_STRANGERS: Final = 64  # maximum number of open connections that have not sent the token yet
 
 
 class ClockServer:
-    """Answers questions for the time of this process's clock.
+    """Serves the time of this process's clock.
 
     Args:
-        clock: the clock.
+        clock: A function that returns the time of the clock in nanoseconds.
 
     Raises:
-        OSError: no port can be listened on.
+        OSError: The server cannot listen on any port.
     """
 
     def __init__(self, clock: Callable[[], int] = time.perf_counter_ns) -> None:
@@ -59,11 +60,15 @@ class ClockServer:
 
     @property
     def asked(self) -> int:
-        """Connections that may ask now."""
+        """The number of open connections that have sent the token."""
         return len(self._admitted)
 
     def serve(self, seconds: float | None = None) -> bool:
-        """Answer for ``seconds``, or until :meth:`interrupt`; False once :meth:`end` was called and nobody is connected."""
+        """Answer questions for ``seconds``, or until :meth:`interrupt` is called.
+
+        Returns:
+            False if :meth:`end` was called and no client is connected; otherwise True.
+        """
         until = None if seconds is None else time.monotonic() + seconds
         while not (self._ending.is_set() and not self._admitted):
             left = None if until is None else until - time.monotonic()
@@ -75,18 +80,18 @@ class ClockServer:
         return False
 
     def interrupt(self) -> None:
-        """Let :meth:`serve` return soon. From any thread."""
+        """Make :meth:`serve` return soon. Any thread may call this."""
         self._interrupted.set()
         with contextlib.suppress(OSError):
             self._wake.send(b"\0")
 
     def end(self) -> None:
-        """Let :meth:`serve` return as soon as all clients have disconnected. From any thread."""
+        """Make :meth:`serve` return as soon as all clients have disconnected. Any thread may call this."""
         self._ending.set()
         self.interrupt()
 
     def close(self) -> None:
-        """Close every socket. In a forked child that has inherited the server, the peers do not notice."""
+        """Close every socket. A forked child that inherited the server can call this without effect on the peers."""
         for connection in [*self._buffers, self._listener, self._wake, self._woken]:
             connection.close()
         self._buffers.clear()
@@ -156,14 +161,14 @@ class ClockConnection:
     """A connection to a :class:`ClockServer`.
 
     Args:
-        addresses: where it may be reached; the first that answers with the token is taken.
-        port: its port.
-        token: what it must show.
-        timeout: seconds that anything may take.
-        clock: our clock.
+        addresses: The possible addresses of the server. The first one that answers with the token is used.
+        port: The port of the server.
+        token: The token that the client sends, and that the server must return.
+        timeout: The timeout of each socket operation, in seconds.
+        clock: A function that returns the time of this process's clock in nanoseconds.
 
     Raises:
-        OSError: it is at none of the addresses.
+        OSError: The server cannot be reached at any of the addresses.
     """
 
     def __init__(
@@ -179,10 +184,10 @@ class ClockConnection:
         self._socket = _connect(addresses, port, token, timeout)
 
     def ask(self, count: int) -> list[Exchange]:
-        """``count`` exchanges, one after the other.
+        """Run ``count`` exchanges, one after the other, and return them.
 
         Raises:
-            OSError: the connection is gone, or an answer took too long.
+            OSError: The connection was closed, or an answer took too long.
         """
         return [self._exchange() for _ in range(count)]
 
@@ -232,7 +237,7 @@ def _receive(connection: socket.socket, size: int) -> bytes:
 
 
 def _listen() -> socket.socket:
-    """A listening socket on a free port, for IPv6 and IPv4 where both are there."""
+    """Return a listening socket on a free port, for IPv6 and IPv4 if the host supports both."""
     if socket.has_dualstack_ipv6():
         with contextlib.suppress(OSError):
             return socket.create_server(("::", 0), family=socket.AF_INET6, dualstack_ipv6=True)
@@ -240,7 +245,10 @@ def _listen() -> socket.socket:
 
 
 def own_addresses() -> list[str]:
-    """The addresses of this host's interfaces (IPv4, the loopback left out), and its name, by which others may find it."""
+    """Return the addresses at which other hosts may reach this host.
+
+    These are the IPv4 addresses of its interfaces, except loopback addresses, and its host name.
+    """
     addresses = []
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():

@@ -1,8 +1,8 @@
 """Finds the process whose clock is the reference, through a few keys of commprof in the job's store.
 
-torch's store serves one operation per handle at a time, and a waiting operation blocks the others. So this uses a handle of
-its own if torch can make one, and only operations that never wait for a peer: check, add, set, and get of an existing
-key.
+torch's store serves one operation per handle at a time, and a waiting operation blocks the others. So this
+module uses a separate handle if torch can create one. It uses only operations that never wait for a peer:
+check, add, set, and get of an existing key.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ from torch.distributed import distributed_c10d
 
 from commprof.recorder.clocks.process_clocks import Exchange
 
-EXCHANGES: Final = 10  # questions that are asked through the store, where no connection can be made
-# Stores within one process: of threads that play ranks, and of torch's 'fake' backend, whose class torch forgets.
+EXCHANGES: Final = 10  # exchanges through the store if no connection can be made
+# Stores within one process. They belong to threads that act as ranks, or to torch's 'fake' backend. For the latter,
+# torch reports only the base class.
 _PRIVATE_STORES: Final = frozenset({"HashStore", "FakeStore", "Store"})
 _ANSWER_SECONDS: Final = 2.0
 _FIRST_PAUSE: Final = 0.01
@@ -27,19 +28,19 @@ _LONGEST_PAUSE: Final = 0.5
 
 
 class Store(Protocol):
-    """The methods of torch's Store that are used."""
+    """The methods of torch's Store that this module uses."""
 
     def set(self, key: str, value: str) -> None:
-        """Let ``key`` have ``value``."""
+        """Set ``key`` to ``value``."""
 
     def get(self, key: str) -> bytes:
-        """The value of ``key``; waits until there is one."""
+        """Return the value of ``key``. Waits until the key exists."""
 
     def add(self, key: str, value: int) -> int:
-        """Add to the number that ``key`` holds (0 at first), and return the sum."""
+        """Add ``value`` to the number at ``key`` (initially 0), and return the sum."""
 
     def check(self, keys: list[str]) -> bool:
-        """Whether all of ``keys`` have values."""
+        """Return whether all of ``keys`` exist."""
 
 
 class Reference(NamedTuple):
@@ -52,10 +53,14 @@ class Reference(NamedTuple):
 
 
 class Meeting:
-    """The keys below ``prefix`` in ``store``. Every method may raise what torch's store raises.
+    """Communicates through the keys below ``prefix`` in ``store``.
+
+    Every method may raise the exceptions of torch's store.
 
     Args:
-        host: where the store itself is served, when that is known: most often beside rank 0.
+        store: The store of the job.
+        prefix: The prefix of all keys.
+        host: The host that serves the store, if it is known. This is usually the host of rank 0.
     """
 
     def __init__(self, store: Store, prefix: str, host: str | None = None) -> None:
@@ -65,11 +70,11 @@ class Meeting:
         self.host = host
 
     def publish(self, reference: Reference) -> None:
-        """Publish the reference."""
+        """Write ``reference`` into the store."""
         self._store.set(f"{self._prefix}/reference", json.dumps(reference._asdict()))
 
     def find(self, seconds: float, parting: Event) -> Reference | None:
-        """Return the reference; None if it is not published within ``seconds``, or when ``parting`` is set."""
+        """Return the reference; None if it is not published within ``seconds`` or before ``parting`` is set."""
         key = f"{self._prefix}/reference"
         for pause in _pauses(seconds):
             if parting.is_set():
@@ -80,11 +85,18 @@ class Meeting:
         return None
 
     def claim(self, clock: str) -> bool:
-        """Whether this process is the first of those with ``clock``, so that it is the one that asks for all of them."""
+        """Return whether this process is the first of all processes with ``clock`` that calls this.
+
+        This process then measures the offset for all of them.
+        """
         return self._store.add(f"{self._prefix}/askers/{clock}", 1) == 1
 
     def ask(self, clock: Callable[[], int], parting: Event) -> list[Exchange]:
-        """Exchanges through the store; fewer than :data:`EXCHANGES`, or none, when the answers stay away."""
+        """Run :data:`EXCHANGES` exchanges through the store.
+
+        Returns:
+            The exchanges; fewer, or none, if an answer is missing.
+        """
         number = self._store.add(f"{self._prefix}/questions", 1)
         exchanges: list[Exchange] = []
         for turn in range(EXCHANGES):
@@ -98,7 +110,7 @@ class Meeting:
         return exchanges
 
     def answer(self, clock: Callable[[], int], parting: Event) -> None:
-        """Answer those who have begun to ask through the store since the last time."""
+        """Answer the processes that have begun to ask through the store since the last call."""
         asking = self._store.add(f"{self._prefix}/questions", 0)
         while self._answered < asking:
             self._answered += 1
@@ -110,7 +122,10 @@ class Meeting:
                 self._store.set(f"{key}/answer", f"{received} {clock()}")
 
     def _appears(self, key: str, parting: Event) -> bool:
-        """Whether ``key`` is set soon. Asked without a pause, since each would widen the bound of the answer."""
+        """Return whether ``key`` is set before a timeout.
+
+        Polls without pauses, because each pause would loosen the error bound of the offset.
+        """
         until = time.monotonic() + _ANSWER_SECONDS
         while not parting.is_set() and time.monotonic() < until:
             if self._store.check([key]):
@@ -119,10 +134,10 @@ class Meeting:
 
 
 def job_meeting(prefix: str) -> Meeting | None:
-    """The meeting in the store of this job; None where that store does not reach beyond this host.
+    """Return the meeting in the store of this job; None if other hosts cannot use this store.
 
     Raises:
-        ValueError: torch.distributed is not initialised.
+        ValueError: torch.distributed is not initialized.
     """
     store: Any = distributed_c10d._get_default_store()
     inner: Any = store
@@ -131,7 +146,8 @@ def job_meeting(prefix: str) -> Meeting | None:
     host = getattr(inner, "host", None)
     if type(inner).__name__ in _PRIVATE_STORES or (host is not None and _is_loopback(host)):
         return None
-    # A second handle of a FileStore would count as a worker of its own, by which the file is removed in the end.
+    # A FileStore must not be cloned. It would count a second handle as another worker, and this count decides when
+    # the file is removed.
     if host is not None and hasattr(store, "clone"):
         with contextlib.suppress(RuntimeError):
             store = store.clone()

@@ -1,7 +1,7 @@
-"""Measures the offset of this host's clock to that of rank 0: at the start, every minute, and at the end.
+"""Measures the offset between the clocks of this host and of rank 0: at the start, every minute, and at the end.
 
-No collective is involved and the training never waits: a separate thread measures. The end of the recording waits for a
-last answer for a bounded time. In a job on one host there is no thread, and nothing is sent.
+A separate thread measures, without collectives, so the training never waits. The end of the recording waits for
+a last answer for a bounded time. In a job on one host there is no thread, and nothing is sent.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from commprof.recorder.clocks.process_clocks import Exchange, Offset, clock_iden
 REFERENCE_RANK: Final = 0
 EXCHANGES: Final = 30
 INTERVAL_SECONDS: Final = 60.0
-_FIND_SECONDS: Final = 30.0  # how long rank 0 may take to say where it is; without it nothing is measured
-_STORE_SECONDS: Final = 30.0  # how long rank 0 answers through the store as well
+_FIND_SECONDS: Final = 30.0  # timeout for rank 0 to publish its address, which is required
+_STORE_SECONDS: Final = 30.0  # time in which rank 0 also answers through the store
 _STORE_PATIENCE: Final = 0.25
 _LAST_ANSWER_SECONDS: Final = 1.0
 _LEAVING_SECONDS: Final = 0.5
 _RECENT_NS: Final = 250_000_000
-# Ranks of this host, and hosts of the job, as launchers tell them.
+# Variables in which launchers pass the number of ranks on this host, and the number of hosts of the job.
 _LOCAL_SIZES: Final = (
     "LOCAL_WORLD_SIZE",
     "OMPI_COMM_WORLD_LOCAL_SIZE",
@@ -38,28 +38,32 @@ class Log(Protocol):
     """Receives offsets and notes; any thread may call it."""
 
     def write(self, kind: str, row: Mapping[str, object]) -> object:
-        """Keep a row."""
+        """Write ``row`` into the table ``kind``."""
 
     def note(self, text: str) -> None:
         """Write a note for the reader of the trace."""
 
 
 def is_on_one_host(world_size: int, environment: Mapping[str, str]) -> bool:
-    """Whether the launcher says that all ranks are on this host; False also when nobody says anything."""
+    """Return whether all ranks are on this host, according to the launcher; False if this is not known."""
     if world_size == 1 or any(environment.get(name) == str(world_size) for name in _LOCAL_SIZES):
         return True
     return any(environment.get(name) == "1" for name in _HOST_COUNTS)
 
 
 class ClockOffsets:
-    """Measures the offset of this process's clock to that of rank 0, and writes it down.
+    """Measures the offset between the clocks of this process and of rank 0, and writes the offset into a log.
 
-    Of the processes that share a clock one asks; the others share its answer. Nothing here raises.
+    One of the processes that share a clock measures, and the result is valid for all of them. No public method
+    raises.
 
     Args:
-        log: where the rows go.
-        meet: makes the meeting in the job's store, None where that does not leave this host; called on the thread.
-        clock: the clock, and its identity.
+        log: The log into which the rows are written.
+        meet: A function that returns the meeting in the job's store, or None if other hosts cannot use this
+            store. It is called on the thread that measures.
+        clock: A function that returns the time of this process's clock in nanoseconds.
+        identity: The identity of the clock; None to use :func:`clock_identity`.
+        interval: The time between two measurements, in seconds.
     """
 
     def __init__(
@@ -80,13 +84,13 @@ class ClockOffsets:
         self._server: ClockServer | None = None
         self._connection: ClockConnection | None = None
         self._measured_at_ns = 0
-        self._parting = threading.Event()  # the job's store is about to go
-        self._wanted = threading.Event()  # a measurement, now
+        self._parting = threading.Event()  # set when the job's store is about to be destroyed
+        self._wanted = threading.Event()  # set to request a measurement now
         self._answered = threading.Event()
         self._ended = threading.Event()
 
     def start(self, rank: int, world_size: int, environment: Mapping[str, str]) -> None:
-        """This process is ``rank`` of ``world_size``: begin."""
+        """Start to measure in the process ``rank`` of ``world_size``."""
         if rank == REFERENCE_RANK or is_on_one_host(world_size, environment):
             self._share()
         if is_on_one_host(world_size, environment):
@@ -96,10 +100,10 @@ class ClockOffsets:
         self._thread.start()
 
     def part(self, measure: bool = True) -> None:
-        """Process groups are about to be destroyed: use the job's store no more.
+        """Stop using the job's store, because the process groups are about to be destroyed.
 
         Args:
-            measure: the other ranks are still there: measure a last time.
+            measure: Whether to measure one more time. This requires that the other ranks are still running.
         """
         began = time.perf_counter_ns()
         self._parting.set()
@@ -110,7 +114,10 @@ class ClockOffsets:
         self.cost_ns += time.perf_counter_ns() - began
 
     def finish(self) -> None:
-        """Recording ends: measure a last time, and leave. Rank 0 lets the others do so first."""
+        """Measure one last time at the end of the recording, and disconnect.
+
+        Rank 0 first waits a bounded time for the other ranks to disconnect.
+        """
         thread = self._thread
         if thread is None:
             return
@@ -124,7 +131,7 @@ class ClockOffsets:
         self.cost_ns += time.perf_counter_ns() - began
 
     def drop(self) -> None:
-        """In a forked child: the thread stayed with the parent, and so must its connections."""
+        """Close the inherited connections in a forked child. The thread exists only in the parent."""
         self._thread = None
         if self._server is not None:
             self._server.close()
@@ -154,7 +161,7 @@ class ClockOffsets:
             self.cost_ns += time.thread_time_ns()
 
     def _lead(self) -> None:
-        """Answer whoever asks, until all have left."""
+        """Answer the processes of other hosts until all have disconnected."""
         meeting = self._meet()
         if meeting is None:
             return
@@ -168,7 +175,10 @@ class ClockOffsets:
             server.close()
 
     def _invite(self, server: ClockServer, meeting: Meeting) -> None:
-        """Say where the server is, and answer those who cannot reach it through the store, for a while."""
+        """Publish the address of the server, and answer through the store for a limited time.
+
+        Processes that cannot connect to the server ask through the store.
+        """
         meeting.publish(Reference(self._identity, own_addresses(), server.port, server.token.hex()))
         until = time.monotonic() + _STORE_SECONDS
         while not self._parting.is_set() and time.monotonic() < until and server.serve(_STORE_PATIENCE):
@@ -176,7 +186,7 @@ class ClockOffsets:
                 meeting.answer(self._clock, self._parting)
 
     def _follow(self) -> None:
-        """Ask now, at intervals, and when somebody wants it, until the end."""
+        """Measure now, at intervals, and on request, until the recording ends."""
         connection = self._connection = self._introduced()
         if connection is None:
             return
@@ -190,7 +200,11 @@ class ClockOffsets:
             connection.close()
 
     def _introduced(self) -> ClockConnection | None:
-        """A connection to the reference; None where this process needs none, or has asked through the store."""
+        """Return a connection to the reference.
+
+        Returns:
+            The connection; None if this process needs none, or has already measured through the store.
+        """
         meeting = self._meet()
         if meeting is None:
             self._share()
@@ -220,7 +234,7 @@ class ClockOffsets:
         self._measured_at_ns = time.perf_counter_ns()
 
     def _share(self) -> None:
-        """This process reads the reference clock itself."""
+        """Write an offset of zero, because this process reads the reference clock directly."""
         self._write(Offset(self._clock(), 0, 0, 0))
 
     def _write(self, offset: Offset) -> None:

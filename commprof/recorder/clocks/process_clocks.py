@@ -1,4 +1,4 @@
-"""Clocks of a process: reads monotonic and real time together, and computes the offset of another monotonic clock."""
+"""Reads the monotonic and real-time clocks of a process together, and estimates offsets of monotonic clocks."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final, NamedTuple
 
-# Two clocks are taken to run apart by less than this: the crystals of computers are specified to 50 ppm or better.
+# The assumed maximum relative drift of two clocks. Crystals of computers are specified to 50 ppm or better.
 DRIFT_LIMIT: Final = 100e-6
 _BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
 _TIME_NAMESPACE: Final = Path("/proc/self/ns/time")
 
 
 class ClockPair(NamedTuple):
-    """CLOCK_MONOTONIC and CLOCK_REALTIME at one moment, to within ``uncertainty_ns``."""
+    """CLOCK_MONOTONIC and CLOCK_REALTIME at the same time, to within ``uncertainty_ns``."""
 
     monotonic_ns: int
     realtime_ns: int
@@ -29,7 +29,10 @@ def read_clocks(
     realtime: Callable[[], int] = time.time_ns,
     tries: int = 5,
 ) -> ClockPair:
-    """Both clocks: the tightest of ``tries`` readings, with the monotonic time halfway between its two reads."""
+    """Return a reading of both clocks: the tightest of ``tries`` readings.
+
+    The monotonic time is halfway between the two reads of the monotonic clock.
+    """
     best: ClockPair | None = None
     for _ in range(tries):
         before = monotonic()
@@ -42,11 +45,11 @@ def read_clocks(
 
 
 def clock_identity(boot_id: Path = _BOOT_ID, time_namespace: Path = _TIME_NAMESPACE) -> str:
-    """Which clock CLOCK_MONOTONIC is here: equal in two processes exactly when they read one and the same clock.
+    """Return the identity of CLOCK_MONOTONIC. It is equal in two processes if and only if they read the same clock.
 
-    A kernel has one such clock from boot to boot, shifted in each time namespace. Host names say nothing about it: the
-    containers of a host have names of their own, and two hosts may have one name. Where the kernel does not tell its
-    boot, every process counts as having a clock of its own.
+    A kernel has one such clock for each boot, shifted in each time namespace. Host names do not identify the
+    clock, because containers of a host have their own names, and two hosts may have the same name. If the
+    kernel does not provide its boot id, every process is treated as having its own clock.
     """
     try:
         boot = boot_id.read_text("ascii").strip()
@@ -59,7 +62,14 @@ def clock_identity(boot_id: Path = _BOOT_ID, time_namespace: Path = _TIME_NAMESP
 
 
 class Exchange(NamedTuple):
-    """A question and its answer: sent and arrived by our clock, received and answered by the other one. In ns."""
+    """The four times of a question and its answer, in nanoseconds.
+
+    Attributes:
+        sent_ns: The time at which the question was sent, by this process's clock.
+        received_ns: The time at which the question was received, by the other clock.
+        answered_ns: The time at which the answer was sent, by the other clock.
+        arrived_ns: The time at which the answer arrived, by this process's clock.
+    """
 
     sent_ns: int
     received_ns: int
@@ -68,27 +78,34 @@ class Exchange(NamedTuple):
 
     @property
     def lowest(self) -> int:
-        """What the other clock is ahead at least: its answer left before it arrived."""
+        """The minimum by which the other clock is ahead, because the answer was sent before it arrived."""
         return self.answered_ns - self.arrived_ns
 
     @property
     def highest(self) -> int:
-        """What the other clock is ahead at most: our question had left when it was received."""
+        """The maximum by which the other clock is ahead, because the question was sent before it was received."""
         return self.received_ns - self.sent_ns
 
     @property
     def middle_ns(self) -> int:
-        """The moment of the exchange by our clock."""
+        """The middle of the exchange by this process's clock."""
         return (self.sent_ns + self.arrived_ns) // 2
 
     @property
     def reach_ns(self) -> int:
-        """How far the exchange reaches from its middle."""
+        """Half the duration of the exchange."""
         return self.arrived_ns - self.middle_ns
 
 
 class Offset(NamedTuple):
-    """How far another clock is ahead of ours, at ``time_ns`` by ours: by ``offset_ns``, wrong by ``error_ns`` at most."""
+    """The time by which another clock is ahead of this process's clock.
+
+    Attributes:
+        time_ns: The time for which the offset is valid, by this process's clock.
+        offset_ns: The offset.
+        error_ns: The maximum error of the offset.
+        exchanges: The number of exchanges from which the offset was estimated.
+    """
 
     time_ns: int
     offset_ns: int
@@ -97,13 +114,14 @@ class Offset(NamedTuple):
 
 
 def estimate(exchanges: Sequence[Exchange], drift_limit: float = DRIFT_LIMIT) -> Offset:
-    """The offset that ``exchanges`` (one at least) allow, with its bound.
+    """Estimate the offset from ``exchanges`` (at least one), with an error bound.
 
-    A message takes no negative time, so each exchange confines the offset to ``[lowest, highest]``, whatever the delays of
-    the two ways are and however unequal. All exchanges together confine it to the part that these intervals share,
-    each widened by what the clocks may drift apart between it and the middle of the tightest one, for which the answer is.
-    The answer is the middle of that part, its error half the width. With one exchange that is the rule of NTP (RFC 5905,
-    section 8). Intervals that share nothing (a clock that jumped) leave the tightest one.
+    The transit time of a message is never negative. So each exchange confines the offset to ``[lowest,
+    highest]``, for any delays in the two directions. The estimate is for the middle of the tightest exchange.
+    The interval of each exchange is widened by the possible drift of the clocks between that exchange and this
+    middle. The offset is in the intersection of the widened intervals. The estimate is the middle of the
+    intersection, and its error is half the width. With one exchange this is the rule of NTP (RFC 5905, section
+    8). If the intersection is empty because a clock jumped, only the tightest exchange is used.
     """
     tightest = min(exchanges, key=lambda exchange: (exchange.highest - exchange.lowest, exchange.reach_ns))
     moment = tightest.middle_ns

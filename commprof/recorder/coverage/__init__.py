@@ -1,1 +1,1 @@
-"""Checks that all collectives are recorded: the self-check, trials of each layer, detection of unseen traffic."""
+"""Checks that all collectives are recorded: self-check, trial of each layer, detection of unseen traffic."""

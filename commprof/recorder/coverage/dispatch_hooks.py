@@ -1,8 +1,9 @@
-"""Counts the calls of a group that torch's dispatcher sees, through its pre-hooks (torch 2.14 and newer).
+"""Counts the calls that a process group dispatches, through torch's pre-hooks (torch 2.14 and newer).
 
-They fire for each call of a ProcessGroup, whoever makes it: DDP's reducer, functional and compiled collectives too. They
-do not for methods called directly on a backend, and not for ``monitored_barrier``. docs/decisions/0005-dispatch-hooks.md
-says why they do not replace the layers.
+torch calls the hooks for each call of a ProcessGroup by any caller, including DDP's reducer, functional
+collectives and compiled collectives. torch does not call them for methods that are called directly on a
+backend, or for ``monitored_barrier``. docs/decisions/0005-dispatch-hooks.md explains why the hooks do not
+replace the layers.
 """
 
 from __future__ import annotations
@@ -14,25 +15,25 @@ from torch._C import _distributed_c10d
 
 from commprof.trace.rank_files.segments import count_of
 
-_HOOK: Final = 0x636F_6D6D  # torch keeps hooks by a number that whoever registers one chooses
+_HOOK: Final = 0x636F_6D6D  # torch identifies a hook by a number that the caller chooses
 _OPERATIONS: Final[Any] = getattr(_distributed_c10d, "HookOpName", None)
-# The members themselves: their names cost a microsecond more.
+# These are enum members, because comparing their names takes a microsecond longer.
 _NO_COLLECTIVES: Final = frozenset(
     getattr(_OPERATIONS, name) for name in ("SPLIT", "NEW_WINDOW", "UNKNOWN") if hasattr(_OPERATIONS, name)
 )
 
 
 class DispatchCount:
-    """Counts what one group dispatches. Holds no tensor and no group."""
+    """Counts the calls that one group dispatches. Keeps no reference to a tensor or group."""
 
     __slots__ = ("_calls", "hook")
 
     def __init__(self) -> None:
         calls = self._calls = itertools.count()
 
-        # A closure, which is called faster than a method.
+        # This is a closure, because calling a closure is faster than calling a method.
         def hook(event: Any) -> None:
-            """torch is about to dispatch a call. An exception here would reach the training."""
+            """Count a call that torch is about to dispatch. An exception here would reach the training."""
             try:
                 if event.name not in _NO_COLLECTIVES:
                     next(calls)
@@ -43,14 +44,17 @@ class DispatchCount:
 
     @property
     def calls(self) -> int:
-        """How many there have been."""
+        """The number of calls so far."""
         return count_of(self._calls)
 
 
 def watch(pg: Any) -> DispatchCount | None:
-    """Count what ``pg`` dispatches from here on; None where this torch has no such hooks.
+    """Start to count the calls that ``pg`` dispatches.
 
-    torch does not guard its table of hooks, so this is for a group that nobody is calling.
+    torch's table of hooks is not thread-safe. So no thread may call ``pg`` at the same time.
+
+    Returns:
+        The count; None if this version of torch has no such hooks.
     """
     try:
         unwatch(pg)
@@ -62,7 +66,10 @@ def watch(pg: Any) -> DispatchCount | None:
 
 
 def unwatch(pg: Any) -> None:
-    """Count no longer. A group may live until the interpreter has ended, and then cannot let go of a function of Python."""
+    """Stop counting the calls of ``pg``.
+
+    A group may outlive the interpreter, and could not release a Python function at that time.
+    """
     try:
         pg.unregister_pre_hook(_HOOK)
     except Exception:

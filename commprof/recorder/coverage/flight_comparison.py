@@ -1,8 +1,9 @@
-"""Reads torch's Flight Recorder at the end: the backend's own list of operations, to compare with the records.
+"""Reads torch's Flight Recorder at the end, to compare the backend's own list of operations with the records.
 
-Only its JSON is read, though torch offers another form. gloo's and NCCL's lists are rings of 2,000 entries by
-default (``TORCH_FR_BUFFER_SIZE``), so they contain the newest operations only. gloo does not list sends and receives, and
-names the operation that it executed: its reduce_scatter is an all_reduce.
+Only the JSON form of the list is read, although torch also offers another form. The lists of gloo and NCCL are
+ring buffers of 2,000 entries by default (``TORCH_FR_BUFFER_SIZE``), so they contain only the newest operations.
+gloo does not list sends and receives, and lists the operation that it executed. For example, gloo executes
+reduce_scatter as an all_reduce.
 """
 
 from __future__ import annotations
@@ -20,23 +21,23 @@ from commprof.trace.rank_files.flight_entries import flight_row
 from commprof.trace.rank_files.writer import encode_row
 
 SIZE_VARIABLE: Final = "TORCH_FR_BUFFER_SIZE"
-MOST_ENTRIES: Final = 2_000  # kept of one dump, the newest
-_LARGEST_RING: Final = 20_000  # torch takes about 10 us an entry, holding the interpreter
-_PAUSE_NS: Final = 1_000_000_000  # between two dumps, where groups are destroyed one by one
-# Of torch's JSON, where entries of thousands of tensors make it long: half a second to read and to write down. A limit in
-# time would do the same, but on a processor that others share (or that stands still) it would lose what is short, too.
+MOST_ENTRIES: Final = 2_000  # maximum number of entries kept from one dump; the newest ones are kept
+_LARGEST_RING: Final = 20_000  # torch needs about 10 us for each entry, and blocks the interpreter meanwhile
+_PAUSE_NS: Final = 1_000_000_000  # minimum time between two dumps if groups are destroyed one by one
+# Maximum length of torch's JSON in characters. Entries with thousands of tensors make the JSON long. This length takes
+# half a second to read and write. A time limit would also drop short JSON on a processor that is shared or stopped.
 _LONGEST_JSON: Final = 32 << 20
 
-# torch's functions, by preference: NCCL has a recorder of its own beside that of all other backends.
+# torch's functions in order of preference. NCCL has its own recorder, and all other backends share one.
 DUMPS: Final = ("_dump_nccl_trace_json", "_dump_fr_trace_json")
 
 
 class FlightDump:
-    """Writes the Flight Recorder's entries into the rank's events file, each of them once.
+    """Writes each entry of the Flight Recorder into the rank's events file once.
 
     Args:
-        journal: what they are written to.
-        group_name: the recorder's name of the group that torch calls so now; torch uses names again.
+        journal: The journal into which the entries are written.
+        group_name: A function that maps torch's current name of a group to commprof's name. torch reuses names.
     """
 
     def __init__(self, journal: Journal, group_name: Callable[[str], str]) -> None:
@@ -46,15 +47,15 @@ class FlightDump:
         self._group_name = group_name
         self._began_ns = time.time_ns()
         self._began_monotonic_ns = time.monotonic_ns()
-        self._seen: dict[str, int] = {}  # by torch's function: the newest entry that was written
+        self._seen: dict[str, int] = {}  # for each function of torch, the id of the newest written entry
         self._noted: set[str] = set()
 
     def is_due(self) -> bool:
-        """Whether the last dump is so long ago that another costs little."""
+        """Return whether the last dump was so long ago that another dump costs little."""
         return time.perf_counter_ns() - self._written_ns > _PAUSE_NS
 
     def write(self) -> None:
-        """Write what is new. Never raises; what prevents it is written as a note."""
+        """Write the new entries. Never raises: if the entries cannot be read, writes a note with the reason."""
         if self._journal.events is None:
             return
         begin = time.perf_counter_ns()
@@ -111,7 +112,10 @@ class FlightDump:
             self._seen[source] = int(fresh[-1]["record_id"])
 
     def _since_ns(self) -> int:
-        """When the recording began, by the wall clock that torch takes; as it goes now, if it was set back meanwhile."""
+        """Return when the recording began, in nanoseconds of the wall clock that torch uses.
+
+        If the wall clock was set back since then, the result is relative to the current wall clock.
+        """
         return min(self._began_ns, time.time_ns() - (time.monotonic_ns() - self._began_monotonic_ns))
 
     def _note(self, text: str) -> None:
@@ -121,7 +125,7 @@ class FlightDump:
 
 
 def ring_size(environment: Mapping[str, str]) -> int | None:
-    """How many entries torch keeps, as the environment says; None for torch's default."""
+    """Return the number of entries that torch keeps according to the environment; None for torch's default."""
     for name in (SIZE_VARIABLE, "TORCH_NCCL_TRACE_BUFFER_SIZE"):
         text = environment.get(name, "")
         if text.isdigit():

@@ -1,4 +1,4 @@
-"""The self-check: detects collectives of a group without a record, by its sequence number or by torch's hooks."""
+"""The self-check: detects collectives without a record, with the sequence number of a group or with torch's hooks."""
 
 from __future__ import annotations
 
@@ -14,51 +14,63 @@ from commprof.trace.rank_files.segments import count_of
 
 
 class SelfCheck:
-    """Compares, for each live group, the change of its sequence number with the number of its records.
+    """Compares the change of the sequence number of each live group with the number of its new records.
 
-    If the counting of a group's backends is not known, torch's hooks count, if this torch has them.
+    If it is not known how the backends of a group count, torch's hooks count the calls instead, if this version
+    of torch has hooks.
 
-    A surplus is ``unseen``: collectives that bypassed every recorded layer. If the records account for more than the group
-    counted, nothing is reported: a backend may count in unknown ways.
+    If the group counted more collectives than there are records, the surplus is ``unseen``: collectives that
+    bypassed every recorded layer. If there are more records than counted collectives, nothing is reported,
+    because a backend may count in unknown ways.
 
     Args:
-        journal: where the findings are written.
-        groups: the process groups of this process.
-        on_gap: called at each surplus.
+        journal: The journal into which the findings are written.
+        groups: The process groups of this process.
+        on_gap: A function that is called for each group with a surplus, except in the last check.
     """
 
     def __init__(self, journal: Journal, groups: Groups, on_gap: Callable[[Group], None]) -> None:
         self._journal = journal
         self._groups = groups
         self._on_gap = on_gap
-        self._before: dict[str, int] = {}  # numbers of the groups that were there before recording began
+        self._before: dict[str, int] = {}  # sequence numbers of groups before they were recorded
         self._silent: set[str] = set()  # groups whose backend does not count
-        self._checked: dict[str, tuple[int, int]] = {}  # at the last check: the group's own number, and ours
+        # For each group, its own count and the count by the records at the last check.
+        self._checked: dict[str, tuple[int, int]] = {}
         self._watched: set[str] = set()  # groups that torch's hooks count
-        self._refused: dict[str, int] = {}  # calls that raised and that the group did not count
-        self._ahead: dict[str, int] = {}  # records at the last check that the group had not counted
+        self._refused: dict[str, int] = {}  # calls that raised before the group counted them
+        self._ahead: dict[str, int] = {}  # records that the group had not counted at the last check
 
     def start(self) -> None:
-        """Recording begins now: what the groups have counted so far is nobody's loss."""
+        """Start the self-check when recording begins. Earlier collectives do not count as unseen."""
         for pg in live_groups():
             self._before[pg.group_name] = sequence_number(pg) or 0
 
     def add(self, group: Group, pg: Any) -> None:
-        """``group`` is seen for the first time, before its first call is issued; ``pg``: its ProcessGroup."""
+        """Start counting with torch's hooks for ``group``, if it is not known how its backends count.
+
+        Must be called before the first call of the group is issued. ``pg`` is the ProcessGroup of ``group``.
+        """
         if expected_number(group) is None:
             group.dispatched = watch(pg)
             if group.dispatched is not None:
                 self._watched.add(pg.group_name)
 
     def stop(self, name: str | None = None) -> None:
-        """The group called ``name`` (None: every group) or recording is about to end: hooks count no longer."""
+        """Stop counting with torch's hooks for the group ``name`` (None: every group).
+
+        Called before the group is destroyed or recording ends.
+        """
         for pg in live_groups(name) if self._watched else ():
             if pg.group_name in self._watched:
                 self._watched.discard(pg.group_name)
                 unwatch(pg)
 
     def forget(self, name: str | None) -> None:
-        """The group called ``name`` (None: every group) was destroyed; a new one of that name counts from 0."""
+        """Forget the group ``name`` (None: every group), which was destroyed.
+
+        A new group with the same name counts from 0.
+        """
         if name is None:
             self._before.clear()
             self._silent.clear()
@@ -67,12 +79,18 @@ class SelfCheck:
             self._silent.discard(name)
 
     def begin(self, pg: Any) -> None:
-        """``pg`` was given other members in place: what it has counted until now is no loss of theirs."""
+        """Restart the self-check of ``pg`` after its members were changed in place.
+
+        Collectives of the previous members do not count as unseen.
+        """
         self.forget(pg.group_name)
         self._before[pg.group_name] = sequence_number(pg) or 0
 
     def skip(self) -> None:
-        """Nothing was recorded since the last check, on purpose: what the groups have counted meanwhile is not missing."""
+        """Skip the collectives since the last check, because recording was paused on purpose.
+
+        These collectives do not count as unseen.
+        """
         for pg in live_groups():
             group = self._groups.find(pg)
             own, expected = self._counted(pg, group)
@@ -81,9 +99,11 @@ class SelfCheck:
             group.raised = 0
 
     def run(self, is_last: bool = False, only: str | None = None) -> None:
-        """Check every live group, or the one called ``only``, and write down what was found.
+        """Check every live group, or only the group named ``only``, and write the findings.
 
-        The last time, nobody needs to be told of it.
+        Args:
+            is_last: Whether this is the last check. ``on_gap`` is then not called.
+            only: The name of the group to check; None for every group.
         """
         for pg in live_groups(only):
             name = pg.group_name
@@ -92,13 +112,13 @@ class SelfCheck:
             group = self._groups.find(pg)
             own, expected = self._counted(pg, group)
             if own is None:
-                self._silent.add(name)  # its backend raises, which takes as long as a hundred answers
+                self._silent.add(name)  # do not ask again: its exception takes as long as a hundred answers
             if own is None or expected is None:
                 continue
             before = 0 if group.dispatched is not None else self._before.get(name, 0)
             own_then, expected_then = self._checked.get(group.name, (before, 0))
             refused = min(group.raised, max(0, (expected - expected_then) - (own - own_then)))
-            # Calls that raised before anybody counted them.
+            # These are calls that raised before the group counted them.
             self._refused[group.name] = self._refused.get(group.name, 0) + refused
             group.raised = 0
             expected -= refused
@@ -111,10 +131,13 @@ class SelfCheck:
                 self._report(group, unseen, is_last)
 
     def _counted(self, pg: Any, group: Group) -> tuple[int | None, int | None]:
-        """How many calls somebody else has counted, and how many the records account for; None for what is not known."""
+        """Return the number of calls that the backend or torch's hooks counted, and the number that records explain.
+
+        Either number is None if it is not known.
+        """
         refused = self._refused.get(group.name, 0)
         if group.dispatched is not None:
-            # Methods called directly on a backend are recorded, and call no hook.
+            # Methods that are called directly on a backend are recorded, but torch calls no hook for them.
             return group.dispatched.calls, count_of(group.collectives) + count_of(group.messages) - refused
         expected = expected_number(group)
         return sequence_number(pg), None if expected is None else expected - refused
@@ -127,7 +150,7 @@ class SelfCheck:
 
 
 def sequence_number(pg: Any) -> int | None:
-    """How many operations the group's backend has counted; None where it does not say."""
+    """Return the number of operations that the group's backend has counted; None if it is not reported."""
     try:
         return int(pg._get_sequence_number_for_group())
     except Exception as error:

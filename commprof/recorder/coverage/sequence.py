@@ -1,8 +1,9 @@
-"""By how much one recorded call increments a backend's sequence number.
+"""Computes by how much a recorded call increments a backend's sequence number.
 
-Measured for gloo (torch 2.13), read from torch's sources for NCCL. gloo counts every operation that it starts: sends and
-receives too, a list reduce_scatter as one all_reduce per rank, a coalesced reduce_scatter as one per tensor, and a
-monitored_barrier as its messages. NCCL counts collectives only, and a coalescing block as one.
+The rules were measured for gloo (torch 2.13), and read from torch's sources for NCCL. gloo counts every
+operation that it starts, including sends and receives. It counts a list reduce_scatter as one all_reduce for
+each rank, and a coalesced reduce_scatter as one operation for each tensor. It counts each message of a
+monitored_barrier. NCCL counts only collectives, and counts a coalescing block as one.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ def _monitored_barrier(group: Group, args: Sequence[Any]) -> int:
     return messages - 1
 
 
-# By ProcessGroup method: what gloo counts beyond one.
+# For each ProcessGroup method, the number of operations that gloo counts in addition to one.
 GLOO_EXTRA: Final[dict[str, Callable[[Group, Sequence[Any]], int]]] = {
     "reduce_scatter": _list_reduce_scatter,
     "reduce_scatter_tensor_coalesced": _coalesced_reduce_scatter,
@@ -40,10 +41,10 @@ GLOO_EXTRA: Final[dict[str, Callable[[Group, Sequence[Any]], int]]] = {
 
 
 def count_raised(group: Group) -> None:
-    """A call in ``group`` raised. gloo checks its arguments before it counts the call.
+    """Account for a call in ``group`` that raised.
 
-    NCCL counts a call before it looks at types and reductions, and after other checks: the next comparison of the numbers
-    tells which it was.
+    gloo checks the arguments before it counts a call. NCCL counts a call before it checks types and reductions,
+    but after other checks. The next comparison of the numbers shows whether NCCL counted the call.
     """
     if set(group.backends.values()) == {GLOO}:
         group.extra -= 1
@@ -52,9 +53,10 @@ def count_raised(group: Group) -> None:
 
 
 def expected_number(group: Group) -> int | None:
-    """The sequence number that the calls seen so far account for; None where the backend's counting is not known.
+    """Return the sequence number that the recorded calls explain; None if it is not known how the backend counts.
 
-    ``group.extra`` is what was counted beyond (or, in a coalescing block or for a call that raised, below) one a call.
+    ``group.extra`` is the sum of the differences from one count for each call. The differences are negative in
+    a coalescing block and for a call that raised.
     """
     backends = set(group.backends.values())
     if backends == {GLOO}:

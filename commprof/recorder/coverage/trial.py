@@ -1,6 +1,7 @@
-"""Tests on a private group that sends nothing whether each layer records exactly once in this torch.
+"""Tests whether each layer records a call exactly once in this version of torch.
 
-Runs once per process, before anything is recorded. It takes some milliseconds.
+The test uses a private group that sends nothing. It runs once in each process, before anything is recorded. It
+takes a few milliseconds.
 """
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ _UNTRIED: Final = "waits, DDP's reducer, compiled graphs and groups that change"
 
 _C10D: Final[Any] = _distributed_c10d
 _NAME: Final = "commprof-trial"
-_OWN: Final = frozenset({_NAME, "fake:1"})  # as a group, and as a backend by itself
+_OWN: Final = frozenset({_NAME, "fake:1"})  # the names of the group, and of its backend if called directly
 _OUTCOME: list[dict[str, int]] = []
 
 
 class TrialJournal(Journal):
-    """Counts records by layer and keeps none."""
+    """A journal that counts records by layer and keeps no record."""
 
     def __init__(self) -> None:
         super().__init__(completion_every=0)
@@ -40,18 +41,21 @@ class TrialJournal(Journal):
         return NO_WORDS, 0
 
     def intern_thread(self) -> int:
-        """No number stays with the thread: the journal that comes after knows nothing of it."""
+        """Return 0. No thread number is kept, because the next journal would not know it."""
         return 0
 
 
 def silent_layers(make: Callable[[Journal, bool], Any]) -> dict[str, int]:
-    """The layers that do not record one call exactly once in this torch, and how often they do.
+    """Return the layers that do not record a call exactly once in this version of torch.
 
     Args:
-        make: makes an interception on a journal, complete or not.
+        make: A function that creates an interception from a journal and from whether complete mode is on.
+
+    Returns:
+        For each such layer, how often it recorded the call.
 
     Raises:
-        Exception: this torch has no such group to try it on, so nothing is known.
+        Exception: The test cannot run in this version of torch, so the result is not known.
     """
     if not _OUTCOME:
         if torch._C._len_torch_dispatch_stack():
@@ -61,7 +65,7 @@ def silent_layers(make: Callable[[Journal, bool], Any]) -> dict[str, int]:
 
 
 def newer_torch(version: str) -> str | None:
-    """What to say of a torch that is newer than :data:`NEWEST_TESTED`; None for any other.
+    """Return a warning if torch is newer than :data:`NEWEST_TESTED`; otherwise None.
 
     >>> newer_torch("2.13.0+cpu"), newer_torch("2.16.0a0+git1234567") is None, newer_torch("unknown")
     (None, False, None)
@@ -116,7 +120,7 @@ def _call_functional() -> None:
 
 
 def _make_group() -> tuple[Any, Any]:
-    """A process group of one rank that sends nothing, and its backend."""
+    """Return a process group of one rank that sends nothing, and its backend."""
     backend = _C10D.FakeProcessGroup._create_internal(0, 1)
     pg = _C10D.ProcessGroup(_C10D.HashStore(), 0, 1)
     kind = _C10D.ProcessGroup.BackendType.CUSTOM

@@ -1,4 +1,4 @@
-"""Detects libraries that communicate below c10d, where nothing is recorded, so that the report can name them."""
+"""Detects libraries that communicate below c10d, where nothing is recorded. The report lists these libraries."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from torch._C import _distributed_c10d
 
 _SYMMETRIC_MEMORY: Final = "_SymmetricMemory"
 
-# Module that a process has loaded when it may send by itself: what that is. torch's symmetric memory is noticed by its use.
+# For each module that may communicate below c10d if it is loaded, the name of the library. torch's symmetric memory
+# is detected when the program uses it.
 LOADED: Final[dict[str, str]] = {
     "deep_ep": "DeepEP (NVSHMEM)",
     "nvshmem.core": "NVSHMEM",
@@ -19,7 +20,7 @@ LOADED: Final[dict[str, str]] = {
     "cupy_backends.cuda.libs.nccl": "CuPy's own calls of NCCL",
     "flashinfer.comm": "FlashInfer's own all_reduce",
 }
-# Module and what in it is set once it sends by itself.
+# For each module and its attribute that is set once the library communicates below c10d, the name of the library.
 SET: Final[dict[tuple[str, str], str]] = {
     ("transformer_engine.pytorch.module.base", "_ub_communicators"): "TransformerEngine's userbuffers",
 }
@@ -29,7 +30,7 @@ class Beneath:
     """Watches for communication below c10d.
 
     Args:
-        note: writes a note for the reader of the trace.
+        note: A function that writes a note for the reader of the trace.
     """
 
     def __init__(self, note: Callable[[str], None]) -> None:
@@ -38,7 +39,7 @@ class Beneath:
         self._patched: tuple[Any, Any] | None = None
 
     def install(self) -> None:
-        """Notice when a buffer of symmetric memory is shared among ranks."""
+        """Start to detect when the ranks share a buffer of symmetric memory."""
         kind = getattr(_distributed_c10d, _SYMMETRIC_MEMORY, None)
         original = None if kind is None else vars(kind).get("rendezvous")
         if kind is None or original is None:
@@ -53,7 +54,7 @@ class Beneath:
         self._patched = vars(kind)["rendezvous"], original
 
     def remove(self) -> None:
-        """Stop watching, unless other code has wrapped our wrapper since."""
+        """Stop watching, unless other code has wrapped the wrapper since."""
         kind = getattr(_distributed_c10d, _SYMMETRIC_MEMORY, None)
         if (
             self._patched is not None
@@ -64,7 +65,7 @@ class Beneath:
         self._patched = None
 
     def look(self) -> None:
-        """Note the libraries that this process has loaded by now."""
+        """Write notes on the libraries that this process has loaded so far."""
         for module, what in LOADED.items():
             if module in sys.modules:
                 self._tell(f"{what} was loaded")

@@ -1,1 +1,1 @@
-"""Completion times of collectives: events on GPUs, a sample of backend callbacks on CPUs."""
+"""Records completion times of collectives: with events on GPUs, and with sampled backend callbacks on CPUs."""

@@ -1,11 +1,13 @@
-"""Completion times of a sample of collectives on host backends, reported by the backend itself.
+"""Records the completion times of sampled collectives on host backends, as reported by the backend itself.
 
-The end of a wait is the end of the operation only if the program waited that long. For operations that complete while the
-program computes, the future of the handle calls back. That costs 12 us and takes the interpreter's lock on the backend's
-thread, so it is done for one in ``every`` of the calls that are sampled anyway (one in 251).
+The end of a wait is the end of the operation only if the program waited until the operation completed. An
+operation may also complete while the program computes. For such operations, the future of the handle calls
+back. A callback costs 12 us and takes the interpreter's lock on the backend's thread. So commprof requests a
+callback only for one in ``every`` of the calls that are sampled anyway (one in 251).
 
-Note [the end of the program]: a callback into an interpreter that is shutting down aborts the process. A group waits for its
-operations when it is destroyed, which otherwise happens during the shutdown. So pending callbacks are awaited just before.
+Note [the end of the program]: a callback into an interpreter that is shutting down aborts the process. A group
+waits for its operations when it is destroyed, which otherwise happens during the shutdown. So commprof waits
+for pending callbacks just before the shutdown.
 """
 
 from __future__ import annotations
@@ -21,12 +23,12 @@ from commprof.program_exceptions import is_interruption
 from commprof.recorder.device.device_timeline import Operation
 from commprof.trace.rank_files.segments import DEVICE_END_WORD, NO_WORDS, Segment, Token
 
-_MOST_REFUSALS: Final = 16  # in a row, after which a backend's handles are not asked again
-_COST_NS: Final = 12_000  # CPU time that asking and being called back take, both threads together (measured)
-_LONGEST_WAIT: Final = 1800.0  # seconds: what gloo itself gives an operation
-# Seconds for the backend's thread to drop the function that has called back, which takes that lock once more.
+_MOST_REFUSALS: Final = 16  # After this number of consecutive failures, no more callbacks are requested.
+_COST_NS: Final = 12_000  # CPU time of requesting and running a callback, in both threads together (measured)
+_LONGEST_WAIT: Final = 1800.0  # seconds: gloo's own timeout of an operation
+# Seconds in which the backend's thread drops the callback function. This takes the interpreter's lock again.
 _LETTING_GO: Final = 0.01
-_under_way: Final[dict[int, None]] = {}  # callbacks that have not come; see Note [the end of the program]
+_under_way: Final[dict[int, None]] = {}  # pending callbacks; see Note [the end of the program]
 _numbers: Final = itertools.count()
 
 
@@ -34,8 +36,8 @@ class Completions:
     """Records the completion time of sampled handles.
 
     Args:
-        every: sample one in ``every`` handles that :meth:`sample` gets; 0: none.
-        clock: nanoseconds, the clock of the records.
+        every: The sampling rate: one in ``every`` handles that are passed to :meth:`sample`. 0 samples no handles.
+        clock: The clock of the records, in nanoseconds.
     """
 
     def __init__(self, every: int, clock: Callable[[], int] = time.perf_counter_ns) -> None:
@@ -47,14 +49,14 @@ class Completions:
 
     @property
     def cost_ns(self) -> int:
-        """CPU time that all of it has taken."""
+        """The CPU time that all callbacks have taken, in nanoseconds."""
         return self.asked * _COST_NS
 
     def sample(self, token: Token, work: Any) -> None:
-        """Let ``work`` write its completion time into the record at ``token``, if it is sampled. Never raises.
+        """Request the completion time of ``work`` for the record at ``token``, if the handle is sampled.
 
-        The handle gets a function that refers to the record only. Handles of devices are skipped: their futures would hold
-        memory on streams of their own.
+        The callback refers to the record only. Handles of devices are skipped, because their futures would keep
+        memory in use on other streams. Never raises, except for interruptions of the program.
         """
         segment, base, is_async = token
         if not self.every or work is None or not is_async or segment is NO_WORDS:
@@ -72,20 +74,20 @@ class Completions:
             self.asked += 1
             self._refused = 0
         except BaseException as error:
-            _under_way.pop(number, None)  # first: the end of the program awaits what is there
+            _under_way.pop(number, None)  # first, because the end of the program waits for this entry
             if not isinstance(error, Exception) or is_interruption(error):
                 raise
             self._refused += 1  # a backend whose handles have no future
 
 
 def _teller(number: int, segment: Segment, index: int, clock: Callable[[], int]) -> Callable[[Any], None]:
-    """What writes the time into a record when it is called, on a thread of the backend's."""
+    """Return a callback that writes the current time into a record. The backend calls it on its own thread."""
 
     def tell(_: Any) -> None:
         try:
             segment[index] = clock()
         except Exception:
-            pass  # recording has ended, and the record cannot be written to any more
+            pass  # Recording has ended, so the record cannot be written any more.
         finally:
             _under_way.pop(number, None)
 

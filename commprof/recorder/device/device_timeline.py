@@ -1,18 +1,21 @@
 """Times the collectives of one device with events, without waiting for any of them.
 
-Note [which events]: a synchronous operation of NCCL runs on the current stream, so an event before and one after the call
-enclose it. An asynchronous one runs on a stream of the group, which gets no event of ours. One event before the call gives
-its earliest begin. One before and one after ``Work.wait()`` give the time that the program's stream was blocked on it.
+Note [which events]: a synchronous operation of NCCL runs on the current stream. So an event before the call and
+an event after the call enclose the operation. An asynchronous operation runs on a stream of the group, in which
+commprof records no event. An event before the call gives the earliest begin of the operation. An event before
+``Work.wait()`` and an event after it give the time in which the program's stream was blocked on the operation.
 
-Note [side streams]: an operation on a stream other than the default one (FSDP2, a runtime that overlaps) does not block the
-program. The default stream does when it waits for that stream's events, so one event before and one after each such wait
-(:class:`Wait`) show for how long. The first wait that ends after the operation is the one that may have been for it. The
-time that both share is the operation's exposed time.
+Note [side streams]: an operation on a stream other than the default stream (FSDP2, a runtime that overlaps)
+does not block the program. The program is blocked while the default stream waits for events of the side stream.
+An event before and an event after each such wait (:class:`Wait`) give the length of the wait. The first wait
+that ends after the operation may have been a wait for this operation. The exposed time of the operation is the
+time that the operation and this wait have in common.
 
-Note [C++ waits]: DDP's reducer issues its buckets and waits for them in C++. One event before and one after all of its waits
-enclose them, and whatever it copies in between. So these give bounds of the exposed time, and no end of a bucket.
+Note [C++ waits]: DDP's reducer issues its buckets and waits for them in C++. An event before the first and an
+event after the last of these waits enclose the waits, and also the copies in between. So these events give
+bounds of the exposed time, but not the end of any bucket.
 
-Nothing ever waits: events are only queried.
+This module never waits for an event. It only queries events.
 """
 
 from __future__ import annotations
@@ -37,40 +40,45 @@ from commprof.trace.rank_files.segments import (
     Words,
 )
 
-MOST_OPEN: Final = 4096  # operations of one device whose events the device has not reached yet, at most
-ASK_NS: Final = 100_000  # of the host, between two questions whether the oldest was reached
-BATCH: Final = 64  # operations that were reached and whose times are read together
-# Waits of the default stream whose times are kept for operations that are resolved later.
+MOST_OPEN: Final = 4096  # maximum number of unresolved operations, waits and anchors of one device
+ASK_NS: Final = 100_000  # host time between two queries of the oldest event
+BATCH: Final = 64  # number of completed operations whose times are read together
+# Maximum number of waits of the default stream whose times are kept for operations that are resolved later.
 MOST_WAITS: Final = 512
 MOST_ISSUED_IN_CPP: Final = 1024  # operations of one device that C++ issued and did not wait for yet
-ROUNDING_NS: Final = 2_000  # of the times of two streams that are counted from different anchors
-MOST_UNREACHED: Final = 8  # events found unreached, after which one pass gives up: each question costs 1 us
-# There is a new anchor after so many operations or so much time, even if no step has ended: the distance to it is given in
-# single precision.
+# Rounding error between the times of two streams that are relative to different anchors.
+ROUNDING_NS: Final = 2_000
+# One pass stops after this number of events that the device has not reached, because each query costs 1 us.
+MOST_UNREACHED: Final = 8
+# A new anchor is set after this number of operations or this time, even if no step has ended. The reason is that
+# the time since the anchor is measured in single precision.
 ANCHOR_OPERATIONS: Final = 512
 ANCHOR_NS: Final = 1_000_000_000
 
 
 @dataclass(slots=True)
 class Tally:
-    """Shared by all timelines of a recording: the clock of the records, the fault handler, counts of operations."""
+    """The state that all timelines of a recording share: record clock, fault handler and counts of operations."""
 
     clock: Callable[[], int]
     on_fault: Callable[[BaseException], None]
     timed: int = 0
     cpp_waits: int = 0
-    captured: int = 0  # not timed, since a graph was captured
-    given_up: int = 0  # not timed, since too many were under way
+    captured: int = 0  # operations not timed because a graph was being captured
+    given_up: int = 0  # operations not timed because too many were in progress
 
 
 class Anchor:
-    """An event that the times of later ones are counted from. Its own time is known once the device has reached it."""
+    """An event that later events are timed relative to.
+
+    The time of the anchor is known once the device has reached the anchor.
+    """
 
     __slots__ = ("device_ns", "event", "found_reached", "host_ns", "not_before", "previous")
 
     def __init__(self, event: Event, host_ns: int, previous: Anchor | None) -> None:
         self.event = event
-        self.host_ns = host_ns  # read just before the event was made
+        self.host_ns = host_ns  # read just before the event was created
         self.not_before = host_ns
         self.found_reached = 0
         self.previous = previous
@@ -78,11 +86,11 @@ class Anchor:
 
     @property
     def last(self) -> Event:
-        """What must be reached before this can be resolved."""
+        """The event that the device must reach before this can be resolved."""
         return self.event
 
     def place(self) -> float:
-        """Its time on the device, on an axis that begins at the device's first anchor."""
+        """Compute the device time of this anchor, in nanoseconds since the first anchor of the device."""
         if self.previous is None:
             self.device_ns = 0.0
         else:
@@ -93,12 +101,19 @@ class Anchor:
 
 
 class Wait:
-    """A wait of the program's stream for other streams, between two events.
+    """A wait of the program's stream for other streams, enclosed by two events.
 
     Args:
-        number: its place among the operations and waits of the device, as the host made them.
-        operations: those that C++ waited for in it.
-        on_times: given its begin and end on the host's clock, in nanoseconds.
+        anchor: The anchor to which the times of the events are relative.
+        begin_event: The event before the wait.
+        not_before: A host time in nanoseconds at which the device had not yet reached the last event.
+        operations: The operations that C++ waited for in this wait.
+        on_times: A function that is called with the begin and the end of the wait, in nanoseconds of the host's
+            clock.
+
+    Attributes:
+        number: The position of the wait among the operations and waits of the device, in the order of the
+            host's calls.
     """
 
     __slots__ = (
@@ -131,13 +146,13 @@ class Wait:
 
     @property
     def last(self) -> Event:
-        """What must be reached before this can be resolved."""
+        """The event that the device must reach before this can be resolved."""
         assert self.end_event is not None
         return self.end_event
 
 
 class _Span(NamedTuple):
-    """Begin and end on the device's axis, and the place in the order in which the host made it."""
+    """The begin and end of an operation or wait in device time, and its position in the order of the host's calls."""
 
     number: int
     begin_ns: float
@@ -145,20 +160,23 @@ class _Span(NamedTuple):
 
 
 class Operation(Segment):
-    """One collective of a device: where its record is, and the events around it.
+    """One collective of a device: the position of its record, and the events around the collective.
 
-    It stands in the place of the record's segment, so that whoever writes down when the call returned and when it was waited
-    for makes the events by the same stroke. Writing never raises.
+    An operation replaces the segment of its record. Code that writes the return time or a wait time of the call
+    into the operation therefore also creates the events. Writing never raises.
 
     Args:
-        target: the record's segment.
-        base: the index of the record's first word there.
+        target: The segment of the record.
+        base: The index of the first word of the record in ``target``.
+        is_async: Whether the call is asynchronous.
+        issued_in_cpp: Whether C++ issued the call, so that no wait of a recorded method for it is seen.
 
     Attributes:
-        timeline: what makes the events; None: none are made, then this is nothing but the words.
-        anchor, begin_event, not_before: set by :meth:`Timeline.begin`.
-        is_aside, number, found_reached: set when its last event is made, and when that is found reached.
-        issued_in_cpp: C++ issued it, and nobody sees it wait.
+        timeline: The timeline that creates the events. If it is None, no events are created, and the operation
+            only passes words on to ``target``.
+        anchor, begin_event, not_before: Set by :meth:`Timeline.begin`.
+        is_aside, number: Set when the last event is created.
+        found_reached: The host time in nanoseconds at which the last event was found reached.
     """
 
     anchor: Anchor
@@ -184,7 +202,7 @@ class Operation(Segment):
     )
 
     def __init__(self, target: Segment, base: int, is_async: bool, issued_in_cpp: bool = False) -> None:
-        # Not that of Segment: it has no room for records, and one is made for every call.
+        # Segment.__init__ is not called, because an operation has no slots and is created for every call.
         self.target = target
         self.base = base
         self.is_async = is_async
@@ -195,12 +213,12 @@ class Operation(Segment):
 
     @property
     def words(self) -> Words:  # type: ignore[override]
-        """What a time is written into."""
+        """The object into which times are written: this operation."""
         return self
 
     @property
     def last(self) -> Event:
-        """What must be reached before this can be resolved."""
+        """The event that the device must reach before this can be resolved."""
         assert self.end_event is not None
         return self.end_event
 
@@ -220,7 +238,7 @@ class Operation(Segment):
 
 
 class Timeline:
-    """The operations and anchors of one device, in the order in which their last events were made."""
+    """The operations, waits and anchors of one device, in the order in which their last events were created."""
 
     def __init__(self, tally: Tally, pool: EventPool) -> None:
         self.tally = tally
@@ -229,9 +247,9 @@ class Timeline:
         self.anchor: Anchor | None = None
         self.has_aside = False
         self._open: deque[Anchor | Operation | Wait] = deque()
-        self._reached: list[Anchor | Operation | Wait] = []  # of these the times are not read yet
+        self._reached: list[Anchor | Operation | Wait] = []  # reached, but their times are not read yet
         self._made = 0
-        self._waits: deque[_Span] = deque(maxlen=MOST_WAITS)  # in the order in which they were made
+        self._waits: deque[_Span] = deque(maxlen=MOST_WAITS)  # in the order of the host's calls
         # Operations on side streams for which no wait of the default stream is known.
         self._aside: deque[tuple[Operation, _Span]] = deque(maxlen=MOST_OPEN)
         self._lost_aside = 0
@@ -242,16 +260,19 @@ class Timeline:
 
     @property
     def unresolved(self) -> int:
-        """Operations whose times are not known yet."""
+        """The number of operations whose times are not known yet."""
         return sum(isinstance(item, Operation) for item in [*self._open, *self._reached])
 
     @property
     def unknown_aside(self) -> int:
-        """Operations on side streams for which no wait of the default stream is known."""
+        """The number of operations on side streams for which no wait of the default stream is known."""
         return len(self._aside) + self._lost_aside
 
     def begin(self, operation: Operation) -> None:
-        """The call of ``operation`` is about to be made. Looks after the oldest as well, if that was not done just now."""
+        """Record the event before the call of ``operation``.
+
+        Also queries the oldest events, unless they were queried within the last ``ASK_NS``.
+        """
         now = self.tally.clock()
         operation.anchor = self._anchor_at(now)
         operation.not_before = now
@@ -262,7 +283,7 @@ class Timeline:
             self._look()
 
     def _anchor_at(self, now: int) -> Anchor:
-        """What the times of an event that is made ``now`` are counted from."""
+        """Return the anchor for an event that is created at the host time ``now``; set a new anchor if needed."""
         anchor = self.anchor
         if anchor is None or self._since_anchor >= ANCHOR_OPERATIONS or now - anchor.host_ns > ANCHOR_NS:
             anchor = self.set_anchor()
@@ -275,12 +296,15 @@ class Timeline:
         in_cpp: bool = False,
         on_times: Callable[[int, int], None] | None = None,
     ) -> Wait | None:
-        """The program's stream is about to wait for others; None: it is not timed.
+        """Record the event before a wait of the program's stream for other streams.
 
         Args:
-            stream: the one that waits, if not the current one.
-            in_cpp: for what C++ has issued until now.
-            on_times: see :class:`Wait`.
+            stream: The stream that waits; None for the current stream.
+            in_cpp: Whether C++ waits for the operations that it has issued so far.
+            on_times: See :class:`Wait`.
+
+        Returns:
+            The wait; None if it is not timed.
         """
         operations: list[Operation] = []
         if in_cpp:
@@ -296,14 +320,14 @@ class Timeline:
         return Wait(self._anchor_at(now), self.pool.mark(stream), now, operations, on_times)
 
     def forget_cpp(self) -> None:
-        """Nothing shows when the program waits for what C++ has issued until now."""
+        """Stop timing the operations that C++ has issued so far, because no wait for them can be observed."""
         issued = self._issued_in_cpp
         while issued:
             operation = issued.popleft()
             operation.timeline = None
 
     def end_wait(self, wait: Wait, stream: Any = None) -> None:
-        """The program's stream waits for nothing more of it."""
+        """Record the event after ``wait``."""
         wait.end_event = self.pool.mark(stream)
         for operation in wait.operations:
             operation.timeline = None
@@ -312,7 +336,7 @@ class Timeline:
         self._open.append(wait)
 
     def set_anchor(self) -> Anchor:
-        """Count the times of what follows from here."""
+        """Record a new anchor, to which the times of later events are relative."""
         host_ns = self.tally.clock()
         self.anchor = anchor = Anchor(self.pool.mark(), host_ns, self.anchor)
         self._since_anchor = 0
@@ -320,13 +344,20 @@ class Timeline:
         return anchor
 
     def end_step(self) -> None:
-        """A step has ended: resolve what can be, and count from a new anchor if anything was counted from the last."""
+        """Resolve the completed events at the end of a step.
+
+        Sets a new anchor if any event is relative to the current one.
+        """
         self.resolve()
         if self._since_anchor and self.has_room and not self.pool.source.is_capturing():
             self.set_anchor()
 
     def follow(self, operation: Operation, word: int) -> None:
-        """``word`` of the record of ``operation`` was written: the call returned, or a wait for it began or ended."""
+        """Record the event that is due after ``word`` of the record of ``operation`` was written.
+
+        An event is due if the word is the time at which the call returned, or at which a wait for the operation
+        began or ended. No event is recorded for other words.
+        """
         if word == RETURN_WORD:
             ends = not operation.is_async
             if operation.is_async and operation.issued_in_cpp:
@@ -340,7 +371,7 @@ class Timeline:
         else:
             ends = operation.is_async and operation.wait_event is not None
             if not operation.is_async:
-                # A backend that makes the stream wait in Work.wait() only. The later event counts.
+                # With some backends, the stream waits only in Work.wait(). So the later event is the end.
                 self._move_end(operation)
         if ends:
             pool = self.pool
@@ -352,7 +383,7 @@ class Timeline:
             self._open.append(operation)
 
     def _is_capturing(self, operation: Operation) -> bool:
-        """Whether a graph is being captured by now: then ``operation`` is not timed."""
+        """Return whether a graph is being captured. If so, ``operation`` is no longer timed."""
         if not self.pool.source.is_capturing():
             return False
         operation.timeline = None
@@ -360,7 +391,7 @@ class Timeline:
         return True
 
     def _move_end(self, operation: Operation) -> None:
-        # Not while another thread resolves: it may be reading the event.
+        # Another thread that resolves events may be reading this event.
         if not self._resolving.acquire(blocking=False):
             return
         try:
@@ -372,16 +403,17 @@ class Timeline:
 
     @property
     def has_room(self) -> bool:
-        """Whether another operation may be followed."""
+        """Whether another operation can be timed."""
         return len(self._open) + len(self._reached) < MOST_OPEN
 
     def _look(self) -> None:
-        """Note which of the oldest have been reached by now. Their times are read later, a batch at a time.
+        """Query the oldest events. The times of reached events are read later, one batch at a time.
 
-        Asking often bounds the difference of the clocks, and asking is cheap; reading the times of an event is not.
+        Frequent queries give tight bounds of the clock offset, and a query is cheap. To read the time of an
+        event is expensive.
         """
         if not self._resolving.acquire(blocking=False):
-            return  # another thread is at it
+            return  # another thread is resolving events
         try:
             self._ask(1, BATCH)
             if len(self._reached) >= BATCH:
@@ -390,9 +422,9 @@ class Timeline:
             self._resolving.release()
 
     def resolve(self, most_unreached: int = MOST_UNREACHED) -> None:
-        """Write down the times of the operations whose events the device has reached. Does not wait for any."""
+        """Write the times of the operations whose events the device has reached. Does not wait for any event."""
         if not self._resolving.acquire(blocking=False):
-            return  # another thread is at it
+            return  # another thread is resolving events
         try:
             if not self.pool.source.is_capturing():
                 self._ask(most_unreached, MOST_OPEN)
@@ -401,7 +433,12 @@ class Timeline:
             self._resolving.release()
 
     def _ask(self, most_unreached: int, most: int) -> None:
-        """Take what was reached out of the queue, with when it was found so."""
+        """Move reached items out of the queue, and note for each the host time at which it was found reached.
+
+        Args:
+            most_unreached: The number of unreached events after which the pass stops.
+            most: The maximum number of queries.
+        """
         waiting, clock, ahead = self._open, self.tally.clock, None
         for _ in range(most):
             if not waiting:
@@ -416,14 +453,14 @@ class Timeline:
             if ahead is None:
                 ahead = []
             ahead.append(item)
-            # What follows an anchor is counted from it. Waits are of one stream, and are to be read in their order.
+            # Items after an anchor need its time. Waits are all on one stream and must be read in order.
             if len(ahead) >= most_unreached or not isinstance(item, Operation):
                 break
         if ahead is not None:
             waiting.extendleft(reversed(ahead))
 
     def _read_times(self) -> None:
-        """Compute the times of what was reached, and write them down."""
+        """Compute the times of the reached items, and write the times into the records."""
         reached, self._reached = self._reached, []
         timed: list[tuple[Operation | Wait, float, float]] = []
         clock = self.clock
@@ -433,7 +470,7 @@ class Timeline:
             else:
                 anchor, end = item.anchor, item.end_event
                 assert anchor is not None and end is not None
-                if anchor.device_ns is None:  # another stream was faster than that of the anchor
+                if anchor.device_ns is None:  # its stream is ahead of the anchor's stream
                     self._open.appendleft(item)
                     continue
                 device_ns = anchor.device_ns + _ns(anchor.event, end)
@@ -469,7 +506,7 @@ class Timeline:
                 self._lost_aside += 1
             self._aside.append((operation, _Span(operation.number, begin_ns, end_ns)))
         else:
-            _write_word(operation, EXPOSED_WORD, max(1, exposed))  # 0: it is not known
+            _write_word(operation, EXPOSED_WORD, max(1, exposed))  # at least 1, because 0 means unknown
         self.pool.give(begin, wait_begin, end)
 
     def _write_wait(self, wait: Wait, anchor_ns: float, end_ns: float, offset: float | None) -> None:
@@ -487,10 +524,10 @@ class Timeline:
         self.pool.give(wait.begin_event, wait.end_event)
 
     def _match_aside(self) -> None:
-        """Write down the exposed time of operations on side streams that a wait of the default stream covers by now."""
+        """Write the exposed time of each operation on a side stream whose wait of the default stream is known."""
         waits = self._waits
         unmatched: list[tuple[Operation, _Span]] = []
-        forgotten = waits[0].number if len(waits) == waits.maxlen else 0  # what ended earlier is not known
+        forgotten = waits[0].number if len(waits) == waits.maxlen else 0  # earlier waits were dropped
         for operation, span in self._aside:
             if span.number < forgotten:
                 self._lost_aside += 1
@@ -509,11 +546,11 @@ class Timeline:
 
 
 def _write_word(operation: Operation, word: int, value: float) -> None:
-    # Of a recording that has ended, the record's memory is gone.
+    # After the recording has ended, the memory of the record is no longer mapped.
     with contextlib.suppress(ValueError):
         operation.target.words[operation.base + word] = round(value)
 
 
 def _ns(begin: Event, end: Any) -> float:
-    """Nanoseconds from ``begin`` to ``end`` on the device."""
+    """Return the nanoseconds from ``begin`` to ``end`` on the device."""
     return begin.elapsed_time(end) * 1e6

@@ -1,6 +1,6 @@
-"""Exposed time of collectives on the streams of devices: creates the events, and converts their times to host times.
+"""Measures the exposed time of collectives on device streams: creates events, and converts their times to host times.
 
-Events are resolved in batches at the ends of steps, and no tensor or handle is kept for them; see
+Events are resolved in batches at the ends of steps. No tensor or handle is kept for them. See
 :mod:`commprof.recorder.device.device_timeline`.
 """
 
@@ -21,13 +21,13 @@ _SOURCES: Final[dict[str, Callable[[], EventSource]]] = {"cuda": CudaEvents}
 
 
 class DeviceTimes:
-    """Times the collectives of accelerators, and places the times on the host's clock.
+    """Times the collectives of accelerators, and converts the times to the host's clock.
 
     Args:
-        enabled: whether events are made at all.
-        on_fault: called with what an event raised; the operation goes untimed.
-        sources: what makes events, by type of device.
-        clock: nanoseconds, the clock of the records.
+        enabled: Whether any events are created.
+        on_fault: A function that is called with each exception of the timing code. The operation is then not timed.
+        sources: For each type of device, a function that returns the source of its events.
+        clock: The clock of the records, in nanoseconds.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class DeviceTimes:
         self._signatures: dict[int, tuple[Timeline | None, bool]] = {}
 
     def learn(self, signature: int, device: str, is_async: bool) -> None:
-        """Calls with ``signature`` carry tensors of ``device`` (``cuda:0``)."""
+        """Register that calls with ``signature`` have tensors on ``device`` (for example ``cuda:0``)."""
         if device not in self._timelines:
             self._timelines[device] = self._new_timeline(device)
         if len(self._signatures) > _MOST_SIGNATURES:
@@ -61,14 +61,15 @@ class DeviceTimes:
     def follow(
         self, segment: Segment, base: int, signature: int, captured: bool, issued_in_cpp: bool = False
     ) -> Segment:
-        """Where to write the times of a call that is about to be made: ``segment``, or what makes events as well.
+        """Return the object into which the times of the next call are written.
 
-        Never raises.
+        The object is ``segment`` if the signature is not registered or the record was dropped. Otherwise it is an
+        :class:`Operation`, which also creates events if its device is timed. Never raises.
 
         Args:
-            base: the index of the first word of the call's record in ``segment``.
-            captured: the call goes into a CUDA graph.
-            issued_in_cpp: C++ issues it, so that no wait for it may be seen.
+            base: The index of the first word of the call's record in ``segment``.
+            captured: Whether the call is captured into a CUDA graph.
+            issued_in_cpp: Whether C++ issues the call, so that commprof may not see a wait for it.
         """
         known = self._signatures.get(signature)
         if known is None or segment is NO_WORDS:
@@ -86,11 +87,14 @@ class DeviceTimes:
         return operation
 
     def begin(self, signature: int, segment: Segment) -> Segment | bool | None:
-        """The same for the compiled calls, which take the record's place in ``segment`` next, and say then where it is.
+        """Return the object into which a compiled call writes its times.
 
-        Not for what goes into a CUDA graph.
+        Compiled calls take the slot of the record afterward, and then set the ``base`` of the operation. Must
+        not be called for calls that are captured into a CUDA graph. Never raises.
 
-        Returns what to write times into; False: ``segment`` itself; None: it is a case for :meth:`follow`. Never raises.
+        Returns:
+            The operation; False if the call writes into ``segment`` itself; None if the caller must use
+            :meth:`follow`.
         """
         known = self._signatures.get(signature)
         if known is None:
@@ -114,9 +118,12 @@ class DeviceTimes:
             self.tally.on_fault(error)
 
     def begin_stream_wait(self, stream: Any) -> Callable[[], None] | None:
-        """The stream ``stream`` is about to wait for another; what to call when it does; None: it is of no interest.
+        """Begin to time a wait of ``stream`` for another stream.
 
-        Only the default stream is: while it waits, the program makes no progress. Never raises.
+        Only waits of the default stream are timed, because the program makes no progress during them. Never raises.
+
+        Returns:
+            A function to call after the wait was enqueued; None if the wait is not timed.
         """
         try:
             timeline = self._timelines.get(f"cuda:{stream.device_index}")
@@ -129,12 +136,16 @@ class DeviceTimes:
             return None
 
     def begin_cpp_wait(self, on_times: Callable[[int, int], None]) -> Callable[[], None] | None:
-        """C++ is about to wait for what it has issued; what to call when it has; None: nothing of it is on a device.
+        """Begin to time a wait of C++ for the collectives that C++ has issued.
 
         Never raises.
 
         Args:
-            on_times: given the begin and the end of the wait on a device, in nanoseconds of the host's clock, once known.
+            on_times: A function that is called later with the begin and the end of the wait on a device, in
+                nanoseconds of the host's clock.
+
+        Returns:
+            A function to call after the wait; None if no wait is timed.
         """
         waits: list[tuple[Timeline, Wait]] = []
         for timeline in list(self._timelines.values()):
@@ -157,20 +168,24 @@ class DeviceTimes:
         return end
 
     def forget_cpp(self) -> None:
-        """What C++ has issued until now is not waited for in a way that can be seen."""
+        """Stop timing the operations that C++ has issued so far, because no wait for them can be observed."""
         for timeline in list(self._timelines.values()):
             if timeline is not None:
                 timeline.forget_cpp()
 
     def end_step(self) -> None:
-        """A step has ended: resolve what can be, and count from a new anchor. Never raises."""
+        """Resolve the completed events at the end of a step, and set a new anchor. Never raises."""
         for timeline in list(self._timelines.values()):
             if timeline is None:
                 continue
             self._guarded(timeline.end_step)
 
     def finish(self) -> str | None:
-        """Resolve what the devices have reached by now; a sentence on what was timed, None when no device was used."""
+        """Resolve the events that the devices have reached.
+
+        Returns:
+            A summary of the timed operations; None if no device was used.
+        """
         timelines = [timeline for timeline in self._timelines.values() if timeline is not None]
         if not timelines:
             return None

@@ -1,4 +1,4 @@
-"""Observes the waits of streams for events, which are how programs with side streams wait for their collectives."""
+"""Observes waits of streams for events. Programs with side streams wait for their collectives in this way."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ _METHOD: Final = "wait"
 
 
 class StreamWaits:
-    """Wraps ``torch.cuda.Event.wait``, which ``Stream.wait_event`` and ``Stream.wait_stream`` call too.
+    """Wraps ``torch.cuda.Event.wait``, which ``Stream.wait_event`` and ``Stream.wait_stream`` also call.
 
     Args:
-        begin: given the stream that is about to wait; returns what to call when it does, or None. Never raises.
+        begin: A function that is called with the stream that is about to wait. Its result is None, or a
+            function to call after the wait was enqueued. ``begin`` must not raise.
     """
 
     def __init__(self, begin: Callable[[Any], Callable[[], None] | None]) -> None:
@@ -23,7 +24,7 @@ class StreamWaits:
         self._patched: tuple[Any, Any] | None = None
 
     def install(self) -> None:
-        """Observe from now on."""
+        """Install the wrapper."""
         original = vars(torch.cuda.Event).get(_METHOD)
         if original is None or self._patched is not None:
             return
