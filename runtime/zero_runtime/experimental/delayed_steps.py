@@ -10,11 +10,11 @@ from zero_runtime.experimental.topology_aware.delay import DelayedGradients
 
 
 class DelayedSteps:
-    """The steps whose gradients are in flight; without a delay there are none.
+    """The optimizer steps whose gradients are in flight. Without a delay there are no such steps.
 
     Args:
-        gradients: the engine's; a delay makes them :class:`DelayedGradients`.
-        global_rank: this process's rank; rank 0 warns.
+        gradients: The gradients of the engine. With a delay they are :class:`DelayedGradients`.
+        global_rank: This process's rank. Only rank 0 warns.
     """
 
     def __init__(self, gradients: object, global_rank: int) -> None:
@@ -23,11 +23,14 @@ class DelayedSteps:
 
     @property
     def due(self) -> bool:
-        """Whether there are reduced gradients for the next optimizer step; always without a delay."""
+        """Whether there are reduced gradients for the next optimizer step. Without a delay this is always true."""
         return self._gradients is None or self._gradients.due
 
     def drain(self, take_step: Callable[[], object]) -> int:
-        """Take all delayed steps, each by ``take_step()``, and return their number. All ranks must call it."""
+        """Call ``take_step()`` for each delayed step, and return the number of these steps.
+
+        All ranks must call this method.
+        """
         if self._gradients is None:
             return 0
         taken = 0
@@ -39,7 +42,7 @@ class DelayedSteps:
         return taken
 
     def give_up(self) -> None:
-        """Complete the messages of delayed steps, and warn that these steps are not taken, if there are any."""
+        """Complete the messages of delayed steps, and warn if there are steps that are not taken."""
         if self._gradients is None:
             return
         try:

@@ -1,9 +1,10 @@
-"""1-bit Adam and 0/1 Adam: optimizers whose ranks exchange signs, at stage 0. 1-bit Lamb is in ``one_bit_lamb.py``.
+"""1-bit Adam and 0/1 Adam, optimizers whose ranks exchange signs at stage 0. 1-bit Lamb is in ``one_bit_lamb.py``.
 
-All of them freeze Adam's second moment v after some steps. From then on an update is linear in the gradients, so that each
-rank can use its own gradients and send little. Values are divided by sqrt(v) + eps, equal on all ranks, before they are
-sent: their elements then have similar magnitudes, which signs with one scale represent well. The residual is added the next
-time. Elements that had no gradient while v was measured do not change.
+All of them freeze Adam's second moment v after some steps. From then on an update is linear in the gradients,
+so that each rank can use its own gradients and send few bytes. Before values are sent, they are divided by
+sqrt(v) + eps, which is equal on all ranks. The elements then have similar magnitudes, so that signs with one
+scale represent them well. The residual is added the next time. Elements that had no gradient while v was
+measured do not change.
 """
 
 from __future__ import annotations
@@ -17,20 +18,23 @@ import torch
 from zero_runtime.errors import ConfigError
 from zero_runtime.optimizers.optimizer_states import MomentOptimizer, check_hyperparameters
 
-# Replaces each tensor by its mean over the ranks, in place. The names identify the tensors.
+# A function that replaces each tensor by its mean over the ranks, in place. The names identify the tensors.
 Mean = Callable[[Sequence[str], Sequence[torch.Tensor]], None]
 
 
 def _alone(names: Sequence[str], values: Sequence[torch.Tensor]) -> None:
-    """The mean over a single rank."""
+    """Leave ``values`` unchanged, because the mean over a single rank is the value itself."""
 
 
 class OneBitOptimizer(MomentOptimizer, ABC):
-    """The common part of the 1-bit optimizers.
+    """The common base class of the 1-bit optimizers.
 
     Args:
-        params: tensors or param groups.
-        defaults: options of a param group.
+        params: The tensors or param groups.
+        lr: The learning rate.
+        betas: The decay factors of the moments.
+        eps: The number that is added to the root of v.
+        weight_decay: The weight decay.
     """
 
     moments = ("exp_avg", "exp_avg_sq")
@@ -44,12 +48,16 @@ class OneBitOptimizer(MomentOptimizer, ABC):
         self._names: dict[torch.Tensor, str] = {}
 
     def connect(self, mean: Mean, names: Mapping[torch.Tensor, str]) -> None:
-        """Take means over the ranks by ``mean``; ``names`` are those of the parameters."""
+        """Use ``mean`` to compute means over the ranks. ``names`` are the names of the parameters."""
         self._mean = mean
         self._names = dict(names)
 
     def rename(self, copies: Mapping[torch.Tensor, torch.Tensor]) -> None:
-        """Use the names of parameters for their ``copies``, which are updated instead: parameter -> copy."""
+        """Transfer the names of parameters to their copies, because the optimizer updates the copies.
+
+        Args:
+            copies: The copy of each parameter.
+        """
         for parameter, copy in copies.items():
             self._names[copy] = self._names.pop(parameter, "")
 
@@ -59,16 +67,16 @@ class OneBitOptimizer(MomentOptimizer, ABC):
 
     @property
     def taken(self) -> int:
-        """Steps taken so far."""
+        """The number of steps taken so far."""
         return max((int(state.get("step", 0)) for state in self.state.values()), default=0)
 
     @abstractmethod
     def wants_mean(self) -> bool:
-        """Whether the next step needs gradients that are averaged over the ranks, uncompressed."""
+        """Return whether the next step needs gradients that are averaged over the ranks, uncompressed."""
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Update every parameter that has a gradient. All ranks must call it."""
+        """Update every parameter that has a gradient. All ranks must call this method."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -88,7 +96,7 @@ class OneBitOptimizer(MomentOptimizer, ABC):
 
     @abstractmethod
     def _step_apart(self, number: int) -> None:
-        """Take step ``number`` by the gradients of this rank."""
+        """Take step ``number`` with the gradients of this rank."""
 
     def _groups(self) -> Iterator[tuple[dict[str, Any], list[torch.Tensor]]]:
         for group in self.param_groups:
@@ -97,7 +105,7 @@ class OneBitOptimizer(MomentOptimizer, ABC):
                 yield group, tensors
 
     def _measure(self) -> None:
-        """Update both moments by gradients that are equal on all ranks."""
+        """Update both moments with gradients that are equal on all ranks."""
         for group, tensors in self._groups():
             means, squares = self.moments_of(tensors)
             beta1, beta2 = group["betas"]
@@ -107,7 +115,7 @@ class OneBitOptimizer(MomentOptimizer, ABC):
                 square.mul_(beta2).addcmul_(tensor.grad, tensor.grad, value=1.0 - beta2)
 
     def _update(self) -> None:
-        """Update every parameter by the moments."""
+        """Update every parameter with the moments."""
         for group, tensors in self._groups():
             rate, decay = float(group["lr"]), group["weight_decay"]
             means, squares = self.moments_of(tensors)
@@ -116,7 +124,10 @@ class OneBitOptimizer(MomentOptimizer, ABC):
                 tensor.addcdiv_(mean, square.sqrt().add_(group["eps"]), value=-rate)
 
     def _exchange(self, what: str, values: Sequence[torch.Tensor]) -> None:
-        """Replace ``values``, one for each parameter with a gradient, by their means over the ranks, in place."""
+        """Replace ``values`` by their means over the ranks, in place.
+
+        There is one tensor for each parameter with a gradient.
+        """
         parameters, divisors, moved = [], [], []
         for group, tensors in self._groups():
             for tensor in tensors:
@@ -129,24 +140,26 @@ class OneBitOptimizer(MomentOptimizer, ABC):
             torch.mul(mean.mul_(on), each, out=value)
 
     def _divisor(self, group: dict[str, Any], tensor: torch.Tensor) -> torch.Tensor | float:
-        """The divisor of the values of parameter ``tensor`` before they are sent."""
+        """Return the divisor of the values of parameter ``tensor`` before they are sent."""
         return self.state[tensor]["exp_avg_sq"].sqrt().add_(group["eps"])
 
 
 class OneBitAdam(OneBitOptimizer):
-    """1-bit Adam of Tang et al. (arXiv:2102.02888): Adam at first, then an exchange of the momentum's signs.
+    """1-bit Adam of Tang et al. (arXiv:2102.02888), which is Adam at first and then exchanges signs of the momentum.
 
-    With the moments m of the gradient and v of its square, without bias correction, p <- (1 - lr weight_decay) p -
-    lr m / (sqrt(v) + eps). After ``freeze_step`` steps v is frozen, gradients are not reduced, and each rank updates m by
-    its own gradient before m is averaged over the ranks.
+    Let m be the first moment of the gradient and v the second moment, without bias correction. The update is
+    p <- (1 - lr weight_decay) p - lr m / (sqrt(v) + eps). After ``freeze_step`` steps v is frozen and
+    gradients are not reduced. Each rank then updates m with its own gradient, before m is averaged over the
+    ranks.
 
     Args:
-        params: tensors or param groups.
-        lr: learning rate.
-        freeze_step: steps with uncompressed gradients; enough for v to settle, and for the rate to have warmed up.
-        betas: of the moments.
-        eps: added to the root of v.
-        weight_decay: decoupled.
+        params: The tensors or param groups.
+        lr: The learning rate.
+        freeze_step: The number of steps with uncompressed gradients. It should be large enough for v to
+            settle and for the warmup of the learning rate to end.
+        betas: The decay factors of the moments.
+        eps: The number that is added to the root of v.
+        weight_decay: The decoupled weight decay.
     """
 
     def __init__(
@@ -162,7 +175,7 @@ class OneBitAdam(OneBitOptimizer):
         self._freeze_step = count("freeze_step", freeze_step)
 
     def wants_mean(self) -> bool:
-        """Whether v is still measured."""
+        """Return whether v is still measured."""
         return self.taken < self._freeze_step
 
     def _step_apart(self, number: int) -> None:
@@ -177,23 +190,27 @@ class OneBitAdam(OneBitOptimizer):
 
 
 class ZeroOneAdam(OneBitOptimizer):
-    """0/1 Adam of Lu et al. (arXiv:2202.06009): measures v, and synchronizes the ranks, at growing intervals.
+    """0/1 Adam of Lu et al. (arXiv:2202.06009), which measures v and synchronizes the ranks at growing intervals.
 
-    Until ``var_freeze_step``, v is measured in steps that are 1, 2, 4, ... apart, ``var_update_scaler`` times for each
-    distance; in other steps the gradients are sent as signs. After it each rank takes 1, 2, 4, ... independent steps, up to
-    ``local_step_clipper``, with each number for ``local_step_scaler`` steps. Then the ranks send the signs of their changes,
-    and all continue from the mean. In between their parameters differ; :meth:`meet` synchronizes them early.
+    Until ``var_freeze_step``, v is measured in steps that are 1, 2, 4, ... apart, ``var_update_scaler`` times
+    for each distance. In the other steps the gradients are sent as signs.
+
+    After ``var_freeze_step``, each rank takes a number of independent steps. Then the ranks send the signs of
+    their changes, and all ranks continue from the mean. The number of independent steps is 1, 2, 4, ..., up
+    to ``local_step_clipper``. Each number applies for ``local_step_scaler`` steps. Between two
+    synchronizations the parameters of the ranks differ. :meth:`meet` synchronizes the ranks early.
 
     Args:
-        params: tensors or param groups.
-        lr: learning rate.
-        betas: of the moments.
-        eps: added to the root of v.
-        weight_decay: decoupled; applied when the ranks synchronize.
-        var_freeze_step: steps after which v is frozen.
-        var_update_scaler: measurements of v with each distance.
-        local_step_scaler: steps with each number of independent steps.
-        local_step_clipper: the largest number of independent steps.
+        params: The tensors or param groups.
+        lr: The learning rate.
+        betas: The decay factors of the moments.
+        eps: The number that is added to the root of v.
+        weight_decay: The decoupled weight decay. After ``var_freeze_step`` it is applied when the ranks
+            synchronize.
+        var_freeze_step: The number of steps after which v is frozen.
+        var_update_scaler: The number of measurements of v with each distance.
+        local_step_scaler: The number of steps with each number of independent steps.
+        local_step_clipper: The largest number of independent steps.
     """
 
     def __init__(
@@ -215,7 +232,7 @@ class ZeroOneAdam(OneBitOptimizer):
         self._most_apart = count("local_step_clipper", local_step_clipper)
 
     def wants_mean(self) -> bool:
-        """Whether v is measured in the next step."""
+        """Return whether v is measured in the next step."""
         number = self.taken + 1
         return number <= self._freeze_step and measures(number, self._measurements)
 
@@ -253,7 +270,7 @@ class ZeroOneAdam(OneBitOptimizer):
 
     @torch.no_grad()
     def meet(self) -> None:
-        """Synchronize the parameters of all ranks, if they differ. All ranks must call it."""
+        """Synchronize the parameters of all ranks, if they differ. All ranks must call this method."""
         apart = [
             (group, tensor)
             for group in self.param_groups
@@ -262,7 +279,7 @@ class ZeroOneAdam(OneBitOptimizer):
         ]
         if not apart:
             return
-        # No division before sending: the changes are divided by sqrt(v) + eps already.
+        # The changes are not divided before they are sent, because they are already divided by sqrt(v) + eps.
         ways = [self.state[tensor]["anchor"] - tensor for _, tensor in apart]
         self._mean_of("distance", [tensor for _, tensor in apart], ways)
         for (group, tensor), way in zip(apart, ways, strict=True):
@@ -275,7 +292,10 @@ class ZeroOneAdam(OneBitOptimizer):
 
 
 def measures(number: int, each: int) -> bool:
-    """Whether step ``number``, from 1, is one of the steps that are 1, 2, 4, ... apart, ``each`` of every distance."""
+    """Return whether v is measured in step ``number``, counted from 1.
+
+    The measuring steps are 1, 2, 4, ... apart, with ``each`` steps of every distance.
+    """
     last, distance = 0, 1
     while True:
         first = (last // distance + 1) * distance
@@ -286,7 +306,11 @@ def measures(number: int, each: int) -> bool:
 
 
 def count(name: str, value: int) -> int:
-    """``value`` as a number of at least 1. Raises ConfigError, with the ``name`` of the optimizer's argument."""
+    """Return ``value`` as an int.
+
+    Raises:
+        ConfigError: ``value``, the optimizer's argument ``name``, is not a whole number of at least 1.
+    """
     if isinstance(value, bool) or value != int(value) or value < 1:
         raise ConfigError(f"optimizer.params.{name} is {value!r}; expected a whole number of at least 1")
     return int(value)

@@ -1,4 +1,4 @@
-"""1-bit Lamb: Lamb whose ranks exchange signs, at stage 0."""
+"""1-bit Lamb, a variant of Lamb whose ranks exchange signs at stage 0."""
 
 from __future__ import annotations
 
@@ -12,32 +12,39 @@ from zero_runtime.experimental.one_bit import OneBitOptimizer, count
 
 
 class OneBitLamb(OneBitOptimizer):
-    """1-bit Lamb of Li et al. (arXiv:2104.06069): Lamb at first, then an exchange of the first moment's signs.
+    """1-bit Lamb of Li et al. (arXiv:2104.06069), which is Lamb at first and then exchanges signs of the first moment.
 
-    With the moments m of the gradient and v of its square, without bias correction, u = m / (sqrt(v) + eps) +
-    weight_decay p, and p <- p - lr c u. For the first ``freeze_step`` steps c is |p| / |u|, limited to ``min_coeff`` to
-    ``max_coeff``, or 1 if a norm is 0. An exponential mean of c has the weight ``coeff_beta`` for its old value. Then v and
-    the mean of c are frozen. Gradients are not reduced; each rank updates m by its own gradient before m is averaged over
-    the ranks. The m of each parameter is scaled before it is sent, so that all parameters have similar magnitudes.
+    Let m be the first moment of the gradient and v the second moment, without bias correction. With
+    u = m / (sqrt(v) + eps) + weight_decay p, the update is p <- p - lr c u.
 
-    The change of m gives the gradient of all ranks, and from it w, the value that v would have now. Then c is the frozen
-    mean times a factor f r + 1 - r. Here f is the largest element of (sqrt(v) + eps) / (sqrt(w) + eps), and r <= 1 the share
-    of u that is not weight decay. The factor is limited to ``factor_min`` to ``factor_max``, and it changes by at most a
-    share of ``factor_threshold`` in a step.
+    For the first ``freeze_step`` steps c is |p| / |u|, limited to the range from ``min_coeff`` to
+    ``max_coeff``, or 1 if a norm is 0. The optimizer computes an exponential mean of c, in which the old value
+    has the weight ``coeff_beta``.
+
+    Then v and the mean of c are frozen, and gradients are not reduced. Each rank updates m with its own
+    gradient, before m is averaged over the ranks. The m of each parameter is scaled before it is sent, so
+    that all parameters have similar magnitudes.
+
+    From the change of m, the optimizer computes the mean gradient of all ranks. From this gradient it
+    computes w, the value that v would have now. Then c is the frozen mean times a factor f r + 1 - r. Here f
+    is the largest element of (sqrt(v) + eps) / (sqrt(w) + eps), and r <= 1 is the share of u that is not
+    weight decay. The factor is limited to the range from ``factor_min`` to ``factor_max``, and changes by at
+    most a share of ``factor_threshold`` in a step.
 
     Args:
-        params: tensors or param groups.
-        lr: learning rate.
-        freeze_step: steps with uncompressed gradients.
-        betas: of the moments.
-        eps: added to the roots.
-        weight_decay: added to the step.
-        max_coeff: the largest c of the first steps.
-        min_coeff: the smallest c of the first steps.
-        coeff_beta: of the mean of c; 1 / (1 - coeff_beta) should not be above ``freeze_step``.
-        factor_max: the largest factor.
-        factor_min: the smallest factor.
-        factor_threshold: the largest relative change of the factor in a step.
+        params: The tensors or param groups.
+        lr: The learning rate.
+        freeze_step: The number of steps with uncompressed gradients.
+        betas: The decay factors of the moments.
+        eps: The number that is added to the roots.
+        weight_decay: The weight decay, which is added to u.
+        max_coeff: The largest c of the first steps.
+        min_coeff: The smallest c of the first steps.
+        coeff_beta: The weight of the old value in the mean of c. 1 / (1 - coeff_beta) should not be above
+            ``freeze_step``.
+        factor_max: The largest factor.
+        factor_min: The smallest factor.
+        factor_threshold: The largest relative change of the factor in a step.
     """
 
     def __init__(
@@ -76,17 +83,17 @@ class OneBitLamb(OneBitOptimizer):
         self._threshold = factor_threshold
 
     def wants_mean(self) -> bool:
-        """Whether v is still measured."""
+        """Return whether v is still measured."""
         return self.taken < self._freeze_step
 
     def _groups(self) -> Iterator[tuple[dict[str, Any], list[torch.Tensor]]]:
         for group, tensors in super()._groups():
-            filled = [each for each in tensors if each.numel()]  # an empty tensor has no largest element
+            filled = [each for each in tensors if each.numel()]  # An empty tensor has no largest element.
             if filled:
                 yield group, filled
 
     def _update(self) -> None:
-        """Take a step of Lamb, and update the mean of its coefficient c."""
+        """Take a step of Lamb, and update the mean of the coefficient c of each parameter."""
         for group, tensors in self._groups():
             means, squares = self.moments_of(tensors)
             for tensor, mean, square in zip(tensors, means, squares, strict=True):
@@ -114,7 +121,7 @@ class OneBitLamb(OneBitOptimizer):
                 self._move(group, tensor, next(earlier))
 
     def _freeze(self) -> None:
-        """Compute once the scale of each parameter's m that makes their magnitudes equal."""
+        """Compute, once, the scale for each parameter's m that makes the magnitudes of all m equal."""
         new = [each for _, tensors in self._groups() for each in tensors if "scale" not in self.state[each]]
         if not new:
             return
@@ -130,7 +137,7 @@ class OneBitLamb(OneBitOptimizer):
         return 1.0 / float(self.state[tensor]["scale"])
 
     def _move(self, group: dict[str, Any], tensor: torch.Tensor, before: torch.Tensor) -> None:
-        """Update one parameter by its m, whose earlier value is ``before`` and which is equal on all ranks."""
+        """Update one parameter with its m, which is equal on all ranks. ``before`` is the earlier value of m."""
         state, (beta1, beta2), decay = self.state[tensor], group["betas"], group["weight_decay"]
         mean, square, fresh = state["exp_avg"], state["exp_avg_sq"], state["exp_avg_sq_fresh"]
         gradient = before.mul_(-beta1).add_(mean).div_(1.0 - beta1)
@@ -150,7 +157,7 @@ class OneBitLamb(OneBitOptimizer):
 
 
 def _ratio(one: torch.Tensor, other: torch.Tensor, without: float) -> float:
-    """The norm of ``one`` divided by that of ``other``; ``without`` if either is 0."""
+    """Return the norm of ``one`` divided by the norm of ``other``, or ``without`` if either norm is 0."""
     above, below = float(torch.linalg.vector_norm(one)), float(torch.linalg.vector_norm(other))
     return above / below if above and below else without
 

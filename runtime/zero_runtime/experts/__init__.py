@@ -1,1 +1,1 @@
-"""Mixtures of experts: the layer, its gate, the exchange of tokens, and the groups of ranks (ZeRO 0 to 2)."""
+"""Mixtures of experts: the layer, its gate, the exchange of tokens, and the groups of ranks (ZeRO stages 0 to 2)."""

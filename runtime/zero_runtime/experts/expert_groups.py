@@ -1,7 +1,8 @@
-"""The groups of ranks of experts, for each ``ep_size``.
+"""The groups of ranks for experts, for each ``ep_size``.
 
-With n ranks and ep_size e, the experts of a layer are divided over e expert-parallel ranks, which exchange tokens. The n/e
-ranks with the same experts are expert-data-parallel: they sum the gradients of these experts. For n = 4 and e = 2::
+With n ranks and ep_size e, the experts of a layer are divided over e expert-parallel ranks, which exchange
+tokens. The n/e ranks with the same experts are expert-data-parallel, and sum the gradients of these experts.
+For n = 4 and e = 2::
 
                                  expert-parallel     expert-data-parallel
     default                      {0, 1} {2, 3}       {0, 2} {1, 3}
@@ -19,11 +20,11 @@ from zero_runtime.errors import ConfigError
 
 
 class ExpertRanks(NamedTuple):
-    """This process's groups for one ``ep_size``.
+    """The groups of this process for one ``ep_size``.
 
     Attributes:
-        parallel: the ranks that exchange tokens; each has different experts.
-        data: the ranks with the same experts.
+        parallel: The ranks that exchange tokens. Each of them has different experts.
+        data: The ranks with the same experts.
     """
 
     parallel: DataParallelGroup
@@ -31,19 +32,24 @@ class ExpertRanks(NamedTuple):
 
 
 class RankSets(NamedTuple):
-    """The groups of all ranks for one ``ep_size``: global ranks, in the order of a group."""
+    """The groups of all ranks for one ``ep_size``. Each group is a tuple of global ranks in order.
+
+    Attributes:
+        parallel: The expert-parallel groups.
+        data: The expert-data-parallel groups.
+    """
 
     parallel: tuple[tuple[int, ...], ...]
     data: tuple[tuple[int, ...], ...]
 
 
 def group_name(ep_size: int) -> str:
-    """The name under which scripts and optimizers know the groups of ``ep_size``; DeepSpeed's."""
+    """Return the name of the groups of ``ep_size``, which scripts and optimizers use, as in DeepSpeed."""
     return f"ep_size_{ep_size}"
 
 
 def rank_sets(ranks: int, ep_size: int, data_first: bool = False) -> RankSets:
-    """The groups of ``ranks`` ranks.
+    """Return the groups of ``ranks`` ranks.
 
     >>> rank_sets(4, 2)
     RankSets(parallel=((0, 1), (2, 3)), data=((0, 2), (1, 3)))
@@ -70,21 +76,23 @@ def rank_sets(ranks: int, ep_size: int, data_first: bool = False) -> RankSets:
 def create(
     sizes: Iterable[int], data_first: bool, observed: Callable[[ProcessGroup], DataParallelGroup]
 ) -> dict[str, ExpertRanks]:
-    """Create the groups of each ``ep_size``, by :func:`group_name`. All ranks must call it.
+    """Create the groups of each ``ep_size``, and return them by their names (:func:`group_name`).
+
+    All ranks must call this function.
 
     Args:
-        sizes: the values of ep_size in the model, in its order.
-        data_first: ``use_data_before_expert_parallelism``.
-        observed: wraps torch's group.
+        sizes: The values of ep_size in the model, in the order of the model.
+        data_first: The value of ``use_data_before_expert_parallelism``.
+        observed: A function that wraps a process group of torch.
 
     Raises:
-        ConfigError: a size does not divide the number of ranks.
+        ConfigError: A size does not divide the number of ranks.
     """
     rank, ranks = comm.get_rank(), comm.get_world_size()
     sets = {size: rank_sets(ranks, size, data_first) for size in dict.fromkeys(sizes)}
     groups = {}
     for size, (parallel, data) in sets.items():
-        # Every rank creates every group, in one order.
+        # Every rank must create every group, in the same order.
         own_data = _own(data, rank, f"{group_name(size)}_data")
         own_parallel = _own(parallel, rank, group_name(size))
         groups[group_name(size)] = ExpertRanks(observed(own_parallel), observed(own_data))

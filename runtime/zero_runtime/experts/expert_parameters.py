@@ -1,9 +1,10 @@
-"""Parameters of experts: how they are marked, named and grouped for the optimizer.
+"""Parameters of experts: their marks, their names, and their param groups for the optimizer.
 
-An expert's parameters carry DeepSpeed's marks: ``allreduce`` is False, and ``group_name`` names the groups of its
-``ep_size``.
-In torch's names experts are numbered within their rank. Checkpoints and records number them within the layer, so that a
-name means the same parameter on every rank and at every ``ep_size``.
+The parameters of an expert have the attributes that DeepSpeed sets: ``allreduce`` is False, and
+``group_name`` is the name of the groups of its ``ep_size``.
+
+In torch's names, experts are numbered within their rank. In checkpoints and records, experts are numbered
+within the layer. So a name means the same parameter on every rank and for every ``ep_size``.
 """
 
 from __future__ import annotations
@@ -16,39 +17,42 @@ import torch
 from zero_runtime.errors import ConfigError
 from zero_runtime.experts.layer import Experts
 
-# Elements of the largest param group of experts, DeepSpeed 0.19.8's default.
+# The number of elements of the largest param group of experts, which is the default of DeepSpeed 0.19.8.
 LARGEST_GROUP: Final = 178956971
 _DENSE: Final = "dense-params"
 
 
 def is_expert(parameter: torch.Tensor) -> bool:
-    """Whether ``parameter`` is one of an expert."""
+    """Return whether ``parameter`` belongs to an expert."""
     return getattr(parameter, "allreduce", True) is False
 
 
 def group_of(parameter: torch.Tensor) -> str:
-    """The name of the groups of ranks of an expert's parameter."""
+    """Return the name of the groups of ranks to which an expert's parameter belongs."""
     name: str = parameter.group_name  # type: ignore[attr-defined]
     return name
 
 
 def ep_size(parameter: torch.Tensor) -> int | None:
-    """The ranks that the experts of ``parameter`` are divided over; None if it is not an expert's."""
+    """Return the number of ranks over which the experts of ``parameter`` are divided.
+
+    The result is None if ``parameter`` does not belong to an expert.
+    """
     return int(group_of(parameter).rpartition("_")[2]) if is_expert(parameter) else None
 
 
 def is_expert_group(group: Mapping[str, Any]) -> bool:
-    """Whether an optimizer's param group has the parameters of experts."""
+    """Return whether a param group of an optimizer contains parameters of experts."""
     return bool(group.get("moe", False))
 
 
 def experts_of(module: torch.nn.Module) -> dict[str, Experts]:
-    """The experts of each layer in ``module``, by qualified name."""
+    """Return the experts of each layer in ``module`` by the qualified names of the layers' ``Experts`` modules."""
     return {name: child for name, child in module.named_modules() if isinstance(child, Experts)}
 
 
 def parameter_names(module: torch.nn.Module) -> dict[torch.nn.Parameter, str]:
-    """The name of each parameter, with experts numbered within their layer."""
+    """Return the name of each parameter, with experts numbered within their layer."""
     layers = experts_of(module)
     names = {parameter: name for name, parameter in module.named_parameters()}
     if layers:
@@ -60,12 +64,15 @@ def parameter_names(module: torch.nn.Module) -> dict[torch.nn.Parameter, str]:
 
 
 def named_parameters(module: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
-    """The parameters of this rank by those names."""
+    """Return the parameters of this rank, by the names of :func:`parameter_names`."""
     return {name: parameter for parameter, name in parameter_names(module).items()}
 
 
 def all_names(module: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
-    """The parameters of all ranks by name; for an expert of another rank, this rank's expert in its place."""
+    """Return a parameter for each name on any rank.
+
+    For the name of another rank's expert, this is the parameter of this rank's expert at the same position.
+    """
     layers = experts_of(module)
     everywhere = {}
     for name, parameter in named_parameters(module).items():
@@ -77,7 +84,10 @@ def all_names(module: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
 
 
 def names_on_ranks(module: torch.nn.Module) -> dict[torch.Tensor, list[str]]:
-    """Of each parameter of this rank's experts, the names of those in the same place on each rank with other experts."""
+    """Return, for each parameter of this rank's experts, the names of the parameters at the same position.
+
+    There is one name for each expert-parallel rank, including this rank, in the order of the ranks.
+    """
     names: dict[torch.Tensor, list[str]] = {}
     layers = experts_of(module)
     for name, parameter in named_parameters(module).items() if layers else ():
@@ -89,11 +99,12 @@ def names_on_ranks(module: torch.nn.Module) -> dict[torch.Tensor, list[str]]:
 
 
 def with_expert_groups(parameters: Sequence[Any], limit: float | None = LARGEST_GROUP) -> list[Any]:
-    """Param groups for an optimizer in which the experts of each ``ep_size`` have groups of their own.
+    """Return param groups for an optimizer in which the experts of each ``ep_size`` have separate groups.
 
     Args:
-        parameters: tensors or param groups. If one of these is a group of experts already, all are returned unchanged.
-        limit: elements of the largest group of experts; None for no limit.
+        parameters: The tensors or param groups. If one of the param groups is already a group of experts, all
+            of them are returned unchanged.
+        limit: The number of elements of the largest group of experts, or None for no limit.
     """
     groups = list(parameters)
     if groups and isinstance(groups[0], torch.Tensor):
@@ -104,11 +115,16 @@ def with_expert_groups(parameters: Sequence[Any], limit: float | None = LARGEST_
 
 
 def divided(groups: Sequence[Mapping[str, Any]], limit: float | None) -> list[dict[str, Any]]:
-    """``groups`` without experts, followed by those of their experts; as :func:`with_expert_groups`."""
+    """Return ``groups`` without experts, followed by the param groups of the experts.
+
+    Args:
+        groups: The param groups.
+        limit: The number of elements of the largest group of experts, or None for no limit.
+    """
     dense: list[dict[str, Any]] = []
     of_experts: list[dict[str, Any]] = []
     listed = [(group, list(group["params"])) for group in groups]
-    # In the order of the model: an unordered set would differ between ranks.
+    # The kinds are in the order of the model, because the order of a set would differ between ranks.
     kinds = dict.fromkeys(group_of(each) for _, params in listed for each in params if is_expert(each))
     for group, params in listed:
         dense.append({**group, "params": [each for each in params if not is_expert(each)]})
@@ -136,11 +152,11 @@ def _parts(
 
 
 def check_groups(groups: Sequence[Mapping[str, Any]], names: Mapping[torch.nn.Parameter, str]) -> None:
-    """Refuse an optimizer that does not keep experts apart.
+    """Raise an error if the param groups of an optimizer do not separate experts from other parameters.
 
     Raises:
-        ConfigError: a group of experts has another parameter, or one with another ``ep_size``; or an expert's parameter is
-            in another group.
+        ConfigError: A group of experts contains a parameter of no expert or of a different ``ep_size``, or
+            the parameter of an expert is in a group that is not for experts.
     """
     instead = "deepspeed.moe.utils.split_params_into_different_moe_groups_for_optimizer makes such groups"
     for number, group in enumerate(groups):

@@ -1,4 +1,4 @@
-"""Preparation of a model's layers of experts for training: their groups of ranks, and settings that are refused."""
+"""Preparation of layers of experts for training: their groups of ranks, and checks of the configuration."""
 
 from __future__ import annotations
 
@@ -27,13 +27,16 @@ def install_experts(
     parallelism: Parallelism,
     observed: Callable[[ProcessGroup], DataParallelGroup],
 ) -> Mapping[str, ExpertRanks]:
-    """Create the groups of ranks for the experts of ``module``, and give them to its layers. All ranks must call it.
+    """Create the groups of ranks for the experts of ``module``, and pass the groups to its layers.
+
+    All ranks must call this function.
 
     Returns:
-        The groups, by :func:`zero_runtime.experts.expert_groups.group_name`; empty without experts.
+        The groups by their names (:func:`zero_runtime.experts.expert_groups.group_name`); empty without
+        experts.
 
     Raises:
-        ConfigError, UnsupportedError: the configuration does not go together with experts.
+        ConfigError, UnsupportedError: The configuration is not compatible with experts.
     """
     layers = layers_of(module)
     if not layers:
@@ -52,16 +55,16 @@ def install_experts(
 def check_optimizer(
     optimizer: torch.optim.Optimizer, names: Mapping[torch.nn.Parameter, str], sharded: bool
 ) -> None:
-    """Refuse an optimizer that cannot train experts, which differ between ranks.
+    """Raise an error if the optimizer cannot train experts, whose parameters differ between ranks.
 
     Args:
-        optimizer: over the model's parameters.
-        names: of the parameters.
-        sharded: whether its state is sharded over ranks.
+        optimizer: The optimizer of the model's parameters.
+        names: The names of the parameters.
+        sharded: Whether the state of the optimizer is sharded over ranks.
 
     Raises:
-        ConfigError: it does not keep experts in param groups of their own, at a stage that needs it.
-        UnsupportedError: it needs the same parameters on all ranks.
+        ConfigError: The state is sharded, and experts are not in separate param groups.
+        UnsupportedError: The optimizer requires the same parameters on all ranks.
     """
     if isinstance(optimizer, Lamb | Muon | OneBitOptimizer):
         raise UnsupportedError(
@@ -81,8 +84,8 @@ def _check(config: RuntimeConfig, parallelism: Parallelism, name: str) -> None:
         )
     in_buckets = zero.stage.shards_optimizer and not config.accumulates_whole
     if in_buckets and zero.gradient_reduction == "all_reduce":
-        # DeepSpeed refuses this too, except without contiguous_gradients at stage 1, where it adds gradients of different
-        # experts.
+        # DeepSpeed refuses this configuration too. The exception is stage 1 without contiguous_gradients, where
+        # DeepSpeed adds gradients of different experts.
         raise ConfigError(
             f"{experts}, and at stage {zero.stage.number} zero_optimization.reduce_scatter or contiguous_gradients is "
             "false, so that all ranks would sum the gradients of different experts; set both to true"

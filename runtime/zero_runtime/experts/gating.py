@@ -1,15 +1,16 @@
-"""The choice of experts for tokens: top-1, top-2 and top-k gates with a capacity.
+"""The choice of experts for tokens, by top-1, top-2 and top-k gates with a capacity.
 
-Each function takes the logits of ``tokens`` tokens for ``experts`` experts in fp32, and returns :class:`Routes`. The rules
-are those of GShard (arXiv:2006.16668) and Switch Transformers (arXiv:2101.03961), and the order of random numbers and of
-floating-point operations is DeepSpeed 0.19.8's, so that losses are equal.
+Each function takes the logits of ``tokens`` tokens for ``experts`` experts in fp32, and returns
+:class:`Routes`. The rules are those of GShard (arXiv:2006.16668) and Switch Transformers (arXiv:2101.03961).
+The order of random numbers and of floating-point operations is that of DeepSpeed 0.19.8, so that losses are
+equal.
 
 The capacity is the number of slots of an expert for the tokens of one rank::
 
     capacity = max(ceil(tokens / experts x factor x k), min_capacity)
 
-A token beyond the capacity of its expert is dropped: its output is zero. Without dropping the capacity is the largest
-number of tokens that an expert gets from any rank.
+A token that exceeds the capacity of its expert is dropped, and its output is zero. Without dropping, the
+capacity is the largest number of tokens that an expert gets from any rank.
 """
 
 from __future__ import annotations
@@ -23,18 +24,19 @@ from torch.distributions import Gumbel, Uniform
 from zero_runtime.errors import UsageError
 
 JITTER = 0.01
-# Returns the largest value of a count over the ranks that exchange tokens.
+# A function that returns the largest value of a count over the ranks that exchange tokens.
 Largest = Callable[[torch.Tensor], torch.Tensor]
 
 
 class CapacityRule(NamedTuple):
-    """How the capacity is computed.
+    """The rule by which the capacity is computed.
 
     Attributes:
-        factor: of the mean number of tokens; without k.
-        minimum: the smallest capacity.
-        drops: whether tokens beyond the capacity are dropped; otherwise it is as large as needed.
-        largest: agrees on that among ranks; None for a single rank.
+        factor: The factor of the mean number of tokens of an expert, without k.
+        minimum: The smallest capacity.
+        drops: Whether tokens that exceed the capacity are dropped. Otherwise the capacity is as large as
+            needed.
+        largest: A function that returns the largest count of all ranks, or None for a single rank.
     """
 
     factor: float
@@ -43,25 +45,25 @@ class CapacityRule(NamedTuple):
     largest: Largest | None = None
 
     def slots(self, tokens: int, experts: int, k: int) -> int:
-        """Slots of each expert if tokens are dropped. In fp32, as DeepSpeed computes it."""
+        """Return the number of slots of each expert if tokens are dropped, computed in fp32 as in DeepSpeed."""
         return max(int(torch.ceil((tokens / experts) * torch.tensor(self.factor * k))), self.minimum)
 
     def needed(self, counts: torch.Tensor) -> int:
-        """Slots of each expert if no token is dropped."""
+        """Return the number of slots of each expert if no token is dropped."""
         count = counts.max()
         return int(count if self.largest is None else self.largest(count))
 
 
 class Routes(NamedTuple):
-    """Where each token goes. k is the number of experts that a token is sent to.
+    """The experts and slots to which each token is sent. k is the number of experts per token.
 
     Attributes:
-        loss: the load-balancing loss, 0-D; the smaller, the more even the load.
-        capacity: slots of each expert.
-        experts: k x tokens, int64: the chosen experts; -1 where the token is dropped.
-        slots: k x tokens, int64: the slot within the expert; undefined where the token is dropped.
-        weights: k x tokens, fp32: the factors of the experts' outputs; 0 where the token is dropped.
-        counts: tokens that chose each expert, before any is dropped; int64.
+        loss: The load-balancing loss (0-D). A smaller loss means a more even load.
+        capacity: The number of slots of each expert.
+        experts: The chosen experts (k x tokens, int64), with -1 for a dropped token.
+        slots: The slots within the experts (k x tokens, int64). The slot of a dropped token is undefined.
+        weights: The factors of the experts' outputs (k x tokens, fp32), with 0 for a dropped token.
+        counts: The number of tokens that chose each expert, before any token is dropped (int64).
     """
 
     loss: torch.Tensor
@@ -73,7 +75,7 @@ class Routes(NamedTuple):
 
 
 def jittered(values: torch.Tensor) -> torch.Tensor:
-    """``values``, each multiplied by a random number between 0.99 and 1.01."""
+    """Return ``values``, each multiplied by a random number between 0.99 and 1.01."""
     ends = (
         torch.tensor(1.0 - JITTER, device=values.device),
         torch.tensor(1.0 + JITTER, device=values.device),
@@ -97,14 +99,15 @@ def top_1(
     """Send each token to the expert with the largest gate.
 
     Args:
-        logits: tokens x experts.
-        rule: of the capacity.
-        used: a mask of the tokens that are routed at all; None for all of them.
-        noisy: add Gumbel noise to the logits for the choice.
-        random_selection: drop random tokens; otherwise torch.topk's order of equal values decides, as in DeepSpeed.
+        logits: The logits, tokens x experts.
+        rule: The rule of the capacity.
+        used: A mask of the tokens that are routed, or None to route all tokens.
+        noisy: Whether to add Gumbel noise to the logits for the choice.
+        random_selection: Whether the dropped tokens are chosen randomly. Otherwise torch.topk's order of
+            equal values decides, as in DeepSpeed.
 
     Raises:
-        UsageError: there are fewer tokens than the smallest capacity.
+        UsageError: There are fewer tokens than the smallest capacity.
     """
     tokens, experts = logits.shape
     if tokens < rule.minimum:
@@ -137,18 +140,20 @@ def top_1(
 
 
 def top_2(logits: torch.Tensor, rule: CapacityRule, *, samples_second: bool = True) -> Routes:
-    """Send each token to the two experts with the largest gates, the first ones served first.
+    """Send each token to the two experts with the largest gates.
+
+    First choices get their slots before second choices.
 
     Args:
-        logits: tokens x experts.
-        rule: of the capacity.
-        samples_second: sample the second expert by the Gumbel-max trick.
+        logits: The logits, tokens x experts.
+        rule: The rule of the capacity.
+        samples_second: Whether to sample the second expert with the Gumbel-max trick.
     """
     tokens, experts = logits.shape
     gates = torch.softmax(logits, dim=1)
     first = torch.argmax(gates, dim=1)
     mask_1 = _one_hot(first, experts)
-    # In the dtype of the logits, which torch.autocast makes a 16-bit one: so DeepSpeed adds the noise.
+    # The noise is added in the dtype of the logits, as in DeepSpeed. With torch.autocast it is a 16-bit dtype.
     noisy = (logits + _gumbel(logits)).to(logits.dtype) if samples_second else logits
     second = torch.argmax(noisy.masked_fill(mask_1.bool(), float("-inf")), dim=1)
     mask_2 = _one_hot(second, experts)
@@ -162,7 +167,8 @@ def top_2(logits: torch.Tensor, rule: CapacityRule, *, samples_second: bool = Tr
         mask_2 = mask_2 * (slots_2 < capacity)
     else:
         capacity = rule.needed(counts)
-    # A product of matrices, whose dtype torch.autocast decides, as in DeepSpeed; elsewhere it is exact.
+    # As in DeepSpeed this is a matrix product, whose dtype torch.autocast determines. Without autocast the
+    # product is exact.
     weights_1, weights_2 = (torch.einsum("se,se->s", gates, mask.float()) for mask in (mask_1, mask_2))
     total = weights_1 + weights_2
     total = torch.clamp(total, min=torch.finfo(total.dtype).eps)
@@ -183,13 +189,15 @@ def top_2(logits: torch.Tensor, rule: CapacityRule, *, samples_second: bool = Tr
 
 
 def top_k(logits: torch.Tensor, k: int, rule: CapacityRule, *, keeps_first: bool = False) -> Routes:
-    """Send each token to the ``k`` experts with the largest gates; an expert keeps the tokens with the largest gates.
+    """Send each token to the ``k`` experts with the largest gates.
+
+    If tokens exceed the capacity of an expert, the expert keeps the tokens with the largest gates.
 
     Args:
-        logits: tokens x experts.
-        k: experts of each token.
-        rule: of the capacity.
-        keeps_first: an expert keeps the first tokens instead.
+        logits: The logits, tokens x experts.
+        k: The number of experts of each token.
+        rule: The rule of the capacity.
+        keeps_first: Whether an expert keeps the first tokens instead.
     """
     tokens, experts = logits.shape
     gates = torch.softmax(logits, dim=1)

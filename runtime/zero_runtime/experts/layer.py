@@ -1,12 +1,13 @@
 """The layer of a mixture of experts, with DeepSpeed's names of modules and parameters.
 
-``MoE`` holds ``deepspeed_moe`` (the gate ``wg`` and the experts). In forward, each rank puts its tokens into the slots of
-the experts that the gate chooses, an all_to_all sends the slots to the ranks that have the experts, and a second one
-returns the results. Backward does the same with gradients::
+``MoE`` contains ``deepspeed_moe`` (the gate ``wg`` and the experts). In the forward pass, each rank puts its
+tokens into the slots of the experts that the gate chooses. An all_to_all sends the slots to the ranks that
+have the experts, and a second all_to_all returns the results. The backward pass does the same with
+gradients::
 
     tokens -> gate -> slots [experts, capacity, hidden] -> all_to_all -> experts -> all_to_all -> weighted sum -> tokens
 
-All ranks send the same number of bytes, whatever the gate chooses: unused slots hold zeros.
+All ranks send the same number of bytes for any choice of the gate, because unused slots contain zeros.
 """
 
 from __future__ import annotations
@@ -28,11 +29,11 @@ _ACTIVATION: Final = hooks.tag("activation")
 
 
 class Partners(NamedTuple):
-    """With whom a layer exchanges tokens.
+    """The ranks with which a layer exchanges tokens.
 
     Attributes:
-        group: of expert-parallel ranks.
-        why: the tag of the messages.
+        group: The group of expert-parallel ranks.
+        why: The tag of the messages.
     """
 
     group: DataParallelGroup
@@ -40,11 +41,11 @@ class Partners(NamedTuple):
 
 
 class Exchange(torch.autograd.Function):
-    """An all_to_all of equal rows, in forward and in backward."""
+    """An all_to_all of rows of equal length, in the forward pass and in the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, partners: Partners, rows: torch.Tensor) -> torch.Tensor:
-        """The rows that the ranks of ``partners`` send to this one, in the order of the ranks."""
+        """Return the rows that the ranks of ``partners`` send to this rank, in the order of the ranks."""
         ctx.partners = partners
         rows = rows.contiguous()
         output = torch.empty_like(rows)
@@ -53,22 +54,23 @@ class Exchange(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[None, torch.Tensor]:
-        """The gradients of the rows, from the ranks that got them."""
+        """Return the gradients of the rows, which the ranks that received the rows send back."""
         return None, Exchange.apply(ctx.partners, gradients[0])  # type: ignore[no-untyped-call]
 
 
 class Experts(torch.nn.Module):
-    """The experts of one rank: copies of one module, each with a share of the slots.
+    """The experts of one rank, which are copies of one module. Each expert has a share of the slots.
 
     Args:
-        expert: the module; it gets [..., hidden] and returns the same shape, or a tuple that begins with it.
-        num_local_experts: on this rank.
-        expert_group_name: of the groups of ranks.
+        expert: The module. It gets a tensor of shape [..., hidden], and returns a tensor of the same shape,
+            or a tuple that begins with such a tensor.
+        num_local_experts: The number of experts on this rank.
+        expert_group_name: The name of the groups of ranks.
 
     Attributes:
-        deepspeed_experts: the copies.
-        first: number within the layer of this rank's first expert.
-        total: experts of the layer.
+        deepspeed_experts: The copies of the module.
+        first: The number of this rank's first expert within the layer.
+        total: The number of experts of the layer.
     """
 
     def __init__(
@@ -84,7 +86,7 @@ class Experts(torch.nn.Module):
             parameter.group_name = expert_group_name  # type: ignore[attr-defined]
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Outputs for ``inputs`` of shape [ranks, local experts, capacity, hidden]; same shape."""
+        """Return the outputs for ``inputs``. Both have the shape [ranks, local experts, capacity, hidden]."""
         outputs = []
         for part, expert in zip(
             inputs.chunk(self.num_local_experts, dim=1), self.deepspeed_experts, strict=True
@@ -94,12 +96,17 @@ class Experts(torch.nn.Module):
         return torch.cat(outputs, dim=1)
 
     def global_name(self, prefix: str, name: str) -> str:
-        """``name`` of a parameter below ``prefix``, this module's name, with the expert's number within the layer."""
+        """Return the name of a parameter in which the expert's number is its number within the layer.
+
+        Args:
+            prefix: The name of this module.
+            name: The name of the parameter, which begins with ``prefix``.
+        """
         before, number, after = _split(prefix, name)
         return f"{before}{self.first + number}{after}"
 
     def names_elsewhere(self, prefix: str, global_name: str) -> Iterator[str]:
-        """The names of the parameters in the same place of this rank's expert, on the other ranks."""
+        """Yield the names of the parameters that are at the position of ``global_name`` on the other ranks."""
         before, number, after = _split(prefix, global_name)
         for other in range((number - self.first), self.total, self.num_local_experts):
             if other != number:
@@ -113,7 +120,10 @@ def _split(prefix: str, name: str) -> tuple[str, int, str]:
 
 
 class TopKGate(torch.nn.Module):
-    """The gate: a linear layer, and the choice of experts by its outputs. The arguments are those of :class:`MoE`."""
+    """The gate, which is a linear layer whose outputs determine the experts of a token.
+
+    The arguments are those of :class:`MoE`.
+    """
 
     def __init__(
         self,
@@ -144,7 +154,7 @@ class TopKGate(torch.nn.Module):
         self.why = _ACTIVATION
 
     def forward(self, inputs: torch.Tensor, used_token: torch.Tensor | None = None) -> Routes:
-        """The routes of ``inputs``, tokens x hidden. The gate computes in fp32."""
+        """Return the routes of ``inputs``, tokens x hidden. The gate computes in fp32."""
         values = inputs.float()
         if self.noisy_gate_policy == "Jitter" and self.training:
             values = jittered(values)
@@ -174,15 +184,16 @@ class MOELayer(torch.nn.Module):
     """The gate, the exchange of tokens and the experts.
 
     Args:
-        gate: chooses the experts of each token.
-        experts: those of this rank.
-        ep_group_name: of the groups of ranks.
-        ep_size: ranks that the experts are divided over.
-        num_local_experts: on this rank.
+        gate: The gate, which chooses the experts of each token.
+        experts: The experts of this rank.
+        ep_group_name: The name of the groups of ranks.
+        ep_size: The number of ranks over which the experts are divided.
+        num_local_experts: The number of experts on this rank.
 
     Attributes:
-        l_aux: the load-balancing loss of the last forward, 0-D.
-        exp_counts: tokens of this rank that chose each expert in it, before any was dropped.
+        l_aux: The load-balancing loss of the last forward pass (0-D).
+        exp_counts: The number of tokens of this rank that chose each expert in the last forward pass, before
+            any token was dropped.
     """
 
     l_aux: torch.Tensor
@@ -202,7 +213,12 @@ class MOELayer(torch.nn.Module):
         self._why = _ACTIVATION
 
     def use_ranks(self, ranks: ExpertRanks, name: str) -> None:
-        """Exchange tokens among ``ranks``. ``name`` is this module's within the model, for records."""
+        """Set the ranks that exchange tokens, and the name of this module in records.
+
+        Args:
+            ranks: The groups of ranks.
+            name: The name of this module within the model.
+        """
         self.ranks, self.name = ranks, name
         self.gate.ranks = ranks.parallel
         self.experts.first = ranks.parallel.rank * self.num_local_experts
@@ -210,10 +226,12 @@ class MOELayer(torch.nn.Module):
         self._why = self.gate.why = hooks.tag("activation", module=name)
 
     def forward(self, *inputs: torch.Tensor | None) -> torch.Tensor:
-        """The outputs for ``inputs``: [..., hidden] and a mask of used tokens or None.
+        """Return the outputs for the tokens in ``inputs``.
+
+        ``inputs`` are a tensor of shape [..., hidden], and optionally a mask of used tokens or None.
 
         Raises:
-            UsageError: the layer has more than one rank, and its model was not passed to ``initialize``.
+            UsageError: The layer has more than one rank, and its model was not passed to ``initialize``.
         """
         hidden_states = inputs[0]
         assert hidden_states is not None
@@ -222,10 +240,11 @@ class MOELayer(torch.nn.Module):
         routes = self.gate(tokens, inputs[1] if len(inputs) > 1 else None)
         self.l_aux, self.exp_counts = routes.loss, routes.counts
         if hooks.recording():
-            # A mask of used tokens in floating point makes such counts.
+            # The counts are converted because a floating-point mask of used tokens makes them floating-point
+            # numbers.
             hooks.expert_load(self.name, routes.counts.long(), routes.capacity, len(tokens))
         total = self.ep_size * self.num_local_experts
-        scratch = total * routes.capacity  # stands for no slot
+        scratch = total * routes.capacity  # the place of tokens without a slot
         places = torch.where(routes.experts >= 0, routes.experts * routes.capacity + routes.slots, scratch)
         sent = self._exchanged(filled(tokens, places, scratch).view(total, routes.capacity, hidden))
         outputs = self.experts(sent.reshape(self.ep_size, self.num_local_experts, -1, hidden))
@@ -247,7 +266,10 @@ class MOELayer(torch.nn.Module):
 
 
 def filled(tokens: torch.Tensor, places: torch.Tensor, scratch: int) -> torch.Tensor:
-    """The slots, each with its token; zeros in unused ones. One gather, whose backward is one addition for each token."""
+    """Return the slots with their tokens. Unused slots contain zeros.
+
+    The slots are filled by one gather, whose backward pass is one addition for each token.
+    """
     count = len(tokens)
     source = torch.full((scratch + 1,), count, dtype=torch.long, device=places.device)
     numbers = torch.arange(count, device=places.device).expand_as(places)
@@ -257,35 +279,40 @@ def filled(tokens: torch.Tensor, places: torch.Tensor, scratch: int) -> torch.Te
 
 
 def weighted(outputs: torch.Tensor, places: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """The weighted sum of each token's outputs, accumulated in fp32."""
+    """Return the weighted sum of each token's outputs, accumulated in fp32."""
     padded = torch.cat([outputs, outputs.new_zeros(1, outputs.shape[1])])
     routed = padded.index_select(0, places.reshape(-1)).view(*places.shape, outputs.shape[1])
     return (routed * weights.unsqueeze(-1)).sum(0).to(outputs.dtype)
 
 
 class MoE(torch.nn.Module):
-    """A mixture of experts, in place of one module. Pass its model to ``initialize`` before the first forward.
+    """A mixture of experts, which replaces one module. Pass the model to ``initialize`` before its first forward pass.
 
     Args:
-        hidden_size: elements of a token, in inputs and outputs.
-        expert: the module that is copied for each expert.
-        num_experts: of the layer, on all ranks together.
-        ep_size: ranks that the experts are divided over; a divisor of ``num_experts`` and of the number of ranks.
-        k: experts that each token is sent to.
-        capacity_factor: slots of an expert in training, as a multiple of its mean number of tokens.
-        eval_capacity_factor: the same in evaluation.
-        min_capacity: the smallest number of slots.
-        use_residual: add the output of a module that gets every token (arXiv:2201.05596).
-        noisy_gate_policy: Jitter, RSample or None.
-        drop_tokens: drop tokens beyond the capacity; otherwise the capacity is as large as needed.
-        use_rts: with k 1, drop random tokens beyond the capacity.
-        use_tutel: accepted and ignored.
-        enable_expert_tensor_parallelism: must be False.
-        top2_2nd_expert_sampling: with k 2, sample the second expert.
+        hidden_size: The number of elements of a token, in inputs and outputs.
+        expert: The module that is copied for each expert.
+        num_experts: The number of experts of the layer, on all ranks together.
+        ep_size: The number of ranks over which the experts are divided. It must divide ``num_experts`` and
+            the number of ranks.
+        k: The number of experts to which each token is sent.
+        capacity_factor: The number of slots of an expert in training, as a multiple of its mean number of
+            tokens.
+        eval_capacity_factor: The number of slots of an expert in evaluation, as a multiple of its mean number
+            of tokens.
+        min_capacity: The smallest number of slots of an expert.
+        use_residual: Whether to add the output of a module that gets every token (arXiv:2201.05596).
+        noisy_gate_policy: ``Jitter``, ``RSample`` or None.
+        drop_tokens: Whether to drop tokens that exceed the capacity. Otherwise the capacity is as large as
+            needed.
+        use_rts: Whether the dropped tokens are chosen randomly, with k 1.
+        use_tutel: Ignored.
+        enable_expert_tensor_parallelism: Must be False.
+        top2_2nd_expert_sampling: Whether to sample the second expert, with k 2.
 
     Raises:
-        ConfigError: ``ep_size`` does not divide ``num_experts``; an unknown policy; k is not between 1 and num_experts.
-        UnsupportedError: for tensor-parallel experts.
+        ConfigError: ``ep_size`` does not divide ``num_experts``, the policy is unknown, or k is not between 1
+            and ``num_experts``.
+        UnsupportedError: Tensor-parallel experts are requested.
     """
 
     def __init__(  # noqa: PLR0913 - DeepSpeed's arguments
@@ -329,7 +356,7 @@ class MoE(torch.nn.Module):
         self.expert_group_name = group_name(ep_size)
         self.num_experts = num_experts
         self.num_local_experts = num_experts // ep_size
-        # In DeepSpeed's order: experts before the gate, so that equal seeds give equal weights.
+        # As in DeepSpeed, experts are made before the gate, so that equal seeds give equal weights.
         experts = Experts(expert, self.num_local_experts, self.expert_group_name)
         gate = TopKGate(
             hidden_size,
@@ -352,11 +379,11 @@ class MoE(torch.nn.Module):
     def forward(
         self, hidden_states: torch.Tensor, used_token: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """(output, load-balancing loss, tokens that chose each expert) for ``hidden_states`` of shape [..., hidden].
+        """Return the output, the load-balancing loss, and the number of tokens that chose each expert.
 
         Args:
-            hidden_states: the tokens.
-            used_token: with k 1, a mask of the tokens that are routed.
+            hidden_states: The tokens, of shape [..., hidden].
+            used_token: A mask of the tokens that are routed, with k 1. None routes all tokens.
         """
         output = self.deepspeed_moe(hidden_states, used_token)
         if self.use_residual:
@@ -368,12 +395,12 @@ class MoE(torch.nn.Module):
 
 
 def layers_of(module: torch.nn.Module) -> dict[str, MOELayer]:
-    """The layers of experts in ``module``, by qualified name."""
+    """Return the layers of experts in ``module`` by their qualified names."""
     return {name: child for name, child in module.named_modules() if isinstance(child, MOELayer)}
 
 
 def described(layers: Sequence[MOELayer]) -> list[dict[str, Any]]:
-    """What a record of a run says of each layer; see ``hooks.describe_expert_layers``."""
+    """Return the description of each layer for the record of a run; see ``hooks.describe_expert_layers``."""
     rows = []
     for layer in layers:
         gate, ranks = layer.gate, layer.ranks

@@ -1,4 +1,4 @@
-"""Pipeline parallelism: a sequence of layers, partitioned into stages that work on micro-batches in turn."""
+"""Pipeline parallelism: a sequence of layers is partitioned into stages, which process micro-batches in turn."""
 
 from __future__ import annotations
 

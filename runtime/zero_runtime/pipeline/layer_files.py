@@ -1,7 +1,8 @@
-"""Files with one layer each, as DeepSpeed's pipelines save them: ``layer_03-model_states.pt``.
+"""Files that contain one layer each, as DeepSpeed's pipelines save them: ``layer_03-model_states.pt``.
 
-Such files do not depend on stages, so any number of stages can read them. The engine's checkpoints have another format
-(docs/checkpoints.md); these are for scripts that call ``PipelineModule.save_state_dict`` themselves.
+Such files do not depend on stages, so any number of stages can read them. The checkpoints of the engine have
+a different format (docs/checkpoints.md). Layer files are for scripts that call
+``PipelineModule.save_state_dict`` themselves.
 """
 
 from __future__ import annotations
@@ -16,38 +17,44 @@ from zero_runtime.errors import CheckpointError
 from zero_runtime.groups.process_grid import DATA, PIPE, SEQUENCE
 from zero_runtime.pipeline.stage_grid import PipelineGrid
 
-# Layers of a stage: the number of each in the complete model, and the layer, a module or a function.
+# The layers of a stage, each with its number in the complete model. A layer is a module or a function.
 NumberedLayers = Iterable[tuple[int, Any]]
 
 
 def slice_name(grid: PipelineGrid) -> str:
-    """The part of a file name that identifies a tensor-parallel rank: ``-model_00``; empty without tensor parallelism."""
+    """Return the part of a file name that identifies a tensor-parallel rank, such as ``-model_00``.
+
+    The part is empty without tensor parallelism.
+    """
     place = grid.processes.place
     axes = [axis for axis in place if axis not in (DATA, PIPE, SEQUENCE) and grid.topology.size(axis) > 1]
     return "".join(f"-{axis}_{place[axis]:02d}" for axis in axes)
 
 
 def layer_file(directory: str | Path, number: int, suffix: str) -> Path:
-    """The file of layer ``number`` of the complete model; ``suffix`` is its :func:`slice_name`."""
+    """Return the path of the file of layer ``number`` of the complete model.
+
+    ``suffix`` is the result of :func:`slice_name`.
+    """
     return Path(directory) / f"layer_{number:02d}{suffix}-model_states.pt"
 
 
 def layer_files(directory: str | Path, number: int) -> list[Path]:
-    """The existing files of a layer, of all tensor-parallel ranks."""
+    """Return the paths of the existing files of a layer, for all tensor-parallel ranks."""
     return sorted(Path(directory).glob(f"layer_{number:02d}-*model_states.pt"))
 
 
 def save_layers(
     layers: NumberedLayers, grid: PipelineGrid, directory: str | Path, engine: Any, exclude_frozen: bool
 ) -> None:
-    """Write the files of this stage's layers; only the first replica writes.
+    """Write the files of this stage's layers. Only the first replica writes.
 
     Args:
-        layers: of this stage.
-        grid: the ranks of stages and replicas.
-        directory: created if it is missing.
-        engine: saves a state dict with ``save(state_dict, path)``; None for torch.save.
-        exclude_frozen: leave frozen parameters out.
+        layers: The layers of this stage.
+        grid: The ranks of stages and replicas.
+        directory: The folder of the files, which is created if it is missing.
+        engine: An object that saves a state dict with ``save(state_dict, path)``, or None for torch.save.
+        exclude_frozen: Whether to leave out frozen parameters.
     """
     processes = grid.processes
     if processes.along(DATA) or processes.along(SEQUENCE):
@@ -57,7 +64,7 @@ def save_layers(
         frozen = {
             name for name, each in layer.named_parameters() if exclude_frozen and not each.requires_grad
         }
-        # Copies, since a view into a flat buffer would be saved with the complete buffer.
+        # The values are copied, because a view into a flat buffer would be saved with the complete buffer.
         state = {
             name: value.detach().clone() if isinstance(value, torch.Tensor) else value
             for name, value in layer.state_dict().items()
@@ -76,14 +83,15 @@ def load_layers(
     """Read the files of this stage's layers.
 
     Args:
-        layers: of this stage.
-        grid: the ranks of stages and replicas.
-        directory: of the files.
-        engine: loads a state dict with ``load(path, map_location)``; None for torch.load with ``weights_only``.
-        strict: refuse missing and unexpected names.
+        layers: The layers of this stage.
+        grid: The ranks of stages and replicas.
+        directory: The folder of the files.
+        engine: An object that loads a state dict with ``load(path, map_location)``, or None for torch.load with
+            ``weights_only``.
+        strict: Whether to refuse missing and unexpected names.
 
     Raises:
-        CheckpointError: a file is missing.
+        CheckpointError: A file is missing.
     """
     for number, layer in _with_state(layers):
         path = layer_file(directory, number, slice_name(grid))

@@ -1,4 +1,4 @@
-"""The engine of a pipeline: each call trains or evaluates one complete step of many micro-batches."""
+"""The engine of a pipeline, whose calls train or evaluate one complete step of many micro-batches."""
 
 from __future__ import annotations
 
@@ -34,14 +34,16 @@ class PipelineEngine(Engine):
     """The engine of a pipeline. :func:`zero_runtime.initialize` returns it for a ``PipelineModule``.
 
     Attributes:
-        grid, mpu: the ranks of stages and replicas.
-        stage_id: this rank's stage.
-        plan: the schedule of its steps.
-        num_stages: number of stages.
-        micro_batches: of a step: the gradient accumulation steps.
-        total_parameters: elements of all stages, with shared parameters in each stage; ``unique_parameters`` counts shared
-            ones once.
-        agg_train_loss: the last result of ``train_batch``.
+        grid, mpu: The ranks of stages and replicas.
+        stage_id: The stage of this rank.
+        plan: The schedule of the steps.
+        num_stages: The number of stages.
+        micro_batches: The number of micro-batches of a step, which is the number of gradient accumulation
+            steps.
+        total_parameters: The number of trainable elements of all stages. Shared parameters count once for
+            each stage.
+        unique_parameters: The number of trainable elements of all stages. Shared parameters count once.
+        agg_train_loss: The last result of ``train_batch``.
     """
 
     module: PipelineModule
@@ -56,7 +58,10 @@ class PipelineEngine(Engine):
         self.batch_fn: Callable[[Any], Any] | None = None
         self.agg_train_loss: torch.Tensor | None = None
         self._source: Iterator[Any] | None = None
-        self._batch_seconds, self._timed_batches = 0.0, 0  # of train_batch since the last progress line
+        self._batch_seconds, self._timed_batches = (
+            0.0,
+            0,
+        )  # sums over train_batch since the last progress line
         self.plan = plan_of(self.module, config.pipeline)
         self._channel = Channel(
             self.grid.pipe, self.module.dynamic_shape, self.plan.chunks, begun=self.plan.begins_messages
@@ -78,24 +83,24 @@ class PipelineEngine(Engine):
 
     @property
     def micro_batches(self) -> int:
-        """Micro-batches of a step."""
+        """The number of micro-batches of a step."""
         return self._config.gradient_accumulation_steps
 
     @property
     def micro_batch_size(self) -> int:
-        """Samples of a micro-batch of one replica."""
+        """The number of samples of a micro-batch of one replica."""
         return self._config.train_micro_batch_size_per_gpu
 
     def is_first_stage(self) -> bool:
-        """Whether this rank's stage is the first, which receives the inputs."""
+        """Return whether this rank's stage is the first, which receives the inputs."""
         return self.grid.is_first
 
     def is_last_stage(self) -> bool:
-        """Whether this rank's stage is the last, which receives the labels."""
+        """Return whether this rank's stage is the last, which receives the labels."""
         return self.grid.is_last
 
     def get_pipeline_parallel_rank(self) -> int:
-        """This rank's stage."""
+        """Return the stage of this rank."""
         return self.stage_id
 
     # Steps.
@@ -103,17 +108,17 @@ class PipelineEngine(Engine):
     def train_batch(
         self, data_iter: Iterator[Any] | None = None, *, data: Any = None, targets: Any = None
     ) -> torch.Tensor:
-        """Take one complete training step. All ranks must call it.
+        """Run one complete training step. All ranks must call this method.
 
         Args:
-            data_iter: of (inputs, labels), one for each micro-batch; only the first and the last stage read it. Default: the
-                training data, repeated.
-            data: instead of ``data_iter``, all inputs of the step: tensors whose first dimension is the samples of this
-                replica, or of all replicas. They are divided into micro-batches.
-            targets: the labels, likewise.
+            data_iter: An iterator of (inputs, labels), one pair for each micro-batch. Only the first and the
+                last stage read it. The default is the training data, repeated.
+            data: All inputs of the step, in place of ``data_iter``. The first dimension of the tensors has
+                the samples of this replica, or of all replicas. The tensors are divided into micro-batches.
+            targets: All labels of the step, in the same form as ``data``.
 
         Returns:
-            The mean loss of all micro-batches of all replicas, 0-D, on every rank.
+            The mean loss of all micro-batches of all replicas, a 0-D tensor, on every rank.
         """
         if not torch.is_grad_enabled():
             raise UsageError(
@@ -145,7 +150,7 @@ class PipelineEngine(Engine):
         return self.agg_train_loss
 
     def _accumulate(self, stage: Stage) -> None:
-        """Run all micro-batches forward and backward and accumulate their gradients."""
+        """Run the forward and backward passes of all micro-batches, and accumulate their gradients."""
         self._gradients.begin_step()
         self._gradients.pause(True)
         try:
@@ -189,13 +194,13 @@ class PipelineEngine(Engine):
         if self._watch is not None:
             self._watch.see_step(self.global_steps)
         self._report.see_memory("after step")
-        # The progress line of the step below has the speed.
+        # The timer prints no line, because the progress line of the step contains the speed.
         self.tput_timer.stop(global_step=True, report_speed=False)
         self._report.see_step(self._progress()._replace(batches=self._batch_times))
         hooks.end_step()
 
     def _batch_times(self) -> BatchTimes:
-        """Loss and time of the batches since the last call; waits for the loss."""
+        """Return the loss and the times of the batches since the last call. The call waits for the loss."""
         assert self.agg_train_loss is not None
         seconds = self._batch_seconds / self._timed_batches
         self._batch_seconds, self._timed_batches = 0.0, 0
@@ -219,20 +224,22 @@ class PipelineEngine(Engine):
         data: Any = None,
         targets: Any = None,
     ) -> Any:
-        """Evaluate as many micro-batches as a step has, without changing the model. All ranks must call it.
+        """Evaluate as many micro-batches as a step has, without changing the model. All ranks must call this method.
 
         Args:
-            data_iter: as for :meth:`train_batch`.
-            return_logits: also return the outputs of the last micro-batch, on the last stage.
-            compute_loss: whether to call ``loss_fn``; otherwise the outputs themselves are reduced.
-            reduce_output: ``avg`` for the mean over micro-batches and replicas, None for a list, one for each micro-batch.
-            bcast_loss: send the mean loss to all stages.
-            num_micro_batches: number of micro-batches, if not that of a step.
-            data, targets: as for :meth:`train_batch`.
+            data_iter: An iterator of batches, as for :meth:`train_batch`.
+            return_logits: Whether to also return the outputs of the last micro-batch, on the last stage.
+            compute_loss: Whether to call ``loss_fn``. Otherwise the outputs themselves are reduced.
+            reduce_output: ``avg`` for the mean over micro-batches and replicas, or None for a list with one
+                value for each micro-batch.
+            bcast_loss: Whether to send the mean loss to all stages.
+            num_micro_batches: The number of micro-batches. The default is the number of a step.
+            data, targets: The inputs and labels, as for :meth:`train_batch`.
 
         Returns:
-            The mean loss, 0-D. Without ``bcast_loss`` or ``compute_loss``, and for a list, only the last stage returns it;
-            others return None. With ``return_logits`` a pair of the loss and the outputs.
+            The mean loss, a 0-D tensor. Only the last stage returns a value if ``bcast_loss`` or
+            ``compute_loss`` is false, or if the result is a list. The other stages then return None. With
+            ``return_logits`` the result is a pair of the loss and the outputs.
         """
         if reduce_output not in ("avg", None):
             raise UsageError(f"reduce_output is {reduce_output!r}; expected 'avg' or None")
@@ -261,10 +268,11 @@ class PipelineEngine(Engine):
         data: Any = None,
         num_micro_batches: int | None = None,
     ) -> Any:
-        """Run the layers without labels or loss. All ranks must call it.
+        """Run the layers without labels or loss. All ranks must call this method.
 
         Returns:
-            On the last stage the outputs of all micro-batches, joined along the first dimension; None elsewhere.
+            On the last stage the outputs of all micro-batches, joined along the first dimension. None on
+            other stages.
         """
         self._moved.refuse("inference_batch", LP_PARAMS)
         count = num_micro_batches or self.micro_batches
@@ -276,7 +284,7 @@ class PipelineEngine(Engine):
         return combined(stage.results) if self.is_last_stage() else None
 
     def _wait_for_all(self) -> None:
-        """Barrier, as in DeepSpeed, so that ranks do not drift several evaluations apart."""
+        """Wait for all ranks, as DeepSpeed does, so that no rank is several evaluations ahead of another rank."""
         with _OTHER:
             comm.barrier()
 
@@ -297,7 +305,10 @@ class PipelineEngine(Engine):
     def _source_of(
         self, data_iter: Iterator[Any] | None, data: Any, targets: Any, count: int, lasting: bool = False
     ) -> Source:
-        """The batches of a call. An iterator is used by later calls without data too if ``lasting`` is set."""
+        """Return the source of the batches of a call.
+
+        If ``lasting`` is true, later calls without data use the same iterator.
+        """
         if data is None and targets is not None and self.is_first_stage():
             raise UsageError("targets are given without data; give the first stage both, or data alone")
         if data is not None or targets is not None:
@@ -328,11 +339,11 @@ class PipelineEngine(Engine):
         self._source = iterator
 
     def set_batch_fn(self, fn: Callable[[Any], Any]) -> None:
-        """Call ``fn`` with each batch and use its result in place of the batch."""
+        """Set a function that is called with each batch. Its result replaces the batch."""
         self.batch_fn = fn
 
     def reset_activation_shape(self) -> None:
-        """Allow activations to have other shapes from now on. All ranks must call it."""
+        """Allow activations to have new shapes from now on. All ranks must call this method."""
         self._channel.reset()
 
     # Checkpoints.
@@ -343,11 +354,12 @@ class PipelineEngine(Engine):
     def module_state_dict(  # type: ignore[override]
         self, exclude_frozen_parameters: bool = False, whole: bool = False
     ) -> dict[str, torch.Tensor] | None:
-        """The state of this stage's layers, by their names in the complete model.
+        """Return the state of this stage's layers, by their names in the complete model.
 
         Args:
-            exclude_frozen_parameters: leave frozen parameters out.
-            whole: return the state of all stages on the CPU of rank 0, and None elsewhere; all ranks must call it then.
+            exclude_frozen_parameters: Whether to leave out frozen parameters.
+            whole: Whether to return the state of all stages, in host memory on rank 0, and None on other
+                ranks. All ranks must then call this method.
         """
         if whole:
             return self._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters)
@@ -361,32 +373,34 @@ class PipelineEngine(Engine):
     # Idle time.
 
     def bubble_fraction(self) -> float:
-        """The share of the last step in which stages did not compute, over all stages. All ranks must call it.
+        """Return the share of the last step in which stages did not compute, over all stages.
 
-        Messages count as idle, so it is at least :meth:`expected_bubble_fraction` if stages take equal time.
+        All ranks must call this method. Messages count as idle time. So the share is at least
+        :meth:`expected_bubble_fraction` if stages take equal time.
         """
         return self._bubble.idle_fraction()
 
     def expected_bubble_fraction(self) -> float:
-        """The idle share of the schedule if stages and passes take equal time and messages take none.
+        """Return the idle share of the schedule if stages and passes take equal time and messages take no time.
 
-        (stages - 1) / (virtual stages x micro-batches + stages - 1). With ``zero_bubble``, where each half of a backward
-        pass takes that time, (stages - 1) / (3 x micro-batches + stages - 1) for at least as many micro-batches as stages.
+        The share is (stages - 1) / (virtual stages x micro-batches + stages - 1). With ``zero_bubble``, each
+        half of a backward pass takes the time of a forward pass. The share is then (stages - 1) / (3 x
+        micro-batches + stages - 1) if there are at least as many micro-batches as stages.
         """
         return self.plan.idle_fraction(self.micro_batches)
 
-    # Calls that a pipeline has only as one complete step.
+    # These calls are refused, because a pipeline runs only complete steps.
 
     def forward(self, *inputs: Any, **kwargs: Any) -> NoReturn:
-        """Refused: see :meth:`train_batch`."""
+        """Raise UsageError, because a pipeline runs only complete steps; see :meth:`train_batch`."""
         raise _whole_steps("forward")
 
     def backward(self, *arguments: Any, **options: Any) -> NoReturn:  # type: ignore[override]
-        """Refused: see :meth:`train_batch`."""
+        """Raise UsageError, because a pipeline runs only complete steps; see :meth:`train_batch`."""
         raise _whole_steps("backward")
 
     def step(self, *arguments: Any, **options: Any) -> NoReturn:  # type: ignore[override]
-        """Refused: see :meth:`train_batch`."""
+        """Raise UsageError, because a pipeline runs only complete steps; see :meth:`train_batch`."""
         raise _whole_steps("step")
 
 
@@ -398,7 +412,11 @@ def _whole_steps(name: str) -> UsageError:
 
 
 def check_pipeline(config: RuntimeConfig) -> None:
-    """Refuse what a pipeline cannot do. Raises ConfigError."""
+    """Check that a pipeline supports the configuration.
+
+    Raises:
+        ConfigError: The stage shards gradients, or managed_gradient_accumulation is false.
+    """
     if config.zero.stage.shards_gradients:
         raise ConfigError(
             f"zero_optimization.stage is {config.zero.stage.number}, and the model is a pipeline, which adds "

@@ -1,13 +1,19 @@
-"""A backward pass in two halves: first the gradients of the inputs, later those of the weights.
+"""A backward pass in two halves: first the gradients of the inputs, later the gradients of the weights.
 
-The graph of a forward pass consists of carriers, nodes from which an input can be reached, and the rest: weights, and
-nodes that depend on weights only. Carriers pass gradients to the inputs. The first half runs only the carriers, requests no
-gradient of a weight, and stores the gradients that arrive at carriers with weights. The second half starts at these
-carriers and runs each again, but requests only the gradients of its weights. torch's operations compute only the requested
-gradients, so neither half repeats work of the other. Functions in Python (torch.autograd.Function) compute all gradients at
-once: those of the weights are stored, and the function does not run again, unless its weights are also used elsewhere.
+The graph of a forward pass consists of carriers and other nodes. A carrier is a node from which an input can
+be reached, and carriers pass gradients to the inputs. The other nodes are weights, and nodes that depend only
+on weights.
 
-A hook on a tensor that carries gradients runs in each half; the result of the first run counts.
+The first half runs only the carriers. It requests no gradient of a weight, and stores the gradients that
+arrive at carriers with weights. The second half starts at these carriers and runs each of them again, but
+requests only the gradients of their weights. torch's operations compute only the requested gradients, so
+neither half repeats work of the other half.
+
+Functions in Python (torch.autograd.Function) compute all gradients at once. In the first half, the gradients
+of their weights are stored. In the second half such a function does not run again, unless its weights are
+also used elsewhere.
+
+A hook on a tensor that carries gradients runs in each half, and the result of the first run is used.
 """
 
 from __future__ import annotations
@@ -20,21 +26,22 @@ import torch
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 Gradients = tuple[torch.Tensor | None, ...]
-_LEAF: Final = "variable"  # the attribute of an AccumulateGrad node that is its tensor
+_LEAF: Final = "variable"  # the attribute of an AccumulateGrad node that contains its tensor
 
 
 def backward_of_inputs(
     ends: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor] | None, inputs: Sequence[torch.Tensor]
 ) -> WeightGradients:
-    """The first half: add the gradients of ``inputs`` to their ``grad``.
+    """Run the first half of a backward pass, which adds the gradients of ``inputs`` to their ``grad``.
 
     Args:
-        ends: outputs of the forward pass that require gradients.
-        gradients: of each of them; None for a loss of one element.
-        inputs: leaves. If the ends depend on none of them, all gradients are computed here.
+        ends: The outputs of the forward pass that require gradients.
+        gradients: The gradient of each output, or None for a loss of one element.
+        inputs: The inputs, which are leaves. If the outputs depend on no input, all gradients are computed
+            here.
 
     Returns:
-        The second half.
+        The second half of the backward pass.
     """
     if not ends:
         return WeightGradients([])
@@ -83,7 +90,7 @@ class _Graph:
     """The carriers and weights of an autograd graph.
 
     Attributes:
-        carriers: nodes from which an input can be reached, the inputs' own included.
+        carriers: The nodes from which an input can be reached, including the nodes of the inputs.
     """
 
     def __init__(self, roots: Sequence[GradientEdge], inputs: Iterable[Node]) -> None:
@@ -94,7 +101,7 @@ class _Graph:
         for node in self._order:
             if node in targets or any(child in self.carriers for child, _ in node.next_functions):
                 self.carriers.add(node)
-        # The weights below each node that is not a carrier.
+        # For each node that is not a carrier, the weights that can be reached from it.
         self._weights: dict[Node, frozenset[Node]] = {}
         for node in self._order:
             if node not in self.carriers:
@@ -108,10 +115,12 @@ class _Graph:
         return frozenset[Node]().union(*hanging)
 
     def groups(self, gradients: Sequence[torch.Tensor]) -> list[_Group]:
-        """Groups of carriers and ends with weights, joined if they have a weight in common; last of the forward pass first.
+        """Return the groups of carriers and outputs with weights, in the reverse order of the forward pass.
+
+        Carriers and outputs with a common weight are in the same group.
 
         Args:
-            gradients: of the roots.
+            gradients: The gradients of the roots.
         """
         owners: dict[Node, _Group] = {}
         keepers = self._keepers()
@@ -126,7 +135,10 @@ class _Graph:
         return list({id(group): group for group in owners.values()}.values())
 
     def _keepers(self) -> dict[Node, Node]:
-        """For each node, the object that keeps it alive: itself, or for Python functions a node before it, which owns it."""
+        """Return, for each node, the object that keeps it alive.
+
+        This object is the node itself. For a Python function it is an earlier node, which owns the function.
+        """
         keepers = {root.node: root.ownership_token or root.node for root in self._roots}
         for node in reversed(self._order):
             if not _is_in_python(node):
@@ -137,7 +149,7 @@ class _Graph:
 
 
 def _after_children(roots: Iterable[Node]) -> Iterator[Node]:
-    """The nodes that can be reached from ``roots``, in post-order: each after all of its children."""
+    """Yield the nodes that can be reached from ``roots``, in post-order: each node after all of its children."""
     visited: set[Node] = set()
     stack: list[tuple[Node, Iterator[tuple[Node, int]]]] = []
     for root in roots:
@@ -157,7 +169,7 @@ def _after_children(roots: Iterable[Node]) -> Iterator[Node]:
 
 
 def _edges(node: Node) -> Iterator[tuple[Node, int]]:
-    """The edges along which ``node`` sends gradients: (node, number of that node's input)."""
+    """Return the edges along which ``node`` sends gradients, as pairs (receiving node, number of its input)."""
     return ((child, number) for child, number in node.next_functions if child is not None)
 
 
@@ -173,9 +185,9 @@ class _Carrier:
     """A carrier with weights, and the gradients that it received in the first half.
 
     Args:
-        node: the carrier.
-        sides: edges to nodes that no input depends on.
-        keeper: the object that keeps it alive.
+        node: The carrier.
+        sides: The edges to nodes from which no input can be reached.
+        keeper: The object that keeps the node alive.
     """
 
     def __init__(self, node: Node, sides: Sequence[tuple[Node, int]], keeper: Node) -> None:
@@ -186,7 +198,7 @@ class _Carrier:
         self._returned: list[tuple[GradientEdge, torch.Tensor]] | None = None
 
     def watch(self) -> list[Any]:
-        """Store the gradients that arrive from now on. Returns the handles of the hooks."""
+        """Store the gradients that arrive at the carrier from now on, and return the handles of the hooks."""
         handles = [self.node.register_prehook(self._keep)]
         if _is_in_python(self.node):
             handles.append(self.node.register_hook(self._keep_returned))
@@ -204,10 +216,10 @@ class _Carrier:
         ]
 
     def starts(self, alone: bool) -> list[tuple[GradientEdge, torch.Tensor]]:
-        """The edges at which the second half starts, with their gradients.
+        """Return the edges at which the second half starts, with their gradients.
 
         Args:
-            alone: whether no other carrier has the same weights.
+            alone: Whether no other carrier has the same weights.
         """
         if alone and self._returned is not None:
             return self._returned
@@ -218,7 +230,10 @@ class _Carrier:
         ]
 
     def clamp(self) -> Any:
-        """Keep the node's stored gradients, whatever other carriers send in the second half. Returns the hook's handle."""
+        """Keep the node's stored gradients in the second half, and return the handle of the hook.
+
+        Without the hook, gradients that other carriers send would be added.
+        """
         captured = self._gradients
         return self.node.register_prehook(lambda gradients: captured)
 
@@ -228,9 +243,9 @@ class _Group:
     """Weights whose gradients are computed together.
 
     Attributes:
-        weights: nodes that add to a gradient.
-        carriers: the carriers to which they belong.
-        loose: ends of the forward pass that depend on weights only, with their gradients.
+        weights: The nodes that add to the gradient of a weight.
+        carriers: The carriers to which the weights belong.
+        loose: The outputs of the forward pass that depend only on weights, with their gradients.
     """
 
     weights: frozenset[Node]
@@ -247,7 +262,8 @@ class _Group:
             torch.autograd.backward(
                 [edge for edge, _ in starts],
                 [gradient for _, gradient in starts],
-                retain_graph=True,  # other groups may need parts of it; it is freed with its last reference
+                # Other groups may need parts of the graph, which is freed with its last reference.
+                retain_graph=True,
                 inputs=[getattr(node, _LEAF) for node in self.weights],
             )
         finally:
@@ -256,7 +272,7 @@ class _Group:
 
 
 def _add(owners: dict[Node, _Group], new: _Group) -> None:
-    """Add ``new`` as the group of its weights, merged with all groups that already have some of them."""
+    """Add ``new`` as the group of its weights. Groups that already have some of these weights are merged into it."""
     for each in {id(owners[weight]): owners[weight] for weight in new.weights if weight in owners}.values():
         new = _Group(each.weights | new.weights, each.carriers + new.carriers, each.loose + new.loose)
     owners.update(dict.fromkeys(new.weights, new))

@@ -1,4 +1,4 @@
-"""One pipeline stage during one step, which runs the instructions of a schedule."""
+"""A pipeline stage that runs the instructions of a schedule during one step."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ from zero_runtime.pipeline.transfer.micro_batches import Source, inputs_of, labe
 
 
 class StageModel(NamedTuple):
-    """What every step of a stage computes with; the engine owns it.
+    """The objects of the engine that every step of a stage uses.
 
     Attributes:
-        module: the pipeline, with the layers of this rank.
-        grid: the ranks of stages and replicas.
-        plan: the schedule.
-        precision: the dtypes of inputs and of autocast.
-        scale: the loss scale.
-        finish_backward: called after each backward pass, to take the gradients.
-        device: of the parameters.
+        module: The pipeline, with the layers of this rank.
+        grid: The ranks of stages and replicas.
+        plan: The schedule.
+        precision: The dtypes of inputs and of autocast.
+        scale: The loss scale.
+        finish_backward: A function that is called after each backward pass, to process the gradients.
+        device: The device of the parameters.
     """
 
     module: PipelineModule
@@ -48,7 +48,12 @@ class StageModel(NamedTuple):
 
 
 class Pass(NamedTuple):
-    """A micro-batch in one of the rank's chunks of the model."""
+    """A micro-batch in one of the rank's chunks of the model.
+
+    Attributes:
+        number: The number of the micro-batch.
+        chunk: The number of the chunk.
+    """
 
     number: int
     chunk: int
@@ -58,16 +63,16 @@ class Stage:
     """The state of a stage during one step: inputs, outputs and gradients of the micro-batches in progress.
 
     Args:
-        model: what it computes with.
-        channel: to the neighboring stages.
-        bubble: measures the computation.
-        source: of batches.
-        micro_batches: of the step.
-        with_loss: whether the last stage calls the loss function.
+        model: The model and the other objects that the step uses.
+        channel: The connections to the neighboring stages.
+        bubble: The measurement of the computation.
+        source: A function that returns the next batch.
+        micro_batches: The number of micro-batches of the step.
+        with_loss: Whether the last stage calls the loss function.
 
     Attributes:
-        losses: of each micro-batch so far, detached, on the last stage.
-        results: outputs of the last stage for each micro-batch, in evaluation.
+        losses: The detached loss of each micro-batch so far, on the last stage.
+        results: The outputs of the last stage for each micro-batch, in an evaluation.
     """
 
     def __init__(
@@ -129,7 +134,7 @@ class Stage:
 
     def _load(self, current: Pass) -> None:
         if current.chunk and self._model.grid.is_first:
-            return  # the only rank, which read the labels with the inputs
+            return  # There is only one rank, which has read the labels together with the inputs.
         batch = self._source()
         if self._is_first(current):
             inputs = self._on_device(inputs_of(batch))
@@ -156,9 +161,9 @@ class Stage:
         model, inputs = self._model, self._inputs[current]
         if not self._training:
             del self._inputs[current]
-        # A copy, so that the first layer may work in place although the inputs require gradients.
+        # The inputs are copied so that the first layer may work in place although they require gradients.
         layer_inputs = tree_map(_copied, inputs) if self._training else inputs
-        # Checkpointed layers run again only once, for both halves of the backward pass.
+        # With a split backward pass, checkpointed layers run again only once, for both halves.
         halves = holding(model.plan.splits_backward)
         with self._bubble.working(), autocast(model.precision.autocast, model.device), halves:
             outputs = (
@@ -206,7 +211,10 @@ class Stage:
         self._gradients[current] = self._channel.receive_gradients(self._outputs[current])
 
     def _ends(self, current: Pass) -> tuple[list[torch.Tensor], list[torch.Tensor] | None]:
-        """The tensors at which the backward pass begins, and their gradients; None for the loss."""
+        """Return the tensors at which the backward pass begins, and their gradients.
+
+        If the tensor is the loss, None replaces the gradients.
+        """
         outputs = self._outputs.pop(current)
         if self._is_last(current):
             scale = self._model.scale.value / self._micro_batches
@@ -249,7 +257,7 @@ class Stage:
 
 
 def _requiring_gradients(value: Any) -> Any:
-    """A copy that requires gradients of a floating-point tensor; anything else unchanged."""
+    """Return a copy of a floating-point tensor that requires gradients. Any other value is returned unchanged."""
     if not isinstance(value, torch.Tensor) or not value.is_floating_point():
         return value
     return value.detach().clone().requires_grad_()
@@ -260,6 +268,6 @@ def _copied(value: Any) -> Any:
 
 
 def _differentiable(outputs: Any) -> list[torch.Tensor]:
-    """The tensors of ``outputs`` whose gradients the next stage sends back."""
+    """Return the tensors of ``outputs`` whose gradients the next stage sends back."""
     tensors = (leaf for leaf in tree_leaves(outputs) if isinstance(leaf, torch.Tensor))
     return [each for each in tensors if each.is_floating_point() or each.is_complex()]

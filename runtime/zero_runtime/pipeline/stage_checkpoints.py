@@ -1,4 +1,4 @@
-"""Checkpoints of a pipeline, which any number of stages can load."""
+"""Checkpoints of a pipeline, which can be loaded with any number of stages."""
 
 from __future__ import annotations
 
@@ -30,11 +30,12 @@ from zero_runtime.training.moved_states import MovedStates
 
 
 class StageCheckpoints(Checkpoints):
-    """Saves and loads the checkpoints of a pipeline's engine.
+    """The part of a pipeline's engine that saves and loads its checkpoints.
 
     Args:
-        module: the layers of this stage.
-        config, parallelism, moved, settled: as for :class:`~zero_runtime.training.engine_checkpoints.Checkpoints`.
+        module: The pipeline, with the layers of this stage.
+        config, parallelism, moved, settled: The same arguments as for
+            :class:`~zero_runtime.training.engine_checkpoints.Checkpoints`.
     """
 
     def __init__(
@@ -49,7 +50,10 @@ class StageCheckpoints(Checkpoints):
         self._module = module
 
     def _load(self, training: Training, load_dir: Path, tag: str | None, wanted: Wanted) -> Loaded | None:
-        """Load the layers of this stage, whatever number of stages saved them. All ranks must call it."""
+        """Load the layers of this stage, which any number of stages may have saved.
+
+        All ranks must call this method.
+        """
         sizes = self._parallelism.model_sizes()
         everyone = DataParallelGroup()
         cut, error = save_agreement.attempt(lambda: MODEL in (axes_of_saved(load_dir, tag) or {}))
@@ -87,7 +91,7 @@ class StageCheckpoints(Checkpoints):
         return True
 
     def collect_weights(self, exclude_frozen: bool) -> dict[str, torch.Tensor] | None:
-        """The layers of all stages on rank 0, None elsewhere."""
+        """Return the weights of all stages on rank 0, and None on the other ranks."""
         with self._training() as training:
             return collected_weights(training, self._grid, exclude_frozen)
 
@@ -115,13 +119,17 @@ def _has_same_stages(
     stage: int | None,
     names: set[str],
 ) -> bool:
-    """Whether the same stages saved the checkpoint, so that each loads the part with its own number.
+    """Return whether the same stages saved the checkpoint. Each stage then loads the part with its own number.
+
+    The result is also true if nothing was saved, or if the saved model was also partitioned along axes other than
+    the stages.
 
     Args:
-        load_dir, tag: of the checkpoint.
-        stages: number of stages.
-        stage: of this rank; None without stages.
-        names: of the stage's parameters.
+        load_dir, tag: The folder of checkpoints and the name of the checkpoint. None is the checkpoint saved
+            last.
+        stages: The number of stages.
+        stage: The stage of this rank, or None without stages.
+        names: The names of the parameters of the stage.
     """
     named = read_latest(load_dir) if tag is None else tag
     if named is None:

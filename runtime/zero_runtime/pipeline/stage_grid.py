@@ -15,15 +15,15 @@ _REPLICAS: Final = (DATA, SEQUENCE)
 
 
 class PipelineGrid:
-    """This rank's position among stages and replicas. Its ``get_...`` methods are those of Megatron's model-parallel unit.
+    """The position of this rank among stages and replicas, with the methods of Megatron's model-parallel unit.
 
     Args:
-        topology: the axes of all ranks; ``data`` and ``pipe`` are added if they are missing.
+        topology: The axes of all ranks. The axes ``data`` and ``pipe`` are added if they are missing.
 
     Attributes:
-        processes: the groups along each axis.
-        stage: this rank's stage.
-        num_stages: number of stages.
+        processes: The groups along each axis.
+        stage: The stage of this rank.
+        num_stages: The number of stages.
     """
 
     def __init__(self, topology: ProcessTopology) -> None:
@@ -67,72 +67,75 @@ class PipelineGrid:
         return self.stage == self.num_stages - 1
 
     def stage_to_global(self, stage_id: int, **place: int) -> int:
-        """The rank of stage ``stage_id`` with this rank's coordinates on the other axes, except those in ``place``."""
+        """Return the rank of stage ``stage_id`` that has this rank's coordinates on the other axes.
+
+        Coordinates in ``place`` replace those of this rank.
+        """
         return self.topology.rank(**{**self.processes.place, PIPE: stage_id, **place})
 
     def get_global_rank(self) -> int:
-        """This rank's number in the job."""
+        """Return the number of this rank in the job."""
         return self.processes.rank
 
     def get_stage_id(self) -> int:
-        """This rank's stage."""
+        """Return the stage of this rank."""
         return self.stage
 
     get_pipe_parallel_rank = get_pipeline_model_parallel_rank = get_stage_id
 
     def get_pipe_parallel_world_size(self) -> int:
-        """The number of stages."""
+        """Return the number of stages."""
         return self.num_stages
 
     get_pipeline_model_parallel_world_size = get_pipe_parallel_world_size
 
     def get_pipe_parallel_group(self) -> ProcessGroup | None:
-        """The stages of this replica."""
+        """Return the process group of the stages of this replica."""
         return self.pipe.group
 
     def get_data_parallel_id(self) -> int:
-        """This rank's replica."""
+        """Return the number of this rank's replica."""
         return self.processes.along(DATA)
 
     get_data_parallel_rank = get_data_parallel_id
 
     def get_data_parallel_world_size(self) -> int:
-        """The number of replicas."""
+        """Return the number of replicas."""
         return self.processes.size(DATA)
 
     def get_data_parallel_group(self) -> ProcessGroup | None:
-        """The replicas of this stage."""
+        """Return the process group of the replicas of this stage."""
         return self.data.group
 
     def get_data_parallel_group_ranks(self) -> list[int]:
-        """The ranks of the replicas of this stage."""
+        """Return the ranks of the replicas of this stage."""
         return list(self.data.global_ranks)
 
     def get_model_parallel_rank(self) -> int:
-        """This rank among those of its replica."""
+        """Return the number of this rank among the ranks of its replica."""
         return self.model.rank
 
     def get_model_parallel_world_size(self) -> int:
-        """The ranks of a replica."""
+        """Return the number of ranks of a replica."""
         return self.model.world_size
 
     def get_model_parallel_group(self) -> ProcessGroup | None:
-        """The ranks of this replica."""
+        """Return the process group of the ranks of this replica."""
         return self.model.group
 
     def get_slice_parallel_rank(self) -> int:
-        """This rank's number among the tensor-parallel ranks of its stage."""
+        """Return the number of this rank among the tensor-parallel ranks of its stage."""
         return self.processes.along(MODEL)
 
     get_tensor_model_parallel_rank = get_slice_parallel_rank
 
     def get_slice_parallel_world_size(self) -> int:
-        """The number of tensor-parallel ranks."""
+        """Return the number of tensor-parallel ranks."""
         return self.processes.size(MODEL)
 
     get_tensor_model_parallel_world_size = get_slice_parallel_world_size
 
-    # The same as attributes, under DeepSpeed's names.
+    # Attributes with the same values, under DeepSpeed's names.
     global_rank = property(get_global_rank)
     stage_id = property(get_stage_id)
     data_parallel_id = property(get_data_parallel_id)
@@ -142,10 +145,13 @@ class PipelineGrid:
 
 
 def topology_of(grid: Any) -> ProcessTopology:
-    """The topology that a script passes: of zero_runtime.groups.process_grid, or of deepspeed.runtime.pipe.topology.
+    """Return the topology that a script passes.
+
+    Args:
+        grid: A topology from ``zero_runtime.groups.process_grid`` or ``deepspeed.runtime.pipe.topology``.
 
     Raises:
-        ConfigError: it is neither, or it lacks the axis ``pipe``.
+        ConfigError: ``grid`` is not a topology, or it has no axis ``pipe``.
     """
     topology = getattr(grid, "grid", grid)
     if not isinstance(topology, ProcessTopology):
@@ -156,10 +162,10 @@ def topology_of(grid: Any) -> ProcessTopology:
 
 
 def topology_for(stages: int, world_size: int) -> ProcessTopology:
-    """The topology of ``stages`` pipeline stages with as many replicas as ``world_size`` allows.
+    """Return the topology of ``stages`` pipeline stages with as many replicas as ``world_size`` allows.
 
     Raises:
-        ConfigError: the stages do not divide the ranks.
+        ConfigError: The number of stages does not divide the number of ranks.
     """
     if stages < 1 or world_size % stages:
         raise ConfigError(

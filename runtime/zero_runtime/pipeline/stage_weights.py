@@ -1,4 +1,4 @@
-"""Collects the weights of all stages on the first one, in memory or in a file."""
+"""Collection of the weights of all stages on the first stage, in memory or in a file."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class WeightEntry(NamedTuple):
     """A parameter or buffer of a stage.
 
     Attributes:
-        name: one of its names.
-        dtype: of the tensor.
-        shape: of the complete tensor.
+        name: One of the names of the tensor.
+        dtype: The dtype of the tensor.
+        shape: The shape of the complete tensor.
     """
 
     name: str
@@ -31,10 +31,11 @@ class WeightEntry(NamedTuple):
 
 
 def save_weights(training: Training, grid: PipelineGrid, path: Path, exclude_frozen: bool = False) -> None:
-    """Write the weights of all stages to ``path``. All ranks must call it.
+    """Write the weights of all stages to ``path``. All ranks must call this function.
 
     Raises:
-        CheckpointError: on every rank, if the first one cannot write it; an existing file is unchanged.
+        CheckpointError: The first rank cannot write the file. The error is raised on every rank, and an
+            existing file is unchanged.
     """
     training.settle()
     mine = saved_weights.names_of(training.module, exclude_frozen)
@@ -60,7 +61,10 @@ def save_weights(training: Training, grid: PipelineGrid, path: Path, exclude_fro
 def collected_weights(
     training: Training, grid: PipelineGrid, exclude_frozen: bool = False
 ) -> dict[str, torch.Tensor] | None:
-    """The weights of all stages, on the CPU: on rank 0; None elsewhere. All ranks must call it."""
+    """Return the weights of all stages, in host memory, on rank 0, and None on the other ranks.
+
+    All ranks must call this function.
+    """
     training.settle()
     mine = saved_weights.names_of(training.module, exclude_frozen)
     stages = _listed(grid.pipe, mine)
@@ -74,7 +78,10 @@ def collected_weights(
 
 
 def _listed(stages: DataParallelGroup, mine: dict[torch.Tensor, list[str]]) -> list[list[WeightEntry]]:
-    """The tensors that each stage sends; shared ones are sent by the first. Two all_gathers, of lengths and of JSON."""
+    """Return the tensors that each stage sends. The first stage of a shared tensor sends it.
+
+    The stages exchange their lists with two all_gathers, one of lengths and one of JSON.
+    """
     own_entries = [
         [each.key, str(each.dtype).removeprefix("torch."), each.shape]
         for each in saved_weights.entries_of(mine)
@@ -128,12 +135,12 @@ def _bring(
 
 
 def _whole(training: Training, tensor: torch.Tensor) -> torch.Tensor:
-    """The complete ``tensor``, joined from the shards of this stage's tensor-parallel ranks."""
+    """Return the complete ``tensor``, joined from the shards of this stage's tensor-parallel ranks."""
     if isinstance(tensor, torch.nn.Parameter):
         return saved_weights.joined(training, [tensor])[tensor].detach()
     return tensor.detach()
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory, or a contiguous copy, as uint8, which every backend can send."""
+    """Return ``tensor``, or a contiguous copy of it, as uint8, which every backend can send."""
     return tensor.contiguous().view(-1).view(torch.uint8)

@@ -1,4 +1,7 @@
-"""Sequence parallelism (Ulysses): ranks have shards of every sequence, and within attention some of the heads instead."""
+"""Sequence parallelism (Ulysses), in which ranks have shards of every sequence.
+
+Within attention, a rank has complete sequences of some of the heads instead.
+"""
 
 from __future__ import annotations
 

@@ -17,21 +17,23 @@ _HEADS = 2  # dimension
 
 
 class DistributedAttention(torch.nn.Module):
-    """Wraps an attention: inside it a rank has whole sequences of some heads, outside shards of sequences of all heads.
+    """A wrapper of an attention for sequences that are partitioned over the ranks.
 
-    Query, key and value are exchanged by one all_to_all each, and the output by another one; the backward pass issues the
-    same number.
+    Inside the attention, a rank has complete sequences of some heads. Outside, it has shards of sequences of
+    all heads. Query, key and value are exchanged with one all_to_all each, and the output with one more
+    all_to_all. The backward pass issues the same number.
 
     Args:
-        local_attention: called with query, key and value of this rank's heads.
-        sequence_process_group: the sequence-parallel ranks; None for those of ``sequence_parallel_size``.
-        scatter_idx: the dimension of heads, 2.
-        gather_idx: the dimension of the sequence, 0 or 1; ``forward`` derives it from the dimension of the batch.
-        sp_stream: a stream for overlapped messages, not in this version.
-        num_kv_heads: heads of key and value, which are checked.
+        local_attention: The attention, which is called with query, key and value of this rank's heads.
+        sequence_process_group: The sequence-parallel ranks. None means the ranks of ``sequence_parallel_size``.
+        scatter_idx: The dimension of the heads, which must be 2.
+        gather_idx: The dimension of the sequence, 0 or 1. ``forward`` does not use this value, but derives
+            the dimension from that of the batch.
+        sp_stream: A stream for overlapped messages, which is not in this version.
+        num_kv_heads: The number of heads of key and value, which is checked.
 
     Raises:
-        ConfigError: another dimension, or a stream.
+        ConfigError: A dimension has another value, or a stream is passed.
     """
 
     def __init__(
@@ -60,7 +62,7 @@ class DistributedAttention(torch.nn.Module):
         self._why = hooks.tag("activation")
 
     def name(self, name: str) -> None:
-        """Use ``name`` as the module of the messages in traces."""
+        """Set ``name`` as the name of the module in the records of its messages."""
         self._why = hooks.tag("activation", module=name)
 
     @property
@@ -87,19 +89,21 @@ class DistributedAttention(torch.nn.Module):
         """Compute the attention. The order of the arguments is DeepSpeed's.
 
         Args:
-            query: (batch, sequence / ranks, heads, width), or with ``batch_dim_idx`` 1 (sequence / ranks, batch, heads,
-                width).
-            key: the same, possibly with fewer heads.
-            value: of the shape of ``key``.
-            batch_dim_idx: the dimension of the batch: 0 or 1.
-            rotary_pos_emb: the cosines and sines of rotary positions for whole sequences, (sequence, 1, 1, rotated width)
-                each, with which query and key are rotated; None if they are not.
-            args: passed to the attention after query, key and value, which then have whole sequences and heads / ranks. Its
-                output must have their dimensions.
-            kwargs: passed to the attention too.
+            query: The query, of shape (batch, sequence / ranks, heads, width). With ``batch_dim_idx`` 1 the
+                shape is (sequence / ranks, batch, heads, width).
+            key: The key, of the same shape as the query, but possibly with fewer heads.
+            value: The value, of the same shape as ``key``.
+            batch_dim_idx: The dimension of the batch, 0 or 1.
+            rotary_pos_emb: The cosines and sines of rotary positions for complete sequences, each of shape
+                (sequence, 1, 1, rotated width). Query and key are rotated with them, or not rotated if the
+                value is None.
+            args: Positional arguments that are passed to the attention after query, key and value. These
+                three have complete sequences and heads / ranks heads. The output of the attention must have
+                the same dimensions.
+            kwargs: Keyword arguments that are passed to the attention.
 
         Raises:
-            UsageError: the number of ranks does not divide the heads.
+            UsageError: The number of ranks does not divide the heads, or the dimensions of the query are wrong.
         """
         sequence = 1 - batch_dim_idx
         self._check(query, key, batch_dim_idx)
@@ -133,7 +137,7 @@ class DistributedAttention(torch.nn.Module):
 
 
 def _rotated(tensor: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor) -> torch.Tensor:
-    """``tensor`` with rotary positions in the first elements of its last dimension."""
+    """Return ``tensor`` with rotary positions applied to the first elements of its last dimension."""
     width = cosines.shape[-1]
     turned, rest = tensor[..., :width], tensor[..., width:]
     first, second = turned.chunk(2, -1)
@@ -142,7 +146,7 @@ def _rotated(tensor: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor) -
 
 
 def name_attention(module: torch.nn.Module) -> None:
-    """Use the qualified names of the distributed attentions in ``module`` in traces."""
+    """Give each distributed attention in ``module`` its qualified name, which is used in traces."""
     for name, child in module.named_modules():
         if isinstance(child, DistributedAttention):
             child.name(name)

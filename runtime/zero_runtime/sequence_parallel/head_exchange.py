@@ -1,4 +1,4 @@
-"""The exchange of a sharded dimension for another: one all_to_all forward, and one backward."""
+"""The exchange of the sharded dimension of a tensor, with one all_to_all forward and one all_to_all backward."""
 
 from __future__ import annotations
 
@@ -37,17 +37,19 @@ def exchange(
     """Shard dimension ``scatter`` of a tensor and gather dimension ``gather``.
 
     Args:
-        tensor: with the whole dimension ``scatter``, and this rank's shard of dimension ``gather``.
-        group: the ranks with the other shards, in order.
-        scatter: the dimension that is sharded afterwards.
-        gather: the dimension that is whole afterwards.
-        why: the tag of the message.
+        tensor: The tensor, with the complete dimension ``scatter`` and this rank's shard of the dimension
+            ``gather``.
+        group: The ranks with the shards, in order.
+        scatter: The dimension that is sharded in the result.
+        gather: The dimension that is complete in the result.
+        why: The tag of the message.
 
     Returns:
-        A tensor whose dimension ``scatter`` is divided by the number of ranks, and whose dimension ``gather`` is multiplied.
+        The new tensor. The size of its dimension ``scatter`` is divided by the number of ranks, and the size
+        of its dimension ``gather`` is multiplied by the number of ranks.
 
     Raises:
-        UsageError: the number of ranks does not divide dimension ``scatter``.
+        UsageError: The number of ranks does not divide the dimension ``scatter``.
     """
     if tensor.shape[scatter] % group.world_size:
         raise UsageError(

@@ -16,10 +16,10 @@ _LOSS: Final = hooks.tag("metric")
 
 
 def sequence_group() -> DataParallelGroup:
-    """The sequence-parallel ranks of the training that was initialised last.
+    """Return the sequence-parallel ranks of the training that was initialized last.
 
     Raises:
-        UsageError: there is no training, or it has no sequence parallelism.
+        UsageError: There is no training, or the training has no sequence parallelism.
     """
     parallelism = current()
     if parallelism is None or parallelism.grid is None or SEQUENCE not in parallelism.grid.topology.axes:
@@ -31,15 +31,15 @@ def sequence_group() -> DataParallelGroup:
 
 
 def own_piece(tensor: torch.Tensor, dim: int = 1, group: DataParallelGroup | None = None) -> torch.Tensor:
-    """This rank's shard of whole sequences, such as token ids, targets and positions.
+    """Return this rank's shard of complete sequences, such as token ids, targets and positions.
 
     Args:
-        tensor: equal on all sequence-parallel ranks.
-        dim: of the sequence.
-        group: those ranks; None for those of ``sequence_parallel_size``.
+        tensor: The complete sequences, which are equal on all sequence-parallel ranks.
+        dim: The dimension of the sequence.
+        group: The sequence-parallel ranks. None means the ranks of ``sequence_parallel_size``.
 
     Raises:
-        UsageError: the number of ranks does not divide the sequence.
+        UsageError: The number of ranks does not divide the length of the sequence.
     """
     ranks = group or sequence_group()
     if tensor.shape[dim] % ranks.world_size:
@@ -66,15 +66,16 @@ class _Mean(torch.autograd.Function):
 def mean_over_sequence(
     loss: torch.Tensor, weight: float = 1.0, group: DataParallelGroup | None = None
 ) -> torch.Tensor:
-    """The mean loss of whole sequences from the means of their shards; equal on all sequence-parallel ranks.
+    """Return the mean loss of complete sequences from the means of their shards.
 
-    Gradients of those ranks are summed, as in DeepSpeed. So the backward pass of this function weights each rank's gradient
-    by its share of the elements.
+    The result is equal on all sequence-parallel ranks. As in DeepSpeed, the gradients of these ranks are
+    summed. So the backward pass of this function multiplies the gradient of each rank by the rank's share of
+    the elements.
 
     Args:
-        loss: the mean over this rank's shard, 0-D.
-        weight: number of elements of that mean, if it differs between ranks.
-        group: the ranks; None for those of ``sequence_parallel_size``.
+        loss: The mean loss over this rank's shard, a 0-D tensor.
+        weight: The number of elements of this mean, if the number differs between ranks.
+        group: The sequence-parallel ranks. None means the ranks of ``sequence_parallel_size``.
     """
     mean: torch.Tensor = _Mean.apply(loss, float(weight), group or sequence_group())
     return mean

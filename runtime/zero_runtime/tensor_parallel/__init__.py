@@ -1,4 +1,4 @@
-"""Tensor parallelism: layers with partitioned parameters, and plans that replace a model's layers by them."""
+"""Tensor parallelism: layers with partitioned parameters, and plans that replace a model's layers by such layers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The partition of a parameter over tensor-parallel ranks. Pure arithmetic on tensors; nothing is sent."""
+"""The partition of a parameter over tensor-parallel ranks, without communication."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ class Cut:
     """The partition of a parameter into equal shards along one dimension.
 
     Attributes:
-        dim: the dimension.
-        sections: extents of layers that are joined in one parameter, such as query, key and value; each is partitioned
-            separately.
-        rank: number of this shard.
-        size: number of shards.
+        dim: The dimension.
+        sections: The extents of the layers that are joined in one parameter, such as query, key and value.
+            Each section is partitioned separately.
+        rank: The number of this shard.
+        size: The number of shards.
     """
 
     dim: int
@@ -45,22 +45,22 @@ class Cut:
                 )
 
     def part(self, tensor: torch.Tensor) -> torch.Tensor:
-        """This rank's shard of the whole ``tensor``; a new tensor."""
+        """Return this rank's shard of the complete ``tensor``, as a new tensor."""
         own_ranges = [
             section.chunk(self.size, self.dim)[self.rank] for section in tensor.split(self.sections, self.dim)
         ]
         return torch.cat(own_ranges, self.dim)
 
     def whole_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape of the whole parameter, from the ``shape`` of a shard."""
+        """Return the shape of the complete parameter, from the ``shape`` of a shard."""
         return *shape[: self.dim], sum(self.sections), *shape[self.dim + 1 :]
 
     def part_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape of a shard, from the ``shape`` of the whole parameter."""
+        """Return the shape of a shard, from the ``shape`` of the complete parameter."""
         return *shape[: self.dim], sum(self.sections) // self.size, *shape[self.dim + 1 :]
 
     def joined(self, shards: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The whole parameter, from the ``shards`` of all ranks."""
+        """Return the complete parameter, from the ``shards`` of all ranks."""
         extents = [extent // self.size for extent in self.sections]
         by_rank = [shard.split(extents, self.dim) for shard in shards]
         return torch.cat(
@@ -69,7 +69,7 @@ class Cut:
 
 
 def cut_of(parameter: torch.Tensor) -> Cut | None:
-    """The partition of ``parameter``; None if every rank has all of it."""
+    """Return the partition of ``parameter``, or None if every rank has the complete parameter."""
     cut = getattr(parameter, _ATTRIBUTE, None)
     return cut if isinstance(cut, Cut) else None
 
@@ -79,7 +79,7 @@ def cut(name: str, parameter: torch.Tensor, how: Cut) -> None:
     """Replace the data of ``parameter`` by this rank's shard. A second call for a tied parameter does nothing.
 
     Raises:
-        ConfigError: it cannot be partitioned evenly, or is partitioned in another way already.
+        ConfigError: ``parameter`` cannot be partitioned evenly, or is already partitioned in a different way.
     """
     before = cut_of(parameter)
     if before is not None:
@@ -98,13 +98,16 @@ def cut(name: str, parameter: torch.Tensor, how: Cut) -> None:
 
 
 def mark(parameter: torch.Tensor, how: Cut) -> None:
-    """Mark ``parameter`` as partitioned, also under Megatron's names."""
+    """Mark ``parameter`` as partitioned, with attributes of this package and of Megatron."""
     for name, value in ((_ATTRIBUTE, how), ("tensor_model_parallel", True), ("partition_dim", how.dim)):
         setattr(parameter, name, value)
 
 
 def own_parts(module: torch.nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
-    """``state`` with this rank's shard instead of each whole parameter that is partitioned in ``module``."""
+    """Return a copy of ``state`` in which this rank's shards replace complete parameters.
+
+    The replaced parameters are those that are partitioned in ``module``.
+    """
     own = dict(state)
     for name, parameter in module.named_parameters(remove_duplicate=False):
         how, value = cut_of(parameter), own.get(name)

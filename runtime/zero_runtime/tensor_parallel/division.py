@@ -1,4 +1,4 @@
-"""Partitioning of a model by a plan: layers are replaced by tensor-parallel ones."""
+"""Partitioning of a model by a plan, which replaces layers by tensor-parallel layers."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _EXPECTED: Final[Mapping[How, type[torch.nn.Module]]] = {
     How.LOSS: torch.nn.CrossEntropyLoss,
 }
 _CUT: Final = (ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding, VocabParallelCrossEntropy)
-# Attributes of attention modules that count heads: each rank has its share of them.
+# Attributes of attention modules that contain a number of heads. Each rank has its share of the heads.
 _HEADS: Final = (
     "heads", "num_heads", "n_heads", "n_head", "num_attention_heads", "num_key_value_heads", "num_kv_heads", "n_kv_heads",
     "n_local_heads", "num_attn_heads", "nheads",
@@ -53,18 +53,19 @@ _SHARED: Final = "zero_runtime_shared"  # an attribute of modules that work on s
 def divide(
     config: ParallelConfig, module: torch.nn.Module, group: DataParallelGroup | None, is_stage: bool = False
 ) -> None:
-    """Partition ``module`` over the ranks of ``group`` as ``config`` configures, unless it is partitioned already.
+    """Partition ``module`` over the ranks of ``group`` as configured, unless ``module`` is already partitioned.
 
-    First every rank gets the parameters and buffers of the group's first rank, so that all partition the same model.
+    Before the partition, every rank receives the parameters and buffers of the group's first rank. So all ranks
+    partition the same model.
 
     Args:
-        config: the parallel keys.
-        module: the model. Its attribute ``tensor_parallel_plan`` is the plan if the configuration has none.
-        group: the tensor-parallel ranks; None without tensor parallelism.
-        is_stage: whether it is a pipeline stage, in which patterns of a plan may match nothing.
+        config: The parallel keys.
+        module: The model. Its attribute ``tensor_parallel_plan`` is the plan if the configuration has no plan.
+        group: The tensor-parallel ranks, or None without tensor parallelism.
+        is_stage: Whether ``module`` is a pipeline stage. Patterns of a plan may then match nothing.
 
     Raises:
-        ConfigError: the plan does not fit the model, or there is none.
+        ConfigError: The plan does not fit the model, or there is no plan.
     """
     if group is None or config.tp_size == 1 or any(isinstance(each, _CUT) for each in module.modules()):
         return
@@ -76,7 +77,7 @@ def divide(
     plan, lenient = configured_plan(config, getattr(module, "tensor_parallel_plan", None))
     steps = _checked(module, plan, group.world_size, lenient, config.sequence_parallel, is_stage)
     for tensor in (*module.parameters(), *module.buffers()):
-        # A message needs contiguous memory.
+        # A message needs contiguous memory, so that a non-contiguous tensor is copied before and after.
         data = tensor.detach()
         message = data.contiguous()
         group.broadcast(message.view(-1).view(torch.uint8), 0, why=_BROADCAST)
@@ -92,22 +93,23 @@ def parallelize(
     *,
     sequence_parallel: bool = False,
 ) -> torch.nn.Module:
-    """Partition ``module``, which has equal parameters on all ranks of ``group``, in place.
+    """Partition ``module`` in place over the ranks of ``group``.
 
-    For scripts that partition their models themselves and pass an ``mpu`` to ``initialize``. With ``tp_size`` in the
-    configuration ``initialize`` does this.
+    This function is for scripts that partition their models themselves and pass an ``mpu`` to ``initialize``.
+    With ``tp_size`` in the configuration, ``initialize`` partitions the model.
 
     Args:
-        module: the model.
-        group: the tensor-parallel ranks: torch's group, or a :class:`DataParallelGroup`.
-        plan: patterns of module names, and how each is partitioned; None for the common names of layers.
-        sequence_parallel: partition activations between these modules along the sequence.
+        module: The model, whose parameters must be equal on all ranks of ``group``.
+        group: The tensor-parallel ranks, as a process group of torch or a :class:`DataParallelGroup`.
+        plan: Patterns of module names, each with the partition of the matching modules. None selects a plan
+            for common names of layers.
+        sequence_parallel: Whether to partition activations between these modules along the sequence.
 
     Returns:
         ``module``.
 
     Raises:
-        ConfigError: the plan does not fit the model, or none of its layers has a known name.
+        ConfigError: The plan does not fit the model, or no layer of the model has a known name.
     """
     ranks = group if isinstance(group, DataParallelGroup) else DataParallelGroup(group)
     rules = automatic_plan() if plan is None else plan_of(plan)
@@ -125,7 +127,10 @@ def _checked(
     shares_sequence: bool,
     is_stage: bool = False,
 ) -> dict[str, Rule]:
-    """The rule of each module that has one, after checking all of them: no module is changed before."""
+    """Check all rules, and return the rule of each module that has a rule.
+
+    The rules are checked before any module is changed.
+    """
     named = dict(module.named_modules())
     rules = {name: rule for name in named if name and (rule := first_rule(plan, name)) is not None}
     if lenient:
@@ -164,7 +169,7 @@ def _fits(module: torch.nn.Module, rule: Rule) -> bool:
 
 
 def _check_shapes(name: str, module: torch.nn.Module, rule: Rule, size: int) -> None:
-    """Refuse a module whose parameters cannot be partitioned evenly, before any is."""
+    """Raise ConfigError if the parameters of ``module`` cannot be partitioned evenly. No module is changed yet."""
     extents: tuple[tuple[str, int], ...] = ()
     if isinstance(module, torch.nn.Linear) and rule.how in (How.COLUMN, How.GATHERED):
         extents = tuple(("outputs", each) for each in _extents(name, module, rule))
@@ -193,7 +198,10 @@ def _extents(name: str, layer: torch.nn.Linear, rule: Rule) -> tuple[int, ...]:
 
 
 def _attention(rules: Mapping[str, Rule]) -> list[str]:
-    """The modules that contain column-parallel layers: among them are attention modules, which count their heads."""
+    """Return the names of the modules that contain column-parallel layers.
+
+    These modules include the attention modules, which have attributes with a number of heads.
+    """
     owners = {name.rpartition(".")[0]: None for name, rule in rules.items() if rule.how is How.COLUMN}
     return [name for name in owners if name]
 
@@ -215,7 +223,7 @@ def _check_heads(name: str, module: torch.nn.Module, size: int) -> None:
 
 
 def _check_head_width(name: str, module: torch.nn.Module, rules: Mapping[str, Rule], size: int) -> None:
-    """Check the heads as :func:`_check_heads` does, for modules that know only the width of their heads."""
+    """Check the number of heads, like :func:`_check_heads`, for modules that store only the width of a head."""
     widths = [
         each for attribute in _WIDTHS if isinstance(each := module.__dict__.get(attribute), int) and each > 0
     ]
@@ -290,7 +298,11 @@ def _replacement(
 
 
 def sharing(module: torch.nn.Module) -> dict[torch.nn.Parameter, dict[str, str]]:
-    """How each partitioned parameter, and each one of a module on shards of sequences, is used; for the record of a run."""
+    """Return the partition of parameters, for the record of a run.
+
+    The result contains each partitioned parameter, and each parameter of a module that works on shards of
+    sequences.
+    """
     facts: dict[torch.nn.Parameter, dict[str, str]] = {}
     for child in module.modules():
         how = _how(child)
@@ -319,7 +331,10 @@ def _how(module: torch.nn.Module) -> How | None:
 
 
 def whole_parameter(parameter: torch.Tensor, group: DataParallelGroup, why: hooks.tag) -> torch.Tensor:
-    """The whole ``parameter`` from the shards of ``group``. All ranks must call it: one all_gather if it is partitioned."""
+    """Return the complete ``parameter`` from the shards of ``group``. All ranks must call this function.
+
+    A partitioned parameter is gathered with one all_gather.
+    """
     how = cut_of(parameter)
     own = parameter.detach().contiguous()
     if how is None:

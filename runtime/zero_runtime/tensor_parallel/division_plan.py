@@ -1,4 +1,4 @@
-"""Plans of tensor parallelism: which modules of a model are partitioned, and how. Pure: names in, rules out."""
+"""Plans of tensor parallelism, which define which modules of a model are partitioned, and how."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _PARTITION: Final = "tensor_parallel.partition_config"
 
 
 class How(StrEnum):
-    """How a module is partitioned."""
+    """The ways in which a module is partitioned."""
 
     COLUMN = "column"
     GATHERED = "column_gathered"
@@ -32,11 +32,12 @@ class Rule(NamedTuple):
     """The partition of the modules that match a pattern.
 
     Attributes:
-        pattern: of qualified names of modules.
-        how: how they are partitioned.
-        sections: of a column-parallel layer: the number of equal layers that are joined in it, or the outputs of each.
-        pattern_text: the pattern as the configuration has it.
-        of_parameter: whether the pattern matches names of parameters: of the module's weight.
+        pattern: The pattern, which matches qualified names of modules.
+        how: The way in which these modules are partitioned.
+        sections: For a column-parallel layer, the number of equal layers that are joined in it, or the number
+            of outputs of each of these layers.
+        pattern_text: The pattern as written in the configuration.
+        of_parameter: Whether the pattern also matches the name of the module's weight.
     """
 
     pattern: re.Pattern[str]
@@ -46,7 +47,7 @@ class Rule(NamedTuple):
     of_parameter: bool = False
 
     def names(self, module: str) -> bool:
-        """Whether the rule is for the module of this name."""
+        """Return whether the rule applies to the module with the name ``module``."""
         if self.of_parameter:
             return any(self.pattern.match(name) for name in (f"{module}.weight", module))
         return self.pattern.fullmatch(module) is not None
@@ -56,14 +57,16 @@ Plan = tuple[Rule, ...]
 
 
 def plan_of(patterns: Mapping[str, Any]) -> Plan:
-    """The plan of patterns such as ``{"blocks.*.qkv": "column:3", "blocks.*.projection": "row"}``.
+    """Return the plan of patterns such as ``{"blocks.*.qkv": "column:3", "blocks.*.projection": "row"}``.
 
     Args:
-        patterns: shell patterns of module names, in which * matches anything, and for each a value of ``How``. "column:3" is
-            a layer in which three equal ones are joined, "column:64,16,16" one of unequal ones. The first match counts.
+        patterns: Shell patterns of module names, each with a value of ``How``. In a pattern, * matches
+            anything. "column:3" is a layer in which three equal layers are joined, and "column:64,16,16" a
+            layer in which layers with these numbers of outputs are joined. The first pattern that matches is
+            used.
 
     Raises:
-        ConfigError: a value is none of these.
+        ConfigError: A value has none of these forms.
     """
     rules = []
     for pattern, entry in patterns.items():
@@ -90,13 +93,15 @@ def _sections(pattern: str, text: str) -> int | tuple[int, ...]:
 
 
 def plan_of_specifications(specifications: Mapping[str, Any]) -> Plan:
-    """The plan of DeepSpeed's ``partition_config``: layer_specs of patterns, partition_type, shape and gather_output.
+    """Return the plan of DeepSpeed's ``partition_config``.
+
+    Its layer_specs contain patterns, partition_type, shape and gather_output.
 
     Args:
-        specifications: the block. Its patterns are regular expressions that match the start of parameter names.
+        specifications: The block. Its patterns are regular expressions that match the start of parameter names.
 
     Raises:
-        ConfigError: a key, a type or a shape is unknown.
+        ConfigError: A key, a type or a shape is unknown.
     """
     unknown = set(specifications) - {"layer_specs", "use_default_specs", "strict_mode", "tp_size"}
     if unknown:
@@ -143,7 +148,7 @@ def _shape(where: str, how: How, shape: Any) -> int | tuple[int, ...]:
     return first if isinstance(first, int) else tuple(map(int, first))
 
 
-# Last parts of the names of linear layers in common models.
+# The last parts of the names of linear layers in common models.
 _ROWS: Final = (
     "o_proj", "out_proj", "down_proj", "c_proj", "proj", "projection", "contract", "fc2", "fc_out", "w2", "wo", "linear2",
     "lin2", "dense_4h_to_h", "self_attention.dense", "attention.dense", "attention.output.dense", "output.dense", "dense_2",
@@ -157,7 +162,7 @@ _JOINED: Final = {"qkv": 3, "qkv_proj": 3, "c_attn": 3, "in_proj": 3, "Wqkv": 3,
 
 
 def automatic_plan() -> Plan:
-    """The plan by the common names of layers; it partitions linear layers only."""
+    """Return the plan for common names of layers, which partitions only linear layers."""
     rules = [(name, How.ROW, 1) for name in _ROWS] + [(name, How.COLUMN, 1) for name in _COLUMNS]
     rules += [(name, How.COLUMN, sections) for name, sections in _JOINED.items()]
     return tuple(
@@ -166,13 +171,13 @@ def automatic_plan() -> Plan:
 
 
 def configured_plan(config: ParallelConfig, own: Mapping[str, Any] | None) -> tuple[Plan, bool]:
-    """The plan for a model, and whether modules that it cannot partition are skipped without an error.
+    """Return the plan for a model, and whether modules that it cannot partition are skipped without an error.
 
-    The configuration's plan comes first, then the model's, then the automatic plan.
+    The plan of the configuration has priority over the model's own plan, and this over the automatic plan.
 
     Args:
-        config: the parallel keys.
-        own: the model's own plan.
+        config: The parallel keys.
+        own: The model's own plan.
     """
     if config.plan:
         return plan_of(config.plan), False
@@ -185,11 +190,11 @@ def configured_plan(config: ParallelConfig, own: Mapping[str, Any] | None) -> tu
 
 
 def first_rule(plan: Iterable[Rule], module: str) -> Rule | None:
-    """The first rule for a module."""
+    """Return the first rule that applies to ``module``, or None if no rule applies."""
     return next((rule for rule in plan if rule.names(module)), None)
 
 
 def unused(plan: Sequence[Rule], modules: Iterable[str]) -> list[str]:
-    """The patterns that are the first rule of no module."""
+    """Return the patterns that are not the first matching pattern of any module."""
     used = {first_rule(plan, name) for name in modules}
     return [rule.pattern_text for rule in plan if rule not in used]

@@ -1,4 +1,7 @@
-"""A check that tensor-parallel ranks get equal inputs: with different ones a partitioned model computes nonsense."""
+"""A check that tensor-parallel ranks get equal inputs.
+
+With different inputs, a partitioned model computes wrong results.
+"""
 
 from __future__ import annotations
 
@@ -16,9 +19,10 @@ _CHECK: Final = hooks.tag("trace_check")
 
 
 def check_first_inputs(module: torch.nn.Module, group: DataParallelGroup) -> None:
-    """Compare the inputs of the first call of ``module`` over ``group``: one all_reduce MAX of two numbers, once.
+    """Compare the inputs of the first call of ``module`` over the ranks of ``group``.
 
-    That call raises UsageError on all ranks if they differ.
+    The comparison runs once and issues one all_reduce MAX of two numbers. If the inputs differ, the first
+    call of ``module`` raises UsageError on all ranks.
     """
 
     def compare(_module: torch.nn.Module, inputs: tuple[Any, ...], keywords: dict[str, Any]) -> None:

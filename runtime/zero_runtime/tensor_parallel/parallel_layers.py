@@ -1,7 +1,7 @@
 """Tensor-parallel layers: column- and row-parallel linear layers, and vocabulary-parallel embeddings.
 
-They are constructed from torch's layers (``of``), whose parameters they take over and partition in place. So an optimizer
-that has these parameters already continues to work.
+The method ``of`` constructs these layers from torch's layers. It takes over the parameters of a layer and
+partitions them in place. So an optimizer that already has these parameters continues to work.
 """
 
 from __future__ import annotations
@@ -28,13 +28,14 @@ Layer = TypeVar("Layer", bound=torch.nn.Module)
 
 
 class ColumnParallelLinear(torch.nn.Linear):
-    """A column-parallel linear layer: each rank has some of the outputs. Its input is equal on all ranks.
+    """A column-parallel linear layer, in which each rank has some of the outputs. The input is equal on all ranks.
 
     Attributes:
-        ranks: the tensor-parallel ranks.
-        gathers: whether its output is gathered from all ranks, so that each has all columns.
-        outputs: the partition of its output.
-        shares_sequence: whether each rank gets a shard of the sequences, which are gathered first.
+        ranks: The tensor-parallel ranks.
+        gathers: Whether the output is gathered from all ranks, so that each rank has all columns.
+        outputs: The partition of the output.
+        shares_sequence: Whether the input of each rank is a shard of the sequences. The layer then gathers
+            the sequences first.
     """
 
     ranks: Ranks
@@ -53,19 +54,20 @@ class ColumnParallelLinear(torch.nn.Linear):
         gathers: bool = False,
         shares_sequence: bool = False,
     ) -> ColumnParallelLinear:
-        """Partition ``layer``.
+        """Partition ``layer``, and return the column-parallel layer.
 
         Args:
-            layer: the layer, whose parameters are taken over.
-            ranks: the tensor-parallel ranks.
-            name: of the layer, for errors.
-            sections: outputs of layers that are joined in this one, such as query, key and value; each is partitioned
-                separately.
-            gathers: gather the output.
-            shares_sequence: whether the input is sharded along the sequence.
+            layer: The layer, whose parameters are taken over.
+            ranks: The tensor-parallel ranks.
+            name: The name of the layer, for errors.
+            sections: The numbers of outputs of layers that are joined in ``layer``, such as query, key and
+                value. Each section is partitioned separately.
+            gathers: Whether to gather the output.
+            shares_sequence: Whether the input is sharded along the sequence.
 
         Raises:
-            ConfigError: the number of ranks does not divide the outputs.
+            ConfigError: The number of ranks does not divide the outputs, or the sections do not add up to the
+                outputs.
         """
         sections = sections or (layer.out_features,)
         if sum(sections) != layer.out_features:
@@ -84,7 +86,10 @@ class ColumnParallelLinear(torch.nn.Linear):
         return divided
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """(..., inputs) to (..., this rank's outputs), or all outputs if they are gathered."""
+        """Return the outputs of shape (..., this rank's outputs), or of all ranks if the outputs are gathered.
+
+        ``input`` has the shape (..., inputs).
+        """
         enter = gather_sequence if self.shares_sequence else enter_columns
         columns = F.linear(enter(input, self.ranks), self.weight, self.bias)
         if not self.gathers:
@@ -92,16 +97,19 @@ class ColumnParallelLinear(torch.nn.Linear):
         gathered = gather_columns(columns, self.ranks)
         if len(self.outputs.sections) == 1:
             return gathered
-        # Each rank has its share of every section; the layer has section after section.
+        # The gathered columns are in the order of the ranks, and each rank has a share of every section. The
+        # output of the layer is in the order of the sections.
         return self.outputs.joined(gathered.chunk(self.ranks.size, -1))
 
 
 class RowParallelLinear(torch.nn.Linear):
-    """A row-parallel linear layer: each rank has some of the inputs, which a column-parallel layer before it computes.
+    """A row-parallel linear layer, in which each rank has some of the inputs.
+
+    A preceding column-parallel layer computes these inputs.
 
     Attributes:
-        ranks: the tensor-parallel ranks.
-        shares_sequence: whether each rank keeps a shard of the output's sequences.
+        ranks: The tensor-parallel ranks.
+        shares_sequence: Whether each rank keeps a shard of the sequences of the output.
     """
 
     ranks: Ranks
@@ -111,10 +119,12 @@ class RowParallelLinear(torch.nn.Linear):
     def of(
         cls, layer: torch.nn.Linear, ranks: Ranks, name: str = "", *, shares_sequence: bool = False
     ) -> RowParallelLinear:
-        """Partition ``layer``; its bias stays replicated. The arguments are those of :meth:`ColumnParallelLinear.of`.
+        """Partition ``layer``, and return the row-parallel layer. The bias stays replicated.
+
+        The arguments are those of :meth:`ColumnParallelLinear.of`.
 
         Raises:
-            ConfigError: the number of ranks does not divide the inputs.
+            ConfigError: The number of ranks does not divide the inputs.
         """
         cut(f"{name}.weight", layer.weight, Cut(1, (layer.in_features,), ranks.rank, ranks.size))
         divided = _taken_over(cls, layer)
@@ -125,19 +135,23 @@ class RowParallelLinear(torch.nn.Linear):
         return divided
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """(..., this rank's inputs) to (..., outputs), equal on all ranks, or this rank's shard of the sequences."""
+        """Return the outputs of shape (..., outputs), which are equal on all ranks.
+
+        With ``shares_sequence``, return this rank's shard of the sequences instead. ``input`` has the shape
+        (..., this rank's inputs).
+        """
         leave = scatter_sequence if self.shares_sequence else leave_columns
         output = leave(F.linear(input, self.weight), self.ranks)
         return output if self.bias is None else output + self.bias
 
 
 class VocabParallelEmbedding(torch.nn.Embedding):
-    """A vocabulary-parallel embedding: each rank has some of the vocabulary.
+    """A vocabulary-parallel embedding, in which each rank has a part of the vocabulary.
 
     Attributes:
-        ranks: the tensor-parallel ranks.
-        first: this rank's first token id.
-        shares_sequence: whether each rank keeps a shard of the output's sequences.
+        ranks: The tensor-parallel ranks.
+        first: The first token id of this rank.
+        shares_sequence: Whether each rank keeps a shard of the sequences of the output.
     """
 
     ranks: Ranks
@@ -148,11 +162,13 @@ class VocabParallelEmbedding(torch.nn.Embedding):
     def of(
         cls, layer: torch.nn.Embedding, ranks: Ranks, name: str = "", *, shares_sequence: bool = False
     ) -> VocabParallelEmbedding:
-        """Partition ``layer``. The arguments are those of :meth:`ColumnParallelLinear.of`.
+        """Partition ``layer``, and return the vocabulary-parallel embedding.
+
+        The arguments are those of :meth:`ColumnParallelLinear.of`.
 
         Raises:
-            ConfigError: the number of ranks does not divide the vocabulary, or the layer renormalises or scales by
-                frequency.
+            ConfigError: The number of ranks does not divide the vocabulary, or ``layer`` renormalizes
+                embeddings or scales gradients by frequency.
         """
         if layer.max_norm is not None or layer.scale_grad_by_freq:
             raise ConfigError(
@@ -173,7 +189,11 @@ class VocabParallelEmbedding(torch.nn.Embedding):
         return divided
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Token ids of any shape to (..., width), equal on all ranks, or this rank's shard of the sequences."""
+        """Return the embeddings of shape (..., width), which are equal on all ranks.
+
+        With ``shares_sequence``, return this rank's shard of the sequences instead. ``input`` contains token
+        ids in any shape.
+        """
         own = input - self.first
         elsewhere = (own < 0) | (own >= self.num_embeddings)
         rows = F.embedding(own.masked_fill(elsewhere, 0), self.weight, self.padding_idx)
@@ -183,7 +203,7 @@ class VocabParallelEmbedding(torch.nn.Embedding):
 
 
 def _taken_over(cls: type[Layer], layer: torch.nn.Module) -> Layer:
-    """A module of class ``cls`` with the attributes of ``layer``."""
+    """Return a module of class ``cls`` that has all attributes of ``layer``, without a call of its constructor."""
     divided = cls.__new__(cls)
     divided.__dict__.update(layer.__dict__)
     return divided

@@ -1,4 +1,4 @@
-"""Vocabulary-parallel cross entropy: the logits of the ranks are never gathered."""
+"""Vocabulary-parallel cross entropy, which never gathers the logits of the ranks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,14 @@ from zero_runtime.tensor_parallel.tensor_collectives import Ranks
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: torch.Tensor, words: torch.Tensor, ranks: Ranks) -> torch.Tensor:
-        """The loss of each row, fp32: logits (rows, vocabulary / ranks), token ids ``words`` (rows,) int64."""
+        """Return the loss of each row in fp32.
+
+        Args:
+            ctx: The context of autograd.
+            logits: This rank's logits, of shape (rows, vocabulary / ranks).
+            words: The token ids, int64 of shape (rows,).
+            ranks: The tensor-parallel ranks.
+        """
         count = logits.shape[1]
         highest = logits.detach().float().amax(1)
         ranks.group.all_reduce(highest, ReduceOp.MAX, why=ranks.why)
@@ -46,19 +53,20 @@ def vocab_parallel_cross_entropy(
     ignore_index: int = -100,
     reduction: str = "mean",
 ) -> torch.Tensor:
-    """``torch.nn.functional.cross_entropy`` of vocabulary-parallel logits; equal on all ranks.
+    """Return the cross entropy of vocabulary-parallel logits, which is equal on all ranks.
 
-    The forward pass issues two all_reduce, of one and of two numbers for each row, the backward pass none.
+    The result is that of ``torch.nn.functional.cross_entropy``. The forward pass issues two all_reduce, of
+    one and of two numbers for each row. The backward pass issues no collectives.
 
     Args:
-        logits: (rows, vocabulary / ranks), this rank's part of the vocabulary.
-        target: (rows,) int64, token ids.
-        ranks: the tensor-parallel ranks; each has an equal part of the vocabulary, in rank order.
-        ignore_index: a target whose rows do not count.
-        reduction: mean, sum or none.
+        logits: The logits of this rank's part of the vocabulary, of shape (rows, vocabulary / ranks).
+        target: The token ids, int64 of shape (rows,).
+        ranks: The tensor-parallel ranks. Each rank has an equal part of the vocabulary, in rank order.
+        ignore_index: The target of rows that do not count.
+        reduction: ``mean``, ``sum`` or ``none``.
 
     Raises:
-        UsageError: other shapes.
+        UsageError: ``logits`` or ``target`` have other shapes.
     """
     if logits.dim() != 2 or target.shape != logits.shape[:1]:
         raise UsageError(
@@ -75,20 +83,20 @@ def vocab_parallel_cross_entropy(
 
 
 class VocabParallelCrossEntropy(torch.nn.CrossEntropyLoss):
-    """``torch.nn.CrossEntropyLoss`` of the output of a column-parallel layer that is not gathered.
+    """A ``torch.nn.CrossEntropyLoss`` for the output of a column-parallel layer that is not gathered.
 
     Attributes:
-        ranks: the tensor-parallel ranks.
+        ranks: The tensor-parallel ranks.
     """
 
     ranks: Ranks
 
     @classmethod
     def of(cls, loss: torch.nn.CrossEntropyLoss, ranks: Ranks, name: str = "") -> VocabParallelCrossEntropy:
-        """Take over the settings of ``loss``.
+        """Return a vocabulary-parallel loss with the settings of ``loss``.
 
         Raises:
-            ConfigError: it has class weights or label smoothing.
+            ConfigError: ``loss`` has class weights or label smoothing.
         """
         if loss.weight is not None or loss.label_smoothing:
             raise ConfigError(
@@ -101,7 +109,7 @@ class VocabParallelCrossEntropy(torch.nn.CrossEntropyLoss):
         return shared
 
     def forward(self, input: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        """The loss of logits (rows, vocabulary / ranks) or (batch, vocabulary / ranks, positions...)."""
+        """Return the loss of logits (rows, vocabulary / ranks) or (batch, vocabulary / ranks, positions...)."""
         logits = input.movedim(1, -1)
         losses = vocab_parallel_cross_entropy(
             logits.reshape(-1, logits.shape[-1]),

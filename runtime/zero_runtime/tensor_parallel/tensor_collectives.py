@@ -1,7 +1,8 @@
-"""The collectives between partitioned layers, each with the collective of its backward pass.
+"""The collectives between partitioned layers, with their collectives in the backward pass.
 
-In a *region* the ranks work on different columns of activations, or on different shards of sequences. Activations enter and
-leave regions. The forward collective of one side is the backward collective of the other:
+In a *region* the ranks work on different columns of activations, or on different shards of sequences.
+Activations enter and leave regions. The forward collective at the entry is the backward collective at the
+exit, and vice versa:
 
 ====================  =============================  =============================
 function              forward                        backward
@@ -14,7 +15,7 @@ scatter_sequence      reduce_scatter along it        all_gather along it
 split_sequence        nothing: its own shard         all_gather along it
 ====================  =============================  =============================
 
-The sequence is the second-to-last dimension: activations are (batch, sequence, width).
+Activations have the shape (batch, sequence, width), so the sequence is the second-to-last dimension.
 """
 
 from __future__ import annotations
@@ -32,11 +33,11 @@ _COLUMN_DIM: Final = -1
 
 
 class Ranks:
-    """The tensor-parallel ranks of a module, and the tag of its messages.
+    """The tensor-parallel ranks of a module, and the tag of the module's messages.
 
     Args:
-        group: their process group.
-        module: the qualified name of the module in traces.
+        group: The process group of the ranks.
+        module: The qualified name of the module in traces.
     """
 
     def __init__(self, group: DataParallelGroup, module: str = "") -> None:
@@ -50,24 +51,24 @@ class Ranks:
 
     @property
     def rank(self) -> int:
-        """This process's number among them."""
+        """The number of this process among the tensor-parallel ranks."""
         return self.group.rank
 
     def summed(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The sum over the ranks; ``tensor`` itself does not change."""
+        """Return the sum of ``tensor`` over the ranks. ``tensor`` itself does not change."""
         total = tensor.clone(memory_format=torch.contiguous_format)
         self.group.all_reduce(total, why=self.why)
         return total
 
     def gathered(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
-        """The tensors of all ranks concatenated along ``dim``."""
+        """Return the tensors of all ranks concatenated along ``dim``."""
         first = tensor.movedim(dim, 0).contiguous()
         everything = first.new_empty((self.size * first.shape[0], *first.shape[1:]))
         self.group.all_gather_single(everything.view(-1), first.view(-1), why=self.why)
         return everything.movedim(0, dim)
 
     def scattered(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
-        """This rank's shard along ``dim`` of the sum over the ranks."""
+        """Return this rank's shard along ``dim`` of the sum of ``tensor`` over the ranks."""
         self.check(tensor, dim)
         first = tensor.movedim(dim, 0).contiguous()
         own = first.new_empty((first.shape[0] // self.size, *first.shape[1:]))
@@ -75,7 +76,7 @@ class Ranks:
         return own.movedim(0, dim)
 
     def shard(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
-        """This rank's shard along ``dim``."""
+        """Return this rank's shard of ``tensor`` along ``dim``."""
         self.check(tensor, dim)
         return tensor.chunk(self.size, dim)[self.rank]
 
@@ -83,7 +84,7 @@ class Ranks:
         """Check that ``tensor`` can be partitioned evenly along ``dim``.
 
         Raises:
-            UsageError: it cannot.
+            UsageError: The number of ranks does not divide the dimension.
         """
         if tensor.shape[dim] % self.size:
             raise UsageError(
@@ -159,32 +160,32 @@ class _SplitSequence(torch.autograd.Function):
 
 
 def enter_columns(tensor: torch.Tensor, ranks: Ranks) -> torch.Tensor:
-    """``tensor``, which all ranks have, at the entry of a region of columns."""
+    """Return ``tensor``, which is equal on all ranks, at the entry of a region of columns."""
     return _apply(_EnterColumns, tensor, ranks)
 
 
 def leave_columns(tensor: torch.Tensor, ranks: Ranks) -> torch.Tensor:
-    """The sum of the ranks' outputs, at the exit of a region of columns."""
+    """Return the sum of the ranks' outputs, at the exit of a region of columns."""
     return _apply(_LeaveColumns, tensor, ranks)
 
 
 def gather_columns(tensor: torch.Tensor, ranks: Ranks) -> torch.Tensor:
-    """The columns of all ranks, for a computation that is equal on all of them."""
+    """Return the columns of all ranks, for a computation that is equal on all ranks."""
     return _apply(_GatherColumns, tensor, ranks)
 
 
 def gather_sequence(tensor: torch.Tensor, ranks: Ranks) -> torch.Tensor:
-    """Whole sequences from their shards, at the entry of a region of columns."""
+    """Return complete sequences, gathered from their shards, at the entry of a region of columns."""
     return _apply(_GatherSequence, tensor, ranks)
 
 
 def scatter_sequence(tensor: torch.Tensor, ranks: Ranks) -> torch.Tensor:
-    """This rank's shard of the sum of the ranks' outputs, at the exit of a region of columns."""
+    """Return this rank's shard of the sum of the ranks' outputs, at the exit of a region of columns."""
     return _apply(_ScatterSequence, tensor, ranks)
 
 
 def split_sequence(tensor: torch.Tensor, ranks: Ranks) -> torch.Tensor:
-    """This rank's shard of sequences that are equal on all ranks."""
+    """Return this rank's shard of sequences that are equal on all ranks."""
     return _apply(_SplitSequence, tensor, ranks)
 
 
@@ -194,7 +195,10 @@ def _apply(function: Any, tensor: torch.Tensor, ranks: Ranks) -> torch.Tensor:
 
 
 def sum_gradients(parameter: torch.nn.Parameter, ranks: Ranks, name: str = "") -> None:
-    """Sum the gradients of ``parameter`` in every backward pass: each rank has those of its shard of the sequences."""
+    """Sum the gradients of ``parameter`` over the ranks in every backward pass.
+
+    This is necessary because the gradients of a rank cover only its shard of the sequences.
+    """
     why = hooks.tag("activation", module=ranks.why.module, parameters=(name,) if name else ())
 
     def summed(gradient: torch.Tensor) -> torch.Tensor:

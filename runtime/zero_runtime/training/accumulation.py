@@ -6,17 +6,17 @@ from zero_runtime.errors import UsageError
 
 
 class Window:
-    """Counts micro-batches and tells which one is the last of its step.
+    """A counter of micro-batches that identifies the last micro-batch of each step.
 
     Args:
-        managed: whether micro-batches are counted; otherwise every call of ``step`` ends the window.
-        steps: whether there is an optimizer; without one, backward passes are counted.
+        managed: Whether micro-batches are counted. Otherwise every call of ``step`` ends the window.
+        steps: Whether there is an optimizer. Without an optimizer, backward passes are counted.
 
     Attributes:
-        micro_steps: micro-batches that ``step`` has counted, over the whole training.
-        passes: backward passes since the last step.
-        paused: gradients only accumulate (``no_sync``, ``coalesce_grad_reduction``).
-        stepping: ``step`` is running.
+        micro_steps: The number of micro-batches that ``step`` has counted over the whole training.
+        passes: The number of backward passes since the last step.
+        paused: Whether gradients only accumulate (``no_sync``, ``coalesce_grad_reduction``).
+        stepping: Whether ``step`` is running.
     """
 
     def __init__(self, managed: bool, steps: bool) -> None:
@@ -30,7 +30,7 @@ class Window:
         self._complete = False
 
     def is_last(self, size: int) -> bool:
-        """Whether the current micro-batch is the last of a window of ``size``."""
+        """Return whether the current micro-batch is the last of a window of ``size``."""
         if self._complete:
             return True
         if self._boundary is not None:
@@ -40,7 +40,11 @@ class Window:
         return (self.micro_steps + 1) % size == 0
 
     def say(self, is_last: bool) -> None:
-        """Set whether the next micro-batch is the last, instead of counting. Raises UsageError if nothing is counted."""
+        """Set whether the next micro-batch is the last one of its step. The setting replaces the count.
+
+        Raises:
+            UsageError: Micro-batches are not counted.
+        """
         if not self._managed:
             raise UsageError(
                 "set_gradient_accumulation_boundary was called with managed_gradient_accumulation false, where "
@@ -49,18 +53,18 @@ class Window:
         self._boundary = is_last
 
     def complete(self) -> None:
-        """Let the next ``step`` end the window, whatever the count: all gradients of the step have been reduced."""
+        """Let the next ``step`` end the window at any count. All gradients of the step have been reduced."""
         self._complete = True
 
     def count_step(self, size: int) -> None:
-        """Count a call of ``step``. A window of ``size`` that :meth:`complete` ended early is followed by a new one."""
+        """Count a call of ``step``. If :meth:`complete` ended a window of ``size`` early, a new window begins."""
         self.micro_steps += 1
         if self._complete:
             self.micro_steps += -self.micro_steps % size
             self._complete = False
 
     def restart(self, micro_steps: int) -> None:
-        """Continue from ``micro_steps``, with nothing accumulated."""
+        """Continue from the count ``micro_steps``, with no accumulated gradients."""
         self.micro_steps = micro_steps
         self.passes = 0
         self._complete = False

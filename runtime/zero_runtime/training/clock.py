@@ -1,4 +1,4 @@
-"""Times of the parts of a training step and of the communication within each part (``wall_clock_breakdown``)."""
+"""Measurement of the parts of a training step and of the communication in each part (``wall_clock_breakdown``)."""
 
 from __future__ import annotations
 
@@ -20,11 +20,13 @@ class Part(NamedTuple):
 
 
 class Clock:
-    """Sums the time of each part. On CUDA these are device times by events, which are synchronized only by ``read``.
+    """A clock that sums the time of each part of a step.
+
+    On CUDA the times are device times, measured with events. Only ``read`` synchronizes the events.
 
     Args:
-        running: False measures nothing.
-        device: of the computation.
+        running: Whether the clock measures. If false, it measures nothing.
+        device: The device of the computation.
     """
 
     def __init__(self, running: bool, device: torch.device | None = None) -> None:
@@ -35,7 +37,7 @@ class Clock:
         self._open: list[str] = []
 
     def __call__(self, name: str) -> AbstractContextManager[None]:
-        """Count the block as part ``name``."""
+        """Return a context whose time is added to the part ``name``."""
         return self._part(name) if self.running else _OFF
 
     @contextmanager
@@ -48,7 +50,7 @@ class Clock:
             self._open.remove(name)
 
     def communication(self, purpose: str) -> AbstractContextManager[None]:
-        """Count the block as communication for ``purpose`` within the current part."""
+        """Return a context whose time is added to the communication for ``purpose`` in the current part."""
         if not self.running:
             return _OFF
         return self._measured(Part(self._open[-1] if self._open else "between", purpose))
@@ -70,7 +72,10 @@ class Clock:
         self._seconds[part] = self._seconds.get(part, 0.0) + seconds
 
     def read(self) -> dict[Part, float]:
-        """Seconds of each part since the last call, in the order in which the parts first ended. Waits for the device."""
+        """Return the seconds of each part since the last call, in the order in which the parts first ended.
+
+        The call waits for the device.
+        """
         for part, begin, end in self._events:
             end.synchronize()
             self._add(part, begin.elapsed_time(end) / 1e3)
@@ -80,7 +85,12 @@ class Clock:
 
 
 def shown(seconds: dict[Part, float], steps: int) -> str:
-    """Milliseconds per step of each part, means of ``steps`` steps, with its communication in brackets."""
+    """Return a text with the mean milliseconds per step of each part, and its communication in parentheses.
+
+    Args:
+        seconds: The sum of the seconds of each part.
+        steps: The number of steps that were summed.
+    """
     sentences = []
     for name in dict.fromkeys(part.name for part in seconds):
         inside = [

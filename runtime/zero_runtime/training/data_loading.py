@@ -1,4 +1,4 @@
-"""Data loaders: each rank's share of a dataset, in batches."""
+"""Data loaders that return each rank's share of a dataset in batches."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ TRAIN: Final = "train"
 
 
 class RankLoader(DataLoader[Any]):
-    """Batches of this rank's share of a dataset.
+    """A loader of this rank's share of a dataset, in batches.
 
-    Every pass has the same shuffled order until ``set_epoch`` is called, as with DeepSpeed's loader.
+    As in DeepSpeed, every pass has the same shuffled order until ``set_epoch`` is called.
     """
 
     @property
@@ -26,7 +26,7 @@ class RankLoader(DataLoader[Any]):
         return self.sampler
 
     def set_epoch(self, epoch: int) -> None:
-        """Shuffle the next pass by ``epoch``; call it on all ranks with the same number."""
+        """Shuffle the next pass in the order of ``epoch``. All ranks must call this method with the same number."""
         if hasattr(self.sampler, "set_epoch"):
             self.sampler.set_epoch(epoch)
 
@@ -35,7 +35,7 @@ class RepeatingLoader:
     """An iterator over a loader that restarts the loader whenever it is exhausted.
 
     Args:
-        loader: the repeated loader; it must not be empty.
+        loader: The loader to repeat. It must not be empty.
     """
 
     def __init__(self, loader: Iterable[Any]) -> None:
@@ -66,22 +66,23 @@ def rank_loader(
     replicas: int | None = None,
     replica: int = 0,
 ) -> RankLoader:
-    """A loader of this rank's share of ``dataset``.
+    """Return a loader of this rank's share of ``dataset``.
 
     Args:
-        dataset: with ``__len__`` and ``__getitem__``, or an IterableDataset, which each rank iterates completely.
-        batch_size: samples of a batch.
-        drop_last: leave out a last batch that is not full.
-        shuffle: distribute the samples in random order, the same on all ranks.
-        sampler: chooses this rank's samples instead.
-        collate_fn: makes a batch of a list of samples.
-        workers: processes that load.
-        pin_memory: page-locked host memory, where there is a GPU.
-        replicas: number of groups of ranks with different samples; None where every rank has its own.
-        replica: this rank's number among them.
+        dataset: A dataset with ``__len__`` and ``__getitem__``, or an IterableDataset. Each rank iterates
+            over a complete IterableDataset.
+        batch_size: The number of samples of a batch.
+        drop_last: Whether to leave out a last batch that is not full.
+        shuffle: Whether to distribute the samples in random order. The order is equal on all ranks.
+        sampler: A sampler that replaces the default choice of this rank's samples.
+        collate_fn: The function that makes a batch from a list of samples.
+        workers: The number of processes that load samples.
+        pin_memory: Whether to use page-locked host memory if there is a GPU.
+        replicas: The number of replicas, which train on different samples. None if every rank is a replica.
+        replica: The number of this rank's replica.
 
     Raises:
-        ConfigError: ``dataset`` is neither.
+        ConfigError: ``dataset`` is neither kind of dataset.
     """
     iterated = isinstance(dataset, IterableDataset)
     if not iterated and not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):

@@ -1,4 +1,4 @@
-"""Forward passes that a program runs on the model instead of the engine: evaluation and generation of tokens."""
+"""Detection of forward passes that a program runs on the model directly, for evaluation or token generation."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ from torch.utils.hooks import RemovableHandle
 
 from commprof import hooks
 
-# Not an attribute of _DirectPasses: modules are copied and pickled with their hooks, and handles must not be.
+# The handles are not an attribute of _DirectPasses, because copying or pickling a module includes its hooks, and
+# handles must not be copied or pickled.
 _handles: Final[WeakKeyDictionary[torch.nn.Module, tuple[RemovableHandle, ...]]] = WeakKeyDictionary()
 
 
 def watch(module: torch.nn.Module) -> None:
-    """Report each pass of ``module`` without gradients, outside of a step, as the phase evaluation.
+    """Report each forward pass of ``module`` without gradients and outside of a step as the phase ``evaluation``.
 
-    Trainers evaluate the model that they passed to initialize.
+    Such passes occur because trainers evaluate the model that they passed to ``initialize``.
     """
     unwatch(module)
     passes = _DirectPasses()
@@ -28,7 +29,7 @@ def watch(module: torch.nn.Module) -> None:
 
 
 def unwatch(module: torch.nn.Module) -> None:
-    """Undo :func:`watch`."""
+    """Stop reporting the forward passes of ``module``, and remove the hooks of :func:`watch`."""
     for handle in _handles.pop(module, ()):
         handle.remove()
 

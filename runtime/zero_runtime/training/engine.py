@@ -1,4 +1,4 @@
-"""The training engine: one model with DeepSpeed's methods."""
+"""The training engine, which trains one model and has the methods of DeepSpeed's engine."""
 
 from __future__ import annotations
 
@@ -44,21 +44,22 @@ _NEVER: Final = (-1, -1)
 
 
 class Engine(Accessors):
-    """A model that trains under ZeRO. Made by :func:`zero_runtime.initialize`.
+    """A model that trains under ZeRO. :func:`zero_runtime.initialize` creates the engine.
 
     Attributes:
-        module: the model.
-        optimizer: the sharded optimizer, or at stage 0 the torch optimizer itself; None without one.
-        lr_scheduler: the learning-rate schedule, or None.
-        training_dataloader: batches of this rank's share of ``training_data``, or None.
-        global_steps: optimizer steps taken, skipped ones included.
-        skipped_steps: steps skipped because a gradient overflowed.
-        tput_timer: samples per second.
-        pipeline_parallelism: whether the model is a pipeline.
-        device: of the parameters.
-        local_rank: this process's number on its host.
-        config: the configuration passed to ``initialize``, old names of keys replaced by the new ones.
-        parallelism: the axes of the ranks; its ``replica`` is this rank's number among those with different samples.
+        module: The model.
+        optimizer: The sharded optimizer. At stage 0 the torch optimizer itself. None without an optimizer.
+        lr_scheduler: The learning-rate schedule, or None.
+        training_dataloader: The loader of this rank's share of ``training_data``, or None.
+        global_steps: The number of optimizer steps, including skipped steps.
+        skipped_steps: The number of steps that were skipped because a gradient overflowed.
+        tput_timer: The timer that measures samples per second.
+        pipeline_parallelism: Whether the model is a pipeline.
+        device: The device of the parameters.
+        local_rank: The number of this process on its host.
+        config: The configuration passed to ``initialize``, in which new names replace the old names of keys.
+        parallelism: The axes of the ranks. ``parallelism.replica`` is the number of this rank's replica, where
+            different replicas train on different samples.
     """
 
     pipeline_parallelism = False
@@ -108,16 +109,16 @@ class Engine(Accessors):
         self._scale = assembly.loss_scale
         self._window = Window(config.managed_gradient_accumulation, assembly.optimizer is not None)
         self._announced = _NEVER
-        self._in_batch = False  # in train_batch, which ends the step
+        self._in_batch = False  # train_batch is running, and ends the step
         self._numbers = hooks.StepNumbers()
         self._step_applied = False
         self._differentiating = False
         self._direct = ExitStack()  # contexts that end with a loss.backward()
         self._is_direct = False  # loss.backward() is running, not engine.backward(loss)
-        self._scaled = False  # scale() was called for that loss
+        self._scaled = False  # scale() was called for the loss of this backward pass
         self._batches = Batches()
         self._clock = clock_of(assembly.group)
-        self._clock.read()  # communication before the first step belongs to no step
+        self._clock.read()  # Communication before the first step is not part of a step.
         self._report = Report(config, self._clock, self.global_rank)
         watch(self.module)
         self.tput_timer = ThroughputTimer(
@@ -130,7 +131,7 @@ class Engine(Accessors):
         assembly.boundary.steps = lambda: self.global_steps
 
     def __getattr__(self, name: str) -> Any:
-        """Falls back to the wrapped model's attributes."""
+        """Return the attribute ``name`` of the wrapped model if the engine has no such attribute."""
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -176,20 +177,21 @@ class Engine(Accessors):
     def backward(
         self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True
     ) -> torch.Tensor:
-        """Accumulate the gradients of ``loss``, and reduce them when the stage does so.
+        """Accumulate the gradients of ``loss``, and reduce them at the point that the stage prescribes.
 
-        Without an optimizer they stay until the next accumulation window begins: replicated in each parameter's ``grad`` at
-        stages 0 to 2, and sharded at stage 3.
+        Without an optimizer, the gradients stay until the next accumulation window begins. At stages 0 to 2
+        they are replicated in each parameter's ``grad``, and at stage 3 they are sharded.
 
         The loss is multiplied by the loss scale before it is differentiated.
 
         Args:
-            loss: 0-D or one-element tensor of this rank's micro-batch.
-            retain_graph: keep the graph for another backward.
-            scale_wrt_gas: divide the loss by the number of gradient accumulation steps.
+            loss: The loss of this rank's micro-batch, a 0-D or one-element tensor.
+            retain_graph: Whether to keep the graph for another backward pass.
+            scale_wrt_gas: Whether to divide the loss by the number of gradient accumulation steps.
 
         Returns:
-            The loss divided by the accumulation steps; not scaled.
+            The loss divided by the number of gradient accumulation steps (undivided if ``scale_wrt_gas`` is
+            false), without the loss scale.
         """
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
             shown = f"shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else repr(loss)
@@ -200,7 +202,7 @@ class Engine(Accessors):
         with self._clock("backward"):
             self._begin_backward()
             try:
-                with self._linear():  # for forward passes that activation checkpointing runs again
+                with self._linear():  # Activation checkpointing runs forward passes again.
                     (shared if scale == 1.0 else shared * scale).backward(retain_graph=retain_graph)
             finally:
                 self._differentiating = False
@@ -210,7 +212,9 @@ class Engine(Accessors):
         return shared
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
-        """``loss`` times the loss scale, for ``engine.scale(loss).backward()`` instead of ``engine.backward(loss)``.
+        """Return ``loss`` times the loss scale.
+
+        ``engine.scale(loss).backward()`` replaces ``engine.backward(loss)``.
 
         Raises:
             UsageError: ``loss`` is not a scalar tensor with a ``grad_fn``.
@@ -240,7 +244,8 @@ class Engine(Accessors):
         self._differentiating = False
         self._window.passes += 1
         if self._residency is not None:
-            # First: it compares the end of the pass with other ranks before it waits for their gradients.
+            # The residency is first, because it compares the end of the pass with the other ranks before it
+            # waits for their gradients.
             self._residency.finish_backward()
         self._gradients.finish_backward()
         if self.optimizer is None:
@@ -248,7 +253,10 @@ class Engine(Accessors):
         hooks.phase("other")
 
     def _count_backward(self) -> None:
-        """End the window after its last backward pass: without an optimizer nobody calls ``step``. The gradients stay."""
+        """Count a backward pass, and end the accumulation window after its last pass. The gradients stay.
+
+        Only an engine without an optimizer calls this method, because such an engine has no calls of ``step``.
+        """
         self.tput_timer.stop(
             global_step=self.is_gradient_accumulation_boundary(), report_speed=self.global_rank == 0
         )
@@ -260,9 +268,10 @@ class Engine(Accessors):
         self._window.micro_steps += 1
 
     def _on_output_gradient(self, gradient: torch.Tensor) -> torch.Tensor | None:
-        """Called with the gradient of an output of ``forward``, in ``loss.backward()`` and ``engine.backward(loss)``.
+        """Detect the start of a direct ``loss.backward()``, and divide its gradient by the accumulation steps.
 
-        It detects the start of a ``loss.backward()``. A callback of autograd detects its end.
+        Autograd calls this hook with the gradient of an output of ``forward``, both in ``loss.backward()``
+        and in ``engine.backward(loss)``. A callback of autograd detects the end of ``loss.backward()``.
         """
         if self._differentiating and not self._is_direct:
             return None
@@ -289,9 +298,9 @@ class Engine(Accessors):
         self._report.see_memory("after backward")
 
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
-        """Take an optimizer step if the micro-batch is the last of its accumulation window; otherwise count it.
+        """Count the micro-batch, and take an optimizer step if it is the last of its accumulation window.
 
-        With managed_gradient_accumulation false every call takes a step.
+        If managed_gradient_accumulation is false, every call takes a step.
         """
         if self.optimizer is None:
             where = "in shards" if self._residency is not None else "in the grad of each parameter"
@@ -326,14 +335,14 @@ class Engine(Accessors):
             hooks.end_step()
 
     def train_batch(self, data_iter: Iterator[Any] | None = None) -> torch.Tensor:
-        """Take one whole step: forward, backward and step of as many micro-batches as are accumulated.
+        """Run a complete training step: forward, backward and ``step`` for each of its micro-batches.
 
         Args:
-            data_iter: of batches (see :func:`zero_runtime.training.step_batches.loss_of`); default: the training data,
-                repeated.
+            data_iter: An iterator of batches (see :func:`zero_runtime.training.step_batches.loss_of`). The
+                default is the training data, repeated.
 
         Returns:
-            The mean loss of the micro-batches of all ranks, 0-D.
+            The mean loss of the micro-batches of all ranks, a 0-D tensor.
         """
         if not self.training:
             raise UsageError("train_batch was called in eval mode; call engine.train() first")
@@ -347,7 +356,10 @@ class Engine(Accessors):
         return loss
 
     def eval_batch(self, data_iter: Iterator[Any] | None = None) -> torch.Tensor:
-        """The mean loss of as many micro-batches as a step has, over all ranks, 0-D; the model does not change."""
+        """Return the mean loss over all ranks of as many micro-batches as a step has, a 0-D tensor.
+
+        The model does not change.
+        """
         return evaluate_step(self, self._batches.of(data_iter, self.training_dataloader), self._group)
 
     def _take_step(self, lr_kwargs: dict[str, Any]) -> None:
@@ -366,7 +378,12 @@ class Engine(Accessors):
         self._window.passes = 0
 
     def _apply_gradients(self, lr_kwargs: dict[str, Any]) -> bool:
-        """Take a step by the reduced gradients; False if a delay has none for it yet, or one overflowed."""
+        """Take an optimizer step with the reduced gradients.
+
+        Returns:
+            Whether the parameters changed. False if a delayed step has no gradients yet, or if a gradient
+            overflowed.
+        """
         if not self._delayed.due:
             return False
         assert self.optimizer is not None
@@ -380,14 +397,14 @@ class Engine(Accessors):
 
     @torch.no_grad()
     def drain_gradients(self) -> int:
-        """Take the optimizer steps that ``communication.bounded_delay`` has delayed. All ranks must call it.
+        """Take the optimizer steps that ``communication.bounded_delay`` has delayed. All ranks must call this method.
 
-        Afterwards no gradient is in flight, and the next steps change no weights until the same delay has passed again. The
-        learning-rate schedule advances; ``global_steps`` has counted these steps already. Gradients that have accumulated
-        for an incomplete step stay.
+        Afterwards no gradient is in flight. The next steps change no weights until the same delay has passed
+        again. The learning-rate schedule advances. ``global_steps`` has already counted the delayed steps.
+        Gradients that have accumulated for an incomplete step stay.
 
         Returns:
-            The number of delayed steps; 0 without a delay.
+            The number of delayed steps, or 0 without a delay.
         """
         return self._delayed.drain(lambda: self._apply_gradients({}))
 
@@ -402,7 +419,7 @@ class Engine(Accessors):
         )
 
     def _announce(self) -> None:
-        """Report the number of the step and micro-batch to the recorder, once for each."""
+        """Report the numbers of the current step and micro-batch to the recorder, once per micro-batch."""
         now = (self.global_steps, self._window.passes)
         if now != self._announced:
             is_first, self._announced = self._announced == _NEVER, now
@@ -414,31 +431,39 @@ class Engine(Accessors):
                 self._residency.publish_released("released_share", always=self.skipped_steps > 0)
 
     def _trains(self) -> bool:
-        """Whether the engine or its model is in training mode: Lightning sets the mode of the model alone."""
+        """Return whether the engine or its model is in training mode.
+
+        The mode of the model counts too, because Lightning sets only the mode of the model.
+        """
         return self.training or any(child.training for child in self.children())
 
     def _is_between_steps(self) -> bool:
-        """Whether a step has ended, and no forward pass of the next has begun."""
+        """Return whether a step has ended and no forward pass of the next step has begun."""
         return self._announced != _NEVER and self._announced[0] < self.global_steps
 
     def is_gradient_accumulation_boundary(self) -> bool:
-        """Whether the current micro-batch is the last of its step. Without managed accumulation: only during step()."""
+        """Return whether the current micro-batch is the last of its step.
+
+        If managed_gradient_accumulation is false, the result is true only during ``step``, or always without an
+        optimizer.
+        """
         return self._window.is_last(self._config.gradient_accumulation_steps)
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
-        """Set whether the next micro-batch is the last of its step, instead of counting."""
+        """Set whether the next micro-batch is the last of its step. The setting replaces the count."""
         self._window.say(is_boundary)
 
     @property
     def micro_steps(self) -> int:
-        """Micro-batches that ``step`` has counted."""
+        """The number of micro-batches that ``step`` has counted."""
         return self._window.micro_steps
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """A context in which gradients only accumulate on each rank.
+        """Return a context in which gradients accumulate on each rank and are not reduced.
 
-        Not at stages 2 and 3 with gradient_accumulation_reduce each, which free them early.
+        The context is not available at stages 2 and 3 with gradient_accumulation_reduce ``each``, because these
+        stages free gradients in every micro-batch.
         """
         if self._config.zero.stage.reduces_every_micro_batch:
             raise UsageError(
@@ -451,9 +476,9 @@ class Engine(Accessors):
 
     @contextmanager
     def coalesce_grad_reduction(self) -> Iterator[None]:
-        """A context in which gradients only accumulate on each rank; they are reduced once when it exits.
+        """Return a context in which gradients only accumulate on each rank. They are reduced once when it exits.
 
-        One block makes one step, for any number of backward passes. Stages 1 to 3.
+        One block makes one step, for any number of backward passes. The context is available at stages 1 to 3.
         """
         if not self.zero_optimization():
             raise UsageError(
@@ -489,11 +514,11 @@ class Engine(Accessors):
             self._gradients.pause(False)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop all gradients; ``set_to_none`` is accepted for torch's signature."""
+        """Drop all gradients. ``set_to_none`` has no effect and exists for compatibility with torch's signature."""
         self._gradients.clear()
 
     def was_step_applied(self) -> bool:
-        """Whether the last call of ``step`` changed the parameters."""
+        """Return whether the last call of ``step`` changed the parameters."""
         return self._step_applied
 
     def deepspeed_io(
@@ -506,16 +531,17 @@ class Engine(Accessors):
         collate_fn: Callable[[list[Any]], Any] | None = None,
         num_local_io_workers: int | None = None,
     ) -> RankLoader:
-        """A loader of this rank's share of ``dataset``.
+        """Return a loader of this rank's share of ``dataset``.
 
         Args:
-            dataset: the samples.
-            batch_size: samples of a batch; default: those of a micro-batch.
-            route: train shuffles; eval and predict do not.
-            pin_memory: page-locked host memory, where there is a GPU.
-            data_sampler: chooses this rank's samples instead.
-            collate_fn: makes a batch of a list of samples; default: that of ``initialize``.
-            num_local_io_workers: processes that load; default: none.
+            dataset: The dataset.
+            batch_size: The number of samples of a batch. The default is the size of a micro-batch.
+            route: ``train`` shuffles the samples; ``eval`` and ``predict`` do not.
+            pin_memory: Whether to use page-locked host memory if there is a GPU.
+            data_sampler: A sampler that replaces the default choice of this rank's samples.
+            collate_fn: The function that makes a batch from a list of samples. The default is the function
+                passed to ``initialize``.
+            num_local_io_workers: The number of processes that load samples. The default is none.
         """
         return rank_loader(
             dataset,
@@ -531,16 +557,16 @@ class Engine(Accessors):
         )
 
     def allreduce_gradients(self, bucket_size: int = 500_000_000) -> None:
-        """Nothing: ``backward`` has reduced the gradients of the last micro-batch."""
+        """Do nothing: ``backward`` has already reduced the gradients of the last micro-batch."""
 
     def clip_fp32_gradients(self) -> None:
-        """Nothing: ``step`` clips, by the key gradient_clipping."""
+        """Do nothing: ``step`` clips the gradients, as the key gradient_clipping requests."""
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
-        """Change the samples of a step by changing the number of micro-batches, from the next step on.
+        """Change the number of samples of a step by changing its number of micro-batches, from the next step on.
 
         Raises:
-            ConfigError: they are not a multiple of one micro-batch of all ranks.
+            ConfigError: ``train_batch_size`` is not a multiple of the samples of one micro-batch of all ranks.
         """
         at_once = self._config.train_micro_batch_size_per_gpu * self.world_size
         if train_batch_size < at_once or train_batch_size % at_once:
@@ -555,7 +581,7 @@ class Engine(Accessors):
         )
 
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
-        """Change the samples of a micro-batch and so of a step; the number of micro-batches stays."""
+        """Change the number of samples of a micro-batch, and thus of a step. The number of micro-batches stays."""
         steps = self._config.gradient_accumulation_steps
         self._config = dataclasses.replace(
             self._config,
@@ -569,7 +595,10 @@ class Engine(Accessors):
         return Checkpoints(config, self.parallelism, self._moved, self._settled_state)
 
     def _settled_state(self) -> Training:
-        """What a checkpoint saves, after delayed steps and copies to host memory. All ranks must call it."""
+        """Finish delayed steps and copies to host memory, and return the state that a checkpoint saves.
+
+        All ranks must call this method.
+        """
         self.drain_gradients()
         self._moved.settle()
         return Training(
@@ -600,17 +629,18 @@ class Engine(Accessors):
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
     ) -> bool:
-        """Save everything that is needed to resume the training, as ``save_dir/tag``. All ranks must call it.
+        """Save everything that is needed to resume the training, as ``save_dir/tag``. All ranks must call this method.
 
         Args:
-            save_dir: the folder of checkpoints, on a file system that all ranks share.
-            tag: name of this checkpoint; default: ``global_step`` and the number of steps.
-            client_state: values that ``load_checkpoint`` returns; those of rank 0 are saved.
-            save_latest: make it the default of ``load_checkpoint``.
-            exclude_frozen_parameters: leave frozen parameters out.
+            save_dir: The folder of checkpoints, on a file system that all ranks share.
+            tag: The name of this checkpoint. The default is ``global_step`` and the number of steps.
+            client_state: Values that ``load_checkpoint`` returns. The values of rank 0 are saved.
+            save_latest: Whether ``load_checkpoint`` loads this checkpoint by default.
+            exclude_frozen_parameters: Whether to leave out frozen parameters.
 
         Raises:
-            CheckpointError: on every rank, if one of them fails; earlier checkpoints are unchanged.
+            CheckpointError: A rank fails. The error is raised on every rank, and earlier checkpoints are
+                unchanged.
             ConfigError: ``save_dir`` is empty.
         """
         name = f"global_step{self.global_steps}" if tag is None else str(tag)
@@ -627,24 +657,27 @@ class Engine(Accessors):
         load_module_only: bool = False,
         custom_load_fn: Callable[..., Any] | None = None,
     ) -> tuple[str | None, dict[str, Any]]:
-        """Load a checkpoint that was saved at any world size and stage. All ranks must call it.
+        """Load a checkpoint that was saved at any world size and stage. All ranks must call this method.
 
         The checkpoint of a tensor-parallel model is merged and partitioned again.
 
         Args:
-            load_dir: the folder of checkpoints.
-            tag: name of the checkpoint; default: the one saved last.
-            load_module_strict: refuse a checkpoint of other parameters than the model has.
-            load_optimizer_states: the optimizer's state, the loss scale and the random generators too.
-            load_lr_scheduler_states: the schedule's state too.
-            load_module_only: parameters and buffers, and nothing else.
-            custom_load_fn: called with ``src``, a state dict, and ``dst``, the model, instead of loading the model.
+            load_dir: The folder of checkpoints.
+            tag: The name of the checkpoint. The default is the checkpoint saved last.
+            load_module_strict: Whether to refuse a checkpoint whose parameters differ from those of the model.
+            load_optimizer_states: Whether to load the state of the optimizer, the loss scale and the random
+                generators.
+            load_lr_scheduler_states: Whether to load the state of the learning-rate schedule.
+            load_module_only: Whether to load only parameters and buffers.
+            custom_load_fn: A function that replaces the loading of the model. It is called with ``src``, a
+                state dict, and ``dst``, the model.
 
         Returns:
-            (its directory, the client state), or (None, {}) if nothing was saved and no tag is named.
+            The directory of the checkpoint and the client state. (None, {}) if nothing was saved and no tag
+            is named.
 
         Raises:
-            CheckpointError: on every rank, if one of them fails; the engine is unchanged.
+            CheckpointError: A rank fails. The error is raised on every rank, and the engine is unchanged.
         """
         wanted = Wanted(
             load_module_strict,
@@ -678,21 +711,23 @@ class Engine(Accessors):
         save_filename: str = "pytorch_model.bin",
         exclude_frozen_parameters: bool = False,
     ) -> bool:
-        """Save the model's weights in its own dtypes, in one file. All ranks must call it.
+        """Save the weights of the model in their own dtypes, in one file. All ranks must call this method.
 
-        Parameters of a pipeline are named by the number of their layer in the complete model; shared ones by the key of
-        their layers.
+        Parameters of a pipeline are named by the number of their layer in the complete model. Shared
+        parameters are named by the key of their layers.
 
         Args:
-            save_dir: of the file; created if it does not exist.
-            save_filename: with .safetensors the file is in that format, otherwise in torch.save's.
-            exclude_frozen_parameters: leave frozen parameters out.
+            save_dir: The folder of the file, which is created if it does not exist.
+            save_filename: The name of the file. A name that ends with .safetensors selects the safetensors
+                format; any other name selects the format of torch.save.
+            exclude_frozen_parameters: Whether to leave out frozen parameters.
 
         Returns:
-            Whether they were saved: at stage 3 only if gather_16bit_weights_on_model_save is true.
+            Whether the weights were saved. At stage 3 they are saved only if
+            gather_16bit_weights_on_model_save is true.
 
         Raises:
-            CheckpointError: on every rank, if the file cannot be written.
+            CheckpointError: The file cannot be written. The error is raised on every rank.
             UsageError: experts on several ranks have buffers.
         """
         return self._checkpoints.save_weights(save_dir, save_filename, exclude_frozen_parameters)
@@ -702,7 +737,9 @@ class Engine(Accessors):
     def _zero3_consolidated_16bit_state_dict(
         self, exclude_frozen_parameters: bool = False
     ) -> dict[str, torch.Tensor] | None:
-        """The whole model in its own dtypes on rank 0, None elsewhere. All ranks must call it. Libraries use this name.
+        """Return the weights of the complete model in their own dtypes on rank 0, and None on the other ranks.
+
+        All ranks must call this method. Other libraries call the engine by this name.
 
         Raises:
             UsageError: gather_16bit_weights_on_model_save is false at stage 3.
@@ -715,50 +752,63 @@ class Engine(Accessors):
         strict: bool = True,
         custom_load_fn: Callable[..., Any] | None = None,
     ) -> None:
-        """Load the model's weights, from which the optimizer continues. All ranks must call it.
+        """Load the weights of the model, from which the optimizer continues. All ranks must call this method.
 
         Args:
-            state_dict: whole parameters and buffers, by name; at stage 3 those of rank 0 are used.
-            strict: refuse names that differ from the model's.
-            custom_load_fn: called with ``src``, the state dict, and ``dst``, the model, instead of loading.
+            state_dict: The complete parameters and buffers, by name. At stage 3 the values of rank 0 are used.
+            strict: Whether to refuse names that differ from those of the model.
+            custom_load_fn: A function that replaces the loading of the model. It is called with ``src``, the
+                state dict, and ``dst``, the model.
         """
         self._checkpoints.load_weights(state_dict, strict, custom_load_fn)
 
     # State of the training.
 
     def get_global_grad_norm(self) -> torch.Tensor | None:
-        """The gradient norm of the last step, before clipping; None where it is not computed (stage 0 in fp32)."""
+        """Return the gradient norm of the last step, before clipping.
+
+        The result is None if the norm is not computed (stage 0 in fp32).
+        """
         return getattr(self.optimizer, "grad_norm", None)
 
     def get_residual_norm(self) -> float | None:
-        """The norm of what compression has not sent yet of this rank's gradients; None without error feedback."""
+        """Return the norm of this rank's residuals, the part of its gradients that compression has not sent yet.
+
+        The result is None without error feedback.
+        """
         return self._residual_watch.norm
 
     def get_lr(self) -> list[float]:
-        """The learning rate of each param group."""
+        """Return the learning rate of each param group."""
         return [] if self.optimizer is None else [group["lr"] for group in self.optimizer.param_groups]
 
     def get_mom(self) -> list[Any]:
-        """The betas of each param group, or its momentum with SGD and RMSprop; 0.0 for a group without them."""
+        """Return the betas of each param group. With SGD and RMSprop, return the momentum of each param group.
+
+        The value is 0.0 for a group that has no such entry.
+        """
         if self.optimizer is None:
             return []
         name = "momentum" if type(self.basic_optimizer).__name__ in ("SGD", "RMSprop") else "betas"
         return [group.get(name, 0.0) for group in self.optimizer.param_groups]
 
     def dynamic_loss_scale(self) -> bool:
-        """Whether overflows change the loss scale."""
+        """Return whether overflows change the loss scale."""
         return self._scale.dynamic
 
     def loss_scale(self) -> float:
-        """The loss scale of the configuration, 0 where it is dynamic; ``optimizer.cur_scale`` is the one in use."""
+        """Return the loss scale of the configuration, or 0 if the loss scale is dynamic.
+
+        ``optimizer.cur_scale`` is the loss scale in use.
+        """
         return 0.0 if self._scale.dynamic else self._scale.rules.value
 
     def _get_optimizer_loss_scale(self) -> float | None:
-        """The loss scale in use, under DeepSpeed's name."""
+        """Return the loss scale in use. DeepSpeed has a method of the same name."""
         return None if self.optimizer is None else self._scale.value
 
     def destroy(self) -> None:
-        """Release the model: remove the hooks and gather sharded parameters."""
+        """Detach the engine from the model: remove the hooks and gather the sharded parameters."""
         self._delayed.give_up()
         self.end_contract()
         close(self.module)
@@ -766,10 +816,11 @@ class Engine(Accessors):
             gc.enable()
 
     def keep_contract(self, verdict: Verdict | None = None) -> None:
-        """Compare the messages of all ranks from now on, if ``traffic_contract`` says so.
+        """Compare the messages of all ranks from now on, if the key ``traffic_contract`` requests this.
 
         Args:
-            verdict: that of the start; default: a new one, which all ranks must make.
+            verdict: The verdict object that was used during startup. The default is a new verdict, which all
+                ranks must create.
         """
         mode = self._config.traffic_contract
         if mode == OFF:
@@ -783,19 +834,19 @@ class Engine(Accessors):
                 group.observe(contract)
 
     def end_contract(self) -> None:
-        """Compare no more messages. All ranks must call it between two steps."""
+        """Stop the comparison of messages. All ranks must call this method between two steps."""
         for contract in self._contracts:
             contract.close()
         self._contracts.clear()
 
     def get_wall_clock_timers(self) -> dict[str, float]:
-        """Milliseconds of each part of the last step; empty without wall_clock_breakdown."""
+        """Return the time of each part of the last step in milliseconds; empty without wall_clock_breakdown."""
         return dict(self._report.milliseconds)
 
     def compile(
         self, *arguments: Any, compile_kwargs: Mapping[str, Any] | None = None, **options: Any
     ) -> None:
-        """Compile the model with torch.compile, with all of these arguments."""
+        """Compile the model with torch.compile, to which all arguments are passed."""
         self.module.compile(*arguments, **options, **(compile_kwargs or {}))
 
     @property
@@ -806,7 +857,10 @@ class Engine(Accessors):
     def _cast_module_mixed_precision(
         self, param_dtype: torch.dtype | None, buffer_dtype: torch.dtype | None, is_zero_init_model: bool
     ) -> None:
-        """Cast the model's parameters, unless they are sharded already, and its buffers; None leaves them."""
+        """Cast the parameters and buffers of the model. A dtype of None leaves the tensors unchanged.
+
+        Parameters of a model that was sharded at its construction (``is_zero_init_model``) are not cast.
+        """
         if param_dtype is not None and not is_zero_init_model:
             cast_tensors(self.module.parameters(), param_dtype)
         if buffer_dtype is not None:
@@ -818,19 +872,19 @@ class Engine(Accessors):
             self._residency.release_all()
 
     def module_state_dict(self) -> dict[str, Any]:
-        """The model's state, by the model's own names.
+        """Return the state dict of the model, by the names that the model uses.
 
         Raises:
-            UsageError: parameters are sharded (stage 3), and would be empty in it.
+            UsageError: Parameters are sharded (stage 3), and would be empty in the state dict.
         """
         self._refuse_sharded()
         return self.module.state_dict()
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
-        """The engine's state as a module: the model's, under ``module.``.
+        """Return the engine's state dict: the model's state under names that begin with ``module.``.
 
         Raises:
-            UsageError: parameters are sharded (stage 3), and would be empty in it.
+            UsageError: Parameters are sharded (stage 3), and would be empty in the state dict.
         """
         self._refuse_sharded()
         state: dict[str, Any] = super().state_dict(*args, **kwargs)
@@ -855,38 +909,42 @@ class Engine(Accessors):
     ) -> None:
         """Move states from the device to host memory, where they stay until :meth:`reload_states`.
 
-        Tensors that are in host memory already stay there, so that on a CPU nothing is copied.
+        Tensors that are already in host memory stay there, so that nothing is copied on a CPU.
 
         Args:
-            include: which; default: all. ``optim_states``: of the optimizer; ``hp_params``: the masters; ``lp_params``: the
-                model's parameters, at stage 3 their shards; ``lp_grads``: gradients; ``contiguous_grad_buffer``: the
-                buffers of gradient buckets, which are dropped and allocated again when needed.
-            device: ``cpu``; with ``none`` nothing is moved.
-            pin_memory: use page-locked memory where there is a GPU.
-            non_blocking: do not wait for the copies. Checkpoints wait; other readers of the tensors must wait too.
+            include: The states to move. The default is all states: ``optim_states`` (the state of the
+                optimizer), ``hp_params`` (the master weights), ``lp_params`` (the parameters of the model, at
+                stage 3 their shards), ``lp_grads`` (the gradients), and ``contiguous_grad_buffer`` (the
+                buffers of gradient buckets, which are dropped and allocated again when needed).
+            device: ``cpu``. With ``none``, nothing is moved.
+            pin_memory: Whether to use page-locked memory if there is a GPU.
+            non_blocking: Whether to return before the copies have ended. Checkpoints wait for the copies. Other
+                readers of the tensors must wait too.
 
         Raises:
-            UsageError: there is no optimizer, or ``offload_param`` keeps the shards off the device anyway.
-            ConfigError: another device, or an unknown state.
+            UsageError: There is no optimizer, or ``offload_param`` keeps the shards off the device.
+            ConfigError: The device is neither ``cpu`` nor ``none``, or a state is unknown.
+            UnsupportedError: The optimizer is a 1-bit optimizer.
         """
         self._moved.offload(include, device, pin_memory, non_blocking)
 
     def reload_states(self, non_blocking: bool = False) -> None:
-        """Move everything that :meth:`offload_states` has moved back to the device. The training is not affected.
+        """Move all states that :meth:`offload_states` has moved back to the device. The training is not affected.
 
         Args:
-            non_blocking: start all copies before waiting for the first; this returns when all have ended.
+            non_blocking: Whether to start all copies before waiting for the first copy. The method returns
+                when all copies have ended.
 
         Raises:
-            UsageError: there is no optimizer.
+            UsageError: There is no optimizer.
         """
         self._moved.reload(non_blocking)
 
     def state_devices(self, state: str) -> set[torch.device]:
-        """The devices of the tensors of one state; see :meth:`offload_states`."""
+        """Return the devices of the tensors of one state; see :meth:`offload_states`."""
         return self._moved.devices(state)
 
     @property
     def communication_data_type(self) -> torch.dtype:
-        """The communication dtype of gradients."""
+        """The dtype in which gradients are communicated."""
         return self._precision.communication

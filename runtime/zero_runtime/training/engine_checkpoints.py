@@ -1,4 +1,4 @@
-"""Saving and loading an engine: its checkpoints, and the weights of its model."""
+"""Saving and loading of an engine's checkpoints and of its model's weights."""
 
 from __future__ import annotations
 
@@ -31,13 +31,14 @@ from zero_runtime.zero import GatheredParameters
 
 
 class Checkpoints:
-    """Saves and loads the checkpoints of one engine. All ranks must call each method.
+    """The part of an engine that saves and loads its checkpoints. All ranks must call each method.
 
     Args:
-        config: of the engine.
-        parallelism: the axes of the ranks.
-        moved: the states that are in host memory.
-        settled: finishes what the engine has under way, and returns what a checkpoint saves.
+        config: The configuration of the engine.
+        parallelism: The axes of the ranks.
+        moved: The states that are in host memory.
+        settled: A function that finishes the pending operations of the engine and returns the state that a
+            checkpoint saves.
     """
 
     def __init__(
@@ -77,11 +78,11 @@ class Checkpoints:
             )
             residency = residency_of(training.module)
             if residency is not None and LP_PARAMS not in self._moved.away:
-                # As after a step, even if a script has released everything.
+                # After a step the persistent parameters are gathered. A script may have released them.
                 residency.gather_persistent()
 
     def load(self, load_dir: Path, tag: str | None, wanted: Wanted) -> Loaded | None:
-        """Load a checkpoint, and return what the engine has to adopt of it; None if nothing was saved.
+        """Load a checkpoint, and return the values that the engine must take over; None if nothing was saved.
 
         See :meth:`zero_runtime.training.engine.Engine.load_checkpoint`.
         """
@@ -113,11 +114,11 @@ class Checkpoints:
         return load_recut(training, load_dir, tag, wanted, self._names(training))
 
     def _names(self, training: Training) -> frozenset[str] | None:
-        """Names of the parameters to load of a whole model; None for all of them."""
+        """Return the names of the parameters to load from a complete model, or None to load all of them."""
         return None
 
     def save_weights(self, save_dir: str | Path, filename: str, exclude_frozen: bool) -> bool:
-        """Save the model alone; see :meth:`zero_runtime.training.engine.Engine.save_16bit_model`."""
+        """Save only the weights of the model; see :meth:`zero_runtime.training.engine.Engine.save_16bit_model`."""
         path = folder(save_dir) / filename
         if self._zero.stage.shards_parameters and not self._zero.sharding.gather_16bit_weights_on_model_save:
             if comm.get_rank() == 0:
@@ -132,7 +133,7 @@ class Checkpoints:
         return True
 
     def collect_weights(self, exclude_frozen: bool) -> dict[str, torch.Tensor] | None:
-        """The complete model in its own dtypes on rank 0, None elsewhere.
+        """Return the weights of the complete model in their own dtypes on rank 0, and None on the other ranks.
 
         Raises:
             UsageError: gather_16bit_weights_on_model_save is false at stage 3.
@@ -151,7 +152,7 @@ class Checkpoints:
         strict: bool,
         custom_load_fn: Callable[..., Any] | None,
     ) -> None:
-        """Load the model alone; see :meth:`zero_runtime.training.engine.Engine.load_module_state_dict`."""
+        """Load only the model's weights; see :meth:`zero_runtime.training.engine.Engine.load_module_state_dict`."""
         self._moved.refuse("load_module_state_dict", *STATES)
         with self._training() as training, torch.no_grad():
             module = training.module
@@ -174,14 +175,18 @@ class Checkpoints:
 
 
 def folder(path: str | Path | None) -> Path:
-    """``path`` as a Path. Raises ConfigError if it is missing or empty."""
+    """Return ``path`` as a Path.
+
+    Raises:
+        ConfigError: ``path`` is None or empty.
+    """
     if path is None or not str(path):
         raise ConfigError(f"save_dir is {path!r}; expected a folder, such as checkpoints")
     return Path(path)
 
 
 def _refuse_buffers(module: torch.nn.Module, method: str) -> None:
-    """Raise UsageError where rank 0 lacks buffers of experts, which would be missing in what it saves."""
+    """Raise UsageError if experts on other ranks have buffers, which rank 0 could not save."""
     spread = [each for each in experts_of(module).values() if each.total > each.num_local_experts]
     names = [name for each in spread for name, _ in each.named_buffers()]
     if names:

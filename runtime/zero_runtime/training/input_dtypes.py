@@ -14,12 +14,12 @@ _PHRASES: Final = ("same dtype", "same type", "scalar type", "should be the same
 
 
 def mismatch(error: RuntimeError, values: Any, model: torch.dtype | None) -> UsageError | None:
-    """The error to raise instead of ``error`` of a forward pass; None where its cause is something else.
+    """Return the error that replaces ``error`` if the dtype of an input caused it; None for any other cause.
 
     Args:
-        error: what the model raised.
-        values: the inputs of the model, however nested.
-        model: its dtype; None for the dtype that it was constructed in.
+        error: The error that the model raised in its forward pass.
+        values: The inputs of the model, with any nesting.
+        model: The dtype of the model. None if the model has the dtype in which it was constructed.
     """
     if model is None or not any(phrase in str(error) for phrase in _PHRASES):
         return None

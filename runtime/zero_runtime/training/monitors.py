@@ -1,4 +1,4 @@
-"""Monitors: scalars of each step, written to files by rank 0 (``csv_monitor``, ``tensorboard``)."""
+"""Monitors, with which rank 0 writes scalars of each step to files (``csv_monitor``, ``tensorboard``)."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from zero_runtime.errors import ConfigError
 
 
 class Event(NamedTuple):
-    """One value.
+    """One value of a scalar.
 
     Attributes:
-        name: as DeepSpeed names it, such as Train/Samples/lr.
-        value: the value.
-        samples: trained so far, over all ranks.
+        name: The name that DeepSpeed gives the scalar, such as Train/Samples/lr.
+        value: The value.
+        samples: The number of samples trained so far, over all ranks.
     """
 
     name: str
@@ -34,10 +34,12 @@ class Monitor(Protocol):
 
 
 class CsvMonitor:
-    """One CSV file for each quantity: a header, then samples and value in each line. Appends to existing files.
+    """A monitor that writes one CSV file for each scalar. It appends to existing files.
+
+    Each file has a header, and then one line per event with the number of samples and the value.
 
     Args:
-        config: the destination.
+        config: The directory and the name of the job.
     """
 
     def __init__(self, config: MonitorConfig) -> None:
@@ -59,10 +61,10 @@ class CsvMonitor:
 
 
 class TensorBoardMonitor:
-    """TensorBoard event files.
+    """A monitor that writes TensorBoard event files.
 
     Args:
-        config: the destination.
+        config: The directory and the name of the job.
     """
 
     def __init__(self, config: MonitorConfig) -> None:
@@ -79,10 +81,10 @@ class TensorBoardMonitor:
 
 
 def monitors(csv_monitor: MonitorConfig, tensorboard: MonitorConfig, rank: int) -> tuple[Monitor, ...]:
-    """The monitors of this rank: none but on rank 0.
+    """Return the monitors of this rank. Only rank 0 has monitors.
 
     Raises:
-        ConfigError: on every rank, if a package is missing; on rank 0, if the directory cannot be written.
+        ConfigError: A package is missing (on every rank), or the directory cannot be written (on rank 0).
     """
     if tensorboard.enabled and find_spec("tensorboard") is None:
         raise ConfigError(

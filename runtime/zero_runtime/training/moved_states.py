@@ -19,19 +19,20 @@ HP_PARAMS: Final = "hp_params"
 LP_PARAMS: Final = "lp_params"
 LP_GRADS: Final = "lp_grads"
 CONTIGUOUS_GRAD_BUFFER: Final = "contiguous_grad_buffer"
-# Tensors of several states move with the first: the masters of an fp32 model are its parameters.
+# A tensor can belong to several states: the masters of an fp32 model are its parameters. Such a tensor moves with
+# the first of its states in this order.
 STATES: Final = (LP_PARAMS, HP_PARAMS, LP_GRADS, OPTIM_STATES, CONTIGUOUS_GRAD_BUFFER)
 BACKWARD: Final = (LP_PARAMS, LP_GRADS, CONTIGUOUS_GRAD_BUFFER)  # states that a backward pass uses
 
 
 class Movable(NamedTuple):
-    """What holds the tensors of an engine's states.
+    """The objects that contain the tensors of an engine's states.
 
     Attributes:
-        module: the model.
-        optimizer: the sharded optimizer; None without one.
-        gradients: the reducer of the gradients, with its buffers.
-        residency: of gathered parameters (stage 3); else None.
+        module: The model.
+        optimizer: The sharded optimizer, or None without an optimizer.
+        gradients: The reducer of the gradients, with its buffers.
+        residency: The residency of gathered parameters at stage 3; None at other stages.
     """
 
     module: torch.nn.Module
@@ -41,12 +42,12 @@ class Movable(NamedTuple):
 
 
 class MovedStates:
-    """Moves the states of one engine, and knows which of them are in host memory.
+    """The states of one engine, which can be moved to host memory and back.
 
     Args:
-        movable: the tensors' owners.
-        offloads_parameters: whether ``offload_param`` keeps the shards of parameters off the device.
-        global_rank: this process's rank; rank 0 warns.
+        movable: The objects that contain the tensors.
+        offloads_parameters: Whether ``offload_param`` keeps the shards of parameters off the device.
+        global_rank: This process's rank. Only rank 0 warns.
     """
 
     def __init__(self, movable: Movable, offloads_parameters: bool, global_rank: int) -> None:
@@ -61,7 +62,7 @@ class MovedStates:
         return self._moves.away
 
     def settle(self) -> None:
-        """Wait for copies to host memory."""
+        """Wait for the copies to host memory to end."""
         self._moves.settle()
 
     def offload(
@@ -104,11 +105,11 @@ class MovedStates:
         self._moves.reload(non_blocking)
 
     def devices(self, state: str) -> set[torch.device]:
-        """The devices of the tensors of one state."""
+        """Return the devices of the tensors of one state."""
         return {each.device for each in self.tensors(_known(state)) if each.numel()}
 
     def tensors(self, state: str) -> Iterator[torch.Tensor]:
-        """All tensors of a state, including those that share memory."""
+        """Yield all tensors of a state, including those that share memory."""
         module, optimizer, gradients, _ = self._movable
         if state == LP_PARAMS:
             yield from optimizer.parameter_tensors()
@@ -130,7 +131,10 @@ class MovedStates:
             yield from gradients.buffers()
 
     def refuse(self, doing: str, *states: str) -> None:
-        """Raise UsageError if one of ``states``, which ``doing`` needs on the device, is in host memory."""
+        """Raise UsageError if one of ``states`` is in host memory.
+
+        The operation ``doing`` needs these states on the device.
+        """
         away = [each for each in self.away if each in states]
         if away:
             raise UsageError(
@@ -140,7 +144,7 @@ class MovedStates:
 
 
 def get_state_devices(model: Any, state: str) -> set[torch.device]:
-    """The devices of one state of ``model``, an engine, under DeepSpeed's name."""
+    """Return the devices of one state of the engine ``model``. DeepSpeed has a function of the same name."""
     devices: set[torch.device] = model.state_devices(state)
     return devices
 

@@ -1,4 +1,4 @@
-"""Progress lines of rank 0 and the events that it writes to monitors."""
+"""The progress lines that rank 0 prints and the events that it writes to monitors."""
 
 from __future__ import annotations
 
@@ -18,13 +18,14 @@ class Progress(NamedTuple):
     """The progress of the training after a step.
 
     Attributes:
-        step: number of steps.
-        skipped: of these, steps that an overflow skipped.
-        samples: over all ranks.
-        rates: the learning rate of each param group.
-        momenta: the momentum, or the betas, of each.
-        loss_scale: None where the loss is not scaled.
-        batches: loss and times of the whole batches since the last line; None where a step is several calls.
+        step: The number of steps.
+        skipped: The number of these steps that were skipped because of an overflow.
+        samples: The number of samples, over all ranks.
+        rates: The learning rate of each param group.
+        momenta: The momentum, or the betas, of each param group.
+        loss_scale: The loss scale, or None if the loss is not scaled.
+        batches: A function that returns the loss and the times of the complete batches since the last line.
+            None if a step consists of several calls.
     """
 
     step: int
@@ -37,12 +38,12 @@ class Progress(NamedTuple):
 
 
 class BatchTimes(NamedTuple):
-    """Whole batches since the last line.
+    """The loss and the times of the complete batches since the last line.
 
     Attributes:
-        loss: of the last one.
-        seconds: of one, on average.
-        samples_per_second: over all ranks.
+        loss: The loss of the last batch.
+        seconds: The mean time of a batch, in seconds.
+        samples_per_second: The number of samples per second, over all ranks.
     """
 
     loss: float
@@ -51,15 +52,15 @@ class BatchTimes(NamedTuple):
 
 
 class Report:
-    """Prints and writes what the configuration requests.
+    """The reports that the configuration requests: progress lines, memory, times and monitor events.
 
     Args:
-        config: the configuration.
-        clock: of the parts of a step.
-        rank: only rank 0 prints and writes.
+        config: The configuration.
+        clock: The clock of the parts of a step.
+        rank: This process's rank. Only rank 0 prints and writes.
 
     Attributes:
-        milliseconds: of each part of the last step, where the clock is running.
+        milliseconds: The milliseconds of each part of the last step, if the clock is running.
     """
 
     def __init__(self, config: RuntimeConfig, clock: Clock, rank: int) -> None:
@@ -74,7 +75,7 @@ class Report:
         self.milliseconds: dict[str, float] = {}
 
     def see_loss(self, loss: torch.Tensor) -> None:
-        """Keep the loss of a micro-batch for the monitors: not divided, not scaled."""
+        """Store the loss of a micro-batch for the monitors, without division and without the loss scale."""
         if self._monitors:
             self._losses.append(loss.detach())
 
@@ -84,7 +85,7 @@ class Report:
             self._say(f"{when}: {memory_in_use().shown()}")
 
     def see_step(self, progress: Progress) -> None:
-        """Print and write what is due after a step."""
+        """Print and write the reports that are due after a step."""
         seconds = self._clock.read() if self._clock.running else {}
         if not self._first:
             return

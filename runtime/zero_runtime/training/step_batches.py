@@ -1,4 +1,4 @@
-"""Whole training and evaluation steps from an iterator of batches."""
+"""Complete training steps and evaluation steps that read their batches from an iterator."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _LOSS: Final = hooks.tag("metric")
 
 
 class Stepping(Protocol):
-    """What whole steps need of the engine (:class:`zero_runtime.training.engine.Engine`)."""
+    """The interface of an engine for complete steps (:class:`zero_runtime.training.engine.Engine`)."""
 
     module: torch.nn.Module
     device: torch.device
@@ -35,23 +35,23 @@ class Stepping(Protocol):
         """Update the parameters if the micro-batch was the last one of its step."""
 
     def gradient_accumulation_steps(self) -> int:
-        """Micro-batches of a step."""
+        """Return the number of micro-batches of a step."""
 
     def train(self, mode: bool = True) -> Any:
-        """Set the mode of the model."""
+        """Set the model to training mode, or to evaluation mode if ``mode`` is false."""
 
     def eval(self) -> Any:
         """Set the model to evaluation mode."""
 
 
 class Batches:
-    """The batches of an engine's whole steps: those of a call, else its training data, repeated."""
+    """The source of batches for complete steps: the iterator passed to a call, or the repeated training data."""
 
     def __init__(self) -> None:
         self._own: Iterator[Any] | None = None
 
     def of(self, data_iter: Iterator[Any] | None, training_data: RankLoader | None) -> Iterator[Any]:
-        """``data_iter``, checked; None for those of ``training_data``."""
+        """Return ``data_iter`` after a check of its type, or the batches of ``training_data`` if it is None."""
         if data_iter is None:
             return self.own(training_data)
         if not hasattr(data_iter, "__next__"):
@@ -62,7 +62,10 @@ class Batches:
         return data_iter
 
     def own(self, training_data: RankLoader | None) -> Iterator[Any]:
-        """The batches of ``training_data``, which continue from call to call until :meth:`restart`."""
+        """Return an iterator of the batches of ``training_data``.
+
+        Later calls return the same iterator, until :meth:`restart` is called.
+        """
         if self._own is None:
             if training_data is None:
                 raise UsageError(
@@ -72,12 +75,12 @@ class Batches:
         return self._own
 
     def restart(self) -> None:
-        """Begin again, with the training data of the next call."""
+        """Let the next call of :meth:`own` create a new iterator, from the training data of that call."""
         self._own = None
 
 
 def train_step(engine: Stepping, batches: Iterator[Any], group: DataParallelGroup) -> torch.Tensor:
-    """One step: as many micro-batches as are accumulated, and the update. Returns the mean loss of all ranks, 0-D."""
+    """Run the micro-batches of one step, with its update, and return the mean loss of all ranks, a 0-D tensor."""
     total = torch.zeros((), device=engine.device)
     for _ in range(engine.gradient_accumulation_steps()):
         loss = loss_of(engine, _next(batches, engine))
@@ -89,7 +92,10 @@ def train_step(engine: Stepping, batches: Iterator[Any], group: DataParallelGrou
 
 @torch.no_grad()
 def evaluate_step(engine: Stepping, batches: Iterator[Any], group: DataParallelGroup) -> torch.Tensor:
-    """The mean loss of as many micro-batches as a step has, over all ranks, 0-D; the model is in eval mode meanwhile."""
+    """Return the mean loss over all ranks of as many micro-batches as a step has, a 0-D tensor.
+
+    The model is in evaluation mode during the call.
+    """
     training = engine.training
     engine.eval()
     try:
@@ -106,14 +112,16 @@ def evaluate_step(engine: Stepping, batches: Iterator[Any], group: DataParallelG
 
 
 def loss_of(engine: Stepping, batch: Any) -> torch.Tensor:
-    """The loss of one batch.
+    """Return the loss of one batch.
 
-    A model with a ``loss_fn`` gets the first item of a batch of two, and ``loss_fn`` its output and the second item. Any
-    other model gets a mapping as keyword arguments, a tuple or list as arguments, and any other batch as its one argument.
-    Its loss is the output itself, ``output.loss``, ``output["loss"]`` or the first of several outputs.
+    If the model has a ``loss_fn`` and the batch is a pair, the model gets the first item of the pair.
+    ``loss_fn`` then gets the output of the model and the second item. In all other cases the model gets a
+    mapping as keyword arguments, a tuple or list as positional arguments, and any other batch as its only
+    argument. The loss is then the output of the model itself, ``output.loss``, ``output["loss"]`` or the
+    first of several outputs.
 
     Raises:
-        UsageError: none of these is a tensor of one element.
+        UsageError: The loss is not a tensor of one element.
     """
     batch = tree_map(lambda leaf: leaf.to(engine.device) if isinstance(leaf, torch.Tensor) else leaf, batch)
     loss_function = getattr(engine.module, "loss_fn", None)

@@ -15,23 +15,24 @@ TIME_EPSILON: Final = 1e-6
 
 
 class ThroughputTimer:
-    """Samples per second.
+    """A timer that measures samples per second.
 
     Args:
-        config: with ``enabled`` and ``synchronized``; None enables both. If lines are printed, ``synchronized`` waits for
-            the device before each reading.
-        batch_size: samples of a step, over all ranks.
-        start_step: steps that are not counted.
-        steps_per_output: steps between two lines; None or infinity for none.
-        monitor_memory: print the memory in use too.
-        logging_fn: called with each line.
+        config: An object with ``enabled`` and ``synchronized``; None enables both. With ``synchronized`` the
+            timer waits for the device before each reading, if lines are printed.
+        batch_size: The number of samples of a step, over all ranks.
+        start_step: The number of first steps that are not counted.
+        steps_per_output: The number of steps between two lines. None or infinity prints no lines.
+        monitor_memory: Whether to print the memory in use too.
+        logging_fn: The function that is called with each line.
 
     Attributes:
-        initialized: whether ``start`` was called.
-        started: whether a micro-batch is running.
-        start_time, end_time: of the last micro-batch that was counted, in seconds since 1970; 0 before.
-        step_elapsed_time: seconds of the current step.
-        total_elapsed_time: seconds of all steps that were counted.
+        initialized: Whether ``start`` was called.
+        started: Whether a micro-batch is running.
+        start_time, end_time: The times of the last micro-batch that was counted, in seconds since 1970; 0
+            before the first one.
+        step_elapsed_time: The seconds of the current step.
+        total_elapsed_time: The seconds of all steps that were counted.
     """
 
     def __init__(
@@ -60,7 +61,7 @@ class ThroughputTimer:
         return bool(getattr(self.config, "enabled", True))
 
     def update_epoch_count(self) -> None:
-        """Count an epoch, and its micro-batches from 0."""
+        """Count an epoch, and set its number of micro-batches to 0."""
         self.epoch_count += 1
         self.micro_step_count = 0
 
@@ -74,7 +75,12 @@ class ThroughputTimer:
             self.start_time = time.time()
 
     def stop(self, global_step: bool = False, report_speed: bool = True) -> None:
-        """End the micro-batch, and with ``global_step`` the step; ``report_speed`` allows a line."""
+        """End the micro-batch, and print a line if one is due.
+
+        Args:
+            global_step: Whether the step ends with this micro-batch.
+            report_speed: Whether a line may be printed.
+        """
         if not self.enabled or not self.started:
             return
         self.started = False
@@ -99,7 +105,7 @@ class ThroughputTimer:
             self.step_elapsed_time = 0.0
 
     def avg_samples_per_sec(self) -> float:
-        """Samples per second over the steps that were counted; minus infinity before the first."""
+        """Return samples per second over the steps that were counted, or minus infinity before the first one."""
         counted = self.global_step_count - self.start_step
         if counted <= 0 or not self.total_elapsed_time:
             return float("-inf")

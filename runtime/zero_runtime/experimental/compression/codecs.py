@@ -1,4 +1,4 @@
-"""Codecs of compressed gradients: pure functions from numbers to bytes and back.
+"""Codecs of compressed gradients, which are pure functions from numbers to bytes and back.
 
 | name | sent of n numbers                                                         | bytes                     |
 |------|---------------------------------------------------------------------------|---------------------------|
@@ -7,10 +7,12 @@
 | 2bit | the sign of each, whether its magnitude is above the mean of its 2,048,   | n / 4 + 8 ceil(n / 2,048) |
 |      | and the mean magnitude of those above and of those below                  |                           |
 
-An item is a number of the communication dtype. These are top-k sparsification (Aji and Heafield, arXiv:1704.05021),
-scaled signs (Karimireddy et al., arXiv:1901.09847), and a quantizer of two magnitudes, each the mean of the values that it
-replaces. None is unbiased, so error feedback is needed (:mod:`zero_runtime.experimental.compression.residuals`). A number
-that is infinite or NaN makes its decoded value, or those of its block, infinite or NaN too.
+An item is a number of the communication dtype. topk is top-k sparsification (Aji and Heafield,
+arXiv:1704.05021), and 1bit is scaled signs (Karimireddy et al., arXiv:1901.09847). 2bit is a quantizer with
+two magnitudes. Each of the two is the mean of the magnitudes that it replaces.
+
+No codec is unbiased, so error feedback is needed (:mod:`zero_runtime.experimental.compression.residuals`). If
+a number is infinite or NaN, its decoded value, or all decoded values of its block, are infinite or NaN too.
 """
 
 from __future__ import annotations
@@ -38,32 +40,35 @@ class Section(NamedTuple):
 
 
 class Codec(Protocol):
-    """Encodes numbers as bytes and adds decoded numbers to a sum."""
+    """A codec, which encodes numbers as bytes and adds decoded numbers to a sum."""
 
     def encode(self, values: torch.Tensor) -> torch.Tensor:
-        """``values`` (fp32, 1-D) as a payload (uint8, 1-D), as long as its sections."""
+        """Return ``values`` (fp32, 1-D) as a payload (uint8, 1-D), whose length is the sum of its sections."""
 
     def add(self, payload: torch.Tensor, total: torch.Tensor) -> None:
-        """Add the decoded ``payload`` to ``total`` (fp32, 1-D, as long as the encoded values)."""
+        """Add the decoded ``payload`` to ``total`` (fp32, 1-D, of the same length as the encoded values)."""
 
     def sections(self, numel: int) -> tuple[Section, ...]:
-        """The sections of the payload of ``numel`` numbers, in order."""
+        """Return the sections of the payload of ``numel`` numbers, in order."""
 
 
 @dataclass(frozen=True, slots=True)
 class TopK:
-    """The largest numbers with their positions: in order, each as the distance from the position before.
+    """A codec that sends the largest numbers and their positions.
+
+    The numbers are sent in the order of their positions. Each position is sent as the distance from the
+    previous position.
 
     Attributes:
-        ratio: share of the numbers that is sent, above 0 and up to 1.
-        dtype: the communication dtype.
+        ratio: The share of the numbers that is sent, above 0 and up to 1.
+        dtype: The communication dtype.
     """
 
     ratio: float
     dtype: torch.dtype = torch.float32
 
     def encode(self, values: torch.Tensor) -> torch.Tensor:
-        """As in :class:`Codec`."""
+        """Return ``values`` as a payload; see :class:`Codec`."""
         count = self._count(values.numel())
         places = values.abs().topk(count, sorted=False).indices.sort().values
         distances = torch.diff(places, prepend=places.new_zeros(1)).to(_index_dtype(values.numel()))
@@ -71,15 +76,15 @@ class TopK:
         return torch.cat([largest.view(torch.uint8), distances.view(torch.uint8)])
 
     def add(self, payload: torch.Tensor, total: torch.Tensor) -> None:
-        """As in :class:`Codec`."""
+        """Add the decoded ``payload`` to ``total``; see :class:`Codec`."""
         first, second = (section.num_bytes for section in self.sections(total.numel()))
-        # Copies, whose memory is aligned for the other dtypes.
+        # The copies have memory that is aligned for the other dtypes.
         values = payload.narrow(0, 0, first).clone().view(self.dtype)
         distances = payload.narrow(0, first, second).clone().view(_index_dtype(total.numel()))
         total.index_add_(0, distances.cumsum(0, dtype=torch.int64), values.to(total.dtype))
 
     def sections(self, numel: int) -> tuple[Section, ...]:
-        """As in :class:`Codec`."""
+        """Return the sections of the payload of ``numel`` numbers; see :class:`Codec`."""
         count = self._count(numel)
         widths = self.dtype.itemsize, _index_dtype(numel).itemsize
         return tuple(Section(count * width, width) for width in widths)
@@ -90,32 +95,32 @@ class TopK:
 
 @dataclass(frozen=True, slots=True)
 class OneBit:
-    """Signs, and one magnitude for every :data:`BLOCK` numbers. Zero counts as positive."""
+    """A codec that sends signs, and one magnitude for every :data:`BLOCK` numbers. Zero counts as positive."""
 
     def encode(self, values: torch.Tensor) -> torch.Tensor:
-        """As in :class:`Codec`."""
+        """Return ``values`` as a payload; see :class:`Codec`."""
         rows, counts = _blocks(values)
         levels = rows.abs().sum(1) / counts
         return torch.cat([pack((values >= 0).to(torch.uint8), 1), levels.view(torch.uint8)])
 
     def add(self, payload: torch.Tensor, total: torch.Tensor) -> None:
-        """As in :class:`Codec`."""
+        """Add the decoded ``payload`` to ``total``; see :class:`Codec`."""
         numel = total.numel()
         packed, levels = _parts(payload, self.sections(numel))
         signs = looked_up(packed, numel, 1, _SIGNS)
         total.add_(signs.mul_(_spread(levels, numel)))
 
     def sections(self, numel: int) -> tuple[Section, ...]:
-        """As in :class:`Codec`."""
+        """Return the sections of the payload of ``numel`` numbers; see :class:`Codec`."""
         return Section(packed_bytes(numel, 1), 1), Section(_ITEM * -(-numel // BLOCK), _ITEM)
 
 
 @dataclass(frozen=True, slots=True)
 class TwoBit:
-    """Signs, and which of two magnitudes, for every :data:`BLOCK` numbers."""
+    """A codec that sends each number's sign and which of the two magnitudes of its :data:`BLOCK` numbers it has."""
 
     def encode(self, values: torch.Tensor) -> torch.Tensor:
-        """As in :class:`Codec`."""
+        """Return ``values`` as a payload; see :class:`Codec`."""
         rows, counts = _blocks(values)
         magnitudes = rows.abs()
         sums = magnitudes.sum(1)
@@ -128,7 +133,7 @@ class TwoBit:
         return torch.cat([pack(codes, 2), levels.view(-1).view(torch.uint8)])
 
     def add(self, payload: torch.Tensor, total: torch.Tensor) -> None:
-        """As in :class:`Codec`."""
+        """Add the decoded ``payload`` to ``total``; see :class:`Codec`."""
         numel = total.numel()
         packed, levels = _parts(payload, self.sections(numel))
         small, large = levels.view(2, -1)
@@ -137,17 +142,20 @@ class TwoBit:
         total.add_(signs.mul_(torch.where(is_large, _spread(large, numel), _spread(small, numel))))
 
     def sections(self, numel: int) -> tuple[Section, ...]:
-        """As in :class:`Codec`."""
+        """Return the sections of the payload of ``numel`` numbers; see :class:`Codec`."""
         return Section(packed_bytes(numel, 2), 1), Section(2 * _ITEM * -(-numel // BLOCK), _ITEM)
 
 
 def num_bytes(codec: Codec, numel: int) -> int:
-    """Bytes of the payload of ``numel`` numbers."""
+    """Return the number of bytes of the payload of ``numel`` numbers."""
     return sum(section.num_bytes for section in codec.sections(numel))
 
 
 def _blocks(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """``values`` as rows of :data:`BLOCK`, the last one padded with zeros, and the number of values in each row."""
+    """Return ``values`` as rows of :data:`BLOCK` numbers, and the number of values in each row.
+
+    The last row is padded with zeros.
+    """
     missing = -values.numel() % BLOCK
     rows = (functional.pad(values, (0, missing)) if missing else values).view(-1, BLOCK)
     counts = torch.full((rows.shape[0],), BLOCK, device=values.device)
@@ -156,13 +164,13 @@ def _blocks(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _parts(payload: torch.Tensor, sections: tuple[Section, ...]) -> tuple[torch.Tensor, torch.Tensor]:
-    """The codes and the fp32 levels after them, in aligned memory."""
+    """Return the codes of ``payload``, and the fp32 levels that follow the codes, in aligned memory."""
     codes, levels = (section.num_bytes for section in sections)
     return payload.narrow(0, 0, codes), payload.narrow(0, codes, levels).clone().view(torch.float32)
 
 
 def _spread(levels: torch.Tensor, numel: int) -> torch.Tensor:
-    """The level of each number's block."""
+    """Return, for each of ``numel`` numbers, the level of its block."""
     return levels.repeat_interleave(BLOCK).narrow(0, 0, numel)
 
 

@@ -1,4 +1,4 @@
-"""The exchange of compressed payloads: every rank gets the payloads of all ranks."""
+"""The exchange of compressed payloads, in which every rank receives the payloads of all ranks."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ Payloads = Callable[[], Sequence[torch.Tensor]]
 
 
 class Exchange(NamedTuple):
-    """How payloads are encoded and sent.
+    """The way in which payloads are encoded and sent.
 
     Attributes:
-        codec: encodes the payloads.
-        entropy: whether each is Huffman coded first, if that makes it smaller. Their sizes are then sent first, in a
-            message of 8 bytes for each rank, and all are padded to the largest.
-        two_phase: whether more than two ranks sum in two phases, instead of each rank getting all payloads.
+        codec: The codec that encodes the payloads.
+        entropy: Whether each payload is also Huffman coded, if this makes the payload smaller. The sizes are
+            then sent first, in a message of 8 bytes for each rank, and all payloads are padded to the largest
+            one.
+        two_phase: Whether more than two ranks sum in two phases. Otherwise each rank receives all payloads.
     """
 
     codec: Codec
@@ -40,7 +41,8 @@ class Exchange(NamedTuple):
         """Send this rank's ``payload`` of ``numel`` numbers to all of ``group``.
 
         Returns:
-            A work handle to wait for, or None, and a function that then returns the payloads of all ranks, in rank order.
+            A work handle to wait for, or None, and a function to call after the wait. The function returns the
+            payloads of all ranks, in rank order.
         """
         if not self.entropy:
             received = payload.new_empty(group.world_size * payload.numel())

@@ -1,11 +1,15 @@
 """The compressed reduction of gradient buckets (stages 0 to 2).
 
-Every rank gathers the payloads of all ranks and sums them in rank order, in fp32: the sum is equal on all ranks, bit by bit.
-With ``hierarchical_compress`` only messages between hosts are compressed: each rank sums a share of the bucket over its
-host, exchanges the share with the ranks of its position on other hosts, and gathers the other shares within its host.
+Every rank gathers the payloads of all ranks and sums them in rank order, in fp32. The sum is bitwise equal on
+all ranks.
 
-n is the number of ranks, S the bytes of a bucket, C those of a payload: each rank sends (n-1) C, while an all_reduce sends
-2(n-1)/n S. The ratio n C / 2S grows with n. With ``two_phase`` a rank sends 2(n-1)/n C, and the ratio is C / S.
+With ``hierarchical_compress`` only messages between hosts are compressed. First, each rank sums a share of
+the bucket over the ranks of its host. Then it exchanges the share with the ranks at the same position on the
+other hosts. Last, it gathers the other shares within its host.
+
+Let n be the number of ranks, S the bytes of a bucket and C the bytes of a payload. Each rank sends (n-1) C,
+while an all_reduce sends 2(n-1)/n S. The ratio n C / 2S grows with n. With ``two_phase`` a rank sends
+2(n-1)/n C, and the ratio is C / S.
 """
 
 from __future__ import annotations
@@ -38,13 +42,13 @@ class CompressedReduction:
     """A :data:`zero_runtime.gradient_reduction.reduction.Reduction` that leaves the sum of the payloads on every rank.
 
     Args:
-        exchange: how buckets of each communication dtype are compressed and sent.
-        plain: the reduction of the first steps, and of a single rank.
-        is_warm: whether the first steps are over.
-        local: what is done to this rank's gradients before.
-        residuals: this rank's residuals; None without error feedback.
-        scale: the current loss scale.
-        hosts: the groups, if only messages between hosts are compressed.
+        exchange: A function that returns how buckets of a communication dtype are compressed and sent.
+        plain: The reduction for the first steps, and for a single rank.
+        is_warm: A function that returns whether the first steps are over.
+        local: The operations on this rank's gradients before compression.
+        residuals: This rank's residuals, or None without error feedback.
+        scale: A function that returns the current loss scale.
+        hosts: The groups within and across hosts, if only messages between hosts are compressed.
     """
 
     def __init__(
@@ -85,7 +89,10 @@ class CompressedReduction:
         asynchronous: bool,
         take: Callable[[torch.Tensor], object],
     ) -> Finish | None:
-        """Sum ``values``, elements ``start`` and up of ``bucket``, over ``group``, and pass the sum to ``take``."""
+        """Sum ``values`` over ``group``, and pass the sum to ``take``.
+
+        ``values`` are the elements of ``bucket`` from the position ``start``.
+        """
         exchange = self._exchange(bucket.dtype)
         if exchange.two_phase and group.world_size > 2:
             shared = two_phases.Shared(values, bucket.entries, start, self._scale())
@@ -134,13 +141,13 @@ class CompressedReduction:
 class PlainReduction:
     """A :data:`zero_runtime.gradient_reduction.reduction.Reduction` that does not compress.
 
-    It serves the first steps, a single rank, and ranks that are all on one host.
+    It is used in the first steps, for a single rank, and if all ranks are on one host.
 
     Args:
-        plain: the reduction.
-        local: what is done to this rank's gradients before.
-        residuals: residuals of an earlier training with compression; None without error feedback.
-        scale: the current loss scale.
+        plain: The uncompressed reduction.
+        local: The operations on this rank's gradients before the reduction.
+        residuals: The residuals of an earlier training with compression, or None without error feedback.
+        scale: A function that returns the current loss scale.
     """
 
     def __init__(
@@ -169,7 +176,10 @@ def _why(bucket: Bucket, intended_op: str) -> hooks.tag:
 
 
 def _sum_of_rows(rows: torch.Tensor, width: int, bucket: Bucket, group: DataParallelGroup) -> torch.Tensor:
-    """Row r of ``rows``, of ``width`` elements each, summed on rank r of ``group``."""
+    """Return the sum of this rank's row: row r of ``rows`` is summed on rank r of ``group``.
+
+    Each row has ``width`` elements.
+    """
     if default_implementation(group.backend) == ALL_TO_ALL:
         received = torch.empty_like(rows)
         why = bucket.why(intended_op="reduce_scatter")
@@ -181,7 +191,7 @@ def _sum_of_rows(rows: torch.Tensor, width: int, bucket: Bucket, group: DataPara
 
 
 def _contribution(bucket: Bucket) -> torch.Tensor:
-    """The bucket in fp32 with all scaling applied; its sum over the ranks is the result."""
+    """Return the bucket in fp32 with all scaling applied. The sum of this value over the ranks is the result."""
     return bucket.tensor.to(torch.float32, copy=True).mul_(_factor(bucket))
 
 

@@ -26,14 +26,14 @@ from zero_runtime.optimizers import UncorrectedAdam
 
 
 class Trained(NamedTuple):
-    """What the compression of gradients needs of a training.
+    """The values of a training that the compression of gradients uses.
 
     Attributes:
-        optimizer: the optimizer of the gradients.
-        clipping: ``gradient_clipping``.
-        group: the data-parallel ranks.
-        steps: returns the optimizer steps taken so far.
-        scale: returns the current loss scale.
+        optimizer: The optimizer of the gradients.
+        clipping: The value of ``gradient_clipping``.
+        group: The data-parallel ranks.
+        steps: A function that returns the number of optimizer steps taken so far.
+        scale: A function that returns the current loss scale.
     """
 
     optimizer: torch.optim.Optimizer
@@ -46,17 +46,17 @@ class Trained(NamedTuple):
 def compressed(
     settings: GradientCompression, plain: Reduction, trained: Trained
 ) -> tuple[Reduction, Residuals | None]:
-    """The configured reduction and its residuals; the residuals are None without error feedback.
+    """Return the configured reduction and its residuals; the residuals are None without error feedback.
 
-    All ranks must call it.
+    All ranks must call this function.
 
     Args:
-        settings: how gradients are compressed.
-        plain: the uncompressed reduction that the other keys configure.
-        trained: the training.
+        settings: The configuration of the compression.
+        plain: The uncompressed reduction, as configured by the other keys.
+        trained: The training.
 
     Raises:
-        ConfigError: the ranks, the hosts or the optimizer do not fit the settings.
+        ConfigError: The ranks, the hosts or the optimizer do not fit the settings.
     """
     group, hosts = trained.group, None
     by_hosts = settings.hierarchical_compress and group.world_size > 1
@@ -103,7 +103,7 @@ def _local_gradients(
 
 
 def _warn_of_momentum(settings: GradientCompression, trained: Trained) -> None:
-    """Warn of an optimizer that applies momentum after decompression, to what error feedback sends late."""
+    """Warn if the optimizer applies momentum after decompression, to gradients that error feedback sends late."""
     if not settings.error_feedback or trained.group.rank or trained.group.world_size == 1:
         return
     optimizer, groups = trained.optimizer, trained.optimizer.param_groups
@@ -136,13 +136,13 @@ def _warn_of_sgd(settings: GradientCompression) -> None:
 def by_signs(
     optimizer: OneBitOptimizer, plain: Reduction, module: torch.nn.Module, group: DataParallelGroup
 ) -> tuple[Reduction, Residuals]:
-    """Connect a 1-bit ``optimizer`` to the other ranks. Returns the reduction of its gradients, and the residuals.
+    """Connect a 1-bit ``optimizer`` to the other ranks, and return the reduction of its gradients and the residuals.
 
     Args:
-        optimizer: sends its own values instead of gradients.
-        plain: the reduction.
-        module: the model; parameters outside it are named by their position.
-        group: the data-parallel ranks.
+        optimizer: The optimizer, which sends its own values instead of gradients.
+        plain: The uncompressed reduction.
+        module: The model. Parameters that are not in the model are named by their position.
+        group: The data-parallel ranks.
     """
     residuals = Residuals(Layout(two_phases=group.world_size > 2), of_mean=True)
     names: dict[torch.Tensor, str] = {parameter: name for name, parameter in module.named_parameters()}

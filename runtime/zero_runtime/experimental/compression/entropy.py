@@ -1,7 +1,8 @@
-"""Huffman coding of payloads, by zlib's strategy without a search for repetitions.
+"""Huffman coding of payloads with zlib's Z_HUFFMAN_ONLY strategy, which does not search for repetitions.
 
-The numbers of a section are divided into byte planes: all first bytes, all second bytes and so on. The high bytes of indices
-are mostly zero, and those of floats, with the exponent, have few values. Each plane is coded separately.
+The numbers of a section are divided into byte planes: all first bytes, all second bytes and so on. Each plane
+is coded separately. The high bytes of indices are mostly zero. The high bytes of floats contain the exponent
+and have few different values.
 """
 
 from __future__ import annotations
@@ -20,7 +21,10 @@ _RAW_DEFLATE: Final = -15
 
 
 def coded(payload: torch.Tensor, sections: Sequence[Section]) -> torch.Tensor:
-    """``payload`` (uint8, 1-D) with every plane coded, each after its length; uint8, on the same device."""
+    """Return the coded ``payload``: for every plane its length, and then the coded bytes.
+
+    Both tensors are uint8 and 1-D, on the same device.
+    """
     host = payload.cpu()
     coded_planes = []
     for plane in _planes(host, sections):
@@ -31,7 +35,10 @@ def coded(payload: torch.Tensor, sections: Sequence[Section]) -> torch.Tensor:
 
 
 def decoded(message: torch.Tensor, sections: Sequence[Section]) -> torch.Tensor:
-    """The payload before :func:`coded`; bytes after it in ``message`` are ignored."""
+    """Return the payload that :func:`coded` encoded as ``message``.
+
+    Extra bytes at the end of ``message`` are ignored.
+    """
     data = _bytes(message.cpu())
     payload = torch.empty(sum(section.num_bytes for section in sections), dtype=torch.uint8)
     position = 0
@@ -45,7 +52,7 @@ def decoded(message: torch.Tensor, sections: Sequence[Section]) -> torch.Tensor:
 
 
 def _planes(payload: torch.Tensor, sections: Sequence[Section]) -> Iterator[torch.Tensor]:
-    """The planes of ``payload``, as views of it."""
+    """Yield the planes of ``payload``, as views of it."""
     position = 0
     for num_bytes, width in sections:
         rows = payload.narrow(0, position, num_bytes).view(-1, width)

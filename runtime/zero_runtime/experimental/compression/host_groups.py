@@ -1,4 +1,4 @@
-"""The groups of hierarchical compression: the ranks of one host, and those with one position on every host."""
+"""The groups of hierarchical compression: the ranks of one host, and the ranks at one position on every host."""
 
 from __future__ import annotations
 
@@ -11,17 +11,25 @@ from zero_runtime.errors import ConfigError
 
 
 class Hosts(NamedTuple):
-    """Two groups of this rank: ``inside`` its host, and ``across`` hosts, of the ranks with its position on each."""
+    """The two groups of this rank.
+
+    Attributes:
+        inside: The ranks of this rank's host.
+        across: The ranks at this rank's position on each host.
+    """
 
     inside: DataParallelGroup
     across: DataParallelGroup
 
 
 def hosts_of(group: DataParallelGroup) -> Hosts | None:
-    """The groups, for hosts of LOCAL_WORLD_SIZE consecutive ranks; None with one host. All ranks must call it.
+    """Return the groups within and across hosts, or None if all ranks are on one host. All ranks must call it.
+
+    Each host has LOCAL_WORLD_SIZE consecutive ranks.
 
     Raises:
-        ConfigError: the launcher has not set LOCAL_WORLD_SIZE, or it does not divide the number of ranks.
+        ConfigError: The launcher has not set LOCAL_WORLD_SIZE, LOCAL_WORLD_SIZE does not divide the number of
+            ranks, or only a part of the ranks has the same parameters.
     """
     variable = os.environ.get("LOCAL_WORLD_SIZE", "")
     if not variable.isdigit() or int(variable) < 1:

@@ -1,15 +1,20 @@
-"""What a rank does to its own gradients before they are compressed: clipping, then momentum.
+"""Clipping and momentum, which each rank applies to its own gradients before they are compressed.
 
-Both are those of Deep Gradient Compression (Lin et al., arXiv:1712.01887).
+Both follow Deep Gradient Compression (Lin et al., arXiv:1712.01887).
 
-Error feedback sends an element of a gradient late, after several steps, in one sum. An optimizer that applies its momentum
-to that sum applies the momentum of all these steps at once. With momentum correction each rank applies the momentum to its
-own gradients instead: u = m u + g. The sums of u, residuals included, are compressed, and the optimizer takes its step by
-them without momentum. Without compression the steps are those of SGD. Where topk has sent an element, its u becomes zero, so
-that momentum from before does not push it on (momentum factor masking). Signs send all elements, and are not masked.
+Error feedback sends an element of a gradient late, after several steps, in one sum. An optimizer that applies
+its momentum to this sum applies the momentum of all these steps at once. With momentum correction, each rank
+instead applies the momentum to its own gradients: u = m u + g. The sum of u and the residual is compressed,
+and the optimizer takes its step with the result, without momentum. Without compression the steps are equal to
+those of SGD.
 
-A residual that is added before clipping is cut with the gradient. So each rank clips before: the sum of n independent
-gradients has sqrt(n) times the norm of each, hence the limit for each is that for the sum, divided by sqrt(n).
+When topk has sent an element, u of this element becomes zero, so that earlier momentum does not change the
+element further (momentum factor masking). The sign codecs send all elements, so their elements are not
+masked.
+
+Clipping a gradient after its residual is added would clip the residual too. So each rank clips before it adds
+the residual. The norm of the sum of n independent gradients is sqrt(n) times the norm of one gradient. Hence
+the limit for each rank is the limit for the sum, divided by sqrt(n).
 """
 
 from __future__ import annotations
@@ -29,15 +34,16 @@ from zero_runtime.gradient_reduction.gradient_buckets import Entry
 
 
 class LocalGradients:
-    """Clips this rank's gradients, and applies the momentum to them.
+    """The operations on this rank's gradients before compression: clipping and momentum.
 
     Args:
-        limit: the norm to which the gradients of all parameters are clipped, as this rank's share of the sum; 0 clips
-            nothing. A bucket with a part of the elements is clipped to the limit times the root of that part.
-        numel: elements of all gradients.
-        momentum: returns the factor now; None without momentum correction.
-        velocities: where the momentum is stored.
-        steps: optimizer steps taken so far.
+        limit: The norm to which this rank's gradients of all parameters together are clipped; 0 clips
+            nothing. A bucket with a fraction of the elements is clipped to the limit times the square root of
+            the fraction.
+        numel: The number of elements of all gradients.
+        momentum: A function that returns the current momentum factor; None without momentum correction.
+        velocities: The residuals in which the momentum is stored.
+        steps: A function that returns the number of optimizer steps taken so far.
     """
 
     def __init__(
@@ -55,7 +61,10 @@ class LocalGradients:
         self._steps = steps
 
     def prepare(self, values: torch.Tensor, entries: Sequence[Entry], scale: float) -> None:
-        """Clip ``values``, the gradients of ``entries`` times ``scale``, and add the momentum. In place."""
+        """Clip ``values`` and add the momentum, in place.
+
+        ``values`` are the gradients of ``entries`` times ``scale``.
+        """
         if self._limit:
             part = min(1.0, values.numel() / self._numel)
             norm = torch.linalg.vector_norm(values, dtype=torch.float32)
@@ -72,11 +81,12 @@ class LocalGradients:
         velocities: Residuals,
     ) -> None:
         if not bool(torch.isfinite(values).all()):
-            return  # the step is skipped, and they would stay in the momentum forever
+            return  # The step is skipped, and values that are not finite would stay in the momentum forever.
         now = self._steps()
         ranges = velocities.ranges(values, _of_momentum(entries))
         for entry, (gradient, velocity) in zip(entries, ranges, strict=True):
-            # The first micro-batch of a step brings the momentum along; each later one only adds its gradients.
+            # The momentum of earlier steps is added with the first micro-batch of a step. Later micro-batches
+            # of the step only add their gradients.
             if velocities.step_of.get(entry.name) != now:
                 velocity.mul_(momentum)
                 carried = velocity * scale
@@ -87,7 +97,12 @@ class LocalGradients:
             velocities.step_of[entry.name] = now
 
     def mask(self, sent: torch.Tensor, entries: Sequence[Entry]) -> None:
-        """Forget the momentum of all elements that are not zero in ``sent``, the values of ``entries`` that are sent."""
+        """Set the momentum to zero for all elements that were sent.
+
+        Args:
+            sent: The values of ``entries`` that are sent. An element that is not sent is zero.
+            entries: The entries of the bucket.
+        """
         if self._momentum is None or self._velocities is None or not bool(torch.isfinite(sent).all()):
             return
         for part, velocity in self._velocities.ranges(sent, _of_momentum(entries)):
@@ -102,12 +117,13 @@ _hooks: WeakKeyDictionary[torch.optim.Optimizer, tuple[RemovableHandle, ...]] = 
 
 
 def take_momentum(optimizer: torch.optim.Optimizer) -> Callable[[], float]:
-    """Make ``optimizer`` take its steps without momentum. Returns a function that returns the momentum of its param groups.
+    """Make ``optimizer`` take its steps without momentum, and return a function that returns its momentum.
 
-    The param groups keep their value between steps: schedules change it, and ``engine.get_mom`` returns it.
+    Between steps the param groups contain the momentum, because schedules change it and ``engine.get_mom``
+    returns it.
 
     Raises:
-        ConfigError: it is not SGD with one momentum above 0 for all param groups.
+        ConfigError: ``optimizer`` is not SGD with the same momentum above 0 in all param groups.
     """
     used = {
         (each.get("momentum"), each.get("dampening"), each.get("nesterov")) for each in optimizer.param_groups
@@ -140,6 +156,10 @@ def take_momentum(optimizer: torch.optim.Optimizer) -> Callable[[], float]:
 
 
 def return_momentum(optimizer: torch.optim.Optimizer) -> None:
-    """Undo :func:`take_momentum`: a script may give the same optimizer to ``initialize`` again, with another config."""
+    """Undo :func:`take_momentum`, so that ``optimizer`` applies its momentum again.
+
+    This is necessary because a script may pass the same optimizer to ``initialize`` again, with a different
+    configuration.
+    """
     for each in _hooks.pop(optimizer, ()):
         each.remove()

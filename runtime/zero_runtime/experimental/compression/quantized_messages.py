@@ -18,7 +18,10 @@ WEIGHT_BITS: Final = 8
 
 
 def scatter_quantized(rows: torch.Tensor, bucket: Bucket, group: DataParallelGroup) -> Scattered:
-    """Sum equal, concatenated ``rows``: each rank sends row r, quantized, to rank r. The sum is fp32."""
+    """Start a reduce_scatter of quantized rows: each rank sends its row r to rank r, which sums the rows in fp32.
+
+    ``rows`` are the concatenated rows of this rank, all of the same length.
+    """
     world = group.world_size
     payloads = quantized(rows.view(world, -1), GRADIENT_BITS)
     received = torch.empty_like(payloads)
@@ -33,7 +36,7 @@ def scatter_quantized(rows: torch.Tensor, bucket: Bucket, group: DataParallelGro
 
 
 def round_rows(rows: Sequence[torch.Tensor]) -> None:
-    """Round ``rows`` as a quantized gather would, without communication."""
+    """Round ``rows`` in place to the values that a quantized gather would return, without communication."""
     for row in rows:
         row.copy_(dequantized(quantized(row.view(1, -1), WEIGHT_BITS), row.numel(), WEIGHT_BITS)[0])
 
@@ -41,10 +44,12 @@ def round_rows(rows: Sequence[torch.Tensor]) -> None:
 def gather_quantized(
     rows: Sequence[torch.Tensor], group: DataParallelGroup, why: hooks.tag, asynchronous: bool
 ) -> tuple[Work | None, Callable[[], None]]:
-    """Gather ``rows``, one of each rank and all of one length. This rank's own row is rounded too.
+    """Start to gather one row of each rank into ``rows``. This rank's own row is rounded too.
+
+    All rows have the same length.
 
     Returns:
-        A work handle, and a function to call once it is complete.
+        A work handle, and a function that fills ``rows``, to be called when the work is complete.
     """
     payload = quantized(rows[group.rank].view(1, -1), WEIGHT_BITS)
     received = payload.new_empty(len(rows), payload.shape[1])

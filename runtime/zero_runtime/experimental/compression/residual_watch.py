@@ -1,4 +1,4 @@
-"""The norm of the residuals after each step, and a warning when it grows without bound."""
+"""The norm of the residuals after each step, with a warning if the norm grows without bound."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from commprof import hooks
 from zero_runtime import log
 from zero_runtime.experimental.compression.residuals import Residuals
 
-# A norm that grows as the p-th power of the step is 2^p times its median. It grows as the first power at most while the
-# residuals fill up, which takes about as many steps as one element waits to be sent.
+# A norm that grows with the p-th power of the step is 2^p times its median. While the residuals fill up, the
+# norm grows at most with the first power. They fill up in about as many steps as one element waits to be sent.
 FACTOR: Final = 4.0
 STEPS: Final = 10
 WINDOW: Final = 200
 
 
 class ResidualWatch:
-    """Publishes the metric ``residual_norm`` of this rank. Rank 0 warns once if its own grows.
+    """A monitor that publishes the metric ``residual_norm`` of this rank. Rank 0 warns once if its norm grows.
 
-    It warns when the norm has been more than :data:`FACTOR` times the median of the last :data:`WINDOW` steps in
-    :data:`STEPS` successive steps.
+    The warning is logged if the norm exceeds :data:`FACTOR` times the median of the last :data:`WINDOW` steps
+    in :data:`STEPS` successive steps.
 
     Args:
-        residuals: this rank's residuals; None without any.
-        global_rank: this process's rank.
+        residuals: This rank's residuals, or None without residuals.
+        global_rank: This process's rank.
 
     Attributes:
-        norm: after the last step; None before the first, and without residuals.
+        norm: The norm after the last step. None before the first step, and without residuals.
     """
 
     def __init__(self, residuals: Residuals | None, global_rank: int) -> None:

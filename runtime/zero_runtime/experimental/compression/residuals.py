@@ -1,12 +1,15 @@
-"""Residuals: the part of this rank's gradients that compression left out, added to the next ones (error feedback).
+"""Residuals, the part of this rank's gradients that compression left out (error feedback).
 
-The residual of each parameter has the length of its gradient, without the loss scale. Gradients are divided by the number of
-ranks before compression, so the sum of the residuals over the ranks is what the parameters still lack. Values of 1-bit
-optimizers are divided after it, so there the mean over the ranks is.
+The residual is added to the next gradient. The residual of a parameter has the length of the parameter's
+gradient, and does not include the loss scale.
 
-A checkpoint has the residuals of each rank. If it is loaded by another number of ranks, or by ranks that use other elements,
-the residuals are summed and divided evenly. With its first bucket each rank takes the elements that it uses, on behalf of
-the ranks that do not use them.
+Gradients are divided by the number of ranks before compression. So the sum of the residuals over the ranks is
+the update that the parameters have not received yet. Values of 1-bit optimizers are divided after
+compression. For them, this update is the mean of the residuals over the ranks.
+
+A checkpoint contains the residuals of each rank. If a different number of ranks loads the checkpoint, or the
+ranks use different elements, the residuals are summed and divided evenly. With its first bucket, each rank
+then takes the elements that it uses, also on behalf of the ranks that do not use these elements.
 """
 
 from __future__ import annotations
@@ -18,24 +21,25 @@ import torch
 
 from zero_runtime.gradient_reduction.gradient_buckets import Entry
 
-# The prefix of a residual that one rank has on behalf of all.
+# The prefix of the residual of a sum, which one rank stores on behalf of all ranks.
 OF_SHARE: Final = "share of "
 
 
-# The prefix of the momentum of a rank's own gradients, which is kept, saved and divided as residuals are.
+# The prefix of the momentum of a rank's own gradients, which is stored, saved and divided like residuals.
 OF_MOMENTUM: Final = "corrected momentum of "
 
 
-# The prefix of a residual that was saved by ranks of another layout and has not been used yet.
+# The prefix of a residual that was saved with a different layout of ranks and has not been used yet.
 PENDING: Final = "pending "
 
 
 class Layout(NamedTuple):
-    """Which ranks use which elements.
+    """The assignment of elements to the ranks that use them.
 
     Attributes:
-        places: one of this many ranks uses each element; ranks of one host have different positions.
-        two_phases: whether one rank has the residual of an element's sum.
+        places: The number of different positions of ranks. The ranks of one host have different positions,
+            and exactly one position uses each element.
+        two_phases: Whether one rank stores the residual of the sum of each element.
     """
 
     places: int = 1
@@ -46,14 +50,17 @@ class Residuals:
     """The residuals of this rank, by parameter.
 
     Args:
-        layout: which elements this rank uses; default: all.
-        of_mean: whether the sum of residuals is divided by the number of ranks.
-        decay: factor of a residual each time it is added.
-        momentum: whether the momentum of gradients is stored too; otherwise that of a checkpoint is not loaded.
+        layout: The elements that this rank uses. The default is all elements.
+        of_mean: Whether the sum of the residuals is divided by the number of ranks.
+        decay: The factor by which a residual is multiplied each time it is added.
+        momentum: Whether the momentum of gradients is stored too. If not, the momentum in a checkpoint is not
+            loaded.
 
     Attributes:
-        tensors: fp32, 1-D, by name; a parameter is added with its first compressed gradient.
-        step_of: by parameter the step in which its momentum was last multiplied by its factor; empty after a load.
+        tensors: The residuals (fp32, 1-D) by parameter name. A parameter is added with its first compressed
+            gradient.
+        step_of: For each parameter, the step in which its momentum was last multiplied by the momentum
+            factor. Empty after a load.
     """
 
     def __init__(
@@ -73,13 +80,14 @@ class Residuals:
         self._pending: dict[str, torch.Tensor] = {}  # an even share of the residuals of all ranks
 
     def stored(self) -> dict[str, torch.Tensor]:
-        """The residuals for a checkpoint, by name."""
+        """Return the residuals for a checkpoint, by name."""
         return {**self.tensors, **{f"{PENDING}{name}": each for name, each in self._pending.items()}}
 
     def hand_over(self, values: torch.Tensor, entries: Sequence[Entry], scale: float) -> None:
-        """Add all residuals, times ``scale``, to ``values`` of ``entries``, which are sent uncompressed.
+        """Add all residuals, times ``scale``, to the ``values`` of ``entries``, and drop these residuals.
 
-        Nothing is added to values that are not finite, since their step is skipped.
+        The values are sent uncompressed. Nothing is added to values that are not finite, because their step
+        is skipped.
         """
         left = any(entry.name in self._pending or entry.name in self.tensors for entry in entries)
         if not left or not bool(torch.isfinite(values).all()):
@@ -91,14 +99,17 @@ class Residuals:
             self.tensors.pop(entry.name, None)
 
     def add_to(self, values: torch.Tensor, entries: Sequence[Entry], start: int, scale: float) -> None:
-        """Add the residuals, times ``scale``, to ``values``: elements ``start`` and up of a bucket of ``entries``."""
+        """Add the residuals, times ``scale`` and the decay factor, to ``values``.
+
+        ``values`` are the elements from the position ``start`` of a bucket of ``entries``.
+        """
         for target, residual in self.ranges(values, entries, start):
             target.add_(residual, alpha=scale * self._decay)
 
     def keep(self, values: torch.Tensor, entries: Sequence[Entry], start: int, scale: float) -> None:
         """Replace the residuals by ``values`` divided by ``scale``.
 
-        If some values are not finite nothing changes: they would stay in the residuals forever.
+        If some values are not finite, nothing changes. Such values would stay in the residuals forever.
         """
         if not bool(torch.isfinite(values).all()):
             return
@@ -108,17 +119,23 @@ class Residuals:
     def ranges(
         self, values: torch.Tensor, entries: Sequence[Entry], start: int = 0
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """The range of ``values`` of each of ``entries`` and its residual, which takes what is pending of it first."""
+        """Return, for each of ``entries``, its range in ``values`` and its residual.
+
+        Pending residuals of the entries are first added to their residuals.
+        """
         self._take(values, entries, start)
         return self._ranges_of(values, entries, start)
 
     def norm(self) -> float:
-        """The norm of this rank's residuals; 0 without any."""
+        """Return the norm of this rank's residuals, or 0 without residuals."""
         norms = [each.norm() for name, each in self.tensors.items() if not name.startswith(OF_MOMENTUM)]
         return float(torch.linalg.vector_norm(torch.stack(norms)).item()) if norms else 0.0
 
     def _take(self, values: torch.Tensor, entries: Sequence[Entry], start: int) -> None:
-        """Take the pending residuals of ``entries`` for the elements of ``values``. Other ranks take the rest."""
+        """Add the pending residuals of ``entries`` for the elements of ``values``.
+
+        Other ranks add the pending residuals of the other elements.
+        """
         pending = [entry for entry in entries if entry.name in self._pending]
         if not pending:
             return
@@ -137,7 +154,7 @@ class Residuals:
     def _ranges_of(
         self, values: torch.Tensor, entries: Sequence[Entry], start: int
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """The range of ``values`` of each parameter, and the residual of the same elements."""
+        """Yield the range of ``values`` of each parameter, and the residual of the same elements."""
         end, position = start + values.numel(), 0
         for entry in entries:
             numel = entry.gradient.numel()
@@ -169,12 +186,13 @@ class Residuals:
         """Load the residuals of a checkpoint, if it has any.
 
         Args:
-            read: returns the saved residuals of a rank, by name.
-            rank: this rank.
-            world_size: number of ranks that load.
-            saved_by: number of ranks that saved.
-            layout: of the ranks that saved; None if the checkpoint lacks it, which means an equal layout.
-            device: of gradients.
+            read: A function that returns the saved residuals of a rank, by name.
+            rank: The number of this rank.
+            world_size: The number of ranks that load.
+            saved_by: The number of ranks that saved.
+            layout: The layout of the ranks that saved. None if the checkpoint contains no layout, which means
+                that the layouts are equal.
+            device: The device of the gradients.
         """
         self.tensors, self._pending, self.step_of = {}, {}, {}
         if saved_by == world_size and layout in (None, self.layout):
@@ -194,14 +212,17 @@ class Residuals:
 
 
 def _add(sums: dict[str, torch.Tensor], name: str, values: torch.Tensor) -> None:
-    """Add ``values`` to ``sums[name]``; the shorter of the two is padded."""
+    """Add ``values`` to ``sums[name]``. The shorter of the two tensors is padded."""
     known = sums.get(name, values[:0])
     numel = max(values.numel(), known.numel())
     sums[name] = _of_length(known, numel) + _of_length(values, numel)
 
 
 def _of_length(values: torch.Tensor, numel: int) -> torch.Tensor:
-    """``values`` truncated or padded: the padding of a flat buffer depends on the number of ranks."""
+    """Return ``values`` truncated or padded to ``numel`` elements.
+
+    The length differs because the padding of a flat buffer depends on the number of ranks.
+    """
     if values.numel() == numel:
         return values
     renewed = values.new_zeros(numel)
@@ -211,7 +232,7 @@ def _of_length(values: torch.Tensor, numel: int) -> torch.Tensor:
 
 
 def layout_of(saved: Mapping[str, object] | None) -> Layout | None:
-    """The layout in a checkpoint; None if it has none."""
+    """Return the layout in a checkpoint, or None if the checkpoint contains no layout."""
     if saved is None:
         return None
     places, two_phases = saved["places"], saved["two_phases"]

@@ -1,4 +1,4 @@
-"""Means over the ranks sent as signs, for 1-bit optimizers."""
+"""Means over the ranks that are sent as signs, for 1-bit optimizers."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from zero_runtime.gradient_reduction.reduction import Finish, Reduction
 
 
 class MeanOfSigns:
-    """A :data:`zero_runtime.experimental.one_bit.Mean`: one sum for all tensors together.
+    """A :data:`zero_runtime.experimental.one_bit.Mean` that computes one sum for all tensors together.
 
-    Two ranks exchange their signs. More ranks sum in two phases.
+    Two ranks exchange their signs. More than two ranks sum in two phases.
 
     Args:
-        group: the data-parallel ranks.
-        residuals: this rank's residuals.
+        group: The data-parallel ranks.
+        residuals: This rank's residuals.
     """
 
     def __init__(self, group: DataParallelGroup, residuals: Residuals) -> None:
@@ -33,7 +33,7 @@ class MeanOfSigns:
         self._exchange = Exchange(OneBit())
 
     def __call__(self, names: Sequence[str], values: Sequence[torch.Tensor]) -> None:
-        """Replace each of ``values`` by its mean over the ranks, approximated by signs and residuals."""
+        """Replace each of ``values`` by its mean over the ranks, as approximated by signs and residuals."""
         entries = [Entry(name, value.reshape(-1), ()) for name, value in zip(names, values, strict=True)]
         if self._group.world_size == 1:
             for value, entry in zip(values, entries, strict=True):
@@ -70,13 +70,13 @@ def _why(intended_op: str) -> hooks.tag:
 
 
 class WantedReduction:
-    """A reduction that does nothing unless the optimizer needs mean gradients.
+    """A reduction that sums gradients only if the optimizer needs mean gradients.
 
     See :data:`zero_runtime.gradient_reduction.reduction.Reduction`.
 
     Args:
-        optimizer: the optimizer of the gradients.
-        plain: the reduction for mean gradients.
+        optimizer: The optimizer of the gradients.
+        plain: The reduction that computes mean gradients.
     """
 
     def __init__(self, optimizer: OneBitOptimizer, plain: Reduction) -> None:
@@ -84,5 +84,8 @@ class WantedReduction:
         self._plain = plain
 
     def __call__(self, bucket: Bucket, group: DataParallelGroup) -> Finish | None:
-        """Sum the bucket over the ranks, or leave this rank's gradients in it."""
+        """Sum the bucket over the ranks if the optimizer needs mean gradients.
+
+        Otherwise the bucket keeps the gradients of this rank.
+        """
         return self._plain(bucket, group) if self._optimizer.wants_mean() else None

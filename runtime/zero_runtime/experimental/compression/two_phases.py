@@ -1,9 +1,11 @@
 """Compressed sums in two phases, in which the bytes sent by a rank do not grow with the number of ranks.
 
-First each rank receives the compressed values of all ranks for its share of the numbers, and sums them. Then it sends the
-sum, compressed again, to all. With payloads of C bytes for all numbers a rank sends 2(n-1)/n C, while a gather of all
-payloads sends (n-1) C. The residual of the second compression stays with the rank of the share, and is added the next time
-(Tang et al., arXiv:2102.02888: the errors of workers and of the server).
+First, each rank receives the compressed values of all ranks for its share of the numbers, and sums these
+values. Then each rank compresses its sum and sends the result to all ranks.
+
+Let n be the number of ranks and C the bytes of the payload of all numbers. A rank sends 2(n-1)/n C, while a
+gather of all payloads sends (n-1) C. The rank of a share stores the residual of the second compression, and
+adds the residual the next time (Tang et al., arXiv:2102.02888: the errors of workers and of the server).
 """
 
 from __future__ import annotations
@@ -22,13 +24,13 @@ from zero_runtime.gradient_reduction.gradient_buckets import Entry
 
 
 class Shared:
-    """The values of one sum, and their origin.
+    """The values of one sum, and the tensors from which the values are taken.
 
     Args:
-        values: fp32, 1-D; changed.
-        entries: the tensors that the values are taken from, concatenated.
-        start: first element within them.
-        scale: the loss scale.
+        values: The values (fp32, 1-D). The sum changes them.
+        entries: The tensors from which the values are taken. Their elements are concatenated.
+        start: The position of the first value in the concatenated elements.
+        scale: The loss scale.
     """
 
     def __init__(
@@ -42,7 +44,7 @@ class Shared:
 
 
 def share_numel(numel: int, ranks: int) -> int:
-    """The length of the share of each of ``ranks``, in whole blocks of a codec."""
+    """Return the length of the share of each of ``ranks``, in numbers. A share consists of complete codec blocks."""
     return -(-numel // (ranks * BLOCK)) * BLOCK
 
 
@@ -57,15 +59,16 @@ def begin(
     """Start to sum the values over ``group``.
 
     Args:
-        shared: the values of this rank.
-        codec: its payloads must have a length that depends only on the number of values.
-        residuals: this rank's residuals; None without error feedback.
-        group: the ranks.
-        why: the tag of a message, by its intended operation.
-        asynchronous: whether the first message is only started.
+        shared: The values of this rank.
+        codec: The codec. The length of its payloads must depend only on the number of values.
+        residuals: This rank's residuals, or None without error feedback.
+        group: The ranks.
+        why: A function that returns the tag of a message with a given intended operation.
+        asynchronous: Whether the call returns before the first message is complete.
 
     Returns:
-        A work handle to wait for, or None, and a function that then returns the sum, equal on all ranks, bit by bit.
+        A work handle to wait for, or None, and a function to call after the wait. The function returns the
+        sum, which is bitwise equal on all ranks.
     """
     numel, ranks = shared.values.numel(), group.world_size
     width = share_numel(numel, ranks)
@@ -84,13 +87,13 @@ def begin(
         why=why("reduce_scatter"),
         asynchronous=asynchronous,
     )
-    own = min(width, max(0, numel - group.rank * width))  # the last shares may be short, or empty
+    own = min(width, max(0, numel - group.rank * width))  # The last shares may be short or empty.
 
     def total() -> torch.Tensor:
         share = filled.new_zeros(width)
         for each in received:
             codec.add(each, share)
-        share[own:] = 0.0  # padding, which a codec without zero decodes to other numbers
+        share[own:] = 0.0  # A codec that cannot encode zero decodes the padding to other numbers.
         payload = _of_share(share, own, shared, codec, residuals, group.rank * width)
         gathered = payload.new_empty(ranks * payload.numel())
         group.all_gather_single(gathered, payload, why=why("all_reduce"))
@@ -102,7 +105,11 @@ def begin(
 def _of_share(
     share: torch.Tensor, own: int, shared: Shared, codec: Codec, residuals: Residuals | None, place: int
 ) -> torch.Tensor:
-    """The payload of this rank's share of the sum, whose first ``own`` numbers begin at ``place`` of all values."""
+    """Return the payload of this rank's share of the sum.
+
+    The first ``own`` numbers of the share are values, and the rest is padding. The share begins at the position
+    ``place`` of all values.
+    """
     if residuals is None:
         return codec.encode(share)
     values, start = share.narrow(0, 0, own), shared.start + place
@@ -114,7 +121,7 @@ def _of_share(
 
 
 def _decoded(payloads: torch.Tensor, codec: Codec, width: int) -> torch.Tensor:
-    """The decoded ``payloads``, ``width`` numbers each, concatenated."""
+    """Return the concatenated numbers of the decoded ``payloads``. Each payload has ``width`` numbers."""
     values = torch.zeros(len(payloads) * width, device=payloads.device)
     for row, payload in zip(values.split(width), payloads, strict=True):
         codec.add(payload, row)

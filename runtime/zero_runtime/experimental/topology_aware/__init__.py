@@ -1,1 +1,1 @@
-"""Collectives over all ranks, composed of collectives along the axes of a grid of ranks (the block ``communication``)."""
+"""Collectives over all ranks that consist of collectives along the axes of a grid (the block ``communication``)."""

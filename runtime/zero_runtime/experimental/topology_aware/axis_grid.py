@@ -1,4 +1,4 @@
-"""The process groups along the axes, created once for each grid."""
+"""The process groups along the axes of a grid, which are created once for each grid."""
 
 from __future__ import annotations
 
@@ -16,16 +16,17 @@ from zero_runtime.comm import DataParallelGroup
 from zero_runtime.experimental.topology_aware.sizes import axis_groups
 
 _HOSTS: Final = hooks.tag("other")
-# New groups cost memory and, on an accelerator, connections: a second engine reuses those of the first.
+# New groups cost memory and, on an accelerator, connections. So a second engine reuses the groups of the first
+# engine.
 _made: Final[WeakKeyDictionary[Any, dict[tuple[int, ...], tuple[Any, ...]]]] = WeakKeyDictionary()
 
 
 class Grid(NamedTuple):
-    """The axes, and the groups of this rank.
+    """The axes of a grid, and the groups of this rank.
 
     Attributes:
-        sizes: ranks along each axis, outermost first.
-        groups: this rank's group along each.
+        sizes: The number of ranks along each axis, outermost axis first.
+        groups: This rank's group along each axis.
     """
 
     sizes: tuple[int, ...]
@@ -33,7 +34,10 @@ class Grid(NamedTuple):
 
 
 def hosts_of(group: DataParallelGroup) -> list[int]:
-    """A number for each rank's host, equal for ranks of one host: one all_gather of names, as checksums."""
+    """Return, for each rank, a number that identifies its host.
+
+    The numbers are checksums of the host names, which the ranks exchange with one all_gather.
+    """
     mine = torch.tensor([zlib.crc32(socket.gethostname().encode())], dtype=torch.int64, device=group.device)
     everybody = mine.new_zeros(group.world_size)
     group.all_gather_single(everybody, mine, why=_HOSTS)
@@ -43,14 +47,15 @@ def hosts_of(group: DataParallelGroup) -> list[int]:
 def make_grid(
     group: DataParallelGroup, sizes: Sequence[int], wrap: Callable[[Any], DataParallelGroup]
 ) -> Grid:
-    """The groups along each axis of ``sizes``, whose product is the number of ranks. Every rank must call it.
+    """Return the groups along each axis of ``sizes``. Every rank must call this function.
 
-    Each group's description is ``axis <number> of <sizes>``, axis 0 being the outermost; it is in the traces.
+    The description of a group is ``axis <number> of <sizes>``, where axis 0 is the outermost axis. Traces
+    contain this description.
 
     Args:
-        group: all ranks.
-        sizes: ranks along each axis.
-        wrap: makes a group from the result of :func:`zero_runtime.comm.new_group`.
+        group: The group of all ranks.
+        sizes: The number of ranks along each axis. The product of the sizes is the number of all ranks.
+        wrap: A function that makes a group from the result of :func:`zero_runtime.comm.new_group`.
     """
     sizes = tuple(sizes)
     by_sizes = _made.setdefault(comm.default_group(), {})

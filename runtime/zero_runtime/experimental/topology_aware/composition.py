@@ -1,18 +1,20 @@
-"""Composed collectives: collectives over a grid of ranks as sequences of collectives along its axes.
+"""Composed collectives, which are sequences of collectives along the axes of a grid of ranks.
 
 | collective     | along                                                             | bytes on axis 0 (outermost) |
 |----------------|-------------------------------------------------------------------|-----------------------------|
-| reduce_scatter | the innermost axis first; further axes have what remains          | 1/inner                     |
+| reduce_scatter | the innermost axis first; the next axes get the remaining shards  | 1/inner                     |
 | all_gather     | the outermost axis first                                          | 1/inner                     |
 | all_reduce     | reduce_scatter along all but axis 0, all_reduce along axis 0, and | 1/inner                     |
 |                | all_gather along the other axes in reverse order                  |                             |
 
-inner is the product of the other sizes; "bytes" compares with the same collective along axis 0 of the whole message. Rank
-numbers count along the innermost axis first. This is the hierarchical scheme of two levels, and with three axes that of a 3D
-torus (Jain et al., "Efficient MPI collectives on torus networks"; Mikami et al., arXiv:1811.05233, 2D).
+inner is the product of the sizes of the other axes. The column "bytes" is relative to the same collective of
+the complete message along axis 0. Rank numbers count along the innermost axis first. With two axes this is
+the hierarchical scheme of two levels, and with three axes the scheme of a 3D torus (Jain et al., "Efficient
+MPI collectives on torus networks"; Mikami et al., arXiv:1811.05233, 2D).
 
-Each function is a generator that yields the work handles of its messages; resume it once a message is complete. A blocking
-one yields only None. Sums of 16-bit values are rounded to 16 bits after each axis.
+Each function is a generator that yields the work handles of its messages. The caller resumes the generator
+when the message is complete. A generator of blocking messages yields only None. Sums of 16-bit values are
+rounded to 16 bits after each axis.
 """
 
 from __future__ import annotations
@@ -31,7 +33,10 @@ Groups = Sequence[DataParallelGroup]
 
 
 class Composed:
-    """The work handle of a composed collective. The constructor starts the first message, and ``wait`` the others."""
+    """The work handle of a composed collective.
+
+    The constructor starts the first message, and ``wait`` starts the other messages.
+    """
 
     def __init__(self, steps: Steps) -> None:
         self._steps = steps
@@ -40,14 +45,14 @@ class Composed:
 
     @property
     def done(self) -> bool:
-        """Whether nothing is left to wait for."""
+        """Whether all messages are complete."""
         return self._work is None
 
     def _go_on(self) -> None:
         self._work = next((work for work in self._steps if work is not None), None)
 
     def is_completed(self) -> bool:
-        """The value of :attr:`done`, which changes only by waiting."""
+        """Return the value of :attr:`done`, which changes only in ``wait``."""
         return self.done
 
     def wait(self, *arguments: object) -> bool:
@@ -64,11 +69,12 @@ def all_reduce(
     """Sum the contiguous ``tensor`` in place on every rank.
 
     Args:
-        tensor: the message; if its elements do not divide among the inner axes, a padded copy is sent.
-        groups: this rank's group along each axis, outermost first.
-        implementation: of a reduce_scatter along an axis: ``native`` or ``all_to_all``.
-        why: the tag of every message.
-        asynchronous: whether messages are only started; the caller that runs the steps waits for them.
+        tensor: The message. If its elements do not divide evenly among the ranks of the inner axes, a padded
+            copy is sent.
+        groups: This rank's group along each axis, outermost axis first.
+        implementation: The implementation of a reduce_scatter along an axis: ``native`` or ``all_to_all``.
+        why: The tag of every message.
+        asynchronous: Whether messages are only started. The caller that runs the generator then waits for them.
     """
     why = _of_a_part(why)
     flat = tensor.view(-1)
@@ -104,19 +110,21 @@ def reduce_scatter(
     why: hooks.tag | None,
     asynchronous: bool,
 ) -> Steps:
-    """Sum row r of ``rows`` on rank r.
+    """Sum row r of the ``rows`` of all ranks on rank r.
 
     Args:
-        result: gets this rank's sum, 1-D; with an all_to_all of 16-bit rows it is fp32.
-        rows: the concatenated rows, 1-D; not changed.
-        numels: elements of each row; equal unless ``implementation`` is ``all_to_all``.
-        groups, implementation, why, asynchronous: as in :func:`all_reduce`.
+        result: The list that receives this rank's sum (1-D). The sum is fp32 after an all_to_all of 16-bit
+            rows.
+        rows: The concatenated rows (1-D), which are not changed.
+        numels: The number of elements of each row. The numbers are equal unless ``implementation`` is
+            ``all_to_all``.
+        groups, implementation, why, asynchronous: The same arguments as for :func:`all_reduce`.
     """
     why = _of_a_part(why)
     row_numels = list(numels)
     for group in reversed(groups):
         size = group.world_size
-        # Rank numbers count along this axis first, so the rows of its ranks alternate.
+        # Rank numbers count along this axis first, so the rows of the ranks of this axis alternate.
         split_rows = rows.split(row_numels)
         order = [index for step in range(size) for index in range(step, len(row_numels), size)]
         rows = torch.cat([split_rows[index] for index in order]) if len(row_numels) > size else rows
@@ -135,7 +143,10 @@ def all_gather(
     why: hooks.tag | None,
     asynchronous: bool,
 ) -> Steps:
-    """Gather every rank's ``own`` (n elements) into ``output`` (ranks x n, contiguous), in rank order."""
+    """Gather the tensors ``own`` of all ranks (n elements each) into ``output`` in rank order.
+
+    ``output`` is contiguous and has ranks x n elements.
+    """
     why = _of_a_part(why)
     gathered = own.reshape(-1)
     for group in groups:
@@ -156,7 +167,11 @@ def _scatter(
     why: hooks.tag | None,
     asynchronous: bool,
 ) -> tuple[Work | None, Callable[[], torch.Tensor]]:
-    """A reduce_scatter along one axis: its work handle, and a function that then returns this rank's sum."""
+    """Start a reduce_scatter along one axis.
+
+    Returns:
+        The work handle, and a function to call after the wait, which returns this rank's sum.
+    """
     mine = numels[group.rank]
     if implementation != ALL_TO_ALL:
         output = rows.new_empty(mine)
@@ -167,7 +182,10 @@ def _scatter(
 
 
 def _of_a_part(why: hooks.tag | None) -> hooks.tag | None:
-    """The tag of the messages of one collective, without padding bytes: the padding of each message is not known."""
+    """Return the tag of a composed collective's messages, which is ``why`` without padding bytes.
+
+    The padding of the single messages is not known.
+    """
     if why is None or why.padding_bytes is None:
         return why
     return hooks.tag(

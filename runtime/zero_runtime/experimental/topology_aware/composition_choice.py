@@ -17,12 +17,12 @@ _TELL: Final = hooks.tag("other")
 
 
 class Choice:
-    """Chooses for each message. Without costs every message is composed.
+    """The choice of plain or composed for each message. Without costs every message is composed.
 
     Args:
-        sizes: ranks along each axis.
-        implementation: of a reduce_scatter.
-        costs: the calibrated costs; None without a calibration.
+        sizes: The number of ranks along each axis.
+        implementation: The implementation of a reduce_scatter.
+        costs: The calibrated costs, or None without a calibration.
     """
 
     def __init__(self, sizes: Sequence[int], implementation: str, costs: Costs | None) -> None:
@@ -32,7 +32,7 @@ class Choice:
         self.composes = cache(self._composes)
 
     def _composes(self, operation: str, payload: int) -> bool:
-        """Whether ``operation`` (all_reduce, reduce_scatter, all_gather) of ``payload`` bytes is composed."""
+        """Return whether ``operation`` (all_reduce, reduce_scatter, all_gather) of ``payload`` bytes is composed."""
         if self._costs is None:
             return payload > 0
         arguments = (operation, payload, self._sizes, self._implementation)
@@ -40,16 +40,16 @@ class Choice:
 
 
 def agreed_costs(group: DataParallelGroup, world: str, axes: Sequence[str], sharing: Sequence[int]) -> Costs:
-    """The costs in the calibration files of rank 0, on every rank: one broadcast.
+    """Return the costs in the calibration files of rank 0 on every rank, with one broadcast.
 
     Args:
-        group: all ranks.
-        world: the calibration among all ranks.
-        axes: the calibrations among the ranks of each axis, outermost first.
-        sharing: see :class:`Costs`.
+        group: The group of all ranks.
+        world: The path of the calibration among all ranks.
+        axes: The paths of the calibrations among the ranks of each axis, outermost axis first.
+        sharing: The number of groups that share a host's links, for each axis (see :class:`Costs`).
 
     Raises:
-        ConfigError: on every rank, if rank 0 cannot read one of the files.
+        ConfigError: Rank 0 cannot read one of the files. The error is raised on every rank.
     """
     files = [world, *axes]
     message = torch.zeros(1 + 2 * len(OPERATIONS) * len(files), dtype=torch.float64, device=group.device)

@@ -1,8 +1,8 @@
-"""The cost of plain and composed collectives, by the files of ``commprof calibrate``. Pure.
+"""The cost of plain and composed collectives, computed from files of ``commprof calibrate`` without side effects.
 
-Hockney's model with the fitted parameters: t(S) = alpha + S / beta. Latency and bus bandwidth are assumed equal for groups
-of other sizes than the calibrated one (docs/calibration.md). Groups of one axis that share a host's links divide its
-bandwidth.
+The cost follows Hockney's model with the fitted parameters: t(S) = alpha + S / beta. Latency and bus
+bandwidth are assumed to be the same for all group sizes, although one size was calibrated
+(docs/calibration.md). Groups of one axis that share the links of a host divide the bandwidth of the host.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ class Cost(NamedTuple):
     """The cost of one operation.
 
     Attributes:
-        alpha_ns: latency.
-        bus_ns_per_byte: 1 / bus bandwidth, by the definitions of nccl-tests.
+        alpha_ns: The latency in ns.
+        bus_ns_per_byte: 1 / bus bandwidth in ns per byte, as nccl-tests defines bus bandwidth.
     """
 
     alpha_ns: float
     bus_ns_per_byte: float
 
     def time_ns(self, operation: str, payload: float, ranks: int) -> float:
-        """Time of ``payload`` bytes (S of nccl-tests) among ``ranks`` ranks."""
+        """Return the time in ns of ``payload`` bytes (S of nccl-tests) among ``ranks`` ranks."""
         return self.alpha_ns + payload * bus_factor(operation, ranks) * self.bus_ns_per_byte
 
 
 def bus_factor(operation: str, ranks: int) -> float:
-    """Bus bandwidth / algorithm bandwidth (nccl-tests, doc/PERFORMANCE.md)."""
+    """Return the ratio bus bandwidth / algorithm bandwidth (nccl-tests, doc/PERFORMANCE.md)."""
     return 1.0 if operation == "reduce" else (2 if operation == "all_reduce" else 1) * (ranks - 1) / ranks
 
 
@@ -45,9 +45,9 @@ class Costs(NamedTuple):
     """The calibrated costs.
 
     Attributes:
-        world: cost of each operation among all ranks.
-        axes: cost of each operation among the ranks of a group of each axis.
-        sharing: number of groups of each axis that share one host's links.
+        world: The cost of each operation among all ranks.
+        axes: For each axis, the cost of each operation among the ranks of one group of the axis.
+        sharing: For each axis, the number of its groups that share the links of one host.
     """
 
     world: Mapping[str, Cost]
@@ -55,17 +55,20 @@ class Costs(NamedTuple):
     sharing: Sequence[int]
 
     def described(self) -> dict[str, Any]:
-        """All costs as plain numbers, for the record of a run: the two values of :class:`Cost` for each operation."""
+        """Return all costs as plain numbers, for the record of a run.
+
+        Each operation has the two values of :class:`Cost`.
+        """
         world, *axes = ({op: list(cost) for op, cost in table.items()} for table in (self.world, *self.axes))
         return {"world": world, "axes": axes, "sharing": list(self.sharing)}
 
     def plain_ns(self, operation: str, payload: float, sizes: Sequence[int], implementation: str) -> float:
-        """Time of the plain collective of ``payload`` bytes."""
+        """Return the time in ns of the plain collective of ``payload`` bytes."""
         issued = _issued(operation, implementation)
         return self.world[issued].time_ns(issued, payload, prod(sizes))
 
     def composed_ns(self, operation: str, payload: float, sizes: Sequence[int], implementation: str) -> float:
-        """Time of the composed collective of ``payload`` bytes: the sum over its axes."""
+        """Return the time in ns of the composed collective of ``payload`` bytes, which is the sum over its axes."""
         total, left = 0.0, payload
         for axis in range(len(sizes) - 1, -1, -1):
             halves = ("reduce_scatter", "all_gather") if operation == "all_reduce" else (operation,)
@@ -81,10 +84,10 @@ def _issued(operation: str, implementation: str) -> str:
 
 
 def read_costs(path: str, operations: Sequence[str] = OPERATIONS) -> dict[str, Cost]:
-    """The costs in a file of ``commprof calibrate --out``: operation -> cost.
+    """Return the cost of each operation in a file of ``commprof calibrate --out``.
 
     Raises:
-        ConfigError: it cannot be read, is no calibration, or lacks one of ``operations``.
+        ConfigError: The file cannot be read, is not a calibration, or does not contain one of ``operations``.
     """
     key = "communication.calibration"
     try:

@@ -1,9 +1,10 @@
-"""Bounded delay: averages of gradients that may be some steps late (``communication.bounded_delay``, stage 0).
+"""Bounded delay, in which means of gradients are applied some steps late (``communication.bounded_delay``, stage 0).
 
-With a delay of K, a rank sends the gradients of step t to every other rank by P2P messages, and does not wait for theirs.
-The optimizer then gets the mean of all gradients of step t - K, and waits for it if necessary. So a rank that is less than
-K steps behind delays nobody, and no rank gets further ahead. Each rank sums the gradients in rank order, so that the
-replicas stay equal bit by bit.
+With a delay of K, a rank sends the gradients of step t to every other rank with P2P messages. It does not
+wait for the gradients of the other ranks in step t. The optimizer then applies the mean of all gradients of
+step t - K, and waits for this mean if necessary. So a rank that is less than K steps behind does not delay
+other ranks, and no rank gets further ahead. Each rank sums the gradients in rank order, so that the replicas
+stay bitwise equal.
 """
 
 from __future__ import annotations
@@ -21,16 +22,16 @@ from zero_runtime.gradient_reduction.whole_gradients import ReplicatedGradients,
 
 
 def exchange(bucket: Bucket, group: DataParallelGroup) -> Finish:
-    """Start to send the bucket to every other rank, and to receive theirs.
+    """Start to send the bucket to every other rank, and to receive the buckets of the other ranks.
 
-    A :data:`zero_runtime.gradient_reduction.reduction.Reduction`.
+    This function is a :data:`zero_runtime.gradient_reduction.reduction.Reduction`.
 
-    For each pair of ranks, the message of the lower rank comes first on both, and each rank visits the others in ascending
-    order. So a backend that runs messages one after another cannot deadlock.
+    For each pair of ranks, both ranks start the message of the lower rank first. Each rank processes the
+    other ranks in ascending order. So a backend that runs messages one after the other cannot deadlock.
 
     Returns:
-        A function that waits for these messages and leaves the sum in ``bucket.tensor``. Sums of 16-bit gradients are
-        rounded once.
+        A function that waits for these messages and writes the sum to ``bucket.tensor``. Sums of 16-bit
+        gradients are rounded once.
     """
     outgoing = scaled(bucket)
     received = {
@@ -60,15 +61,16 @@ def exchange(bucket: Bucket, group: DataParallelGroup) -> Finish:
 
 
 class DelayedGradients(ReplicatedGradients):
-    """Gradients of stage 0 with a bounded delay: a step gets the means of an earlier step.
+    """The gradients of stage 0 with a bounded delay. A step uses the means of an earlier step.
 
     Args:
-        names, parameters, dtypes, group, at_boundary: as for :class:`ReplicatedGradients`.
-        policy: how gradients are scaled and concatenated; they are sent by :func:`exchange`.
-        steps: the delay, at least 1.
+        names, parameters, dtypes, group, at_boundary: The same arguments as for :class:`ReplicatedGradients`.
+        policy: The scaling and concatenation of gradients. :func:`exchange` replaces the reduction of the
+            policy.
+        steps: The delay in steps, at least 1.
 
     Attributes:
-        due: whether the parameters' gradients are means for the next optimizer step.
+        due: Whether the gradients of the parameters are means for the next optimizer step.
     """
 
     def __init__(
@@ -88,20 +90,21 @@ class DelayedGradients(ReplicatedGradients):
 
     @property
     def steps_under_way(self) -> int:
-        """Number of steps whose gradients have been sent and not applied."""
+        """The number of steps whose gradients have been sent but not applied."""
         return len(self._under_way) + self.due
 
     def reduce_accumulated(self) -> None:
-        """Send all gradients, and wait for those of the step that is now due, if there is one."""
+        """Send all gradients, and wait for the gradients of the step that is now due, if there is such a step."""
         self._under_way.append(self._send())
         self.clear()
         if len(self._under_way) > self._steps:
             self._take_oldest()
 
     def outstanding(self) -> Iterator[None]:
-        """Set the parameters' gradients to the means of each delayed step, oldest first; the caller takes each step.
+        """Set the parameters' gradients to the means of each delayed step, oldest first, and yield after each step.
 
-        Gradients that have accumulated for an unsent step are restored at the end.
+        The caller takes an optimizer step at each yield. Gradients that have accumulated for a step that is
+        not sent yet are restored at the end.
         """
         if self.due:
             yield
@@ -113,15 +116,16 @@ class DelayedGradients(ReplicatedGradients):
             parameter.grad = gradient
 
     def settle(self) -> int:
-        """Wait for the messages in flight without applying them, when the engine is released. All ranks must call it.
+        """Wait for the messages in flight without applying them. All ranks must call this method.
 
-        A message whose handle is only dropped would be received instead of a later one of the same two ranks.
+        The engine calls this method when it is released. If only the handle of a message were dropped, the
+        message would be received in place of a later message between the same two ranks.
 
         Returns:
             The number of steps that were not taken.
 
         Raises:
-            RuntimeError: another rank has exited.
+            RuntimeError: Another rank has exited.
         """
         left = self.steps_under_way
         while self._under_way:
@@ -130,7 +134,7 @@ class DelayedGradients(ReplicatedGradients):
         return left
 
     def clear(self) -> None:
-        """Drop the gradients of the step that has been taken; gradients in flight stay."""
+        """Drop the gradients of the step that has been taken. Gradients in flight stay."""
         super().clear()
         self.due = False
 

@@ -1,7 +1,7 @@
-"""Composed collectives in the group of all ranks: gradient sums and parameter gathers along the axes of a grid.
+"""Composed collectives in the group of all ranks, for gradient sums and parameter gathers along the axes of a grid.
 
-Other messages stay plain: small ones (norms, checks), rooted collectives (reduce, broadcast), and lists of rows of different
-lengths.
+All other messages stay plain: small messages (norms, checks), rooted collectives (reduce, broadcast), and
+lists of rows with different lengths.
 """
 
 from __future__ import annotations
@@ -20,19 +20,20 @@ from zero_runtime.experimental.topology_aware.composition import Composed, Steps
 from zero_runtime.experimental.topology_aware.composition_choice import Choice
 
 PURPOSES: Final = ("gradient_reduce", "parameter_gather")
-Issue = Callable[[], Any]  # issues the call as it is
+Issue = Callable[[], Any]  # a function that issues the call unchanged
 
 
 class ComposedMessages:
-    """Replaces collectives of the group of all ranks by composed ones.
+    """An observer that replaces collectives of the group of all ranks by composed collectives.
 
     Args:
-        grid: the axes.
-        choice: which messages are composed.
-        implementation: of a reduce_scatter along an axis: ``native`` or ``all_to_all``.
+        grid: The axes, with this rank's groups.
+        choice: The choice of the messages that are composed.
+        implementation: The implementation of a reduce_scatter along an axis: ``native`` or ``all_to_all``.
 
     Attributes:
-        methods: as of :class:`zero_runtime.comm.Observer`, and what composes each.
+        methods: The observed methods (see :class:`zero_runtime.comm.Observer`), each with the method that
+            composes it.
     """
 
     def __init__(self, grid: Grid, choice: Choice, implementation: str) -> None:
@@ -51,11 +52,11 @@ class ComposedMessages:
         }
 
     def observe(self, call: Call, issue: Issue) -> Any:
-        """Issue ``call`` along the axes if it is worth it; see :class:`zero_runtime.comm.Observer`."""
+        """Issue ``call`` along the axes if ``choice`` composes it; see :class:`zero_runtime.comm.Observer`."""
         return self.methods[call.method](issue, **call.arguments)
 
     def _composes(self, operation: str, numel: int, like: torch.Tensor, why: hooks.tag | None) -> bool:
-        """``numel``: elements of the payload, S of nccl-tests."""
+        """Return whether a message is composed. ``numel`` is the payload, S of nccl-tests, in elements."""
         wanted = why is not None and why.purpose in PURPOSES and numel > 0
         return wanted and self._choice.composes(operation, numel * like.element_size())
 
@@ -99,7 +100,10 @@ class ComposedMessages:
         why: hooks.tag | None,
         asynchronous: bool,
     ) -> Any:
-        """Rows of one length are gathered in one buffer and copied to the outputs."""
+        """Gather rows of equal length into one buffer, and copy them to the outputs.
+
+        Rows of different lengths are gathered with the plain collective.
+        """
         alike = all(each.numel() == tensor.numel() for each in outputs)
         if not alike or not self._composes("all_gather", tensor.numel() * len(outputs), tensor, why):
             return issue()
@@ -148,7 +152,7 @@ class ComposedMessages:
         why: hooks.tag | None,
         asynchronous: bool,
     ) -> Any:
-        """A composed sum does not use ``received``."""
+        """Sum the rows. A composed sum does not use ``received``."""
         if not self._composes("reduce_scatter", rows.numel(), rows, why):
             return issue()
         result: list[torch.Tensor] = []
@@ -169,6 +173,6 @@ class ComposedMessages:
 
 
 def _run(steps: Steps) -> Composed | None:
-    """Start ``steps``; None if they are complete, as blocking ones are."""
+    """Start ``steps``, and return the work handle, or None if all messages are complete (as blocking messages are)."""
     composed = Composed(steps)
     return None if composed.done else composed

@@ -19,7 +19,12 @@ from zero_runtime.gradient_reduction.reduction import default_implementation
 
 
 class Installed(NamedTuple):
-    """The watch for slow ranks, and the costs that choose composed collectives; None for those not configured."""
+    """The parts that were installed. A part that is not configured is None.
+
+    Attributes:
+        watch: The watch for slow ranks.
+        costs: The costs by which composed collectives are chosen.
+    """
 
     watch: Watch | None = None
     costs: Costs | None = None
@@ -34,13 +39,15 @@ def install(
     """Install composed collectives and the watch for slow ranks in ``group``, as configured.
 
     Args:
-        group: all ranks.
-        communication: the block.
-        implementation: of a reduce_scatter: ``native``, ``all_to_all``, or None for the backend's.
-        wrap: makes a group like ``group`` of the ranks along an axis.
+        group: The group of all ranks.
+        communication: The block ``communication`` of the configuration.
+        implementation: The implementation of a reduce_scatter: ``native``, ``all_to_all``, or None for the
+            default of the backend.
+        wrap: A function that makes a group like ``group`` from the process group of an axis.
 
     Raises:
-        ConfigError: on every rank, if a calibration cannot be read or an axis has none.
+        ConfigError: A calibration cannot be read, an axis has no calibration, or only a part of the ranks has
+            the same parameters. The error is raised on every rank.
     """
     if not communication.plain and group.world_size < comm.get_world_size():
         raise ConfigError(

@@ -1,7 +1,8 @@
-"""The number of ranks along each axis of the grid, from ``communication.topology`` and the hosts. Pure.
+"""The number of ranks along each axis of the grid, computed from ``communication.topology`` and the hosts.
 
-Sizes are listed like a tensor's shape: the first axis is the outermost, whose neighbors are farthest apart in rank numbers,
-and the last axis the innermost. Consecutive ranks are on one host, so slow links belong to the first axes.
+Sizes are listed like the shape of a tensor. The first axis is the outermost one, whose neighbors have the
+largest difference in rank numbers. The last axis is the innermost one. Consecutive ranks are on one host, so
+slow links belong to the first axes.
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ Topology = int | str | tuple[int, ...]
 
 
 class Sizes(NamedTuple):
-    """The sizes of the axes, all above 1 unless there is one axis.
+    """The sizes of the axes. All sizes are above 1, unless there is only one axis.
 
     Attributes:
-        sizes: outermost first; a single one means plain collectives.
-        notice: why there are fewer axes than requested; empty otherwise.
+        sizes: The sizes, outermost axis first. A single size means plain collectives.
+        notice: The reason why there are fewer axes than requested, or an empty string.
     """
 
     sizes: tuple[int, ...]
@@ -27,12 +28,13 @@ class Sizes(NamedTuple):
 
 
 def grid(topology: Topology, hosts: Sequence[int]) -> Sizes:
-    """The axes of ``topology``, with rank r on host ``hosts[r]``.
+    """Return the axes of ``topology``, with rank r on host ``hosts[r]``.
 
     Args:
-        topology: number of axes 1, 2 or 3; ``auto``: two axes if there are several hosts with the same number of ranks; or
-            the sizes themselves, whose product is the number of ranks.
-        hosts: any number for each rank, equal for ranks of one host.
+        topology: The number of axes (1, 2 or 3), the sizes of the axes, or ``auto``. The product of the sizes
+            must be the number of ranks. ``auto`` means two axes if there are several hosts with the same
+            number of ranks.
+        hosts: For each rank, a number that identifies its host.
     """
     world = len(hosts)
     inside = ranks_per_host(hosts)
@@ -64,7 +66,10 @@ def grid(topology: Topology, hosts: Sequence[int]) -> Sizes:
 
 
 def ranks_per_host(hosts: Sequence[int]) -> int | None:
-    """The number of ranks on each host, if it is the same and they are consecutive; None otherwise."""
+    """Return the number of ranks on each host.
+
+    The result is None if hosts have different numbers of ranks, or if the ranks of a host are not consecutive.
+    """
     runs = [len(list(run)) for _, run in groupby(hosts)]
     if len(runs) != len(set(hosts)) or len(set(runs)) != 1:
         return None
@@ -72,7 +77,10 @@ def ranks_per_host(hosts: Sequence[int]) -> int | None:
 
 
 def sharing(sizes: Sequence[int], hosts: Sequence[int]) -> tuple[int, ...]:
-    """For each axis, the largest number of its groups with ranks on one host, which share that host's links."""
+    """Return, for each axis, the largest number of its groups that have ranks on the same host.
+
+    These groups share the links of the host.
+    """
     sharers = []
     for axis in range(len(sizes)):
         groups = axis_groups(sizes, axis)
@@ -85,7 +93,10 @@ def sharing(sizes: Sequence[int], hosts: Sequence[int]) -> tuple[int, ...]:
 
 
 def axis_groups(sizes: Sequence[int], axis: int) -> list[tuple[int, ...]]:
-    """The ranks of each group along ``axis``: those that differ only in that coordinate."""
+    """Return the ranks of each group along ``axis``.
+
+    The ranks of a group differ only in their coordinate on this axis.
+    """
     stride = prod(sizes[axis + 1 :])
     span = stride * sizes[axis]
     return [
@@ -96,7 +107,11 @@ def axis_groups(sizes: Sequence[int], axis: int) -> list[tuple[int, ...]]:
 
 
 def _cut(world: int, axes: int, inside: int | None) -> tuple[int, ...] | None:
-    """``world`` as a product of ``axes`` factors above 1: along the hosts if possible, else as equal as possible."""
+    """Return ``axes`` factors above 1 whose product is ``world``, or None if there are no such factors.
+
+    One factor or a product of factors is the number of ranks per host (``inside``), if this number is known.
+    Otherwise the factors are as equal as possible.
+    """
     if axes == 1:
         return (world,) if world > 1 else None
     if inside is not None and 1 < inside < world:

@@ -1,9 +1,11 @@
-"""Detection of stragglers and slow links from the times of every rank in a step. Pure.
+"""Detection of stragglers and slow links from the times of every rank in a step.
 
-Ranks leave a collective together, so the difference of their own times until the next one is the difference of their
-arrivals there. So the time of a step that a rank is *not* in collectives measures its lateness, without a common clock. The
-least time that a rank of an axis group is in the group's collectives includes no waiting for other ranks: it is the time of
-the links.
+Ranks leave a collective together. So the differences of their own times until the next collective are the
+differences of their arrivals at the next collective. The time of a step that a rank spends *outside* of
+collectives thus measures the lateness of the rank, without a common clock.
+
+Consider the times that the ranks of an axis group spend in the group's collectives. The smallest of these
+times includes no waiting for other ranks, so it is the time of the links.
 """
 
 from __future__ import annotations
@@ -16,12 +18,12 @@ from zero_runtime.experimental.topology_aware.sizes import axis_groups
 
 
 class StepTimes(NamedTuple):
-    """A step of one rank, in ns.
+    """The times of one rank in a step, in ns.
 
     Attributes:
-        total: from the end of the step before to the end of this step.
-        world: the part within collectives of all ranks.
-        axes: the parts within the collectives of its group along each axis.
+        total: The time from the end of the previous step to the end of this step.
+        world: The time in collectives of all ranks.
+        axes: The time in the collectives of the rank's group along each axis.
     """
 
     total: int
@@ -35,13 +37,14 @@ class StepTimes(NamedTuple):
 
 
 class Late(NamedTuple):
-    """A straggler, or a group with slow links, above the tolerance.
+    """A straggler, or a group with slow links, whose excess is above the tolerance.
 
     Attributes:
-        ranks: the straggler, or the ranks of a group whose links are slow.
-        axis: of the links; None for a straggler.
-        excess_ns: time above the median of the others.
-        step_ns: time of the whole step.
+        ranks: The straggler, or the ranks of a group whose links are slow.
+        axis: The axis of the links, or None for a straggler.
+        excess_ns: For a straggler, its time above the median rank. For links, the time above the median of
+            the other groups.
+        step_ns: The time of the complete step.
     """
 
     ranks: tuple[int, ...]
@@ -50,7 +53,7 @@ class Late(NamedTuple):
     step_ns: int
 
     def sentence(self, tolerance: float) -> str:
-        """The warning about it."""
+        """Return the text of the warning about this straggler or these links."""
         share = f"{self.excess_ns / 1e6:.1f} ms of a step of {self.step_ns / 1e6:.1f} ms"
         limit = f"{100 * self.excess_ns / self.step_ns:.0f} %, slow_node_tolerance is {100 * tolerance:g} %"
         if self.axis is None:
@@ -60,18 +63,21 @@ class Late(NamedTuple):
 
 
 def lateness(times: Sequence[StepTimes]) -> list[int]:
-    """The lateness of each rank in ns against the (lower) median rank; negative for earlier ranks."""
+    """Return the lateness of each rank in ns, relative to the (lower) median rank.
+
+    Ranks that are earlier than the median rank have negative values.
+    """
     middle = median_low([each.own for each in times])
     return [each.own - middle for each in times]
 
 
 def late(times: Sequence[StepTimes], sizes: Sequence[int], tolerance: float) -> list[Late]:
-    """The stragglers and slow links that cost more than ``tolerance`` of the step.
+    """Return the stragglers and slow links that cost more than ``tolerance`` of the step.
 
     Args:
-        times: of each rank.
-        sizes: ranks along each axis; ``times`` have the same number of axes, or none.
-        tolerance: a fraction of the step; the longest step of a rank counts.
+        times: The times of each rank.
+        sizes: The number of ranks along each axis. ``times`` have the same number of axes, or no axes.
+        tolerance: The tolerance, as a fraction of the longest step time of a rank.
     """
     step = max(1, *(each.total for each in times))
     late_ones = [

@@ -1,7 +1,8 @@
 """The watch for stragglers and slow links during training (``communication.slow_node_tolerance``).
 
-After each step the ranks exchange their times in collectives: one all_gather of a few integers. These are host times. On an
-accelerator the host does not wait for collectives, so they show delays only where the program waits for the device.
+After each step the ranks exchange the times that they spent in collectives, with one all_gather of a few
+integers. These times are host times. On an accelerator the host does not wait for collectives. There the
+times show a delay only if the program waits for the device.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ _TELL: Final = hooks.tag("metric")
 
 
 class Spent:
-    """Counts the time of this rank in the collectives of one group.
+    """A counter of the time that this rank spends in the collectives of one group.
 
     Attributes:
-        ns: nanoseconds since it was last set to 0.
-        methods: as of :class:`zero_runtime.comm.Observer`.
+        ns: The time in ns since the counter was last set to 0.
+        methods: The observed methods (see :class:`zero_runtime.comm.Observer`).
     """
 
     methods: Final = frozenset(COLLECTIVES)
@@ -34,12 +35,12 @@ class Spent:
         self.ns = 0
 
     def observe(self, call: Call, issue: Callable[[], Any]) -> Any:
-        """As of :class:`zero_runtime.comm.Observer`."""
+        """Issue ``call`` and count its time; see :class:`zero_runtime.comm.Observer`."""
         work = self.count(issue)
         return work if work is None else CountedWork(work, self)
 
     def count(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Call ``function`` and count the time."""
+        """Call ``function``, count its time, and return its result."""
         begin = time.perf_counter_ns()
         try:
             return function(*arguments)
@@ -48,14 +49,14 @@ class Spent:
 
 
 class CountedWork:
-    """A work handle whose waiting is counted."""
+    """A work handle that counts the time of its ``wait``."""
 
     def __init__(self, work: Any, spent: Spent) -> None:
         self._work = work
         self._spent = spent
 
     def wait(self, *arguments: Any) -> Any:
-        """Wait for it."""
+        """Wait for the work, and count the time."""
         return self._spent.count(self._work.wait, *arguments)
 
     def __getattr__(self, name: str) -> Any:
@@ -63,14 +64,14 @@ class CountedWork:
 
 
 class Watch:
-    """Logs on rank 0 which ranks and links become late, and which no longer are.
+    """The watch, which logs on rank 0 which ranks and links become late, and which ones are no longer late.
 
     Args:
-        group: all ranks.
-        tolerance: a fraction of a step's time.
-        world: time in the collectives of all ranks.
-        axes: time in the collectives along each axis.
-        sizes: ranks along each axis.
+        group: The group of all ranks.
+        tolerance: The tolerance, as a fraction of the time of a step.
+        world: The time in the collectives of all ranks.
+        axes: The time in the collectives along each axis.
+        sizes: The number of ranks along each axis.
     """
 
     def __init__(
@@ -89,7 +90,7 @@ class Watch:
         self._late: dict[tuple[tuple[int, ...], int | None], Late] = {}
 
     def see_step(self, step: int) -> None:
-        """Compare the times of step ``step``, which has ended; the first call only starts the count."""
+        """Compare the times of step ``step``, which has ended. The first call only starts the measurement."""
         if self._group.world_size == 1:
             return
         now = time.perf_counter_ns()

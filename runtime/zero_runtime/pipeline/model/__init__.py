@@ -1,1 +1,1 @@
-"""A model as a sequence of layers: how it is built and divided among stages."""
+"""A model as a sequence of layers, its construction, and its partition into stages."""

@@ -1,4 +1,4 @@
-"""Layer specifications, which a pipeline builds once it knows the stage of each layer."""
+"""Layer specifications, from which a pipeline builds layers after it has assigned them to stages."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ class LayerSpec:
     """A layer that is not built yet: ``LayerSpec(torch.nn.Linear, 8, 8)``.
 
     Args:
-        typename: a class of modules.
-        module_args, module_kwargs: its arguments.
+        typename: The class of the layer, a subclass of ``torch.nn.Module``.
+        module_args, module_kwargs: The arguments of the class.
 
     Raises:
-        ConfigError: ``typename`` is not a class of modules.
+        ConfigError: ``typename`` is not a subclass of ``torch.nn.Module``.
     """
 
     def __init__(
@@ -34,7 +34,7 @@ class LayerSpec:
         self.module_kwargs = module_kwargs
 
     def build(self, log: bool = False) -> torch.nn.Module:
-        """Build the layer; ``log`` exists for compatibility with DeepSpeed."""
+        """Build the layer. ``log`` has no effect and exists for compatibility with DeepSpeed."""
         module: torch.nn.Module = self.typename(*self.module_args, **self.module_kwargs)
         return module
 
@@ -47,14 +47,14 @@ class LayerSpec:
 
 
 class TiedLayerSpec(LayerSpec):
-    """A layer that shares parameters with all others of the same ``key``, also those of other stages.
+    """A layer that shares parameters with all layers of the same ``key``, also with layers of other stages.
 
     Args:
-        key: of the layers that share parameters; each stage builds the layer once.
-        typename: a class of modules.
-        module_args, module_kwargs: its arguments.
-        forward_fn: called with (module, input) in place of the module itself.
-        tied_weight_attr: names of the shared parameters in the module, with dots for submodules.
+        key: The key of the layers that share parameters. Each stage builds the layer once.
+        typename: The class of the layer, a subclass of ``torch.nn.Module``.
+        module_args, module_kwargs: The arguments of the class.
+        forward_fn: A function that is called with (module, input) in place of the module itself.
+        tied_weight_attr: The names of the shared parameters in the module, with dots for submodules.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ Layer = torch.nn.Module | LayerSpec | Callable[[Any], Any]
 
 
 def checked_layers(candidates: Any) -> list[Layer]:
-    """The layers that are passed to a PipelineModule, checked.
+    """Return the layers that are passed to a PipelineModule as a list, after a check of their types.
 
     Raises:
         ConfigError: ``candidates`` is not a sequence, or an element is not a layer.
@@ -100,7 +100,7 @@ def checked_layers(candidates: Any) -> list[Layer]:
 
 
 def name_of(layer: Layer) -> str:
-    """The name of a layer in messages and for patterns: its class or function name."""
+    """Return the name of a layer for messages and patterns, which is its class name or function name."""
     if isinstance(layer, LayerSpec):
         return str(layer.typename.__name__)
     if isinstance(layer, torch.nn.Module):
@@ -109,9 +109,10 @@ def name_of(layer: Layer) -> str:
 
 
 def trained_numel(layer: Layer) -> int:
-    """The number of elements of a layer's trainable parameters.
+    """Return the number of elements of a layer's trainable parameters.
 
-    A specification is built for it, on the meta device if possible. The random generators are unchanged afterwards.
+    A specification is built for this purpose, on the meta device if possible. The random generators are
+    unchanged afterwards.
     """
     if isinstance(layer, LayerSpec):
         layer = draft(layer)
@@ -126,5 +127,5 @@ def draft(spec: LayerSpec) -> torch.nn.Module:
         try:
             with torch.device("meta"):
                 return spec.build()
-        except (RuntimeError, TypeError):  # its constructor computes with values, or names a device
+        except (RuntimeError, TypeError):  # The constructor computes with values, or sets a device.
             return spec.build()

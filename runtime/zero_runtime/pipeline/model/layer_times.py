@@ -1,4 +1,4 @@
-"""Profile of a pipeline's layers on rank 0, for the partition by time."""
+"""A profile of the layers of a pipeline, measured on rank 0, for the partition by time."""
 
 from __future__ import annotations
 
@@ -21,14 +21,16 @@ ROUNDS: Final = 3
 
 
 def layer_seconds(layers: Sequence[Layer], sample: Any) -> list[float]:
-    """Seconds of one forward and backward pass of each layer: the median of three on rank 0, sent to all ranks.
+    """Return the seconds of one forward and backward pass of each layer.
+
+    The times are medians of three passes on rank 0, which rank 0 sends to all ranks.
 
     Args:
-        layers: built one at a time.
-        sample: an input of the first layer.
+        layers: The layers, which are built one at a time.
+        sample: An input of the first layer.
 
     Raises:
-        ConfigError: there is no sample, or a layer fails on its input.
+        ConfigError: There is no sample, or a layer fails on its input.
     """
     group = DataParallelGroup()
     if sample is None:
@@ -71,7 +73,10 @@ def _measure(layers: Sequence[Layer], sample: Any, device: torch.device) -> list
 
 
 def _runnable(layer: Layer, tied: dict[str, torch.nn.Module], device: torch.device) -> Callable[[Any], Any]:
-    """The layer, built if necessary; tied layers share the first one, which ``tied`` holds."""
+    """Return the layer, which is built if necessary.
+
+    Tied layers with the same key use the first of them, which is stored in ``tied``.
+    """
     if isinstance(layer, TiedLayerSpec):
         if layer.key not in tied:
             tied[layer.key] = layer.build().to(device)
@@ -82,7 +87,7 @@ def _runnable(layer: Layer, tied: dict[str, torch.nn.Module], device: torch.devi
 
 
 def _time(run: Callable[[Any], Any], inputs: Any, device: torch.device) -> tuple[float, Any]:
-    """The median time of a forward and backward pass, and what it returns, detached."""
+    """Return the median time of a forward and backward pass in seconds, and the detached outputs."""
     rounds = []
     outputs = None
     for _ in range(ROUNDS):

@@ -1,4 +1,4 @@
-"""``PipelineModule``: a model as a sequence of layers that is partitioned into pipeline stages."""
+"""``PipelineModule``, a model that is a sequence of layers and is partitioned into pipeline stages."""
 
 from __future__ import annotations
 
@@ -33,7 +33,9 @@ _OWN_CHECKPOINTS = (checkpoint, non_reentrant_checkpoint)
 
 
 class PipelineModule(torch.nn.Module):
-    """A sequence of layers, each called with the output of the previous one. A rank builds only the layers of its stage.
+    """A sequence of layers, each of which is called with the output of the previous layer.
+
+    A rank builds only the layers of its stage.
 
     ::
 
@@ -43,28 +45,37 @@ class PipelineModule(torch.nn.Module):
         loss = engine.train_batch(batches)
 
     Args:
-        layers: modules, ``LayerSpec``s, ``TiedLayerSpec``s and functions of one argument; also a ``torch.nn.Sequential``.
-        num_stages: number of stages. Without it and without ``topology``, ``initialize`` assigns and builds the layers
-            according to the configuration (``pipeline_parallel.pp_size`` or ``pipeline.stages``); until then the model has
-            no parameters. The same holds if torch.distributed is not initialized yet.
-        topology: the axes of all ranks, with an axis ``pipe``, in place of ``num_stages``.
-        loss_fn: called with (output of the last layer, labels); without it the output is the loss.
-        seed_layers: seed the random generators by layer, before each is built and before it runs.
-        seed_fn: called with a seed, in place of seeding all generators.
-        base_seed: the seed of layer 0.
-        partition_method: what to balance between stages: ``uniform`` (layers), ``parameters`` (trainable elements),
-            ``type:REGEX`` (layers whose class name matches, in any case), ``profile`` (time: forward and backward passes of
-            each layer are measured on rank 0). Default: the configuration's method, else ``parameters``.
-        activation_checkpoint_interval: layers between two activation checkpoints; 0 for none.
-        activation_checkpoint_func: the function that checkpoints a call.
-        checkpointable_layers: class names; only sequences of these are checkpointed. Default: all with parameters.
-        dynamic_shape: shapes and dtypes of activations may change from one micro-batch to the next.
-        sample_input: of the first layer, for ``profile``; default: the first batch of the training data.
-        virtual_stages: chunks of the model on each stage, assigned in turn, for the schedule ``interleaved``. Default: the
-            configuration's number, else 1.
+        layers: A list of modules, ``LayerSpec``s, ``TiedLayerSpec``s and functions of one argument, or a
+            ``torch.nn.Sequential``.
+        num_stages: The number of stages. Without ``num_stages`` and ``topology``, ``initialize`` assigns and
+            builds the layers according to the configuration (``pipeline_parallel.pp_size`` or
+            ``pipeline.stages``). Until then the model has no parameters of layers that are not built. The
+            same applies if torch.distributed is not initialized yet.
+        topology: The axes of all ranks, with an axis ``pipe``, in place of ``num_stages``.
+        loss_fn: The loss function, called with (output of the last layer, labels). Without it the output is
+            the loss.
+        seed_layers: Whether to seed the random generators for each layer, before it is built and before it
+            runs.
+        seed_fn: A function that is called with a seed. The default seeds all generators.
+        base_seed: The seed of layer 0.
+        partition_method: The quantity that is balanced between stages: ``uniform`` (the number of layers),
+            ``parameters`` (trainable elements), ``type:REGEX`` (layers whose class name matches, ignoring
+            case) or ``profile`` (the time of forward and backward passes of each layer, measured on rank 0).
+            The default is the method in the configuration, or ``parameters`` if it sets none.
+        activation_checkpoint_interval: The number of layers between two activation checkpoints; 0 for none.
+        activation_checkpoint_func: The function that checkpoints a call.
+        checkpointable_layers: Class names of layers. Only sequences that consist of these layers are
+            checkpointed. The default is all sequences with parameters.
+        dynamic_shape: Whether shapes and dtypes of activations may change from one micro-batch to the next.
+        sample_input: An input of the first layer, for ``profile``. The default is the first batch of the
+            training data.
+        virtual_stages: The number of chunks of the model on each stage, for the schedule ``interleaved``. The
+            chunks are assigned to the stages in turn. The default is the number in the configuration, or 1 if
+            it sets none.
 
     Raises:
-        ConfigError: an argument is invalid; there are fewer layers than stages; the stages do not divide the ranks.
+        ConfigError: An argument is invalid, there are fewer layers than stages, or the stages do not divide
+            the ranks.
     """
 
     def __init__(  # noqa: PLR0913 - the signature is DeepSpeed's
@@ -99,7 +110,7 @@ class PipelineModule(torch.nn.Module):
         self.virtual_stages = 1
         self.wanted_virtual_stages = virtual_stages
         self.forward_funcs: list[Callable[[Any], Any]] = []
-        self.layer_numbers: list[int] = []  # of the layers of forward_funcs in the complete model
+        self.layer_numbers: list[int] = []  # numbers, in the complete model, of the layers in forward_funcs
         self._layer_ranges: list[range] = []  # indices into forward_funcs, for each chunk
         self.tied_modules = torch.nn.ModuleDict()
         self.ties: list[ties.Tie] = []
@@ -114,7 +125,7 @@ class PipelineModule(torch.nn.Module):
         if self.wanted is not None and comm.is_initialized() and not unmeasured:
             self.deal(PipelineGrid(self._topology()), self.partition_method, chunks=virtual_stages or 1)
             return
-        # Until layers are assigned to stages, scripts can select parameters of modules that exist already.
+        # Before layers are assigned to stages, scripts can select parameters of modules that already exist.
         for number, layer in enumerate(self._layer_specs):
             if isinstance(layer, torch.nn.Module):
                 self.add_module(str(number), layer)
@@ -149,7 +160,7 @@ class PipelineModule(torch.nn.Module):
 
     @property
     def layers(self) -> list[Layer]:
-        """All layers, as they were passed."""
+        """All layers of the model, as they were passed to the constructor."""
         return self._layer_specs
 
     @property
@@ -158,16 +169,18 @@ class PipelineModule(torch.nn.Module):
         return self.grid is not None
 
     def deal(self, grid: PipelineGrid, method: str | None, sample: Any = None, chunks: int = 1) -> None:
-        """Assign the layers to the stages of ``grid`` and build those of this rank's stage. All ranks must call it.
+        """Assign the layers to the stages of ``grid``, and build the layers of this rank's stage.
+
+        All ranks must call this method.
 
         Args:
-            grid: the ranks.
-            method: as ``partition_method``.
-            sample: an input of the first layer, for ``profile``, if the module has none.
-            chunks: chunks of the model on each stage.
+            grid: The grid of all ranks.
+            method: The partition method, or None for the default method.
+            sample: An input of the first layer, for ``profile``, if the module has no ``sample_input``.
+            chunks: The number of chunks of the model on each stage.
 
         Raises:
-            ConfigError: as :meth:`bounds`.
+            ConfigError: :meth:`bounds` raises it.
         """
         stages = grid.num_stages
         self.method = method or DEFAULT_METHOD
@@ -180,7 +193,11 @@ class PipelineModule(torch.nn.Module):
         self.ties = ties.make_ties(self._layer_specs, bounds, dict(self.tied_modules), grid.processes)
 
     def move_to(self, grid: PipelineGrid) -> None:
-        """Use a grid with further axes besides stages and replicas; this rank's stage stays. All ranks must call it."""
+        """Replace the grid by one with more axes than stages and replicas. All ranks must call this method.
+
+        Raises:
+            ConfigError: This rank would have a different stage in ``grid``.
+        """
         assert self.grid is not None
         if (grid.num_stages, grid.stage) != (self.num_stages, self.stage_id):
             raise ConfigError(
@@ -191,10 +208,11 @@ class PipelineModule(torch.nn.Module):
         self.ties = ties.make_ties(self._layer_specs, self.parts, dict(self.tied_modules), grid.processes)
 
     def bounds(self, stages: int, method: str, sample: Any = None) -> list[int]:
-        """The first layer of each of ``stages`` stages or chunks under ``method``, and the end of the last one.
+        """Return the first layer of each of ``stages`` stages or chunks under ``method``, and the end of the last one.
 
         Raises:
-            ConfigError: an unknown method, a pattern that no layer matches, or fewer layers than stages.
+            ConfigError: The method is unknown, no layer matches the pattern, or there are fewer layers than
+                stages.
         """
         kind, _, pattern = method.partition(":")
         kind = kind.strip().lower()
@@ -224,7 +242,7 @@ class PipelineModule(torch.nn.Module):
 
     def _clear(self) -> None:
         for name in list(self._modules):
-            if name != "loss_fn":  # every stage keeps a loss that is a module
+            if name != "loss_fn":  # Every stage keeps a loss function that is a module.
                 del self._modules[name]
         self.tied_modules = torch.nn.ModuleDict()
         self.forward_funcs, self.layer_numbers, self._layer_ranges = [], [], []
@@ -251,7 +269,7 @@ class PipelineModule(torch.nn.Module):
     # Running.
 
     def forward(self, inputs: Any, chunk: int = 0) -> Any:
-        """Run the layers of this stage, or of its chunk ``chunk``."""
+        """Run the layers of chunk ``chunk`` of this stage. Without virtual stages, chunk 0 is the complete stage."""
         if not self.is_dealt:
             raise UsageError(
                 "the layers of this PipelineModule are not assigned to stages yet; zero_runtime.initialize does that"
@@ -268,7 +286,10 @@ class PipelineModule(torch.nn.Module):
 
     @property
     def differentiates_inputs(self) -> bool:
-        """Whether checkpointed layers get no gradients unless their inputs require some: with a function of the script."""
+        """Whether checkpointed layers get gradients only if their inputs require gradients.
+
+        This is true if the script passes its own checkpoint function.
+        """
         return (
             self.activation_checkpoint_interval > 0
             and self.activation_checkpoint_func not in _OWN_CHECKPOINTS
@@ -277,7 +298,8 @@ class PipelineModule(torch.nn.Module):
     def _checkpointed(self, layers: range, number: int, inputs: Any) -> Any:
         if self.activation_checkpoint_func in _OWN_CHECKPOINTS:
             return self.activation_checkpoint_func(partial(self._run, layers, number), inputs)
-        # As in DeepSpeed: reentrant checkpoints find only the tensors that are arguments themselves.
+        # Reentrant checkpoints find only tensors that are arguments themselves. So a tuple is passed as several
+        # arguments, as in DeepSpeed.
         arguments = inputs if isinstance(inputs, tuple) else (inputs,)
         return self.activation_checkpoint_func(partial(self._run_arguments, layers, number), *arguments)
 
@@ -327,71 +349,85 @@ class PipelineModule(torch.nn.Module):
         return self._dealt().stage
 
     def num_pipeline_stages(self) -> int:
-        """The number of stages."""
+        """Return the number of stages."""
         return self.num_stages
 
     def partitions(self) -> list[int]:
-        """The bounds of stages: stage s has the layers from ``partitions()[s]`` to ``partitions()[s + 1]``.
+        """Return the bounds of the stages: stage s has the layers from ``partitions()[s]`` to ``partitions()[s + 1]``.
 
-        With virtual stages these are the bounds of all chunks. Stage s has every ``num_stages``-th chunk from chunk s on.
+        With virtual stages the result contains the bounds of all chunks. Stage s has chunk s and then every
+        ``num_stages``-th chunk.
         """
         return self.parts
 
     def stage_owner(self, layer_idx: int) -> int:
-        """The stage that has layer ``layer_idx``."""
+        """Return the stage that has layer ``layer_idx``."""
         if not 0 <= layer_idx < len(self._layer_specs):
             raise UsageError(f"there is no layer {layer_idx} among {len(self._layer_specs)}")
         return (bisect_right(self.parts, layer_idx) - 1) % self.num_stages
 
     def topology(self) -> ProcessTopology:
-        """The axes of all ranks."""
+        """Return the axes of all ranks."""
         return self._dealt().topology
 
     def mpu(self) -> PipelineGrid:
-        """The ranks and groups along each axis, with the methods of Megatron's model-parallel unit."""
+        """Return the ranks and groups along each axis, with the methods of Megatron's model-parallel unit."""
         return self._dealt()
 
     # Files of layers.
 
     def ckpt_layer_path(self, ckpt_dir: str, local_layer_idx: int) -> str:
-        """The file of layer ``local_layer_idx`` of this stage, as :meth:`save_state_dict` writes it."""
+        """Return the path of the file of layer ``local_layer_idx`` of this stage.
+
+        :meth:`save_state_dict` writes this file.
+        """
         number = self.layer_numbers[local_layer_idx]
         return str(layer_files.layer_file(ckpt_dir, number, layer_files.slice_name(self.mpu())))
 
     def ckpt_layer_path_list(self, ckpt_dir: str, local_layer_idx: int) -> list[str]:
-        """The existing files of layer ``local_layer_idx`` of this stage, of all tensor-parallel ranks."""
+        """Return the paths of all existing files of layer ``local_layer_idx`` of this stage.
+
+        The files of all tensor-parallel ranks are included.
+        """
         paths = layer_files.layer_files(ckpt_dir, self.layer_numbers[local_layer_idx])
         return [str(each) for each in paths]
 
     def save_state_dict(
         self, save_dir: str, checkpoint_engine: Any = None, exclude_frozen_params: bool = False
     ) -> None:
-        """Write a file for each layer of this stage, under DeepSpeed's names; only the first replica writes.
+        """Write a file for each layer of this stage, under DeepSpeed's file names. Only the first replica writes.
 
         Args:
-            save_dir: of the files; created if it is missing.
-            checkpoint_engine: saves a state dict with ``save(state_dict, path)``; default: torch.save.
-            exclude_frozen_params: leave frozen parameters out.
+            save_dir: The folder of the files, which is created if it is missing.
+            checkpoint_engine: An object that saves a state dict with ``save(state_dict, path)``. The default is
+                torch.save.
+            exclude_frozen_params: Whether to leave out frozen parameters.
         """
         layers = zip(self.layer_numbers, self.forward_funcs, strict=True)
         layer_files.save_layers(layers, self.mpu(), save_dir, checkpoint_engine, exclude_frozen_params)
 
     def load_state_dir(self, load_dir: str, checkpoint_engine: Any = None, strict: bool = True) -> None:
-        """Read the files of this stage's layers, whatever stages wrote them. An optimizer's masters are not updated.
+        """Read the files of this stage's layers, which any stages may have written.
+
+        The master weights of an optimizer are not updated.
 
         Args:
-            load_dir: of the files.
-            checkpoint_engine: loads a state dict with ``load(path, map_location)``; default: torch.load, weights only.
-            strict: refuse missing and unexpected names.
+            load_dir: The folder of the files.
+            checkpoint_engine: An object that loads a state dict with ``load(path, map_location)``. The
+                default is torch.load, weights only.
+            strict: Whether to refuse missing and unexpected names.
 
         Raises:
-            CheckpointError: a file is missing.
+            CheckpointError: A file is missing.
         """
         layers = zip(self.layer_numbers, self.forward_funcs, strict=True)
         layer_files.load_layers(layers, self.mpu(), load_dir, checkpoint_engine, strict)
 
     def allreduce_tied_weight_gradients(self) -> None:
-        """Sum the gradients of tied parameters over the stages that share them; ``train_batch`` does it automatically."""
+        """Sum the gradients of tied parameters over the stages that share them.
+
+        ``train_batch`` calls this method automatically.
+        """
 
         def gradient_of(parameter: torch.nn.Parameter) -> torch.Tensor:
             if parameter.grad is None:
@@ -401,11 +437,14 @@ class PipelineModule(torch.nn.Module):
         ties.reduce_gradients(self.ties, gradient_of)
 
     def get_additional_losses(self) -> dict[str, torch.Tensor] | None:
-        """For subclasses: further losses of the last forward pass, by name, on the last stage; None without any."""
+        """Return additional losses of the last forward pass by name, or None without additional losses.
+
+        Subclasses can override this method. It is called on the last stage.
+        """
         return None
 
     def compile(self, *arguments: Any, **options: Any) -> None:
-        """Compile each layer with torch.compile and these arguments."""
+        """Compile each layer with torch.compile, to which the arguments are passed."""
         for number, layer in enumerate(self.forward_funcs):
             if isinstance(layer, torch.nn.Module):
                 layer.compile(*arguments, **options)
@@ -414,7 +453,7 @@ class PipelineModule(torch.nn.Module):
 
 
 def stages_of(module: PipelineModule) -> int | None:
-    """The number of stages that ``module`` was made for; None if the configuration has to set it."""
+    """Return the number of stages that ``module`` requests, or None if the configuration must set it."""
     if isinstance(module.wanted, ProcessTopology):
         return module.wanted.size(PIPE)
     return module.wanted

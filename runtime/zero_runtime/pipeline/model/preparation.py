@@ -1,4 +1,4 @@
-"""Prepares a PipelineModule for training: reconciles it with the configuration and builds this rank's stage."""
+"""Preparation of a PipelineModule: reconciliation with the configuration, and construction of this rank's stage."""
 
 from __future__ import annotations
 
@@ -21,10 +21,11 @@ from zero_runtime.pipeline.stage_grid import PipelineGrid
 
 
 def stages_for(model: torch.nn.Module, config: PipelineConfig) -> int:
-    """The number of stages that ``model`` and the configuration agree on; 1 for a model that is not a pipeline.
+    """Return the number of stages on which ``model`` and the configuration agree; 1 for a model that is no pipeline.
 
     Raises:
-        ConfigError: neither sets it, both do and differ, or the configuration sets stages for a model that is no pipeline.
+        ConfigError: Neither sets the number, both set different numbers, or the configuration sets several
+            stages for a model that is no pipeline.
     """
     if not isinstance(model, PipelineModule):
         if config.stages is not None and config.stages > 1:
@@ -57,15 +58,16 @@ def stages_for(model: torch.nn.Module, config: PipelineConfig) -> int:
 
 
 def plan_for(model: PipelineModule, config: PipelineConfig, stages: int) -> Plan:
-    """The schedule that ``model`` and the configuration agree on.
+    """Return the schedule on which ``model`` and the configuration agree.
 
     Args:
-        model: a pipeline, whose layers may not be assigned to stages yet.
-        config: the pipeline keys of the configuration.
-        stages: the result of :func:`stages_for`.
+        model: A pipeline, whose layers may not be assigned to stages yet.
+        config: The pipeline keys of the configuration.
+        stages: The result of :func:`stages_for`.
 
     Raises:
-        ConfigError: their numbers of virtual stages differ, or there are several with a schedule other than interleaved.
+        ConfigError: The model and the configuration set different numbers of virtual stages, or there are
+            several virtual stages with a schedule other than interleaved.
     """
     mine = model.virtual_stages if model.is_dealt else model.wanted_virtual_stages
     configured = config.virtual_stages
@@ -90,23 +92,26 @@ def plan_for(model: PipelineModule, config: PipelineConfig, stages: int) -> Plan
 
 
 def plan_of(model: PipelineModule, config: PipelineConfig) -> Plan:
-    """The schedule of a model whose layers are assigned to stages."""
+    """Return the schedule of a model whose layers are assigned to stages."""
     return plan_for(model, config, model.num_stages)
 
 
 def prepare(
     model: PipelineModule, config: RuntimeConfig, stages: int, sample: Callable[[], Any] | None
 ) -> Parallelism:
-    """Assign the layers of ``model`` to stages by the configuration, unless they are already. All ranks must call it.
+    """Assign the layers of ``model`` to stages as configured, unless they are already assigned.
+
+    All ranks must call this function.
 
     Args:
-        model: the pipeline.
-        config: the configuration.
-        stages: the result of :func:`stages_for`.
-        sample: returns an input of the first layer, for the method ``profile``.
+        model: The pipeline.
+        config: The configuration.
+        stages: The result of :func:`stages_for`.
+        sample: A function that returns an input of the first layer, for the method ``profile``.
 
     Raises:
-        ConfigError: as ``PipelineModule.deal``; or the model's existing assignment contradicts the configuration.
+        ConfigError: ``PipelineModule.deal`` raises it, or the existing assignment contradicts the
+            configuration.
     """
     plan = plan_for(model, config.pipeline, stages)
     _check_plan(plan, model, config)
@@ -166,7 +171,7 @@ def _check_same(model: PipelineModule, method: str) -> None:
 
 
 def _topology(model: PipelineModule, config: RuntimeConfig, stages: int) -> ProcessTopology:
-    """The axes of all ranks: those of the model's own topology, else those of the configuration."""
+    """Return the axes of all ranks, from the model's own topology if it has one, otherwise from the configuration."""
     replicas = config.parallel.replicas(comm.get_world_size(), stages)
     if isinstance(model.wanted, ProcessTopology):
         topology = model.wanted.widened(PIPE, DATA)
@@ -192,15 +197,16 @@ def _topology(model: PipelineModule, config: RuntimeConfig, stages: int) -> Proc
 
 
 def own_parameters(model: PipelineModule, candidates: Any, unknown: bool) -> list[Any] | None:
-    """The ``model_parameters`` of this rank's stage; None for all of them.
+    """Return those ``model_parameters`` that belong to this rank's stage. None means all parameters of the stage.
 
     Args:
-        model: whose layers are assigned to stages.
-        candidates: tensors or param groups; None for all.
-        unknown: whether the layers had not been assigned when they were passed, so that the model lacked parameters.
+        model: A pipeline whose layers are assigned to stages.
+        candidates: The tensors or param groups that the script passed, or None for all parameters.
+        unknown: Whether the layers were not assigned to stages when the script passed ``candidates``. The
+            model then had no parameters of layers that were not built.
 
     Raises:
-        ConfigError: param groups of a model whose layers were not built yet.
+        ConfigError: ``candidates`` are param groups, and the layers were not built when the script passed them.
     """
     if candidates is None:
         return None

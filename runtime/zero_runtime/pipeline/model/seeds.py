@@ -1,4 +1,4 @@
-"""Seeds for each layer, so that initial values do not depend on the stage that builds the layer."""
+"""A seed for each layer, so that initial values do not depend on the stage that builds the layer."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ import torch
 
 
 class LayerSeeds:
-    """Seeds the random generators before a layer is built, and before it runs.
+    """The seeds that are set before a layer is built and before it runs.
 
     Args:
-        active: False seeds nothing.
-        function: called with a seed, in place of seeding Python's, NumPy's and torch's generators.
-        base: the seed of layer 0.
+        active: Whether the random generators are seeded.
+        function: A function that is called with a seed. The default seeds the generators of Python, NumPy and
+            torch.
+        base: The seed of layer 0.
 
-    A rank may have several chunks of the model; forward passes are counted separately for each.
+    A rank may have several chunks of the model. Forward passes are counted separately for each chunk.
     """
 
     def __init__(self, active: bool, function: Callable[[int], object] | None, base: int) -> None:
@@ -27,23 +28,26 @@ class LayerSeeds:
         self._function = function or seed_all
 
     def before_building(self, layer: int) -> None:
-        """Seed for building layer number ``layer``."""
+        """Seed the generators before layer number ``layer`` is built."""
         if self.active:
             self._function(self.base + layer)
 
     def begin_pass(self, chunk: int) -> int:
-        """Count a forward pass of chunk ``chunk``. Returns its number, from 1."""
+        """Count a forward pass of chunk ``chunk``, and return the number of the pass, counted from 1."""
         self._passes[chunk] = self._passes.get(chunk, 0) + 1
         return self._passes[chunk]
 
     def before_running(self, layer: int, number: int) -> None:
-        """Seed for layer number ``layer`` in forward pass ``number``, from 1, as DeepSpeed 0.19.8 does."""
+        """Seed the generators before layer number ``layer`` runs in forward pass ``number``, counted from 1.
+
+        The rule is that of DeepSpeed 0.19.8.
+        """
         if self.active:
             self._function(self.base * (number + 1) + layer)
 
 
 def seed_all(seed: int) -> None:
-    """Seed the generators of Python, of torch on all devices, and of NumPy where it is loaded."""
+    """Seed the generators of Python, of torch on all devices, and of NumPy if NumPy is loaded."""
     random.seed(seed)
     torch.manual_seed(seed)
     numpy = sys.modules.get("numpy")

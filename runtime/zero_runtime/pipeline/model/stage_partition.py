@@ -1,4 +1,4 @@
-"""Partition of layers into stages of consecutive layers. Pure arithmetic."""
+"""Partition of the layers of a model into stages of consecutive layers."""
 
 from __future__ import annotations
 
@@ -11,16 +11,20 @@ Bounds = list[int]  # stage s has the layers from bounds[s] to bounds[s + 1]
 
 
 def uniform(layers: int, stages: int) -> Bounds:
-    """The same number of layers for each stage; if they do not divide evenly, the first stages have one more."""
+    """Return the partition with the same number of layers in each stage.
+
+    If the layers do not divide evenly, the first stages have one more layer.
+    """
     _check(layers, stages)
     size, more = divmod(layers, stages)
     return [stage * size + min(stage, more) for stage in range(stages + 1)]
 
 
 def balanced(weights: Sequence[float], stages: int) -> Bounds:
-    """The partition with the smallest difference between the heaviest and the lightest stage; DeepSpeed 0.19.8's rule.
+    """Return the partition with the smallest difference between the heaviest and the lightest stage.
 
-    Among equal partitions, the one whose last bounds are latest. Every stage gets at least one layer.
+    This is the rule of DeepSpeed 0.19.8. Among equally good partitions, the function returns the one whose
+    last stages begin latest. Every stage gets at least one layer.
     """
     count = len(weights)
     _check(count, stages)
@@ -28,7 +32,8 @@ def balanced(weights: Sequence[float], stages: int) -> Bounds:
         return list(range(count + 1))
     sums = [0.0, *accumulate(float(weight) for weight in weights)]
     infinity = float("inf")
-    # best[j][i]: of the first i layers in j stages, (heaviest - lightest, heaviest, lightest, start of the last stage)
+    # best[j][i] describes the best partition of the first i layers into j stages:
+    # (heaviest - lightest, heaviest, lightest, start of the last stage)
     empty = (infinity, infinity, infinity, 0)
     best = [[empty] * (count + 1) for _ in range(stages + 1)]
     best[0][0] = (0.0, 0.0, infinity, 0)
@@ -57,7 +62,7 @@ def _check(layers: int, stages: int) -> None:
 
 
 def unknown_method(method: object) -> ConfigError:
-    """The error for an unknown partition method."""
+    """Return the error for an unknown partition method."""
     return ConfigError(
         f"partition_method is {method!r}; expected uniform, parameters, profile, or type: and a pattern of class names "
         "such as type:transformer"

@@ -1,4 +1,4 @@
-"""Tied parameters, which several stages share: each stage has a copy, and gradients are summed over the stages."""
+"""Tied parameters, which several stages share. Each stage has a copy, and gradients are summed over the stages."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class Tie(NamedTuple):
     """Parameters that this rank shares with other stages of its replica.
 
     Attributes:
-        key: of the layers.
-        group: the ranks of those stages.
-        weights: the shared parameters, by name within the module.
+        key: The key of the tied layers.
+        group: The ranks of the stages that share the parameters.
+        weights: The shared parameters by their names in the module.
     """
 
     key: str
@@ -33,12 +33,13 @@ class Tie(NamedTuple):
 
 
 def tied_stages(layers: Sequence[Layer], bounds: Sequence[int], stages: int) -> dict[str, list[int]]:
-    """For each key of tied layers, in order, the stages that have such a layer. Pure.
+    """Return, for each key of tied layers in sorted order, the stages that have a layer with this key.
 
     Args:
-        layers: of the model.
-        bounds: the first layer of each chunk, and the end of the last; chunk p belongs to stage p modulo ``stages``.
-        stages: number of stages.
+        layers: The layers of the model.
+        bounds: The first layer of each chunk, and the end of the last chunk. Chunk p belongs to stage p modulo
+            ``stages``.
+        stages: The number of stages.
     """
     stages_of_key: dict[str, set[int]] = {}
     for chunk in range(len(bounds) - 1):
@@ -49,10 +50,10 @@ def tied_stages(layers: Sequence[Layer], bounds: Sequence[int], stages: int) -> 
 
 
 def check_ties(layers: Sequence[Layer]) -> None:
-    """Refuse tied layers whose shared parameters differ in shape or dtype.
+    """Raise an error if shared parameters of tied layers differ in shape or dtype.
 
     Raises:
-        ConfigError: they differ, or a name does not denote a parameter.
+        ConfigError: Shared parameters differ in shape or dtype, or a name is not the name of a parameter.
     """
     first: dict[str, TiedLayerSpec] = {}
     for layer in layers:
@@ -86,10 +87,12 @@ def make_ties(
     modules: Mapping[str, torch.nn.Module],
     grid: ProcessGrid,
 ) -> list[Tie]:
-    """The ties of this rank. Each tie's values are broadcast from its first stage. All ranks must call it.
+    """Return the ties of this rank. All ranks must call this function.
 
-    Every copy but the first stage's is marked with ``ds_pipe_replicated``, DeepSpeed's name; the norm of all gradients
-    skips these copies.
+    The first stage of each tie broadcasts its values to the other stages of the tie.
+
+    Every copy, except the copy of the first stage, has the attribute ``ds_pipe_replicated``, as in DeepSpeed.
+    The norm of all gradients skips these copies.
     """
     if grid.size(PIPE) == 1:
         return []
@@ -138,11 +141,11 @@ def synchronize(ties: Sequence[Tie]) -> None:
 
 
 def reduce_gradients(ties: Sequence[Tie], gradient_of: Callable[[torch.nn.Parameter], torch.Tensor]) -> None:
-    """Sum the gradients of shared parameters over their stages: one all_reduce for each.
+    """Sum the gradients of shared parameters over their stages, with one all_reduce for each parameter.
 
     Args:
-        ties: of this rank.
-        gradient_of: returns the gradient of a parameter, which is changed in place.
+        ties: The ties of this rank.
+        gradient_of: A function that returns the gradient of a parameter. The gradient is changed in place.
     """
     for tie in ties:
         for name, weight in tie.weights.items():

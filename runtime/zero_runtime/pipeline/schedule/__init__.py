@@ -1,1 +1,1 @@
-"""Schedules of pipelines, in which order and when each rank computes. Pure."""
+"""Schedules of pipelines, which define in which order and when each rank computes."""

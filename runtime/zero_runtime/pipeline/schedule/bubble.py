@@ -1,4 +1,4 @@
-"""Pipeline bubble: how long a stage computes in a step, and how long it is idle."""
+"""The pipeline bubble: the time in which a stage computes in a step, and the time in which it is idle."""
 
 from __future__ import annotations
 
@@ -17,22 +17,29 @@ _STEP: Final = "step"
 
 
 class Times(NamedTuple):
-    """Seconds of a step from the first instruction of the schedule to the last, and the part spent in computation."""
+    """The times of a step on one stage, in seconds.
+
+    Attributes:
+        step: The time from the first to the last instruction of the schedule.
+        work: The part of this time that the stage spends in computation.
+    """
 
     step: float
     work: float
 
     @property
     def idle_fraction(self) -> float:
-        """The share of the step without computation: idle, or sending and receiving."""
+        """The share of the step without computation, in which the stage is idle, sends or receives."""
         return 1.0 - self.work / self.step if self.step > 0 else 0.0
 
 
 class Bubble:
-    """Measures the idle share of a stage. On CUDA the times are device times, and reading them waits for the device.
+    """A measurement of the idle share of a stage.
+
+    On CUDA the times are device times, and reading them waits for the device.
 
     Args:
-        stages: the ranks of all stages.
+        stages: The group with the ranks of all stages.
     """
 
     def __init__(self, stages: DataParallelGroup) -> None:
@@ -41,32 +48,35 @@ class Bubble:
         self._last: Times | None = None
 
     def working(self) -> AbstractContextManager[None]:
-        """Count the block as computation."""
+        """Return a context whose time counts as computation."""
         return self._clock(_WORK)
 
     def step(self) -> AbstractContextManager[None]:
-        """Count the block as the schedule of one step."""
+        """Return a context whose time counts as the schedule of one step."""
         self._clock.read()
         self._last = None
         return self._clock(_STEP)
 
     def publish(self, expected: float) -> None:
-        """Record the idle share of the step and the ``expected`` one as metrics; not on CUDA, where that would wait."""
+        """Record the idle share of the step and the ``expected`` idle share as metrics.
+
+        On CUDA nothing is recorded, because reading the times would wait for the device.
+        """
         if hooks.recording() and self._stages.device.type != "cuda":
             hooks.metric("pipeline_bubble", self.times().idle_fraction)
             hooks.metric("pipeline_bubble_expected", expected)
 
     def times(self) -> Times:
-        """The times of the last step on this stage."""
+        """Return the times of the last step on this stage."""
         if self._last is None:
             seconds = self._clock.read()
             self._last = Times(seconds.get(Part(_STEP), 0.0), seconds.get(Part(_WORK), 0.0))
         return self._last
 
     def idle_fraction(self) -> float:
-        """The idle share of all stages in the last step: 1 - total work / (stages x longest step).
+        """Return the idle share of all stages in the last step: 1 - total work / (stages x longest step).
 
-        All ranks must call it: one all_gather of two numbers over the stages.
+        All ranks must call this method, which issues one all_gather of two numbers over the stages.
         """
         mine = torch.tensor(self.times(), dtype=torch.float64, device=self._stages.device)
         everybody = mine.new_empty(2 * self._stages.world_size)

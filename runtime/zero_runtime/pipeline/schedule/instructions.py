@@ -1,4 +1,4 @@
-"""The instructions of pipeline schedules, as data."""
+"""The instructions of pipeline schedules, represented as data."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ class Action(StrEnum):
     LOAD = "load"
     FORWARD = "forward"
     BACKWARD = "backward"
-    BACKWARD_INPUT = "backward_input"  # only gradients of the inputs, which the previous stage waits for
-    BACKWARD_WEIGHT = "backward_weight"  # gradients of the parameters, which no other stage waits for
+    BACKWARD_INPUT = "backward_input"  # gradients of the inputs only; the previous stage waits for them
+    BACKWARD_WEIGHT = "backward_weight"  # gradients of the parameters; no other stage waits for them
     SEND_ACTIVATION = "send_activation"
     RECEIVE_ACTIVATION = "receive_activation"
     SEND_GRADIENT = "send_gradient"
@@ -31,9 +31,10 @@ class Instruction(NamedTuple):
     """One action of one rank.
 
     Attributes:
-        action: what to do.
-        micro_batch: number within the step, from 0.
-        chunk: number among the rank's chunks of the model, from 0; interleaved schedules have several.
+        action: The kind of the instruction.
+        micro_batch: The number of the micro-batch within the step, counted from 0.
+        chunk: The number of the chunk among the rank's chunks of the model, counted from 0. Only interleaved
+            schedules have several chunks.
     """
 
     action: Action
@@ -42,19 +43,22 @@ class Instruction(NamedTuple):
 
 
 class Place(NamedTuple):
-    """A chunk of the model on a rank. Activations pass through the chunks in the order of ``chunk``, then ``rank``."""
+    """A chunk of the model on a rank.
+
+    Activations pass through the chunks in the order of ``chunk``, and then of ``rank``.
+    """
 
     rank: int
     chunk: int = 0
 
     def before(self, ranks: int) -> Place | None:
-        """The chunk whose outputs are this one's inputs; None for the first."""
+        """Return the chunk whose outputs are the inputs of this chunk, or None for the first chunk."""
         if self.rank:
             return Place(self.rank - 1, self.chunk)
         return Place(ranks - 1, self.chunk - 1) if self.chunk else None
 
     def after(self, ranks: int, chunks: int) -> Place | None:
-        """The chunk that receives this one's outputs; None for the last."""
+        """Return the chunk that receives the outputs of this chunk, or None for the last chunk."""
         if self.rank < ranks - 1:
             return Place(self.rank + 1, self.chunk)
         return Place(0, self.chunk + 1) if self.chunk < chunks - 1 else None

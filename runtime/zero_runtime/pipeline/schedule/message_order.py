@@ -1,10 +1,11 @@
-"""Places messages between the computations of a pipeline so that no rank deadlocks. Pure.
+"""The order of messages between the computations of a pipeline, chosen so that no rank deadlocks.
 
-The computations of all ranks are simulated: complete backward passes take two units of time, all others one. Each message
-gets the time at which the computation that produces it ends. All ranks send and receive in the order of these times, which
-is the same on all ranks. So both ranks of the earliest pending message reach it next, and no rank deadlocks, however long
-computations really take, even if messages block. On its sender and on its receiver, a message is placed before the first
-computation that begins after it.
+The computations of all ranks are simulated. A complete backward pass takes two units of time, and any other
+computation takes one unit. The time of a message is the end of the computation that produces it. All ranks
+send and receive in the order of these times, which is the same on all ranks. So both ranks of the earliest
+pending message reach this message next. Hence no rank deadlocks, even if messages block, and independently of
+the real times of computations. On its sender and on its receiver, a message is placed before the first
+computation that begins at its time or later.
 """
 
 from __future__ import annotations
@@ -20,7 +21,10 @@ Steps = tuple[tuple[Instruction, ...], ...]
 
 
 class _Message(NamedTuple):
-    """The output of a computation on its way to another chunk; ordered by date, then by ranks."""
+    """A message that sends the output of a computation to another chunk.
+
+    Messages are ordered by date, and then by ranks.
+    """
 
     date: int
     sender: int
@@ -30,14 +34,14 @@ class _Message(NamedTuple):
 
 
 def meeting(computations: Sequence[Sequence[Instruction]], chunks: int = 1) -> tuple[Steps, ...]:
-    """The schedules of all ranks: their computations with loads and messages in between.
+    """Return the schedules of all ranks, which consist of computations, loads and messages.
 
     Args:
-        computations: of each rank, in order.
-        chunks: chunks of the model on each rank.
+        computations: The computations of each rank, in order.
+        chunks: The number of chunks of the model on each rank.
 
     Raises:
-        UsageError: the computations wait for each other in a circle.
+        UsageError: The computations wait for each other in a cycle.
     """
     ranks = len(computations)
     begins = _begins(computations, chunks)
@@ -54,7 +58,7 @@ def meeting(computations: Sequence[Sequence[Instruction]], chunks: int = 1) -> t
 
 
 def _begins(computations: Sequence[Sequence[Instruction]], chunks: int) -> list[list[int]]:
-    """The earliest time at which each computation can begin."""
+    """Return the earliest time at which each computation can begin."""
     ranks = len(computations)
     todo = [deque(order) for order in computations]
     begins: list[list[int]] = [[] for _ in computations]
@@ -82,7 +86,10 @@ def _duration(computation: Instruction) -> int:
 
 
 def _needed(rank: int, computation: Instruction, ranks: int, chunks: int) -> tuple[int, Instruction] | None:
-    """The rank and computation whose message ``computation`` waits for; None if it waits for none."""
+    """Return the rank and the computation that produce the input of ``computation``.
+
+    The result is None if ``computation`` waits for no message.
+    """
     place = Place(rank, computation.chunk)
     if computation.action is Action.FORWARD:
         other = place.before(ranks)
@@ -120,7 +127,11 @@ def _steps(
     ranks: int,
     chunks: int,
 ) -> Iterator[tuple[Instruction, ...]]:
-    """One step for each computation, with the messages and loads before it; and one for the messages after the last."""
+    """Yield the steps of a rank.
+
+    There is one step for each computation, which begins with the messages and loads before the computation.
+    Messages after the last computation are in one more step.
+    """
     mine = deque(each for each in messages if rank in (each.sender, each.receiver))
 
     def until(date: float) -> Iterator[Instruction]:

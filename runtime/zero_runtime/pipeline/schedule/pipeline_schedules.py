@@ -1,6 +1,7 @@
-"""Pipeline schedules as pure functions from numbers of stages and micro-batches to a rank's instructions.
+"""Pipeline schedules, as pure functions that return the instructions of a rank.
 
-A schedule is a tuple of steps, and a step is a tuple of instructions.
+Their arguments are the numbers of stages and micro-batches. A schedule is a tuple of steps, and a step is a
+tuple of instructions.
 
 =====================  ============================================  ======================================  ==============
 schedule               idle share of a rank (F = B)                  live activations of rank r of P         source
@@ -11,9 +12,10 @@ schedule               idle share of a rank (F = B)                  live activa
 ``zero_bubble``        (P-1)(F+B-W) / (M(F+B+W) + (P-1)(F+B-W))      min(P-r, M), and their weights' inputs  ZB-H1
 =====================  ============================================  ======================================  ==============
 
-M micro-batches, V chunks of each rank; F, B and W are the times of a forward pass, of a backward pass (of the inputs
-alone with ``zero_bubble``) and of the gradients of the weights. Sources: Huang et al. 2019; Narayanan et al. 2021; Qi et al.
-2023, "Zero Bubble Pipeline Parallelism", section 2.
+P is the number of stages, M the number of micro-batches and V the number of chunks of each rank. F is the
+time of a forward pass, B the time of a backward pass (with ``zero_bubble``, only of the inputs), and W the
+time of the gradients of the weights. Sources: Huang et al. 2019; Narayanan et al. 2021; Qi et al. 2023, "Zero
+Bubble Pipeline Parallelism", section 2.
 """
 
 from __future__ import annotations
@@ -30,11 +32,12 @@ Schedule = tuple[Step, ...]
 
 
 def one_f_one_b(stages: int, micro_batches: int, stage: int) -> Schedule:
-    """One forward, one backward: the same instructions as DeepSpeed's TrainSchedule.
+    """Return the schedule 1F1B (one forward, one backward), with the same instructions as DeepSpeed's TrainSchedule.
 
-    All stages run in lockstep: at time t, stage s runs the forward pass of micro-batch (t - s) / 2 if that is an integer,
-    else the backward pass of (t - (2P - 1 - s)) / 2. At every time, one of two neighbors sends first and the other receives
-    first, so blocking messages cannot deadlock.
+    All stages run in lockstep. At time t, stage s runs the forward pass of micro-batch (t - s) / 2 if this
+    number is an integer. Otherwise it runs the backward pass of micro-batch (t - (2P - 1 - s)) / 2. At every
+    time, one of two neighbors sends first and the other one receives first, so blocking messages cannot
+    deadlock.
     """
     _check(stages, micro_batches, stage)
 
@@ -67,7 +70,10 @@ def _lockstep(time: int, stage: int, stages: int, valid: Callable[[int], bool]) 
 
 
 def inference(stages: int, micro_batches: int, stage: int) -> Schedule:
-    """Forward passes only. Even stages send before they receive, and odd ones receive first, as in DeepSpeed."""
+    """Return a schedule of forward passes only.
+
+    As in DeepSpeed, even stages send before they receive, and odd stages receive before they send.
+    """
     _check(stages, micro_batches, stage)
     return tuple(
         tuple(_inference_step(time - stage, stage, stages, micro_batches))
@@ -91,7 +97,7 @@ def _forward(micro_batch: int, stage: int, stages: int) -> Iterator[Instruction]
 
 
 def gpipe(stages: int, micro_batches: int, stage: int) -> Schedule:
-    """All forward passes, then all backward passes, in the same order."""
+    """Return the schedule GPipe: all forward passes, then all backward passes in the same order."""
     _check(stages, micro_batches, stage)
     order = [
         Instruction(action, number)
@@ -102,9 +108,10 @@ def gpipe(stages: int, micro_batches: int, stage: int) -> Schedule:
 
 
 def zero_bubble(stages: int, micro_batches: int, stage: int) -> Schedule:
-    """ZB-H1: 1F1B that computes weight gradients later, when a rank would be idle, with 1F1B's peak of activations.
+    """Return the schedule ZB-H1, a 1F1B that computes weight gradients later, when a rank would be idle.
 
-    Stage s delays them by s micro-batches, so that every stage has some left for the end of the step.
+    The peak of activations is that of 1F1B. Stage s delays its weight gradients by s micro-batches, so that
+    every stage has work left for the end of the step.
     """
     _check(stages, micro_batches, stage)
     return _zero_bubble(stages, micro_batches)[stage]
@@ -129,10 +136,12 @@ def _with_late_weights(stages: int, micro_batches: int, stage: int) -> Iterator[
 
 
 def interleaved(stages: int, micro_batches: int, stage: int, chunks: int = 2) -> Schedule:
-    """1F1B over ``chunks`` chunks of the model on each rank, assigned in turn: rank r has the chunks r, r + P, r + 2P, ...
+    """Return the schedule 1F1B with ``chunks`` chunks of the model on each rank.
+
+    The chunks are assigned to the ranks in turn: rank r has the chunks r, r + P, r + 2P, ...
 
     Raises:
-        ConfigError: the number of micro-batches is not a multiple of the ranks.
+        ConfigError: The number of micro-batches is not a multiple of the number of ranks.
     """
     _check(stages, micro_batches, stage)
     if chunks < 1 or micro_batches % stages:
@@ -164,7 +173,10 @@ def _in_turn(stages: int, micro_batches: int, stage: int, chunks: int) -> list[I
 
 
 def interleaved_inference(stages: int, micro_batches: int, stage: int, chunks: int) -> Schedule:
-    """Forward passes only, over ``chunks`` chunks on each rank: up to as many micro-batches as ranks, chunk after chunk."""
+    """Return a schedule of forward passes only, with ``chunks`` chunks on each rank.
+
+    At most as many micro-batches as there are ranks pass through a chunk before the next chunk runs.
+    """
     _check(stages, micro_batches, stage)
     return _interleaved_inference(stages, micro_batches, chunks)[stage]
 
@@ -181,7 +193,10 @@ def _interleaved_inference(stages: int, micro_batches: int, chunks: int) -> tupl
 
 
 def _communicating(order: Iterable[Instruction], stages: int, rank: int) -> Schedule:
-    """Add messages to computations: receive the input right before each, and send the output right after it."""
+    """Add messages to computations. Each input is received directly before its computation.
+
+    Each output is sent directly after its computation.
+    """
     return tuple(tuple(_with_messages(each, stages, rank)) for each in order)
 
 
@@ -202,20 +217,23 @@ def _with_messages(computation: Instruction, stages: int, rank: int) -> Iterator
 
 
 def idle_fraction(stages: int, micro_batches: int, chunks: int = 1) -> float:
-    """The idle share of a rank's step if all stages take equal time: (P-1) / (VM+P-1)."""
+    """Return the idle share of a rank's step, if all stages take equal time: (P-1) / (VM+P-1)."""
     return (stages - 1) / (chunks * micro_batches + stages - 1)
 
 
 def zero_bubble_idle_fraction(
     stages: int, micro_batches: int, forward: float, backward: float, weight: float
 ) -> float:
-    """The idle share with ZB-H1: (P-1)(F+B-W) / (M(F+B+W) + (P-1)(F+B-W)), with times in any one unit."""
+    """Return the idle share with ZB-H1: (P-1)(F+B-W) / (M(F+B+W) + (P-1)(F+B-W)).
+
+    All times have the same unit.
+    """
     idle = (stages - 1) * (forward + backward - weight)
     return idle / (micro_batches * (forward + backward + weight) + idle)
 
 
 def live_activations(stages: int, micro_batches: int, stage: int) -> int:
-    """The number of micro-batches whose activations a stage holds at a time under 1F1B: min(P - s, M)."""
+    """Return the largest number of micro-batches whose activations a stage stores under 1F1B: min(P - s, M)."""
     return min(stages - stage, micro_batches)
 
 

@@ -1,4 +1,4 @@
-"""Simulation of pipeline schedules: times of instructions, waits, and live activations. Pure."""
+"""Simulation of pipeline schedules, with the times of instructions, the waits and the live activations."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _LETTERS: Final = {
 
 
 class Event(NamedTuple):
-    """An instruction of a rank, with its begin and end."""
+    """An instruction of a rank, with its begin time and end time."""
 
     rank: int
     instruction: Instruction
@@ -50,9 +50,10 @@ class Timeline:
     """The result of a simulated schedule.
 
     Attributes:
-        ranks: number of ranks.
-        events: of all ranks, in the order of the simulation.
-        peaks: for each rank, the largest number of (micro-batch, chunk) that had run forward and not yet backward.
+        ranks: The number of ranks.
+        events: The events of all ranks, in the order of the simulation.
+        peaks: For each rank, the largest number of pairs (micro-batch, chunk) whose forward pass had run, but
+            whose backward pass had not.
     """
 
     ranks: int
@@ -61,20 +62,20 @@ class Timeline:
 
     @property
     def length(self) -> float:
-        """The time at which the last rank is done."""
+        """The time at which the last rank finishes."""
         return max(event.end for event in self.events)
 
     def busy(self, rank: int) -> float:
-        """How long ``rank`` computes."""
+        """Return the time in which ``rank`` computes."""
         return sum(event.end - event.begin for event in self.events if event.rank == rank)
 
     @property
     def idle_fraction(self) -> float:
-        """The share of all ranks' time in which they do not compute."""
+        """The share of time without computation, over all ranks."""
         return 1.0 - sum(map(self.busy, range(self.ranks))) / (self.ranks * self.length)
 
     def __str__(self) -> str:
-        """A line for each rank: its computation in each unit of time, and dots for idle time."""
+        """Return a line for each rank, with its computation in each unit of time and a dot for each idle unit."""
         lines = []
         for rank in range(self.ranks):
             cells = ["."] * round(self.length)
@@ -94,17 +95,18 @@ def simulate(
     chunks: int = 1,
     blocking: bool = False,
 ) -> Timeline:
-    """Run the schedules of all ranks; messages take no time.
+    """Simulate the schedules of all ranks. Messages take no time.
 
     Args:
-        schedules: of each rank.
-        times: how long each computation takes.
-        chunks: chunks of the model on each rank.
-        blocking: whether a send and its receive wait for each other. Otherwise they are asynchronous, and the computation
-            that needs a message waits for it.
+        schedules: The schedule of each rank.
+        times: The time of each kind of computation.
+        chunks: The number of chunks of the model on each rank.
+        blocking: Whether a send and its receive wait for each other. Otherwise they are asynchronous, and the
+            computation that needs a message waits for the message.
 
     Raises:
-        UsageError: ranks deadlock, messages are sent in another order than they are received, or are never received.
+        UsageError: Ranks deadlock, the order of sends differs from the order of receives, or a message is never
+            received.
     """
     return _Simulation(schedules, times, chunks, blocking).run()
 
@@ -126,10 +128,11 @@ class _Simulation:
         self._chunks = chunks
         self._blocking = blocking
         self._events: list[Event] = []
-        # (sender, receiver) -> in order: the receive instruction of a message and when it was sent; and expected receives
+        # _sent maps (sender, receiver) to the messages in order. Each entry has the receive instruction of a
+        # message and the time at which the message was sent. _expected maps the same key to the expected receives.
         self._sent: dict[tuple[int, int], deque[tuple[Instruction, float]]] = {}
         self._expected: dict[tuple[int, int], deque[Instruction]] = {}
-        # (receiver, message) -> when it was sent; None before
+        # Maps (receiver, message) to the time at which the message was sent; None before.
         self._arrivals: dict[tuple[int, Instruction], float | None] = {}
 
     def run(self) -> Timeline:
@@ -143,7 +146,7 @@ class _Simulation:
         return Timeline(len(self._ranks), tuple(self._events), tuple(rank.peak for rank in self._ranks))
 
     def _advance(self, number: int) -> bool:
-        """Run a rank until it has to wait. Returns whether it ran any instruction."""
+        """Run a rank until it must wait, and return whether it ran any instruction."""
         rank, moved = self._ranks[number], False
         while rank.todo:
             each = rank.todo[0]

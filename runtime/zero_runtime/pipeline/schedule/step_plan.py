@@ -1,4 +1,4 @@
-"""The plan of a pipeline: its schedule by name, for a number of stages."""
+"""The plan of a pipeline: the name of its schedule and the number of stages."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ DEFAULT_CHUNKS = 2
 
 
 class Plan(NamedTuple):
-    """A schedule by its name in the configuration, for a number of stages.
+    """A schedule, identified by its name in the configuration, for a number of stages.
 
     Attributes:
-        name: 1f1b, gpipe, interleaved or zero_bubble.
-        stages: ranks that share a model.
-        chunks: chunks of the model on each rank; 1 except for interleaved.
+        name: The name of the schedule: 1f1b, gpipe, interleaved or zero_bubble.
+        stages: The number of ranks that share a model.
+        chunks: The number of chunks of the model on each rank, which is 1 except for interleaved.
     """
 
     name: str
@@ -30,12 +30,12 @@ class Plan(NamedTuple):
 
     @property
     def begins_messages(self) -> bool:
-        """Whether its messages are asynchronous: started, and waited for later."""
+        """Whether the messages of the schedule are asynchronous, so that ranks wait for them later."""
         return self.name in (INTERLEAVED, ZERO_BUBBLE)
 
     @property
     def splits_backward(self) -> bool:
-        """Whether a backward pass is in two halves: the gradients of inputs, and those of weights."""
+        """Whether a backward pass has two halves, one for the gradients of inputs and one for those of weights."""
         return self.name == ZERO_BUBBLE
 
     def check(self, micro_batches: int) -> None:
@@ -48,7 +48,7 @@ class Plan(NamedTuple):
             )
 
     def training(self, micro_batches: int, stage: int) -> Schedule:
-        """The schedule of a training step on the rank of ``stage``."""
+        """Return the schedule of a training step on the rank of ``stage``."""
         if self.name == INTERLEAVED:
             return pipeline_schedules.interleaved(self.stages, micro_batches, stage, self.chunks)
         functions = {
@@ -59,13 +59,16 @@ class Plan(NamedTuple):
         return functions[self.name](self.stages, micro_batches, stage)
 
     def inference(self, micro_batches: int, stage: int) -> Schedule:
-        """What the rank of ``stage`` does in an evaluation."""
+        """Return the schedule of an evaluation on the rank of ``stage``."""
         if self.chunks > 1:
             return pipeline_schedules.interleaved_inference(self.stages, micro_batches, stage, self.chunks)
         return pipeline_schedules.inference(self.stages, micro_batches, stage)
 
     def idle_fraction(self, micro_batches: int) -> float:
-        """The share of a step in which ranks are idle, where all computations take equal time, and messages none."""
+        """Return the share of a step in which ranks are idle.
+
+        The value assumes that all computations take equal time and that messages take no time.
+        """
         if self.name == ZERO_BUBBLE:
             return _zero_bubble_idle_fraction(self.stages, micro_batches)
         return pipeline_schedules.idle_fraction(self.stages, micro_batches, self.chunks)
@@ -73,7 +76,11 @@ class Plan(NamedTuple):
 
 @lru_cache(maxsize=8)
 def _zero_bubble_idle_fraction(stages: int, micro_batches: int) -> float:
-    """The formula where there are at least as many micro-batches as stages; it does not hold for fewer."""
+    """Return the idle share of ZB-H1 if all computations take equal time.
+
+    The formula is valid only with at least as many micro-batches as stages. Otherwise the schedule is
+    simulated.
+    """
     if micro_batches >= stages:
         return pipeline_schedules.zero_bubble_idle_fraction(stages, micro_batches, 1.0, 1.0, 1.0)
     ranks = [pipeline_schedules.zero_bubble(stages, micro_batches, stage) for stage in range(stages)]

@@ -1,1 +1,1 @@
-"""What stages send each other and where micro-batches and results come from."""
+"""Messages between stages, and the sources of micro-batches and results."""

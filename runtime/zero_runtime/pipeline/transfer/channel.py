@@ -1,4 +1,4 @@
-"""Messages between neighboring pipeline stages: activations forward, gradients backward."""
+"""Messages between neighboring pipeline stages, with activations in one direction and gradients in the other."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from zero_runtime.pipeline.transfer.tensor_headers import (
 )
 
 _PIPELINE: Final = hooks.tag("pipeline")
-IN_FLIGHT: Final = 16  # asynchronous sends that may be outstanding before the oldest is waited for
+IN_FLIGHT: Final = 16  # largest number of outstanding asynchronous sends
 
 
 class Arrival:
-    """Tensors that are being received, or have been."""
+    """Tensors that are being received or have been received."""
 
     def __init__(self, tensors: list[torch.Tensor], restore: Callable[[list[torch.Tensor]], Any]) -> None:
         self._restore = restore
@@ -34,26 +34,30 @@ class Arrival:
         self.works: list[Any] = []
 
     def value(self) -> Any:
-        """The value that was sent; waits until it has arrived."""
+        """Wait until the value has arrived, and return it."""
         while self.works:
             self.works.pop(0).wait()
         return self._restore(self.tensors)
 
 
 class Channel:
-    """This stage's connections to the previous and the next stage.
+    """The connections of this stage to the previous and the next stage.
 
-    Every message is a blocking send or receive of one tensor. With ``begun`` messages are asynchronous: a received tensor is
-    waited for when its value is used, a sent one some messages later or in :meth:`settle`. A header before the first
-    activation of each chunk, or with ``dynamic`` before every activation, gives the shapes; headers block. All messages are
-    tagged ``pipeline``; the micro-batch is the record's ``micro_step``. If each rank has several chunks of the model, the
-    last rank is also connected with the first.
+    Every message is a send or receive of one tensor. By default messages block. With ``begun`` they are
+    asynchronous: the stage waits for a received tensor when its value is used. It waits for a send some
+    messages later, or in :meth:`settle`.
+
+    A header with the shapes precedes the first activation of each chunk, or every activation with
+    ``dynamic``. Headers always block. All messages have the tag ``pipeline``, and the micro-batch is the
+    field ``micro_step`` of the record. If each rank has several chunks of the model, the last rank is also
+    connected to the first rank.
 
     Args:
-        stages: the ranks of all stages, in order.
-        dynamic: whether shapes and dtypes may change from one micro-batch to the next.
-        chunks: chunks of the model on each rank.
-        begun: whether messages are asynchronous. The schedule must have them in the same order on all ranks.
+        stages: The ranks of all stages, in order.
+        dynamic: Whether shapes and dtypes may change from one micro-batch to the next.
+        chunks: The number of chunks of the model on each rank.
+        begun: Whether messages are asynchronous. The schedule must have the messages in the same order on all
+            ranks.
     """
 
     def __init__(
@@ -67,12 +71,12 @@ class Channel:
         self._begun = begun
         self._sent: dict[int, Form] = {}
         self._received: dict[int, Form] = {}
-        # Messages between chunks of this rank, if it is the only stage.
+        # The messages between chunks of this rank, if there is only one stage.
         self._sent_to_self: deque[torch.Tensor] = deque()
-        self._leaving: deque[tuple[Any, torch.Tensor]] = deque()  # asynchronous sends that are outstanding
+        self._leaving: deque[tuple[Any, torch.Tensor]] = deque()  # outstanding asynchronous sends
 
     def reset(self) -> None:
-        """Send shapes again before the next activation. All stages must call it."""
+        """Send shapes again before the next activation. All stages must call this method."""
         self._sent.clear()
         self._received.clear()
 
@@ -96,7 +100,8 @@ class Channel:
         """Send the output of this rank's chunk ``chunk`` to the next chunk.
 
         Raises:
-            UsageError: its form differs from the last one's without ``dynamic``; or it cannot be sent.
+            UsageError: The form differs from the form of the previous output and ``dynamic`` is false, or the
+                output cannot be sent.
         """
         form, tensors = form_of(value)
         earlier_form = self._sent.get(chunk)
@@ -112,7 +117,10 @@ class Channel:
             self._start_send(each.detach(), self._after)
 
     def receive_activation(self, differentiable: bool, chunk: int = 0) -> Arrival:
-        """Receive the input of chunk ``chunk``. With ``differentiable`` its floating-point tensors require gradients."""
+        """Receive the input of chunk ``chunk``.
+
+        With ``differentiable``, its floating-point and complex tensors require gradients.
+        """
         form = self._received.get(chunk)
         if self._dynamic or form is None:
             form = self._received[chunk] = self._receive_form()
@@ -129,13 +137,16 @@ class Channel:
         return self._arriving(form.tensors, self._before, restore)
 
     def send_gradients(self, inputs: Any) -> None:
-        """Send the gradients of received ``inputs`` back; zeros for inputs that the loss does not depend on."""
+        """Send back the gradients of received ``inputs``.
+
+        For an input on which the loss does not depend, the gradient is zero.
+        """
         for each in tree_leaves(inputs):
             if isinstance(each, torch.Tensor) and each.requires_grad:
                 self._start_send(torch.zeros_like(each) if each.grad is None else each.grad, self._before)
 
     def receive_gradients(self, outputs: Any) -> Arrival:
-        """Receive the gradients of the floating-point tensors of ``outputs``, which were sent: a list, in order."""
+        """Receive the gradients of the sent ``outputs``, as a list with one gradient per tensor that has gradients."""
         form, _ = form_of(outputs)
         return self._arriving([each for each in form.tensors if each.has_gradient], self._after, list)
 

@@ -1,4 +1,4 @@
-"""The micro-batches of a pipeline step: from an iterator, or from tensors of the complete step."""
+"""The micro-batches of a pipeline step, from an iterator or from tensors of the complete step."""
 
 from __future__ import annotations
 
@@ -14,7 +14,13 @@ Source = Callable[[], Any]
 
 
 class Share(NamedTuple):
-    """A replica's share of a step: samples of a micro-batch, the number of replicas, and this replica's number."""
+    """The share of a replica in a step.
+
+    Attributes:
+        micro_batch: The number of samples of a micro-batch of one replica.
+        replicas: The number of replicas.
+        replica: The number of this replica.
+    """
 
     micro_batch: int
     replicas: int
@@ -22,7 +28,10 @@ class Share(NamedTuple):
 
 
 def next_of(batches: Iterator[Any] | None, count: int, function: Callable[[Any], Any] | None) -> Source:
-    """A function that returns the next batch, passed through ``function`` if that is not None."""
+    """Return a function that returns the next batch.
+
+    If ``function`` is not None, it is called with the batch, and its result replaces the batch.
+    """
 
     def source() -> Any:
         assert batches is not None
@@ -39,15 +48,19 @@ def next_of(batches: Iterator[Any] | None, count: int, function: Callable[[Any],
 
 
 def inputs_of(batch: Any) -> Any:
-    """The inputs of a batch: the first of a pair, or the batch itself. A list becomes a tuple, as in DeepSpeed.
+    """Return the inputs of a batch: the first element of a tuple or list, or the batch itself.
 
-    torch's DataLoader makes lists of the tuples of a dataset, and layers look for tuples.
+    As in DeepSpeed, a list becomes a tuple. The reason is that torch's DataLoader converts the tuples of a
+    dataset to lists, but layers expect tuples.
     """
     return _tuple_of(batch[0] if isinstance(batch, tuple | list) and batch else batch)
 
 
 def labels_of(batch: Any) -> Any:
-    """The labels of a batch: the second of a pair; None without labels. A list becomes a tuple, as in DeepSpeed."""
+    """Return the labels of a batch, which are the second element of a pair, or None without labels.
+
+    As in DeepSpeed, a list becomes a tuple.
+    """
     return _tuple_of(batch[1]) if isinstance(batch, tuple | list) and len(batch) > 1 else None
 
 
@@ -58,10 +71,11 @@ def _tuple_of(values: Any) -> Any:
 def micro_batches_of(data: Any, targets: Any, count: int, share: Share) -> Iterator[Any]:
     """Divide ``data`` and ``targets`` of a step into ``count`` micro-batches of this replica.
 
-    If they hold the samples of all replicas, only this replica's are used.
+    If the tensors contain the samples of all replicas, only the samples of this replica are used.
 
     Raises:
-        UsageError: tensors have different numbers of samples, or ``count`` does not divide them.
+        UsageError: Tensors have different numbers of samples, or ``count`` does not divide the number of
+            samples.
     """
     leaves = [leaf for leaf in tree_leaves((data, targets)) if isinstance(leaf, torch.Tensor)]
     numbers = {leaf.shape[0] if leaf.dim() else 0 for leaf in leaves}

@@ -15,7 +15,10 @@ _METRIC: Final = hooks.tag("metric")
 
 
 def mean_of(values: Sequence[Any], grid: PipelineGrid | None = None) -> Any:
-    """The element-wise mean of tensors, or of tuples of tensors; with ``grid`` also over replicas, one all_reduce each."""
+    """Return the element-wise mean of tensors, or of tuples of tensors.
+
+    With ``grid`` the mean is also over replicas, with one all_reduce for each tensor.
+    """
     columns = [tree_flatten(value)[0] for value in values]
     structure = tree_flatten(values[0])[1]
     means = []
@@ -31,10 +34,13 @@ def mean_of(values: Sequence[Any], grid: PipelineGrid | None = None) -> Any:
 
 
 def share_loss(mean: torch.Tensor, grid: PipelineGrid) -> torch.Tensor:
-    """The mean loss of all replicas, on every rank. As in DeepSpeed, the message also has the replica's own loss.
+    """Return the mean loss of all replicas on every rank.
+
+    As in DeepSpeed, the message also contains the loss of the replica.
 
     Args:
-        mean: the loss of this replica, 0-D, on the last stage; anything elsewhere.
+        mean: The loss of this replica (0-D) on the last stage. On other stages the value is not used.
+        grid: The ranks of stages and replicas.
     """
     losses = torch.stack([mean.float().reshape(()), mean.float().reshape(())])
     if grid.is_last and grid.data.world_size > 1:
@@ -47,7 +53,7 @@ def share_loss(mean: torch.Tensor, grid: PipelineGrid) -> torch.Tensor:
 
 
 def share_result(result: torch.Tensor | None, grid: PipelineGrid) -> torch.Tensor:
-    """The one-element ``result`` of the last stage, on every stage."""
+    """Return the one-element ``result`` of the last stage on every stage."""
     shared = torch.zeros((), device=grid.device) if result is None else result.float().reshape(()).clone()
     if grid.num_stages > 1:
         grid.pipe.broadcast(shared, grid.num_stages - 1, why=_METRIC)
@@ -55,7 +61,10 @@ def share_result(result: torch.Tensor | None, grid: PipelineGrid) -> torch.Tenso
 
 
 def combined(outputs: Sequence[Any]) -> Any:
-    """Outputs of micro-batches joined along the first dimension: tensors, or the tensors of equal structures."""
+    """Return the outputs of micro-batches, joined along the first dimension.
+
+    The outputs are tensors, or structures of tensors that are equal for all micro-batches.
+    """
     if not outputs:
         return None
     columns = [tree_flatten(value)[0] for value in outputs]

@@ -1,9 +1,14 @@
-"""Headers of the messages between pipeline stages: dtypes, shapes and structure of the tensors, as numbers. Pure.
+"""Headers of the messages between pipeline stages, which describe dtypes, shapes and structure as numbers.
 
-A header is 256 int32, in DeepSpeed's layout: for one tensor ``0, dtype, dimensions, sizes...``; for a tuple of tensors
-``2, their number`` and ``dtype, dimensions, sizes...`` of each. All other values (lists, dictionaries, nested tuples,
-values that are not tensors, tuples too long for 256 numbers) are ``3, n``. A second message with n numbers follows: the
-number of tensors, the same for each tensor, and the structure as JSON, one number for each byte.
+A header consists of 256 int32 in DeepSpeed's layout:
+
+* The header of one tensor is ``0, dtype, dimensions, sizes...``.
+* The header of a tuple of tensors is ``2, number of tensors``, and then ``dtype, dimensions, sizes...`` of each
+  tensor.
+* The header of any other value is ``3, n``. Such values are lists, dictionaries, nested tuples, values that are
+  not tensors, and tuples that are too long for 256 numbers. A second message with n numbers follows. It
+  contains the number of tensors, ``dtype, dimensions, sizes...`` of each tensor, and the structure as JSON,
+  with one number for each byte.
 """
 
 from __future__ import annotations
@@ -19,7 +24,7 @@ from zero_runtime.errors import UsageError
 
 HEADER_NUMEL: Final = 256
 _TENSOR, _TUPLE, _NESTED = 0, 2, 3
-# A header gives a dtype as its position here, so the order must not change.
+# A header contains the position of a dtype in this tuple, so the order must not change.
 _DTYPES: Final = (
     torch.float32, torch.float64, torch.complex64, torch.complex128, torch.float16, torch.bfloat16,
     torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bool,
@@ -40,23 +45,23 @@ class TensorForm(NamedTuple):
         return self.dtype.is_floating_point or self.dtype.is_complex
 
     def empty(self, device: torch.device) -> torch.Tensor:
-        """An uninitialized tensor of this form."""
+        """Return an uninitialized tensor of this form."""
         return torch.empty(self.shape, dtype=self.dtype, device=device)
 
 
 class Form(NamedTuple):
-    """The form of a message: everything but the values of its tensors.
+    """The form of a message, which is everything except the values of its tensors.
 
     Attributes:
-        tensors: in the order in which they are sent.
-        structure: None for one tensor, ``tuple`` for a flat tuple of them, else JSON.
+        tensors: The forms of the tensors, in the order in which the tensors are sent.
+        structure: None for one tensor, ``tuple`` for a flat tuple of tensors, or JSON for any other value.
     """
 
     tensors: tuple[TensorForm, ...]
     structure: str | None
 
     def header(self) -> tuple[list[int], list[int]]:
-        """The numbers of the header, and those of the second message, which is empty in most cases."""
+        """Return the numbers of the header and the numbers of the second message, which is empty in most cases."""
         plain = [number for each in self.tensors for number in _encode(each)]
         if self.structure is None:
             return [_TENSOR, *plain], []
@@ -68,7 +73,7 @@ class Form(NamedTuple):
         return [_NESTED, len(more)], more
 
     def restore(self, tensors: Sequence[torch.Tensor]) -> Any:
-        """The value that was sent, from the ``tensors`` of a message of this form."""
+        """Return the value that was sent, from the ``tensors`` of a message of this form."""
         if self.structure is None:
             return tensors[0]
         if self.structure == "tuple":
@@ -84,10 +89,11 @@ def _encode(form: TensorForm) -> list[int]:
 
 
 def form_of(value: Any) -> tuple[Form, list[torch.Tensor]]:
-    """The form of ``value``, and its tensors.
+    """Return the form of ``value`` and its tensors.
 
     Raises:
-        UsageError: it holds a value other than tensors, numbers, strings and None, or a tensor that cannot be sent.
+        UsageError: ``value`` contains something other than tensors, numbers, strings and None, or contains a
+            tensor that cannot be sent.
     """
     leaves, structure = tree_flatten(value)
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
@@ -118,12 +124,12 @@ def form_of(value: Any) -> tuple[Form, list[torch.Tensor]]:
 
 
 def more_numel(header: Sequence[int]) -> int:
-    """How many numbers follow the header in a second message."""
+    """Return the number of numbers in the second message, or 0 if no second message follows ``header``."""
     return header[1] if header[0] == _NESTED else 0
 
 
 def form_from(header: Sequence[int], more: Sequence[int]) -> Form:
-    """The form that :meth:`Form.header` has encoded."""
+    """Return the form that :meth:`Form.header` has encoded."""
     if header[0] == _TENSOR:
         return Form(tuple(_decode(header, 1, 1)[0]), None)
     if header[0] == _TUPLE:
