@@ -2,13 +2,15 @@
 
 ::
 
-    engine, optimizer, _, _ = zero_runtime.initialize(model=model, model_parameters=model.parameters(), config="ds.json")
+    engine, optimizer, _, _ = zero_runtime.initialize(model=model, model_parameters=model.parameters(),
+        config="ds.json")
     for x, y in batches:
         loss = engine(x, y)
         engine.backward(loss)
         engine.step()
 
-Stages 0 to 3; fp32, bf16 and fp16. ``docs/deepspeed-differences.md`` lists the differences from DeepSpeed.
+The runtime supports stages 0 to 3, and fp32, bf16 and fp16. ``docs/deepspeed-differences.md`` lists the
+differences from DeepSpeed.
 """
 
 from __future__ import annotations
@@ -67,4 +69,4 @@ __all__ = [
     "zero",
 ]
 
-use_huge_pages()  # before the program constructs its model
+use_huge_pages()  # must run before the program constructs its model

@@ -1,9 +1,11 @@
 """The collectives of the runtime: the only module that calls torch.distributed.
 
-Every collective of the runtime is issued here, inside a ``commprof.hooks.tag`` with its purpose, bucket, owner, parameters
-and intended operation. This module never reports bytes; the recorder observes them below torch.distributed.
+This module issues every collective of the runtime inside a ``commprof.hooks.tag``. The tag contains the
+purpose, bucket, owner, parameters and intended operation of the collective. This module never reports bytes,
+because the recorder observes them below torch.distributed.
 
-The functions are those of ``deepspeed.comm``, for scripts. The runtime itself uses :class:`DataParallelGroup`.
+The functions have the names of ``deepspeed.comm`` and are meant for scripts. The runtime itself uses
+:class:`DataParallelGroup`.
 """
 
 from __future__ import annotations
@@ -26,12 +28,13 @@ from zero_runtime.errors import ConfigError, UsageError
 ReduceOp = dist.ReduceOp
 ProcessGroup = dist.ProcessGroup
 Work = dist.Work
-# New names since torch 2.13; the old ones warn there and are the only ones before.
+# torch 2.13 introduced new names for these two functions, and the old names warn since then. Earlier versions have only
+# the old names.
 all_gather_single: Final = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single: Final = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _UNTAGGED: Final = nullcontext()
 
-DEFAULT_PORT: Final = 29500  # torch.distributed's, and DeepSpeed's
+DEFAULT_PORT: Final = 29500  # the default of torch.distributed and of DeepSpeed
 DEFAULT_TIMEOUT: Final = datetime.timedelta(minutes=30)
 
 
@@ -47,15 +50,15 @@ def init_distributed(
     rank: int = -1,
     world_size: int = -1,
 ) -> None:
-    """Initialise torch.distributed, unless it is initialised already.
+    """Initialize torch.distributed, unless it is initialized already.
 
-    The backend is nccl where CUDA is available, else gloo. Without a launcher (no RANK in the environment)
-    the process is rank 0 of 1, or with ``auto_mpi_discovery`` the rank that Open MPI has started. ``verbose`` and ``config``
-    are accepted for DeepSpeed's signature.
+    The default backend is nccl if CUDA is available, and gloo otherwise. If RANK is not in the environment, no launcher
+    started the process, and it becomes rank 0 of 1. With ``auto_mpi_discovery``, it becomes the rank that Open MPI
+    started instead. ``verbose`` and ``config`` are in DeepSpeed's signature and have no effect here.
 
     Raises:
-        ConfigError: for ``dist_init_required=False`` when it is not initialised; Open MPI has started ranks on several
-            hosts, and MASTER_ADDR is missing; accelerate has chosen no backend for several ranks.
+        ConfigError: ``dist_init_required`` is False and torch.distributed is not initialized; Open MPI started ranks on
+            several hosts and MASTER_ADDR is missing; or accelerate chose no backend for several ranks.
     """
     if dist.is_initialized():
         return
@@ -80,7 +83,10 @@ def init_distributed(
 
 
 def _refuse_ranks_of_accelerate(environment: Mapping[str, str]) -> None:
-    """Refuse several ranks of accelerate on CPUs: it names no backend there and treats each rank as the only one."""
+    """Refuse several ranks that accelerate starts on CPUs.
+
+    On CPUs, accelerate chooses no backend and treats each rank as the only one.
+    """
     asked = environment.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"
     ranks = int(environment.get("WORLD_SIZE", "1"))
     if asked and ranks > 1 and not torch.cuda.is_available():
@@ -92,7 +98,7 @@ def _refuse_ranks_of_accelerate(environment: Mapping[str, str]) -> None:
 
 
 def _take_over_mpi(port: int | None) -> None:
-    """Set the variables of a launcher from Open MPI's, if it has started this process."""
+    """Set the variables of a launcher from the variables of Open MPI, if Open MPI started this process."""
     names = {
         "RANK": "RANK",
         "WORLD_SIZE": "SIZE",
@@ -120,61 +126,63 @@ def _free_port() -> int:
 
 
 def is_initialized() -> bool:
-    """Whether torch.distributed is initialised."""
+    """Return whether torch.distributed is initialized."""
     return dist.is_initialized()
 
 
 def get_rank(group: ProcessGroup | None = None) -> int:
-    """This process's rank in ``group`` (default: all ranks)."""
+    """Return the rank of this process in ``group`` (default: all ranks)."""
     return dist.get_rank(group)
 
 
 def get_world_size(group: ProcessGroup | None = None) -> int:
-    """The number of ranks of ``group`` (default: all ranks)."""
+    """Return the number of ranks of ``group`` (default: all ranks)."""
     return dist.get_world_size(group)
 
 
 def get_local_rank() -> int:
-    """This process's number on its host, from LOCAL_RANK; 0 without it."""
+    """Return the local rank of this process, from LOCAL_RANK; 0 if LOCAL_RANK is not set."""
     return int(os.environ.get("LOCAL_RANK", "0"))
 
 
 def get_global_rank(group: ProcessGroup, group_rank: int) -> int:
-    """The global rank of member ``group_rank`` of ``group``."""
+    """Return the global rank of member ``group_rank`` of ``group``."""
     return dist.get_global_rank(group, group_rank)
 
 
 def new_group(ranks: Sequence[int], name: str | None = None) -> ProcessGroup:
-    """A group of the given global ranks, with the time limit of the group of all ranks; every rank must call it.
+    """Create a group of global ranks, with the same timeout as the group of all ranks. Every rank must call it.
 
     Args:
-        ranks: its members, in the order of their ranks within it.
-        name: its name in traces, such as the axis of a topology; it need not be unique.
+        ranks: The global ranks of the members, in the order of their ranks within the group.
+        name: The name of the group in traces, such as the axis of a topology. Names need not be unique.
     """
     return dist.new_group(list(ranks), timeout=_time_limit(default_group()), group_desc=name)
 
 
 def _time_limit(group: ProcessGroup) -> datetime.timedelta | None:
-    """How long the collectives of ``group`` may take; None for the default of its backend, which a new group has too.
+    """Return the timeout of the collectives of ``group``; None if the backend does not provide it.
 
-    torch gives a new group that default (10 minutes with NCCL), and not what the program chose for all ranks.
+    For a new group, torch uses the default of the backend (10 minutes with NCCL), not the timeout that the program set
+    for the group of all ranks. With None, a new group therefore has the default of its backend.
     """
     for device in ("cuda", "cpu"):
-        with suppress(RuntimeError, AttributeError):  # no backend for this device, or one without options
+        # The device may have no backend, or the backend no options.
+        with suppress(RuntimeError, AttributeError):
             limit: datetime.timedelta = group._get_backend(torch.device(device)).options._timeout
             return limit
     return None
 
 
 def default_group() -> ProcessGroup:
-    """The group of all ranks."""
+    """Return the group of all ranks."""
     group = dist.group.WORLD
     assert group is not None
     return group
 
 
 def store() -> Any:
-    """The key-value store by which the ranks have found each other."""
+    """Return the key-value store that the ranks used to find each other."""
     return dist.distributed_c10d._get_default_store()
 
 
@@ -183,23 +191,29 @@ _PATIENCE: Final = datetime.timedelta(seconds=2)
 
 
 def watch_waits(look: Callable[[], None]) -> None:
-    """Call the method ``look`` while :func:`wait` waits for long, or fails; it may raise. Its object is not kept alive."""
+    """Register the method ``look``, which :func:`wait` calls after long waits and after failures.
+
+    ``look`` may raise an exception. Only a weak reference to its object is kept.
+    """
     _lookouts[:] = [each for each in _lookouts if each() is not None]
     _lookouts.append(weakref.WeakMethod(look))
 
 
 def look() -> None:
-    """Call what :func:`watch_waits` was given, in a wait for something else than a collective."""
+    """Call the methods that are registered with :func:`watch_waits`.
+
+    This function is for code that waits for something other than a collective.
+    """
     for reference in _lookouts:
         watcher = reference()
         if watcher is not None:
-            # The store is gone if the process that has it ends first.
+            # The store is no longer available if the process that serves it exits first.
             with suppress(dist.DistError):
                 watcher()
 
 
 def wait(work: Work) -> None:
-    """Wait for ``work``, whose tensors are on the CPU if :func:`watch_waits` has been called."""
+    """Wait for ``work``. If :func:`watch_waits` was called, the tensors of ``work`` must be on the CPU."""
     looks = [look for reference in _lookouts if (look := reference()) is not None]
     if not looks:
         work.wait()
@@ -210,7 +224,7 @@ def wait(work: Work) -> None:
             return
         except RuntimeError as error:
             for look in looks:
-                # The store is gone if the process that has it ends first.
+                # The store is no longer available if the process that serves it exits first.
                 with suppress(dist.DistError):
                     look()
             if "Operation timed out" not in str(error):
@@ -223,7 +237,10 @@ def barrier(group: ProcessGroup | None = None) -> None:
 
 
 def _devices_of_barrier(group: ProcessGroup | None) -> list[int] | None:
-    """NCCL's barrier has to run on some device, and torch warns where it has to guess which."""
+    """Return the current device for a barrier of NCCL; None for another backend.
+
+    NCCL runs a barrier on a device, and torch warns if it has to guess the device.
+    """
     return [torch.cuda.current_device()] if dist.get_backend(group) == "nccl" else None
 
 
@@ -241,7 +258,7 @@ def reduce(
     group: ProcessGroup | None = None,
     async_op: bool = False,
 ) -> Any:
-    """Reduce ``tensor`` to global rank ``dst``; elsewhere its content is undefined afterwards."""
+    """Reduce ``tensor`` to global rank ``dst``. On all other ranks, its content is undefined afterwards."""
     return dist.reduce(tensor, dst, op=op, group=group, async_op=async_op)
 
 
@@ -274,11 +291,11 @@ def reduce_scatter_tensor(
 
 
 class Call(NamedTuple):
-    """A call of a method of :class:`DataParallelGroup`, as its observers see it.
+    """A call of a method of :class:`DataParallelGroup`, as passed to the observers of the group.
 
     Attributes:
-        method: the method's name.
-        arguments: all of its arguments by name, defaults included.
+        method: The name of the method.
+        arguments: All arguments of the call by name, including the defaults of arguments that were not passed.
     """
 
     method: str
@@ -292,37 +309,39 @@ class Call(NamedTuple):
 
 
 class Observer(Protocol):
-    """Sees calls of a group, to measure or to replace them."""
+    """An object that intercepts calls of a group in order to measure or replace them."""
 
     @property
     def methods(self) -> Collection[str]:
-        """The names of the methods of :class:`DataParallelGroup` whose calls it sees."""
+        """The names of the methods of :class:`DataParallelGroup` whose calls the observer intercepts."""
         ...
 
     def observe(self, call: Call, issue: Callable[[], Any]) -> Any:
-        """Issue ``call``, by ``issue()`` or in another way.
+        """Issue ``call``, either with ``issue()`` or in another way.
 
         Returns:
-            What ``issue()`` returns, with a work handle wrapped if its waiting is observed, too.
+            The result of ``issue()``. If the result is a work handle and the observer also measures waits, the
+                handle is
+            wrapped.
         """
 
 
 class DataParallelGroup:
-    """The data-parallel ranks, which hold the same parameters, and the collectives among them.
+    """The data-parallel ranks, which have the same parameters, and the collectives among these ranks.
 
-    Collectives are issued as DeepSpeed issues them: blocking calls, in place where possible. On CUDA a blocking call makes
-    only the current stream wait, not the host. ``asynchronous`` calls return a work handle; wait for it before using the
-    tensors.
+    Collectives are issued in the same way as in DeepSpeed: with blocking calls, and in place if possible. On CUDA, a
+    blocking call makes only the current stream wait, not the host. A call with ``asynchronous`` returns a work handle.
+    The caller must wait for the handle before it uses the tensors.
 
     Attributes:
-        group: torch's process group; None for all ranks.
-        rank: this process within the group.
-        world_size: number of ranks of the group.
-        device: where the parameters are: this host's CUDA device number LOCAL_RANK, unless there is none, or the
-            group has no backend for it but gloo, which lacks collectives there.
-        backend: name of the backend for that device (gloo, nccl).
-        global_ranks: global rank of each member.
-        observers: what :meth:`observe` has added, innermost first.
+        group: The process group of torch; None for all ranks.
+        rank: The rank of this process within the group.
+        world_size: The number of ranks of the group.
+        device: The device of the parameters. It is the CUDA device with the number LOCAL_RANK. It is the CPU if CUDA is
+            not available, or if the group has no backend for CUDA except gloo, which lacks some collectives there.
+        backend: The name of the backend for ``device`` (gloo or nccl).
+        global_ranks: The global rank of each member.
+        observers: The observers that :meth:`observe` added, innermost first.
     """
 
     def __init__(self, group: ProcessGroup | None = None) -> None:
@@ -344,22 +363,22 @@ class DataParallelGroup:
         self.observers: tuple[Observer, ...] = ()
 
     def observe(self, observer: Observer) -> None:
-        """Show later calls of ``observer.methods`` to ``observer``, before the observers that were added earlier."""
+        """Pass later calls of ``observer.methods`` to ``observer``, before the observers that were added earlier."""
         self.observers = (*self.observers, observer)
         for method in observer.methods:
-            # Only now: a method that nobody observes is called directly and costs nothing more.
+            # A method is wrapped only when it is observed, so that a method without observers has no overhead.
             plain = getattr(DataParallelGroup, method)
             setattr(self, method, partial(self._issue, method, plain, *_signature(plain)))
 
     def forget(self, observer: Observer) -> None:
-        """Show no more calls to ``observer``."""
+        """Stop passing calls to ``observer``."""
         self.observers = tuple(each for each in self.observers if each is not observer)
         for method in observer.methods:
             if not any(method in each.methods for each in self.observers):
                 self.__dict__.pop(method, None)
 
     def abort(self) -> None:
-        """Let the collectives in flight fail on this rank; gloo ignores it."""
+        """Abort the collectives in flight on this rank, so that they fail. With gloo, this has no effect."""
         group = default_group() if self.group is None else self.group
         group._get_backend(self.device).abort()
 
@@ -372,7 +391,16 @@ class DataParallelGroup:
         *arguments: Any,
         **options: Any,
     ) -> Any:
-        """Pass a call of ``method``, which is ``plain``, through the observers, the last one first."""
+        """Pass a call through the observers of ``method``, the one added last first.
+
+        Args:
+            method: The name of the method.
+            plain: The method itself, which issues the collective.
+            names: The names of the method's arguments.
+            defaults: The defaults of the method's arguments.
+            arguments: The positional arguments of the call.
+            options: The keyword arguments of the call.
+        """
         call = Call(method, {**defaults, **dict(zip(names, arguments, strict=False)), **options})
         issue = partial(plain, self, **call.arguments)
         for observer in self.observers:
@@ -398,12 +426,12 @@ class DataParallelGroup:
         why: hooks.tag | None = None,
         asynchronous: bool = False,
     ) -> dist.Work | None:
-        """Sum ``tensor`` to group member ``owner``; elsewhere its content is undefined afterwards."""
+        """Sum ``tensor`` to group member ``owner``. On all other members, its content is undefined afterwards."""
         with why or _UNTAGGED:
             return dist.reduce(tensor, self.global_ranks[owner], group=self.group, async_op=asynchronous)
 
     def broadcast(self, tensor: torch.Tensor, owner: int, why: hooks.tag | None = None) -> None:
-        """Send ``tensor`` of group member ``owner`` to all, in place."""
+        """Send ``tensor`` of group member ``owner`` to all members, in place."""
         with why or _UNTAGGED:
             dist.broadcast(tensor, self.global_ranks[owner], group=self.group)
 
@@ -431,7 +459,7 @@ class DataParallelGroup:
             return dist.all_reduce(tensor, group=self.group, async_op=True)
 
     def barrier(self, why: hooks.tag | None = None) -> None:
-        """Wait for all ranks."""
+        """Wait for all ranks of the group."""
         with why or _UNTAGGED:
             dist.barrier(self.group, device_ids=_devices_of_barrier(self.group))
 
@@ -453,7 +481,7 @@ class DataParallelGroup:
         why: hooks.tag | None = None,
         asynchronous: bool = False,
     ) -> dist.Work | None:
-        """Sum row r over the ranks into ``output`` of rank r. Rows may differ in length."""
+        """Sum row r over the ranks, and write the sum to ``output`` of rank r. Rows may differ in length."""
         with why or _UNTAGGED:
             return dist.reduce_scatter(output, list(rows), group=self.group, async_op=asynchronous)
 
@@ -476,12 +504,13 @@ class DataParallelGroup:
         why: hooks.tag | None = None,
         asynchronous: bool = False,
     ) -> dist.Work | None:
-        """Send row r of ``rows`` to rank r; ``output`` gets this rank's row from every rank, concatenated.
+        """Send row r of ``rows`` to rank r, and write the rows that this rank receives to ``output``.
 
         Args:
-            output: world_size x row_numels[rank] elements.
-            rows: sum(row_numels) elements, in rank order.
-            row_numels: elements of each rank's row; they may differ, and may be 0. None if all are equal.
+            output: The received rows, concatenated in rank order: world_size x row_numels[rank] elements.
+            rows: The rows to send, in rank order: sum(row_numels) elements.
+            row_numels: The number of elements of each rank's row. The numbers may differ and may be 0. None if all rows
+                have the same number.
         """
         sent = None if row_numels is None else list(row_numels)
         received = None if sent is None else [sent[self.rank]] * self.world_size
@@ -491,12 +520,12 @@ class DataParallelGroup:
             )
 
     def send(self, tensor: torch.Tensor, member: int, why: hooks.tag | None = None) -> None:
-        """Send ``tensor`` to group member ``member``, which receives it."""
+        """Send ``tensor`` to group member ``member``, which must receive it."""
         with why or _UNTAGGED:
             dist.send(tensor, self.global_ranks[member], group=self.group)
 
     def receive(self, tensor: torch.Tensor, member: int, why: hooks.tag | None = None) -> None:
-        """Fill ``tensor`` with a message of group member ``member``."""
+        """Receive a message of group member ``member`` into ``tensor``."""
         with why or _UNTAGGED:
             dist.recv(tensor, self.global_ranks[member], group=self.group)
 
@@ -520,15 +549,15 @@ class DataParallelGroup:
         why: hooks.tag | None = None,
         asynchronous: bool = False,
     ) -> tuple[Work | None, Callable[[], torch.Tensor]]:
-        """A reduce_scatter implemented as an all_to_all and a local sum.
+        """Start a reduce_scatter that is implemented as an all_to_all and a local sum.
 
         Args:
-            received: buffer for the received rows: world_size x row_numels[rank] elements.
-            rows, row_numels: as of :meth:`all_to_all_single`.
+            received: The buffer for the received rows: world_size x row_numels[rank] elements.
+            rows, row_numels: The same arguments as those of :meth:`all_to_all_single`.
 
         Returns:
-            A work handle to wait for, and a function that then returns this rank's sum, 1-D. 16-bit rows are summed in
-            fp32, so the sum is rounded once.
+            A work handle, and a function that returns this rank's sum (1-D) after the wait on the handle. The function
+            sums 16-bit rows in fp32, so that the sum is rounded only once.
         """
         work = self.all_to_all_single(received, rows, row_numels, why=why, asynchronous=asynchronous)
         width = row_numels[self.rank]
@@ -536,16 +565,17 @@ class DataParallelGroup:
 
 
 def _signature(method: Any) -> tuple[tuple[str, ...], dict[str, Any]]:
-    """The names of the arguments of ``method``, without ``self``, and the defaults of those that have one."""
+    """Return the names of the arguments of ``method`` without ``self``, and the defaults by argument name."""
     names = method.__code__.co_varnames[1 : method.__code__.co_argcount]
     return names, dict(zip(reversed(names), reversed(method.__defaults__), strict=False))
 
 
 def sum_of_rows(rows: torch.Tensor) -> torch.Tensor:
-    """The sum of a matrix over its rows, in fp32; on the CPU in the order of the rows for every column.
+    """Return the sum of the rows of a matrix, in fp32.
 
-    Row by row, since torch's own reduction of a few long rows takes 2 to 6 times as long on a CPU, and 10 times as long
-    for 16 rows of 16-bit numbers.
+    On the CPU, this function adds one row at a time, so that every column is summed in the order of the rows.
+    torch's own reduction of a few long rows takes 2 to 6 times as long on a CPU, and 10 times as long for 16
+    rows of 16-bit numbers.
     """
     if rows.device.type != "cpu" or len(rows) < 2:
         return rows.sum(0, dtype=torch.float32)
@@ -555,7 +585,7 @@ def sum_of_rows(rows: torch.Tensor) -> torch.Tensor:
     return total
 
 
-# The methods of DataParallelGroup that issue collectives, by name, for timers and counters of all calls.
+# The names of the methods of DataParallelGroup that issue collectives. Timers and counters of all calls use them.
 COLLECTIVES: Final = (
     "all_reduce",
     "reduce",

@@ -1,7 +1,7 @@
 """The configuration: DeepSpeed's JSON, checked and typed, with all defaults.
 
-``load`` reads a path, a mapping or ``args.deepspeed_config``; ``RuntimeConfig.from_mapping`` is pure. All keys and their
-handling are in :mod:`zero_runtime.configuration.all_keys`.
+``load`` reads a path, a mapping or ``args.deepspeed_config``. ``RuntimeConfig.from_mapping`` has no side effects.
+:mod:`zero_runtime.configuration.all_keys` lists all keys and how this version treats them.
 """
 
 from __future__ import annotations
@@ -46,17 +46,18 @@ class RuntimeConfig(ConfigValues):
         """Check ``values`` and fill in the defaults.
 
         Args:
-            values: the configuration.
-            world_size: all ranks that train.
-            stages: of a pipeline. With the other axes in ``values`` they determine the number of replicas.
+            values: The configuration, by key.
+            world_size: The number of ranks that train.
+            stages: The number of pipeline stages. The number of replicas depends on it and on the other axes in
+                ``values``.
 
         Raises:
-            ConfigError: a key or value is wrong.
-            UnsupportedError: a key or value exists in DeepSpeed but not in this version.
+            ConfigError: A key or value is wrong.
+            UnsupportedError: A key or value exists in DeepSpeed but not in this version.
         """
         notices: list[str] = []
-        # Old forms first: everything below knows present names only. Then keys that are accepted without an effect are
-        # noted, so that the user knows.
+        # Old forms are replaced first, because the code below uses only the current names. Then a notice tells the user
+        # about each key that is accepted without an effect.
         values = _modern(values, notices)
         top = all_keys.read(values)
         notices += [f"{name} has no effect here: {note}" for name, note in all_keys.inert_keys(values)]
@@ -65,7 +66,7 @@ class RuntimeConfig(ConfigValues):
         if not zero.stage.shards_parameters:
             idle = all_keys.stage_3_only(values)
             notices += [f"{name} has no effect here: it acts at stage 3 only" for name in idle]
-        # The batch sizes depend on the number of replicas, so the axes are read before them.
+        # The axes are read before the batch sizes, because the batch sizes depend on the number of replicas.
         parallel, pipeline = read_parallel(top), read_pipeline(top)
         top["gradient_accumulation_steps"] = accumulation_steps(
             pipeline.micro_batches, top["gradient_accumulation_steps"]
@@ -109,8 +110,8 @@ class RuntimeConfig(ConfigValues):
             given=dict(values),
             notices=(),
         )
-        # Combinations of keys are checked on the finished object, whose defaults are filled in. The checks add notices, so
-        # these are set last.
+        # Combinations of keys are checked on the finished object, because it has all defaults. The notices are set
+        # last, because the checks add notices.
         if config.accumulates_whole:
             config = dataclasses.replace(config, zero=whole_gradients(config.zero, notices))
         check(config)
@@ -122,14 +123,16 @@ class RuntimeConfig(ConfigValues):
 
 
 def load(config: Any, args: Any = None) -> dict[str, Any]:
-    """The configuration as a dictionary.
+    """Return the configuration as a dictionary.
 
     Args:
-        config: a mapping, the path of a JSON file, or its content in URL-safe base64, as launchers pass it.
-        args: used if ``config`` is None: an object whose ``deepspeed_config`` is one of those.
+        config: A mapping, the path of a JSON file, or the content of a JSON file in URL-safe base64, as
+            launchers pass it.
+        args: An object with the attribute ``deepspeed_config``, whose value has one of these forms. It is used if
+            ``config`` is None.
 
     Raises:
-        ConfigError: no configuration, two of them, or one that cannot be read.
+        ConfigError: There is no configuration, there are two different ones, or the configuration cannot be read.
     """
     from_args = getattr(args, "deepspeed_config", None) or getattr(args, "deepscale_config", None)
     if config is not None and from_args is not None and config != from_args:
@@ -151,12 +154,18 @@ def load(config: Any, args: Any = None) -> dict[str, Any]:
 
 
 def parallel_of(values: Mapping[str, Any]) -> ParallelConfig:
-    """The axes in ``values``, whose keys are all checked. Raises as ``RuntimeConfig.from_mapping`` does."""
+    """Return the parallel axes in ``values``, after a check of all keys.
+
+    Raises the same errors as ``RuntimeConfig.from_mapping``.
+    """
     return read_parallel(all_keys.read(_modern(values, [])))
 
 
 def pipeline_of(values: Mapping[str, Any]) -> PipelineConfig:
-    """The pipeline in ``values``, whose keys are all checked. Raises as ``RuntimeConfig.from_mapping`` does."""
+    """Return the pipeline settings in ``values``, after a check of all keys.
+
+    Raises the same errors as ``RuntimeConfig.from_mapping``.
+    """
     return read_pipeline(all_keys.read(_modern(values, [])))
 
 
@@ -167,7 +176,10 @@ def _shown(config: Any) -> str:
 def _shared_batch_sizes(
     top: Mapping[str, Any], parallel: ParallelConfig, replicas: int, notices: list[str]
 ) -> tuple[int, int, int]:
-    """:func:`batch_sizes` with tensor parallelism: with autotp_size, DeepSpeed counts a sample once for each rank."""
+    """Return the result of :func:`batch_sizes`, adjusted for tensor parallelism.
+
+    With autotp_size, DeepSpeed counts a sample once for each tensor-parallel rank.
+    """
     batch, micro, steps = (
         top["train_batch_size"],
         top["train_micro_batch_size_per_gpu"],
@@ -185,10 +197,10 @@ def _shared_batch_sizes(
 
 
 def batch_sizes(top: Mapping[str, Any], world_size: int) -> tuple[int, int, int]:
-    """(micro-batch per rank, accumulation steps, batch); derives missing sizes.
+    """Return (micro-batch size per rank, accumulation steps, batch size), and derive the sizes that are missing.
 
     Raises:
-        ConfigError: they do not multiply, or too few of them are set.
+        ConfigError: The product of the sizes is not the batch size, or too few sizes are set.
     """
     batch, micro, steps = (
         top["train_batch_size"],
@@ -219,7 +231,10 @@ def batch_sizes(top: Mapping[str, Any], world_size: int) -> tuple[int, int, int]
 
 
 def _precision(top: Mapping[str, Any], parallel: ParallelConfig) -> PrecisionConfig:
-    """The dtypes. Sequence-parallel ranks have a communication dtype of their own, as in DeepSpeed."""
+    """Return the dtypes.
+
+    As in DeepSpeed, sequence-parallel ranks have a separate communication dtype.
+    """
     precision = read_precision(top)
     if parallel.sequence_parallel_size == 1:
         return precision
@@ -245,7 +260,7 @@ def _scheduler(block: Mapping[str, Any] | None, written: Mapping[str, Any] | Non
 
 
 def _modern(values: Mapping[str, Any], notices: list[str]) -> Mapping[str, Any]:
-    """``values`` with old forms replaced: a bool for zero_optimization, and bfloat16."""
+    """Return ``values`` with two old forms replaced: a bool for zero_optimization, and the key bfloat16."""
     values = all_keys.as_deepspeed_reads(values, notices)
     old = values.get("zero_optimization")
     if isinstance(old, bool):

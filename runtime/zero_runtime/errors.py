@@ -10,11 +10,12 @@
     ├── LossScaleError       also a RuntimeError: gradients overflow at the smallest loss scale
     ├── CheckpointError      also a RuntimeError: a checkpoint that cannot be written or loaded
     ├── MissingNameError     also a ModuleNotFoundError: a name of DeepSpeed's that this version lacks
-    ├── MissingAttributeError also an AttributeError: the same for a lookup of an attribute
+    ├── MissingAttributeError also an AttributeError: an attribute of DeepSpeed's that this version lacks
     └── OffloadError         also a RuntimeError: files of offloaded tensors that cannot be written or read
 
-A message says what happened, with values; what was expected; and what to do. ConfigError, UsageError and CheckpointError are
-also AssertionErrors, since DeepSpeed asserts most of what they say, and scripts catch that.
+A message states what happened, with values, what was expected, and what to do. ConfigError, UsageError and
+CheckpointError are also AssertionErrors, because DeepSpeed uses assertions for most of these errors and scripts
+catch AssertionError.
 """
 
 from __future__ import annotations
@@ -33,11 +34,14 @@ class UnsupportedError(ConfigError, NotImplementedError):
 
 
 class UsageError(ZeroRuntimeError, RuntimeError, AssertionError):
-    """A method was called in a state that does not allow it."""
+    """A method was called in a state that does not allow the call."""
 
 
 class TrafficContractError(ZeroRuntimeError, RuntimeError):
-    """Ranks issue different messages (``traffic_contract``). The same on all ranks; the training cannot go on."""
+    """Ranks issue different messages (``traffic_contract``).
+
+    All ranks raise the same error, and the training cannot continue.
+    """
 
 
 class LossScaleError(ZeroRuntimeError, RuntimeError):
@@ -57,4 +61,7 @@ class MissingNameError(ZeroRuntimeError, ModuleNotFoundError):
 
 
 class MissingAttributeError(ZeroRuntimeError, AttributeError):
-    """The same for a lookup as an attribute, so that ``hasattr`` is false and ``getattr`` returns its default."""
+    """An attribute of DeepSpeed's was looked up that this runtime does not provide.
+
+    With this error, ``hasattr`` is false and ``getattr`` returns its default.
+    """

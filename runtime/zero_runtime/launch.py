@@ -1,11 +1,12 @@
-"""A launcher with the arguments of ``deepspeed``, for ranks of one host, on torchrun: ``python -m zero_runtime.launch``.
+"""A launcher with the arguments of ``deepspeed``: ``python -m zero_runtime.launch`` starts the ranks of one host.
 
 ::
 
     python -m zero_runtime.launch --num_gpus 2 train.py --deepspeed_config ds.json
 
-In the ranks ``import deepspeed`` imports this runtime. Each rank gets ``--local_rank=N`` before its own arguments, as with
-DeepSpeed's launcher. With several hosts, run it on each of them with ``--no_ssh``.
+The launcher uses torchrun. In the ranks, ``import deepspeed`` imports this runtime. Each rank gets
+``--local_rank=N`` before the arguments of the script, as with DeepSpeed's launcher. With several hosts, run the
+launcher on each host with ``--no_ssh``.
 """
 
 from __future__ import annotations
@@ -40,12 +41,12 @@ class Plan:
     """The ranks to start on this host.
 
     Attributes:
-        slots: numbers of the devices, one for each rank.
-        hosts: number of hosts.
-        host: number of this host.
-        address: host of rank 0.
-        port: of rank 0.
-        chooses_devices: whether ``slots`` is a selection of the visible devices.
+        slots: The numbers of the devices, one for each rank.
+        hosts: The number of hosts.
+        host: The number of this host.
+        address: The host of rank 0.
+        port: The port of rank 0.
+        chooses_devices: Whether ``slots`` is a selection of the visible devices.
     """
 
     slots: tuple[int, ...]
@@ -57,7 +58,7 @@ class Plan:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The parser of the arguments, which have the names of DeepSpeed's launcher."""
+    """Return the parser of the arguments. They have the same names as those of DeepSpeed's launcher."""
     arguments = argparse.ArgumentParser(
         prog="python -m zero_runtime.launch",
         description="Start the ranks of a training on this host.",
@@ -118,15 +119,15 @@ def parser() -> argparse.ArgumentParser:
 
 
 def plan(options: Any, visible: int, hostname: str) -> Plan:
-    """The plan for parsed arguments.
+    """Return the plan for parsed arguments.
 
     Args:
-        options: parsed arguments.
-        visible: GPUs that can be used here; 0 for none.
-        hostname: of this host.
+        options: The parsed arguments.
+        visible: The number of GPUs that this host can use; 0 for none.
+        hostname: The name of this host.
 
     Raises:
-        ConfigError: they contradict each other, or request devices or hosts that do not exist.
+        ConfigError: The arguments contradict each other, or request devices or hosts that do not exist.
     """
     _refuse(options)
     if options.num_gpus == 0 or options.num_gpus < -1 or options.num_nodes == 0 or options.num_nodes < -1:
@@ -158,10 +159,11 @@ def plan(options: Any, visible: int, hostname: str) -> Plan:
 
 
 def read_hosts(path: str | None) -> dict[str, int]:
-    """The slots of each host in a hostfile; empty without one.
+    """Return the number of slots of each host in a hostfile; an empty dictionary if ``path`` is None.
 
     Raises:
-        ConfigError: it cannot be read, or has lines other than ``HOST slots=N``.
+        ConfigError: The file cannot be read, lists no host or lists a host twice, or has a line other than
+            ``HOST slots=N``.
     """
     if path is None:
         return {}
@@ -190,14 +192,14 @@ def read_hosts(path: str | None) -> dict[str, int]:
 
 
 def parse_filter(text: str, names: Sequence[str]) -> tuple[int, ...] | None:
-    """The devices in ``--include`` or ``--exclude``; None for all devices of the host.
+    """Return the devices in ``--include`` or ``--exclude``; None for all devices of the host.
 
     Args:
-        text: such as ``localhost:0,2``.
-        names: the names of this host.
+        text: The value of the option, such as ``localhost:0,2``.
+        names: The names of this host.
 
     Raises:
-        ConfigError: it names another host, or no devices.
+        ConfigError: ``text`` names another host or several hosts, or is not a choice of devices.
     """
     if "@" in text:
         raise ConfigError(
@@ -212,7 +214,7 @@ def parse_filter(text: str, names: Sequence[str]) -> tuple[int, ...] | None:
 
 
 def _slots(options: Any, known: int, hostname: str, listed: str) -> tuple[tuple[int, ...], bool]:
-    """(numbers of the devices, whether some were chosen by name)."""
+    """Return (the numbers of the devices, whether some devices were chosen by name)."""
     names = (*_THIS_HOST, hostname, listed)
     if options.include:
         chosen = parse_filter(options.include, names)
@@ -244,7 +246,7 @@ def refuse_hosts_of_accelerate(options: Any, environment: Mapping[str, str]) -> 
     """Refuse a start by ``accelerate launch`` that needs ranks on several hosts.
 
     Raises:
-        ConfigError: it is such a start; the message names the launcher of accelerate that works.
+        ConfigError: accelerate requests such a start. The message names the launcher of accelerate that works.
     """
     if environment.get("ACCELERATE_USE_DEEPSPEED") == "true" and not options.no_ssh:
         raise ConfigError(
@@ -255,7 +257,7 @@ def refuse_hosts_of_accelerate(options: Any, environment: Mapping[str, str]) -> 
 
 
 def torchrun_command(planned: Plan, options: Any) -> list[str]:
-    """The command that starts the ranks."""
+    """Return the command that starts the ranks."""
     command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={len(planned.slots)}"]
     command += [
         f"--nnodes={planned.hosts}",
@@ -276,7 +278,7 @@ def torchrun_command(planned: Plan, options: Any) -> list[str]:
 
 
 def variables(planned: Plan, environment: Mapping[str, str]) -> dict[str, str]:
-    """The environment of the ranks."""
+    """Return the environment variables of the ranks."""
     changed = dict(environment)
     changed.setdefault("OMP_NUM_THREADS", "1") if len(planned.slots) > 1 else None
     if planned.chooses_devices:
@@ -293,7 +295,7 @@ def variables(planned: Plan, environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
-    """Replace this process by torchrun, which starts the ranks and returns their exit code."""
+    """Replace this process with torchrun, which starts the ranks and returns their exit code."""
     options = parser().parse_args(arguments)
     try:
         refuse_hosts_of_accelerate(options, os.environ)

@@ -1,4 +1,4 @@
-"""The start of one rank by ``zero_runtime.launch``: binds the process to cores and runs the script."""
+"""The program that ``zero_runtime.launch`` runs as each rank: it binds the process to cores and runs the script."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ EXIT_CODE = 2
 
 
 def cores(text: str) -> list[int]:
-    """The cores in a list such as ``0-2,8``.
+    """Return the cores in a list such as ``0-2,8``.
 
     >>> cores("0-2,8")
     [0, 1, 2, 8]
 
     Raises:
-        ConfigError: the list is malformed.
+        ConfigError: The list is malformed.
     """
     numbers: list[int] = []
     for interval in text.split(","):
@@ -34,10 +34,10 @@ def cores(text: str) -> list[int]:
 
 
 def share(available: Sequence[int], rank: int, ranks: int) -> list[int]:
-    """The cores of one rank: the same number for each rank, in order.
+    """Return the cores of one rank. All ranks get the same number of cores, in order.
 
     Raises:
-        ConfigError: there are fewer cores than ranks.
+        ConfigError: There are fewer cores than ranks.
     """
     per_rank = len(available) // ranks
     if per_rank == 0:

@@ -1,6 +1,7 @@
-"""Log lines on stderr, down to the level in ZERO_RUNTIME_LOG_LEVEL or else DEEPSPEED_LOG_LEVEL.
+"""Log lines on stderr, from the level in ZERO_RUNTIME_LOG_LEVEL, or else in DEEPSPEED_LOG_LEVEL.
 
-Levels are debug, info (the default), warning, error and critical. Fatal errors are raised, not logged.
+The levels are debug, info (the default), warning, error and critical. Fatal errors are raised as exceptions,
+not logged.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ LEVELS: Final = {
 
 
 def level() -> int:
-    """The lowest level that is printed, as a number of :mod:`logging`. An unknown level is reported once."""
+    """Return the lowest level that is printed, as a number of :mod:`logging`. An unknown level is reported once."""
     for variable in VARIABLES:
         named = os.environ.get(variable)
         if named:

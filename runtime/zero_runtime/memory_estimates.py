@@ -1,7 +1,8 @@
 """Estimates of the memory for the states of a model under ZeRO 2 and 3, before a run.
 
-The formulas are those of DeepSpeed 0.19.8. Each parameter counts 2 bytes for its 16-bit value, and 18 sharded bytes: its
-gradient in 16 and in 32 bits, its copy in 32 bits, and the two moments of Adam. Activations and buffers are not included.
+The formulas are those of DeepSpeed 0.19.8. They count 2 bytes for the 16-bit value of each parameter, and 18
+bytes that are sharded. These 18 bytes are the gradient in 16 and in 32 bits, the copy in 32 bits, and the two
+moments of Adam. Activations and buffers are not included.
 """
 
 from __future__ import annotations
@@ -14,12 +15,12 @@ from zero_runtime.sharding.shards import shard_of
 
 
 class Estimate(NamedTuple):
-    """Bytes for one choice of settings.
+    """The estimated memory for one choice of settings.
 
     Attributes:
-        host: bytes of host memory for each host.
-        device: bytes for each device.
-        options: the settings.
+        host: The bytes of host memory on each host.
+        device: The bytes on each device.
+        options: The settings, as text.
     """
 
     host: int
@@ -34,7 +35,7 @@ def estimate_zero2_model_states_mem_needs(
     cpu_offload: bool = True,
     additional_buffer_factor: float = 1.5,
 ) -> tuple[int, int]:
-    """(host, device) bytes that the states of ``total_params`` parameters need under ZeRO 2."""
+    """Return the bytes (per host, per device) that the states of ``total_params`` parameters need under ZeRO 2."""
     devices = num_nodes * num_gpus_per_node
     if cpu_offload:
         return int(total_params * max(4 * devices, 16) * additional_buffer_factor), 2 * total_params
@@ -52,21 +53,24 @@ def estimate_zero3_model_states_mem_needs(
     zero_init: bool = True,
     additional_buffer_factor: float = 1.5,
 ) -> tuple[int, int, int]:
-    """(host, device, largest layer) bytes under ZeRO 3; the last is part of the second.
+    """Return the bytes (per host, per device, for the largest layer) under ZeRO 3.
+
+    The bytes per device include the bytes for the largest layer.
 
     Args:
-        total_params: parameters of the model.
-        largest_layer_params: elements of the module with the most parameters of its own, which are gathered together.
-        num_gpus_per_node: devices of a host.
-        num_nodes: hosts.
-        cpu_offload: the optimizer's state is in host memory.
-        cpu_offload_params: the parameters are in host memory too.
-        zero_init: the model is constructed within zero.Init, so that no rank ever has all of it.
-        additional_buffer_factor: for host memory.
+        total_params: The number of elements of all parameters of the model.
+        largest_layer_params: The number of elements of the largest module, counting only its own parameters. These
+            parameters are gathered together.
+        num_gpus_per_node: The number of devices of a host.
+        num_nodes: The number of hosts.
+        cpu_offload: Whether the optimizer's state is in host memory.
+        cpu_offload_params: Whether the parameters are in host memory too.
+        zero_init: Whether the model is constructed within zero.Init, so that no rank ever has the whole model.
+        additional_buffer_factor: The factor that multiplies the host memory, to allow for buffers.
     """
     largest = 4 * largest_layer_params
     share = 1 / num_nodes
-    # Bytes of a parameter on the host.
+    # The bytes of one parameter on the host.
     host_bytes = 0 if not cpu_offload else 18 if cpu_offload_params else 16
     device_bytes = 18 if not cpu_offload else 0 if cpu_offload_params else 2
     unsharded = total_params * 4 * num_gpus_per_node  # each rank constructs the whole model
@@ -104,7 +108,7 @@ def estimate_zero2_model_states_mem_needs_all_live(
     num_nodes: int = 1,
     additional_buffer_factor: float = 1.5,
 ) -> None:
-    """The same for ``model``."""
+    """Print the memory for ``model`` under ZeRO 2, with and without offload."""
     total, _ = count_parameters(model)
     estimate_zero2_model_states_mem_needs_all_cold(
         total, num_gpus_per_node, num_nodes, additional_buffer_factor
@@ -147,14 +151,17 @@ def estimate_zero3_model_states_mem_needs_all_live(
     num_nodes: int = 1,
     additional_buffer_factor: float = 1.5,
 ) -> None:
-    """The same for ``model``."""
+    """Print the memory for ``model`` under ZeRO 3, with and without each kind of offload and zero.Init."""
     estimate_zero3_model_states_mem_needs_all_cold(
         *count_parameters(model), num_gpus_per_node, num_nodes, additional_buffer_factor
     )
 
 
 def count_parameters(model: torch.nn.Module) -> tuple[int, int]:
-    """(elements of all parameters, each once; elements of the module with the most parameters of its own)."""
+    """Return (elements of all parameters, elements of the largest module).
+
+    Each parameter counts once. The largest module is the one with the most elements in its own parameters.
+    """
     total = sum(_numel(parameter) for parameter in model.parameters())
     layers = (
         sum(_numel(parameter) for parameter in module.parameters(recurse=False)) for module in model.modules()

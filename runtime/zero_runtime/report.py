@@ -33,11 +33,12 @@ _PACKAGES = ("numpy", "safetensors", "transformers", "accelerate")
 
 
 def lines(directory: Path, measured_bytes: int = 0) -> Iterator[tuple[str, str]]:
-    """The lines of the report, as (name, text).
+    """Yield the lines of the report, as (name, text).
 
     Args:
-        directory: a directory on the disk to report.
-        measured_bytes: size of a file that is written and read there to measure the disk; 0 for none.
+        directory: A directory on the disk to report.
+        measured_bytes: The size in bytes of a file that is written and read in ``directory`` to measure the
+            disk. With 0, the disk is not measured.
     """
     yield "zero_runtime", f"{VERSION}, with the names of DeepSpeed {FOLLOWED}"
     yield "DeepSpeed", _deepspeed()
@@ -90,7 +91,7 @@ def _disk(path: Path) -> str:
 
 
 def _speed(path: Path, num_bytes: int) -> str:
-    """The speed at which files of offloaded tensors are written to and read from ``path``."""
+    """Return, as text, how fast files of offloaded tensors are written to and read from ``path``."""
     try:
         folder = new_folder(path, 0, "report", "--directory")
     except ZeroRuntimeError as error:

@@ -1,13 +1,13 @@
-"""Reading and changing a parameter's fp32 values, gradient and optimizer state at every stage.
+"""Functions that read and change a parameter's fp32 values, gradient and optimizer state at every stage.
 
-The names are those of ``deepspeed.utils``. *Full* values are assembled from all ranks: every rank must call the function,
-and where the stage shards each call issues one all_reduce. *Local* values are this rank's shard, 1-D, without
-communication::
+The names are those of ``deepspeed.utils``. *Full* values are assembled from the shards of all ranks. Every rank
+must call such a function. If the stage shards the values, a call that reads them issues one all_reduce. *Local*
+values are this rank's shard (1-D), and these functions do not communicate::
 
     engine.backward(loss)
     gradient = safe_get_full_grad(model.head.weight)        # after backward, before step
 
-Gradients are the reduced ones of the current step, times the loss scale.
+Gradients are the reduced gradients of the current step, multiplied by the loss scale.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class Training(NamedTuple):
     """The optimizer and ranks that train a parameter.
 
     Attributes:
-        optimizer: the wrapper of the torch optimizer.
-        group: the data-parallel ranks; for an expert, those that have it.
+        optimizer: A weak reference to the wrapper of the torch optimizer.
+        group: The data-parallel ranks. For a parameter of an expert, the ranks that have this expert.
     """
 
     optimizer: weakref.ref[WrappedOptimizer]
@@ -52,7 +52,7 @@ def _nobody() -> None:
 
 
 class _Range(NamedTuple):
-    """A range of a parameter: its first element, and a writable tensor of its values."""
+    """A range of a parameter: the number of the first element, and a writable tensor of the values in the range."""
 
     start: int
     tensor: torch.Tensor
@@ -63,7 +63,13 @@ def remember(
     group: DataParallelGroup,
     experts: Mapping[str, ExpertRanks] = MappingProxyType({}),
 ) -> None:
-    """Attach the optimizer, and the ranks that have a parameter, to the parameters that it trains."""
+    """Attach the optimizer and the ranks to each parameter that the optimizer trains.
+
+    Args:
+        optimizer: The wrapper of the torch optimizer.
+        group: The data-parallel ranks.
+        experts: The ranks of each group of experts, by the name of the group.
+    """
     reference = weakref.ref(optimizer)
     for parameter, _ in optimizer.trained().values():
         ranks = experts[group_of(parameter)].data if is_expert(parameter) else group
@@ -74,17 +80,20 @@ def remember(
 
 
 def safe_get_full_fp32_param(param: torch.nn.Parameter) -> torch.Tensor | None:
-    """The whole parameter in the optimizer's fp32 values; None if no engine trains it."""
+    """Return the whole parameter, with the optimizer's fp32 values; None if no engine trains the parameter."""
     return _full(param, _masters)
 
 
 def safe_get_full_optimizer_state(param: torch.nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
-    """A whole tensor of the optimizer's state, such as ``exp_avg``; None before the first step, or without an engine."""
+    """Return a whole tensor of the optimizer's state, such as ``exp_avg``.
+
+    The result is None before the first step, or if no engine trains the parameter.
+    """
     return _full(param, lambda parameter, optimizer: _states(parameter, optimizer, optim_state_key))
 
 
 def safe_get_full_grad(param: torch.nn.Parameter) -> torch.Tensor | None:
-    """The whole gradient, reduced over the ranks; None if there is none."""
+    """Return the whole gradient, reduced over the ranks; None if the parameter has no gradient."""
     if param.grad is not None:
         return param.grad
     return _full(param, _gradients)
@@ -92,7 +101,7 @@ def safe_get_full_grad(param: torch.nn.Parameter) -> torch.Tensor | None:
 
 @torch.no_grad()
 def safe_set_full_fp32_param(param: torch.nn.Parameter, value: torch.Tensor) -> None:
-    """Set the whole parameter, for the optimizer and for the model; every rank must pass the same ``value``."""
+    """Set the whole parameter, in the optimizer and in the model. Every rank must pass the same ``value``."""
     _set_full(param, value, _masters)
     shard = shard_of(param)
     if shard is None:
@@ -126,7 +135,7 @@ def safe_update_full_grad_vectorized(
     param_list: Sequence[torch.nn.Parameter],
     update_func: Callable[[torch.Tensor, torch.nn.Parameter], torch.Tensor],
 ) -> None:
-    """Replace the gradient of each parameter by ``update_func(gradient, parameter)``."""
+    """Replace the gradient of each parameter with ``update_func(gradient, parameter)``."""
     for parameter in param_list:
         gradient = safe_get_full_grad(parameter)
         if gradient is not None:
@@ -137,23 +146,23 @@ def safe_update_full_grad_vectorized(
 
 
 def safe_get_local_fp32_param(param: torch.nn.Parameter) -> torch.Tensor | None:
-    """This rank's elements of the parameter in the optimizer's fp32 values, 1-D; None if it has none."""
+    """Return this rank's elements of the optimizer's fp32 values, 1-D; None if the rank has no elements."""
     return _local(param, _masters)
 
 
 def safe_get_local_optimizer_state(param: torch.nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
-    """This rank's elements of a tensor of the optimizer's state."""
+    """Return this rank's elements of a tensor of the optimizer's state."""
     return _local(param, lambda parameter, optimizer: _states(parameter, optimizer, optim_state_key))
 
 
 def safe_get_local_grad(param: torch.nn.Parameter) -> torch.Tensor | None:
-    """This rank's elements of the gradient."""
+    """Return this rank's elements of the gradient."""
     return _local(param, _gradients)
 
 
 @torch.no_grad()
 def safe_set_local_fp32_param(param: torch.nn.Parameter, value: torch.Tensor) -> None:
-    """Set this rank's elements of the parameter, at stage 3 for the model too."""
+    """Set this rank's elements of the parameter in the optimizer, and at stage 3 also in the model."""
     _set_local(param, value, _masters)
     shard = shard_of(param)
     if shard is not None:
@@ -217,7 +226,7 @@ def _full(parameter: torch.nn.Parameter, ranges: _RangesOf) -> torch.Tensor | No
     if not optimizer.is_sharded:
         own = list(ranges(parameter, optimizer))
         return own[0].tensor.detach().clone().view(shape) if own else None
-    # One extra element counts the ranks that have values, so that all ranks know when none has.
+    # One extra element counts the ranks that have values, so that all ranks detect that no rank has any.
     full = torch.zeros(numel + 1, dtype=torch.float32, device=group.device)
     for start, tensor in ranges(parameter, optimizer):
         full.narrow(0, start, tensor.numel()).copy_(tensor.reshape(-1))

@@ -1,4 +1,4 @@
-"""The version of zero_runtime: that of the distribution commprof."""
+"""The version of zero_runtime, which is the version of the distribution commprof."""
 
 from __future__ import annotations
 

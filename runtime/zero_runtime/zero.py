@@ -1,4 +1,4 @@
-"""Sharded parameters in scripts (stage 3): construct a sharded model, and read or change whole parameters.
+"""Sharded parameters in scripts (stage 3): the construction of a sharded model, and access to whole parameters.
 
 ::
 
@@ -66,27 +66,30 @@ _DTYPES: Final = (torch.float16, torch.bfloat16, torch.float32)
 
 
 class Init:
-    """Shards the parameters of modules that are constructed inside, or of ``module``, immediately.
+    """A context that shards the parameters of each module constructed within it, or immediately those of ``module``.
 
-    Rank 0's values count: each parameter is broadcast when it is constructed. Contexts may be nested. With a config whose
-    stage is not 3 the context does nothing, so that the same script runs at every stage.
+    Each parameter is broadcast from rank 0 when it is constructed, so that the values of rank 0 are used.
+    Contexts may be nested. If the stage in the configuration is not 3, the context does nothing, so that the
+    same script runs at every stage.
 
     Args:
-        module: a whole model to shard now; then there is no need to enter the context.
-        data_parallel_group: the ranks that the parameters are partitioned over; default: all.
-        mem_efficient_linear: accepted; the key ``memory_efficient_linear`` decides.
-        remote_device: device of the shards, unless the configuration sets it: ``cpu``, or ``none`` for the device that
-            uses the parameters. ``nvme`` needs ``offload_param`` in the configuration.
-        pin_memory: page-locked host memory for ``remote_device`` cpu, where there is a GPU.
-        config_dict_or_path: the configuration, for dtype, stage and ``offload_param``.
-        config: another name of ``config_dict_or_path``.
+        module: A whole model to shard immediately. The context then does not have to be entered.
+        data_parallel_group: The ranks that the parameters are partitioned over (default: all ranks).
+        mem_efficient_linear: This argument has no effect; the key ``memory_efficient_linear`` decides.
+        remote_device: The device of the shards, if the configuration does not set the device. It is ``cpu``, or
+            ``none`` for the device that uses the parameters. ``nvme`` requires ``offload_param`` in the
+            configuration.
+        pin_memory: Whether ``remote_device`` cpu uses page-locked host memory, if there is a GPU.
+        config_dict_or_path: The configuration, which is read for dtype, stage and ``offload_param``.
+        config: Another name of ``config_dict_or_path``.
         enabled: False makes the context do nothing.
-        dtype: of the parameters; default: the config's, or else that of their construction.
-        mpu: model parallelism, not in this version.
+        dtype: The dtype of the parameters. The default is the dtype in the configuration, or else the dtype with which
+            the parameters are constructed.
+        mpu: The model-parallel ranks, which are not supported in this version.
 
     Raises:
-        ConfigError: an argument or the configuration cannot be used.
-        UnsupportedError: the argument is not in this version.
+        ConfigError: An argument or the configuration cannot be used.
+        UnsupportedError: An argument is not supported in this version.
     """
 
     def __init__(
@@ -142,21 +145,22 @@ class Init:
         self._stack.close()
 
     def _typed_factory(self) -> Callable[..., Factory]:
-        """The function that makes tensor factories use the parameters' dtype."""
+        """Return the function that makes tensor factories use the dtype of the parameters."""
         return typed_factory
 
 
 class GatheredParameters:
-    """Gathers parameters while the context is active.
+    """A context in which parameters are gathered.
 
-    Contexts may be nested, over the same parameters too. Parameters that are not sharded, or already gathered, are not
-    affected.
+    Contexts may be nested, even for the same parameters. Parameters that are not sharded, or that are already
+    gathered, are not affected.
 
     Args:
-        params: a parameter, or several.
-        modifier_rank: the rank (of the parameters' group) whose changes every rank gets at the end. With None, changes are
-            lost.
-        fwd_module: a module whose forward pass uses the parameters without owning them, from now on.
+        params: One parameter or several parameters.
+        modifier_rank: The rank, within the group of the parameters, whose changes are broadcast to every rank when the
+            context ends. With None, changes are lost.
+        fwd_module: A module whose forward pass uses the parameters without owning them. The parameters stay
+            registered with this module after the context ends.
         enabled: False makes the context do nothing.
     """
 
@@ -172,7 +176,7 @@ class GatheredParameters:
         self._modifier = modifier_rank
         self._gathered: list[Shard] = []
         self._token = -next(_contexts)
-        # A library that saves or loads sets its own tag; otherwise the program reads or changes parameters.
+        # A library that saves or loads parameters sets its own tag. Without a tag, the script reads or changes them.
         self._why = hooks.current_tag() or ACCESS
         for shard in self._shards:
             if modifier_rank is not None and not 0 <= modifier_rank < shard.group.world_size:
@@ -205,7 +209,7 @@ def _read(config: Any) -> Mapping[str, Any]:
 
 
 def _offload(config: Mapping[str, Any], remote_device: str | None, pinned: bool) -> SliceOffload:
-    """The offload of shards by the configuration, or else by ``remote_device``."""
+    """Return the offload of shards in the configuration, or else the offload that ``remote_device`` requests."""
     offload = slice_offload_of(_block(config, "zero_optimization"))
     remote = "none" if remote_device is None else str(remote_device)
     if offload.device == "none" and remote == "nvme":
@@ -218,7 +222,7 @@ def _offload(config: Mapping[str, Any], remote_device: str | None, pinned: bool)
     if offload.device == "none":
         return SliceOffload(remote, pinned=pinned)
     aio = _block(config, "aio")
-    known = {name: value for name, value in aio.items() if name in AIO}  # initialize refuses the others
+    known = {name: value for name, value in aio.items() if name in AIO}  # initialize refuses all other keys
     return offload._replace(io=read_aio(key_table.read(AIO, "aio", known)))
 
 
@@ -231,7 +235,7 @@ def _block(config: Mapping[str, Any], *names: str) -> Mapping[str, Any]:
 
 
 def _dtype(config: Mapping[str, Any]) -> torch.dtype | None:
-    """The parameters' dtype by the config; None keeps that of their construction."""
+    """Return the dtype of the parameters in the configuration; None to keep their current dtype."""
     if not config:
         return None
     half, brain = _block(config, "fp16"), _block(config, "bf16", "bfloat16")

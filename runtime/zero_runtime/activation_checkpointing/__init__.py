@@ -1,6 +1,6 @@
-"""Activation checkpointing: tensors that a function saves for the backward pass are recomputed there.
+"""Activation checkpointing: tensors that are saved for the backward pass are dropped and recomputed in that pass.
 
-``zero_runtime.checkpointing`` is this package, with the names of ``deepspeed.checkpointing``::
+``zero_runtime.checkpointing`` is this package. It has the names of ``deepspeed.checkpointing``::
 
     from zero_runtime import checkpointing
 
@@ -27,7 +27,7 @@ from zero_runtime.activation_checkpointing.regions import (
     non_reentrant_checkpoint,
 )
 
-# DeepSpeed's names, which say CUDA for any device.
+# DeepSpeed's names contain CUDA, but they apply to any device.
 CudaRNGStatesTracker = RNGTracker
 get_cuda_rng_tracker = get_rng_tracker
 model_parallel_cuda_manual_seed = model_parallel_manual_seed

@@ -1,9 +1,12 @@
 """Storage of the inputs of checkpointed functions between forward and backward: sharded, in host memory, or in buffers.
 
-A stored tensor is a copy in memory order. Each of the ``n`` ranks of a model-parallel group stores ``ceil(numel / n)``
-elements, and one all_gather restores the tensor. Other tensors stay unchanged: parameters, tensors that are not floating
-point, have gaps or overlaps in memory, are marked ``no_checkpointing``, or have fewer elements than the group has ranks. A
-tensor that is passed to several functions, such as a mask, is stored once.
+A stored tensor is a copy in memory order. If it is sharded, each of the ``n`` ranks of a model-parallel group
+stores ``ceil(numel / n)`` elements, and one all_gather restores the tensor. A tensor that is passed to several
+functions, such as a mask, is stored once.
+
+Some tensors are not stored here and stay unchanged. These are parameters, tensors that are not floating point,
+have gaps or overlaps in memory, are marked ``no_checkpointing``, or have fewer elements than the group has
+ranks.
 """
 
 from __future__ import annotations
@@ -27,7 +30,7 @@ class StoredTensor:
     """A tensor in the store.
 
     Attributes:
-        requires_grad: of the original tensor.
+        requires_grad: Whether the original tensor requires a gradient.
     """
 
     __slots__ = ("__weakref__", "_device", "_group", "_shape", "_shard", "_slot", "_strides", "requires_grad")
@@ -45,23 +48,26 @@ class StoredTensor:
 
     @torch.no_grad()
     def whole(self) -> torch.Tensor:
-        """The restored tensor: new memory, same shape, strides and values. All ranks of the group must call it."""
+        """Return the restored tensor, in new memory, with the shape, strides and values of the original tensor.
+
+        All ranks of the group must call this method.
+        """
         shard = self._shard.to(self._device, non_blocking=True)
         if self._group is not None:
             flat = torch.empty(shard.numel() * self._group.world_size, dtype=shard.dtype, device=self._device)
             self._group.all_gather_single(flat, shard, why=_GATHER)
         else:
             flat = shard.clone() if shard is self._shard else shard
-        # Not a view, so that the function may change it in place, as it may change the original tensor.
+        # The result is not a view, because the function may change it in place, as it may change the original tensor.
         return flat.new_empty(0).set_(flat.untyped_storage(), 0, self._shape, self._strides)
 
 
 class Store:
-    """Stores tensors as the settings require.
+    """A store that keeps tensors in the way that the settings require.
 
     Args:
-        settings: sharded, in host memory, in buffers.
-        group: the model-parallel ranks, which all have the same activations; None without them.
+        settings: Whether tensors are sharded, in host memory and in buffers.
+        group: The model-parallel ranks, which all have the same activations; None without model parallelism.
     """
 
     def __init__(self, settings: ActivationCheckpointing, group: DataParallelGroup | None) -> None:
@@ -70,11 +76,14 @@ class Store:
         self._slots = (
             Slots(settings.number_checkpoints or 0) if settings.contiguous_memory_optimization else None
         )
-        # tensor -> its version when it was stored, and a reference to the stored copy
+        # Maps each tensor to the version that it had when it was stored, and to a weak reference to the stored copy.
         self._stored = WeakTensorKeyDictionary()
 
     def takes(self, value: Any) -> bool:
-        """Whether ``value``, an argument of a checkpointed function, is stored here; others stay unchanged."""
+        """Return whether ``value``, an argument of a checkpointed function, is stored here.
+
+        All other arguments stay unchanged.
+        """
         if not isinstance(value, torch.Tensor) or isinstance(value, torch.nn.Parameter):
             return False
         if value.layout is not torch.strided or not value.is_floating_point() or not value.numel():
@@ -89,8 +98,13 @@ class Store:
         return group if group is not None and tensor.numel() >= group.world_size else None
 
     def keep(self, tensor: torch.Tensor, place: int) -> StoredTensor:
-        """Store a copy of ``tensor``, argument number ``place``, or of this rank's shard of it."""
-        if tensor.is_inference():  # inference tensors have no version counter
+        """Store a copy of ``tensor``, or of this rank's shard of it.
+
+        Args:
+            tensor: The tensor to store.
+            place: The position of the tensor among the arguments of the checkpointed function.
+        """
+        if tensor.is_inference():  # an inference tensor has no version counter
             return self._copy(tensor, place)
         version, reference = self._stored.get(tensor, (-1, None))
         stored = reference() if reference is not None and version == tensor._version else None
@@ -120,13 +134,13 @@ class Store:
         return StoredTensor(tensor, shard, slot, group)
 
     def reset(self) -> None:
-        """Allocate new buffers from now on."""
+        """Drop the buffers, so that the next stored tensors allocate new ones."""
         if self._slots is not None:
             self._slots.reset()
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
-    """Whether the elements are contiguous in memory, in any order of dimensions, without overlaps."""
+    """Return whether the elements are contiguous in memory without overlaps, in any order of dimensions."""
     expected = 1
     for size, stride in sorted(zip(tensor.shape, tensor.stride(), strict=True), key=lambda pair: pair[1]):
         if size == 1:

@@ -1,4 +1,4 @@
-"""``configure`` and related functions of DeepSpeed, which set how checkpoints are stored."""
+"""``configure`` and related functions with DeepSpeed's names, which set how activation checkpoints are stored."""
 
 from __future__ import annotations
 
@@ -29,22 +29,24 @@ def configure(
     synchronize: bool | None = None,
     profile: bool | None = None,
 ) -> None:
-    """Set how checkpoints are stored from now on, replacing earlier settings. The signature is DeepSpeed's.
+    """Set how later checkpoints are stored, and replace all earlier settings. The signature is DeepSpeed's.
 
     Args:
-        mpu_: names the model-parallel ranks (:func:`~zero_runtime.activation_checkpointing.model_parallel.model_parallel`);
-            None for those of the last call.
-        deepspeed_config: a configuration, as a dict or the path of a JSON file; only its block
+        mpu_: An object that names the model-parallel ranks
+            (:func:`~zero_runtime.activation_checkpointing.model_parallel.model_parallel`). With None, the ranks of the
+            last call are used.
+        deepspeed_config: A configuration, as a dict or the path of a JSON file. Only its block
             ``activation_checkpointing`` is used.
-        partition_activations: each model-parallel rank keeps its shard. This and the following override the block.
-        contiguous_checkpointing: the key ``contiguous_memory_optimization``.
-        num_checkpoints: the key ``number_checkpoints``.
-        checkpoint_in_cpu: the key ``cpu_checkpointing``.
-        synchronize: the key ``synchronize_checkpoint_boundary``.
-        profile: print times.
+        partition_activations: Whether each model-parallel rank keeps only its shard. This argument and the following
+            ones override the block.
+        contiguous_checkpointing: The value of the key ``contiguous_memory_optimization``.
+        num_checkpoints: The value of the key ``number_checkpoints``.
+        checkpoint_in_cpu: The value of the key ``cpu_checkpointing``.
+        synchronize: The value of the key ``synchronize_checkpoint_boundary``.
+        profile: Whether the times of each checkpoint are printed.
 
     Raises:
-        ConfigError: an invalid setting or combination.
+        ConfigError: A setting or a combination of settings is invalid.
     """
     document = {} if deepspeed_config is None else configuration.load(deepspeed_config)
     block = all_keys.as_deepspeed_reads(document).get(BLOCK)
@@ -68,10 +70,10 @@ def configure_by(
     """Apply the configuration of ``initialize``, unless :func:`configure` was called.
 
     Args:
-        settings: of the configuration.
-        device: the type of the model's device.
-        has_block: whether the configuration has the block.
-        tensor: the tensor-parallel ranks, which have the same activations; None without them.
+        settings: The activation-checkpointing settings of the configuration.
+        device: The type of the model's device.
+        has_block: Whether the configuration has the block ``activation_checkpointing``.
+        tensor: The tensor-parallel ranks, which have the same activations; None without tensor parallelism.
     """
     if process.configured_by == "configure":
         return
@@ -83,7 +85,7 @@ def configure_by(
 
 
 def is_configured() -> bool:
-    """Whether :func:`configure`, or ``initialize`` with the block ``activation_checkpointing``, has been called."""
+    """Return whether :func:`configure`, or ``initialize`` with the block ``activation_checkpointing``, was called."""
     return process.configured_by is not None
 
 
@@ -104,7 +106,7 @@ def set_num_layers(nlayers: int) -> None:
 
 
 def forget() -> None:
-    """Restore the defaults, without model-parallel ranks."""
+    """Restore the default settings, and remove the model-parallel ranks."""
     process.use(ActivationCheckpointing(), ModelParallel())
     process.configured_by = None
 
@@ -112,7 +114,7 @@ def forget() -> None:
 def model_parallel_manual_seed(seed: int) -> None:
     """Seed the default generator with ``seed``, and the state ``model-parallel-rng`` with ``seed + 2718 + rank``.
 
-    As in DeepSpeed and Megatron-LM; ``rank`` is the model-parallel rank. All other states are removed.
+    ``rank`` is the model-parallel rank. All other states are removed. DeepSpeed and Megatron-LM use the same seeds.
     """
     tracker = get_rng_tracker()
     tracker.reset()
@@ -121,7 +123,7 @@ def model_parallel_manual_seed(seed: int) -> None:
 
 
 def model_parallel_reconfigure_tp_seed(seed: int) -> None:
-    """Seed the state ``model-parallel-rng`` again, as :func:`model_parallel_manual_seed` does."""
+    """Seed the state ``model-parallel-rng`` again, in the same way as :func:`model_parallel_manual_seed`."""
     with get_rng_tracker().fork():
         default_generator().manual_seed(_own_seed(seed))
 

@@ -1,9 +1,10 @@
-"""Checkpointed regions that are recomputed only once, for a backward pass in several parts.
+"""Checkpointed regions that are recomputed only once, even if their backward pass has several parts.
 
-torch.utils.checkpoint recomputes a region in every backward pass through it, and frees the saved tensors when the pass
-ends. A pipeline whose backward passes are in two halves (``pipeline.split_backward``) passes through a region many times:
-once for the gradients of the inputs, and once for those of each weight. Here the tensors that the second run saves live as
-long as the graph of the first run.
+torch.utils.checkpoint recomputes a region in every backward pass through the region, and frees the saved
+tensors when the pass ends. A pipeline with backward passes in two halves (``pipeline.split_backward``) passes
+through a region many times. It passes through the region once for the gradients of the inputs, and once for the
+gradients of each weight. In this module, the tensors that the second run saves exist as long as the graph of
+the first run.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ _is_holding: Final[ContextVar[bool]] = ContextVar("regions_are_held", default=Fa
 
 @contextmanager
 def holding(active: bool = True) -> Iterator[None]:
-    """Within this block, regions are recomputed only once."""
+    """Enter a context in which regions are recomputed only once, unless ``active`` is false."""
     token = _is_holding.set(active)
     try:
         yield
@@ -32,16 +33,17 @@ def holding(active: bool = True) -> Iterator[None]:
 
 
 def is_holding() -> bool:
-    """Whether regions that run now are recomputed only once."""
+    """Return whether a region that runs now is recomputed only once."""
     return _is_holding.get()
 
 
 def run_and_drop_saved(region: Callable[..., Any], inputs: Sequence[torch.Tensor]) -> Any:
-    """Run ``region`` on ``inputs`` and drop the tensors that it saves for the backward pass.
+    """Run ``region`` on ``inputs``, and drop the tensors that it saves for the backward pass.
 
     Args:
-        region: called again, with tensors equal to ``inputs``, when the first saved tensor is needed.
-        inputs: tensors that are kept until then.
+        region: The function to run. It is called again with tensors equal to ``inputs`` when the first saved tensor is
+            needed.
+        inputs: The input tensors. They are kept until the second call.
     """
     saved = _Saved(region, inputs)
     with saved_tensors_hooks(saved.drop, saved.find):
@@ -64,12 +66,12 @@ class _Saved:
         self._caches = torch.is_autocast_cache_enabled()
 
     def drop(self, tensor: torch.Tensor) -> int:
-        """The number that stands for a saved ``tensor``."""
+        """Drop a saved ``tensor``, and return the number that replaces it."""
         self._count += 1
         return self._count - 1
 
     def find(self, number: int) -> torch.Tensor:
-        """The saved tensor with this number; runs the region again first if necessary."""
+        """Return the saved tensor with this number. The first call runs the region again."""
         if self._tensors is None:
             self._tensors = self._run_again()
         if len(self._tensors) != self._count:

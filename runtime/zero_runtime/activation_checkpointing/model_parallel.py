@@ -1,4 +1,4 @@
-"""The model-parallel ranks that partition activations, from a script's ``mpu``."""
+"""The model-parallel ranks that partition activations, which a script passes as its ``mpu``."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ _PARTS: Final = ("rank", "world_size", "group")
 
 
 class ModelParallel(NamedTuple):
-    """This process among the ranks that share a model.
+    """The position of this process among the ranks that share a model.
 
     Attributes:
-        rank: its number in the group.
-        group: all of these ranks; None if it is the only one.
+        rank: The rank of this process within the group.
+        group: The group of all ranks that share the model; None if this process is the only one.
     """
 
     rank: int = 0
@@ -24,12 +24,13 @@ class ModelParallel(NamedTuple):
 
 
 def model_parallel(mpu: Any) -> ModelParallel:
-    """The ranks of ``mpu``: an object with the methods ``get_model_parallel_rank``, ``_world_size`` and ``_group``.
+    """Return the model-parallel ranks that ``mpu`` describes.
 
-    The methods ``get_tensor_model_parallel_...`` take precedence if it has them.
+    ``mpu`` is an object with the methods ``get_model_parallel_rank``, ``get_model_parallel_world_size`` and
+    ``get_model_parallel_group``. If it also has the methods ``get_tensor_model_parallel_...``, these are used instead.
 
     Raises:
-        ConfigError: it has neither, or the methods contradict each other.
+        ConfigError: ``mpu`` has neither set of methods, or the methods contradict each other.
     """
     prefix = next((each for each in _PREFIXES if hasattr(mpu, f"{each}_rank")), _PREFIXES[-1])
     if not all(callable(getattr(mpu, f"{prefix}_{suffix}", None)) for suffix in _PARTS):

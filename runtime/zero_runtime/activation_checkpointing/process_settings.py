@@ -1,4 +1,4 @@
-"""The activation-checkpointing settings of this process; as in DeepSpeed, each process has one set."""
+"""The activation-checkpointing settings of this process. As in DeepSpeed, each process has one set of settings."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from zero_runtime.configuration.blocks.activation_block import ActivationCheckpo
 
 
 class Process:
-    """The configuration of a process.
+    """The activation-checkpointing settings of a process.
 
     Attributes:
-        settings: in use.
-        ranks: the model-parallel ranks.
-        store: stores tensors as the settings require; None if all tensors stay unchanged.
-        configured_by: what applied the settings: ``configure``, ``initialize``, or None.
+        settings: The settings in use.
+        ranks: The model-parallel ranks.
+        store: The store that keeps tensors in the way that the settings require; None if all tensors stay unchanged.
+        configured_by: The function that applied the settings: ``configure`` or ``initialize``, or None.
     """
 
     def __init__(self) -> None:
@@ -26,7 +26,7 @@ class Process:
         self.configured_by: str | None = None
 
     def use(self, settings: ActivationCheckpointing, ranks: ModelParallel) -> None:
-        """Apply ``settings`` from now on; existing checkpoints are unchanged."""
+        """Use ``settings`` for later checkpoints. Existing checkpoints stay unchanged."""
         self.settings, self.ranks = settings, ranks
         moves = (
             settings.partition_activations and ranks.group is not None,
@@ -36,7 +36,7 @@ class Process:
         self.store = Store(settings, ranks.group) if any(moves) else None
 
     def idle_settings(self, device: str) -> list[str]:
-        """A sentence for each setting without effect here. ``device`` is the type of the model's device."""
+        """Return a sentence for each setting that has no effect. ``device`` is the type of the model's device."""
         sentences = []
         if self.settings.partition_activations and self.ranks.group is None:
             sentences.append(
@@ -53,29 +53,29 @@ class Process:
 process: Final = Process()
 
 
-# Queries of scripts, as in DeepSpeed's module.
+# Scripts call these queries, as in DeepSpeed's module.
 
 
 def partitions_activations() -> bool:
-    """Whether each rank of a model-parallel group keeps its shard of every checkpoint."""
+    """Return whether each rank of a model-parallel group keeps only its shard of every checkpoint."""
     return process.settings.partition_activations
 
 
 def moves_to_host() -> bool:
-    """Whether checkpoints are kept in host memory."""
+    """Return whether checkpoints are kept in host memory."""
     return process.settings.cpu_checkpointing
 
 
 def uses_buffers() -> bool:
-    """Whether checkpoints are copied into buffers that are allocated once."""
+    """Return whether checkpoints are copied into buffers that are allocated once."""
     return process.settings.contiguous_memory_optimization
 
 
 def synchronizes() -> bool:
-    """Whether each checkpoint waits for the device."""
+    """Return whether each checkpoint waits for the device."""
     return process.settings.synchronize_checkpoint_boundary
 
 
 def measures_times() -> bool:
-    """Whether the times of each checkpoint are printed."""
+    """Return whether the times of each checkpoint are printed."""
     return process.settings.profile

@@ -11,23 +11,24 @@ from torch.utils.checkpoint import get_device_states, set_device_states
 
 from zero_runtime.errors import UsageError
 
-# DeepSpeed's name of the state that model-parallel ranks have apart.
+# DeepSpeed's name of the random state that is different on each model-parallel rank.
 MODEL_PARALLEL: Final = "model-parallel-rng"
 
 
 def default_generator() -> torch.Generator:
-    """The generator that models draw from: the CUDA device's, where there is one, else the CPU's."""
+    """Return the generator that models draw from: the generator of the current CUDA device, or else of the CPU."""
     if torch.cuda.is_available():
-        number = torch.cuda.current_device()  # also creates the generators
+        number = torch.cuda.current_device()  # this call also creates the generators
         return torch.cuda.default_generators[number]
     return torch.default_generator
 
 
 class RNGTracker:
-    """Random states by name, besides that of the default generator.
+    """A set of named random states, in addition to the state of the default generator.
 
-    Model-parallel ranks draw the same numbers if each computes the same (dropout of a complete activation). They draw
-    different numbers for their own shards: there they :meth:`fork` a state that has a different seed on each rank.
+    If all model-parallel ranks compute the same values, such as the dropout of a complete activation, they draw
+    the same numbers. For their own shards, they draw different numbers. They :meth:`fork` a state that has a
+    different seed on each rank.
     """
 
     def __init__(self) -> None:
@@ -39,18 +40,18 @@ class RNGTracker:
         self._states, self._seeds = {}, set()
 
     def get_states(self) -> dict[str, torch.Tensor]:
-        """The states by name. The dictionary is a copy."""
+        """Return a copy of the dictionary of states by name."""
         return dict(self._states)
 
     def set_states(self, states: Mapping[str, torch.Tensor]) -> None:
-        """Replace all states by ``states``, as returned by :meth:`get_states`."""
+        """Replace all states with ``states``, a result of :meth:`get_states`."""
         self._states = dict(states)
 
     def add(self, name: str, seed: int) -> None:
         """Add a state ``name`` with ``seed``.
 
         Raises:
-            UsageError: the seed or the name is in use.
+            UsageError: The seed or the name is already in use.
         """
         if seed in self._seeds:
             raise UsageError(f"seed {seed} is in use by another random state; give {name!r} one of its own")
@@ -61,10 +62,12 @@ class RNGTracker:
 
     @contextmanager
     def fork(self, name: str = MODEL_PARALLEL) -> Iterator[None]:
-        """Draw from state ``name`` within the block; afterwards the default generator continues where it was.
+        """Enter a context in which random numbers are drawn from state ``name``.
+
+        After the context, the default generator continues from its earlier state.
 
         Raises:
-            UsageError: there is no such state.
+            UsageError: There is no such state.
         """
         if name not in self._states:
             known = ", ".join(sorted(self._states)) or "none"
@@ -85,12 +88,12 @@ _tracker: Final = RNGTracker()
 
 
 def get_rng_tracker() -> RNGTracker:
-    """The tracker of this process. Its states are restored when regions are recomputed in the backward pass."""
+    """Return the tracker of this process. A region that is recomputed in the backward pass restores its states."""
     return _tracker
 
 
 class RandomStates:
-    """A snapshot of all generators: the CPU's, those of the devices of ``tensors``, and the tracker's."""
+    """A snapshot of all random states: of the CPU, of the devices of ``tensors``, and of the tracker."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         elsewhere = [tensor for tensor in tensors if tensor.device.type not in ("cpu", "meta")]
@@ -101,7 +104,10 @@ class RandomStates:
 
     @contextmanager
     def again(self) -> Iterator[None]:
-        """Within the block the generators have the snapshot's states; afterwards they continue where they were."""
+        """Enter a context in which the generators have the states of the snapshot.
+
+        After the context, the generators continue from their earlier states.
+        """
         tracked = _tracker.get_states()
         with torch.random.fork_rng(devices=self._devices, device_type=self._kind):
             torch.set_rng_state(self._cpu)

@@ -1,4 +1,4 @@
-"""The boundaries of a checkpointed call, at which the device is synchronized and times are printed if configured."""
+"""The boundaries of a checkpointed call, at which the settings can synchronize the device and print times."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ _NOTHING: Final = nullcontext()
 
 
 class Boundaries:
-    """The boundaries of one call: of its forward pass, of the recomputation, and of its backward pass.
+    """The boundaries of the forward pass, the recomputation and the backward pass of one call.
 
     Args:
-        settings: what to do there. A profile also waits for the device, since it would time the launches otherwise.
-        function: for its name.
+        settings: The settings, which determine what happens at a boundary. With ``profile``, a boundary also
+            waits for the device, because the times would otherwise be those of the kernel launches.
+        function: The checkpointed function, whose name is printed.
     """
 
     __slots__ = ("_acts", "_begun", "_function", "_profile", "_repeated")
@@ -34,11 +35,11 @@ class Boundaries:
         self._repeated = 0.0  # seconds of the recomputation
 
     def forward(self) -> AbstractContextManager[None]:
-        """Around the forward pass."""
+        """Return the context manager for the forward pass."""
         return self._forward() if self._acts else _NOTHING
 
     def again(self) -> AbstractContextManager[None]:
-        """Around the recomputation in the backward pass."""
+        """Return the context manager for the recomputation in the backward pass."""
         return self._again() if self._acts else _NOTHING
 
     @contextmanager
@@ -54,16 +55,16 @@ class Boundaries:
             self._begun = begun
         try:
             yield
-        finally:  # torch ends a recomputation by an exception once it has all saved tensors
+        finally:  # torch raises an exception to stop a recomputation when all saved tensors are available
             self._repeated += self._now() - begun
 
     def begin_backward(self) -> None:
-        """Called when the gradients of the outputs have arrived."""
+        """Record the start of the backward pass, when the gradients of the outputs are available."""
         if self._acts:
             self._begun = self._now()
 
     def end_backward(self) -> None:
-        """Called when the function's operations have been differentiated."""
+        """Print the time of the backward pass, after the backward pass of all operations of the function."""
         if self._acts and self._begun:
             again = f", of which {self._repeated * 1e3:.2f} ms the forward pass again"
             self._print("backward", self._now() - self._begun, again)
@@ -80,7 +81,7 @@ class Boundaries:
 
 
 def name_of(function: Callable[..., Any]) -> str:
-    """A module's class, or a function's own name."""
+    """Return the name of the class of a module, or the name of a function."""
     while isinstance(function, functools.partial):
         function = function.func
     return getattr(function, "__name__", type(function).__name__)

@@ -1,14 +1,15 @@
 """Checkpointed regions: calls that keep only their inputs and run again in the backward pass.
 
-The non-reentrant torch.utils.checkpoint drops the tensors that a region saves, runs the region again when the first of
-them is needed, and stops once all are recomputed. A region adds storage of its inputs
-(:mod:`~zero_runtime.activation_checkpointing.activation_storage`), the states of all random generators, and marks at
-its two ends.
+The non-reentrant torch.utils.checkpoint drops the tensors that a region saves. It runs the region again when
+the first of these tensors is needed, and stops when all are recomputed. A region adds storage of its inputs
+(:mod:`~zero_runtime.activation_checkpointing.activation_storage`), the states of all random generators, and an
+operation at each of its two ends.
 
-A region begins with a mark, an operation that saves an empty tensor, and ends with an exit. In the backward pass the exit
-comes first. It requests the tensor of the mark, so that the region runs again before any part of it is differentiated.
-So modules with sharded parameters (stage 3) are entered in the same order as with DeepSpeed's reentrant checkpoints. The
-mark comes last in the backward pass: then the region is done.
+The first operation of a region is a mark, which saves an empty tensor. The last operation is an exit. The
+backward pass begins with the exit. The exit requests the tensor of the mark, so that the region runs again
+before the backward pass of any of its operations. Therefore modules with sharded parameters (stage 3) are
+entered in the same order as with DeepSpeed's reentrant checkpoints. The backward pass of the region ends with
+the mark.
 """
 
 from __future__ import annotations
@@ -30,17 +31,17 @@ from zero_runtime.activation_checkpointing.recomputation_times import Boundaries
 
 @_disable_dynamo
 def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call ``function`` and keep only its inputs; tensors that it saves for the backward pass are recomputed there.
+    """Call ``function``, keep only its inputs, and recompute the tensors that it saves in the backward pass.
 
-    Gradients equal those of ``function(*args, **kwargs)`` to the bit, if the function is deterministic. Random numbers are
-    the same in the second call: those of the default generators and of ``get_rng_tracker()``.
+    If the function is deterministic, the gradients are bitwise equal to those of ``function(*args, **kwargs)``.
+    The second call draws the same random numbers from the default generators and from ``get_rng_tracker()``.
 
     Args:
-        function: a module, or anything that can be called.
-        args, kwargs: its arguments. Tensors are found in nested tuples, lists and dictionaries.
+        function: A module or any other callable.
+        args, kwargs: The arguments of the function. Tensors are also found in nested tuples, lists and dictionaries.
 
     Returns:
-        The function's result. Tensors in it that require gradients are aliases of the function's own.
+        The result of the function. Tensors in the result that require gradients are aliases of the function's tensors.
 
     Raises:
         UsageError: ``contiguous_memory_optimization`` has too few buffers.
@@ -50,15 +51,16 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 @_disable_dynamo
 def non_reentrant_checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """As :func:`checkpoint`, but recompute when the backward pass first needs a saved tensor, not before it begins.
+    """Call ``function`` like :func:`checkpoint`, but recompute only when the backward pass first needs a saved tensor.
 
-    At stage 3 this changes the order in which parameters are gathered. With ``profile`` the backward pass is not timed.
+    :func:`checkpoint` recomputes before the backward pass of the function begins. At stage 3, this difference
+    changes the order in which parameters are gathered. With ``profile``, the backward pass is not timed.
     """
     return _run(function, args, kwargs, ends=False)
 
 
 class CheckpointFunction:
-    """:func:`checkpoint` under DeepSpeed's name, for scripts that call it directly."""
+    """A class with DeepSpeed's name for :func:`checkpoint`, for scripts that call the class directly."""
 
     @staticmethod
     def apply(run_function: Callable[..., Any], all_outputs: list[Any], *args: Any) -> Any:
@@ -80,14 +82,14 @@ def _run(function: Callable[..., Any], args: Any, kwargs: Any, *, ends: bool) ->
 
 
 class _Passed(int):
-    """The number of an input tensor among those that torch keeps."""
+    """The number of an input tensor among the tensors that torch keeps."""
 
 
 class _Region:
-    """A function and its inputs. The first call runs it; every later call is in a backward pass.
+    """A function and its inputs. The first call is the forward pass, and every later call is in a backward pass.
 
     Attributes:
-        passed: the inputs that torch keeps.
+        passed: The input tensors that torch keeps.
     """
 
     def __init__(
@@ -99,13 +101,14 @@ class _Region:
         self._function = function
         self._boundaries = boundaries
         self._ends = ends
-        self._first: tuple[Any, Any] | None = args, kwargs  # themselves: a function may append to a list
+        # The first call gets the original arguments, because a function may append to a list among them.
+        self._first: tuple[Any, Any] | None = args, kwargs
         self._stored_leaves = self._keep(leaves)
         self._device = tensors[0].device if tensors else torch.device("cpu")
         self._random = RandomStates(tensors)
 
     def _keep(self, leaves: Sequence[Any]) -> list[Any]:
-        """Store ``leaves`` so that they can be restored; a tensor that is passed twice is stored once."""
+        """Store ``leaves`` so that they can be restored. A tensor that is passed twice is stored once."""
         store = process.store
         stored_leaves: list[Any] = []
         by_id: dict[int, Any] = {}
@@ -140,7 +143,7 @@ class _Region:
             self._function(*args, **kwargs)
 
     def _inputs(self, tensors: Sequence[torch.Tensor]) -> list[Any]:
-        """The inputs as they were passed; those in the store are restored."""
+        """Return the inputs of the first call. Tensors in the store are restored."""
         stored = {id(each): each for each in self._stored_leaves if isinstance(each, StoredTensor)}
         differentiable = [each for each in stored.values() if each.requires_grad]
         restored = {key: each.whole() for key, each in stored.items() if not each.requires_grad}
@@ -172,7 +175,7 @@ class _Region:
 
 
 def _anchor(device: torch.device) -> torch.Tensor:
-    """An empty tensor that requires a gradient, which makes autograd record an operation."""
+    """Return an empty tensor that requires a gradient, so that autograd records the operation that uses it."""
     return torch.empty(0, device=device, requires_grad=True)
 
 
@@ -193,7 +196,7 @@ class _Mark(torch.autograd.Function):
 
 
 class _Exit(torch.autograd.Function):
-    """The last operation of a region: passes its differentiable outputs on."""
+    """The last operation of a region, which returns aliases of the differentiable outputs."""
 
     @staticmethod
     def forward(
@@ -207,12 +210,15 @@ class _Exit(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         ctx.boundaries.begin_backward()
-        _ = ctx.mark.saved_tensors  # the region runs again
+        _ = ctx.mark.saved_tensors  # this access runs the region again
         return None, None, *gradients
 
 
 class _Restored(torch.autograd.Function):
-    """Inputs from the store. They are results of an operation, so that the region may change them in place."""
+    """An operation that restores inputs from the store.
+
+    The inputs are the results of an operation, so that the region may change them in place.
+    """
 
     @staticmethod
     def forward(ctx: Any, anchor: torch.Tensor, stored: Sequence[StoredTensor]) -> tuple[torch.Tensor, ...]:

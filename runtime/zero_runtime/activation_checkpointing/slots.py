@@ -1,4 +1,4 @@
-"""Buffers that are allocated once and hold one checkpoint in each row (``contiguous_memory_optimization``)."""
+"""Buffers that are allocated once and store one checkpoint in each row (``contiguous_memory_optimization``)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from zero_runtime.errors import UsageError
 
 
 class Kind(NamedTuple):
-    """The key of a buffer: an argument of checkpointed functions, by position, size, dtype and device."""
+    """The key of a buffer: the position of an argument of checkpointed functions, and its size, dtype and device."""
 
     place: int
     numel: int
@@ -19,10 +19,10 @@ class Kind(NamedTuple):
 
 
 class Slot:
-    """One row of a buffer; returned to it when no reference is left.
+    """One row of a buffer. The row becomes free again when no reference to the slot is left.
 
     Attributes:
-        row: 1-D.
+        row: The row, a 1-D tensor.
     """
 
     __slots__ = ("_free", "_number", "row")
@@ -40,7 +40,7 @@ class Slots:
     """The buffers of this process.
 
     Args:
-        count: rows of each buffer.
+        count: The number of rows of each buffer.
     """
 
     def __init__(self, count: int) -> None:
@@ -48,10 +48,10 @@ class Slots:
         self._buffers: dict[Kind, tuple[torch.Tensor, list[int]]] = {}
 
     def take(self, kind: Kind) -> Slot:
-        """Take a free row; the first of a kind allocates the buffer.
+        """Take a free row. The first call for each ``kind`` allocates the buffer.
 
         Raises:
-            UsageError: no row is free.
+            UsageError: No row is free.
         """
         if kind not in self._buffers:
             pinned = kind.device.type == "cpu" and torch.cuda.is_available()
@@ -70,5 +70,5 @@ class Slots:
         return Slot(buffer[number], number, free)
 
     def reset(self) -> None:
-        """Allocate new buffers from now on. Checkpoints that are still needed keep the old ones."""
+        """Drop the buffers, so that later calls allocate new ones. Existing checkpoints keep the old buffers."""
         self._buffers.clear()

@@ -1,6 +1,6 @@
-"""``python -m zero_runtime.bench [NAME ...]``: run one benchmark.
+"""The command ``python -m zero_runtime.bench [NAME ...]``, which runs one benchmark.
 
-Without a name it runs ``comm`` if a launcher started it, and lists the benchmarks otherwise.
+Without a name, the command runs ``comm`` if a launcher started the process, and lists the benchmarks otherwise.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from zero_runtime.bench import io, message_times
 from zero_runtime.errors import ZeroRuntimeError
 
 Benchmark = Callable[[Sequence[str]], int]
-# Each benchmark's description in one line, and its main function.
+# The description (one line) and the main function of each benchmark, by name.
 BENCHMARKS: Final[Mapping[str, tuple[str, Benchmark]]] = {
     "comm": (
         "how fast collectives are among the ranks of a launcher, by operation and size",
@@ -25,7 +25,7 @@ BENCHMARKS: Final[Mapping[str, tuple[str, Benchmark]]] = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command. Returns the exit code: 0, or 2 after an error."""
+    """Run the command and return the exit code: 0, or 2 after an error."""
     command = list(sys.argv[1:] if arguments is None else arguments)
     if "RANK" in os.environ and (not command or command[0].startswith("-")):
         command = ["comm", *command]

@@ -1,8 +1,8 @@
-"""Measures how fast a disk reads and writes offloaded tensors: with or without the page cache, by blocks and threads.
+"""A benchmark of how fast a disk reads and writes offloaded tensors, by block size, threads and use of the page cache.
 
-It uses offload's own code, checksums included, so the fastest row gives the best ``aio`` block. Direct writes end on the
-disk; writes through the page cache are timed until fsync returns. Before a read through the page cache, the file is dropped
-from the cache.
+The benchmark runs the code of the offload itself, including checksums. Therefore the fastest row is the best
+``aio`` block. Direct writes go to the disk, and writes through the page cache are timed until fsync returns.
+Before each read, the file is dropped from the page cache.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ _NAME: Final = "tensor"
 
 
 class Setting(NamedTuple):
-    """One way to read and write.
+    """One way to read and write files.
 
     Attributes:
-        direct: bypass the page cache.
-        io: blocks and threads.
+        direct: Whether reads and writes bypass the page cache.
+        io: The block size, the queue depth and the number of threads.
     """
 
     direct: bool
@@ -44,7 +44,7 @@ class Setting(NamedTuple):
 
 
 class Speed(NamedTuple):
-    """The speed of one setting, in bytes per second."""
+    """The write and read speed of one setting, in bytes per second."""
 
     setting: Setting
     write: float
@@ -52,7 +52,7 @@ class Speed(NamedTuple):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command. Returns the exit code: 0, or 2 after an error."""
+    """Run the command and return the exit code 0. The caller reports errors."""
     parser = argparse.ArgumentParser(
         prog="python -m zero_runtime.bench io",
         description="Measure how fast files of offloaded tensors are written and read, and print the block aio that was "
@@ -93,7 +93,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def ways(folder: Path, blocks: Sequence[int], threads: Sequence[int], depth: int) -> list[Setting]:
-    """All combinations; direct ones come first if the file system of ``folder`` supports them."""
+    """Return all combinations of settings, direct ones first if the file system of ``folder`` supports them."""
     how = [True, False] if takes_direct(folder) else [False]
     return [
         Setting(direct, AsynchronousIO(block, depth, threads=count))
@@ -105,7 +105,7 @@ def measure(folder: Path, setting: Setting, size: int, repeats: int) -> Speed:
     """Write and read a tensor of ``size`` bytes ``repeats`` times in a folder below ``folder``.
 
     Raises:
-        OffloadError: it cannot be written or read, or was changed on the disk.
+        OffloadError: The tensor cannot be written or read, or its file was changed on the disk.
     """
     below = folder / "files"
     below.mkdir()
@@ -143,7 +143,7 @@ def _opened(path: Path) -> Iterator[int]:
 
 
 def fastest(speeds: Sequence[Speed]) -> Speed:
-    """The setting that takes the least time to write and read a byte."""
+    """Return the speed of the setting that takes the least time to write and read a byte."""
     return min(speeds, key=lambda speed: 1 / speed.write + 1 / speed.read)
 
 

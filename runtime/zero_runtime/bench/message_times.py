@@ -1,6 +1,6 @@
-"""Measures collectives by operation and size, as nccl-tests does, with the calls of this runtime.
+"""A benchmark of collectives by operation and size, like nccl-tests, with the calls of this runtime.
 
-Under ``commprof run`` it is recorded like any program, and the dashboard's page Bandwidth shows the result.
+``commprof run`` records this benchmark like any other program, and the dashboard's page Bandwidth shows the result.
 """
 
 from __future__ import annotations
@@ -26,11 +26,13 @@ _WHY: Final = hooks.tag("other")
 
 
 class Operation(NamedTuple):
-    """One operation.
+    """One operation of the benchmark.
 
     Attributes:
-        prepare: from a group and a message (its elements are S of nccl-tests), returns a function that runs it once.
-        factor: bus bandwidth / algorithm bandwidth for a number of ranks (nccl-tests, doc/PERFORMANCE.md).
+        prepare: A function of a group and a message that returns a function that runs the operation once. The
+            size of the message is S of nccl-tests.
+        factor: A function of the number of ranks that returns bus bandwidth / algorithm bandwidth (nccl-tests,
+            doc/PERFORMANCE.md).
     """
 
     prepare: Callable[[DataParallelGroup, torch.Tensor], Callable[[], Any]]
@@ -77,14 +79,14 @@ OPERATIONS: Final[dict[str, Operation]] = {
 
 
 class Timing(NamedTuple):
-    """The result of one operation and size: the median of its calls, on the slowest rank.
+    """The result for one operation and size: the median time of the calls, on the slowest rank.
 
     Attributes:
-        operation: its name.
-        payload_bytes: S of nccl-tests.
-        seconds: of a call.
-        algorithm: algorithm bandwidth, in bytes per second: S divided by time.
-        bus: bus bandwidth, which is comparable between operations and numbers of ranks.
+        operation: The name of the operation.
+        payload_bytes: The payload in bytes, S of nccl-tests.
+        seconds: The time of a call in seconds.
+        algorithm: The algorithm bandwidth in bytes per second, which is S divided by the time.
+        bus: The bus bandwidth in bytes per second. It is comparable between operations and numbers of ranks.
     """
 
     operation: str
@@ -95,7 +97,7 @@ class Timing(NamedTuple):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command on this rank. Returns the exit code: 0, or 2 after an error."""
+    """Run the command on this rank and return the exit code 0. The caller reports errors."""
     parser = argparse.ArgumentParser(
         prog="python -m zero_runtime.bench comm",
         description="Time collectives among the ranks of a launcher: commprof run --nproc 4 -m zero_runtime.bench comm",
@@ -138,7 +140,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def measure(
     group: DataParallelGroup, operation: str, payload: int, dtype: torch.dtype, iterations: int, warmup: int
 ) -> Timing:
-    """Run ``operation`` on about ``payload`` bytes, a whole number of elements for each rank. Every rank must call it."""
+    """Run ``operation`` on about ``payload`` bytes and return the result. Every rank must call this function.
+
+    The payload is rounded so that each rank has the same whole number of elements.
+
+    Args:
+        group: The ranks that take part.
+        operation: A key of ``OPERATIONS``.
+        payload: The payload in bytes, S of nccl-tests.
+        dtype: The dtype of the elements.
+        iterations: The number of timed calls.
+        warmup: The number of calls before the timed ones.
+    """
     each = max(1, payload // dtype.itemsize // group.world_size)
     message = torch.ones(each * group.world_size, dtype=dtype, device=group.device)
     chosen = OPERATIONS[operation]

@@ -1,1 +1,1 @@
-"""The keys of a DeepSpeed config: what each may be, what becomes of it, and which go together."""
+"""The keys of a DeepSpeed configuration: the valid values of each key, its effect, and refused combinations."""

@@ -1,9 +1,11 @@
-"""All keys of the DeepSpeed 0.19.8 configuration, and how this version treats them. docs/config.md is generated from them.
+"""All keys of the DeepSpeed 0.19.8 configuration, and how this version treats them. docs/config.md is generated
+from them.
 
-``USED`` keys have an effect. ``INERT`` keys have none at stages 0 to 3, here and in DeepSpeed; their values are only
-checked. ``LATER`` keys belong to features that this version does not have: values that enable such a feature are refused.
-``WAITING`` keys are other keys of these features and are checked. ``REFUSED`` keys are refused with a reason, mostly as in
-DeepSpeed. A key in no table is an error that names the nearest known key, at every level.
+``USED`` keys have an effect. ``INERT`` keys have no effect at stages 0 to 3, here and in DeepSpeed, and only
+their values are checked. ``LATER`` keys belong to features that this version does not have, and values that
+enable such a feature are refused. ``WAITING`` keys are other keys of these features, and their values are
+checked. ``REFUSED`` keys are refused with a reason, mostly as in DeepSpeed. At every level, a key that is in no
+table raises an error that names the most similar key.
 """
 
 from __future__ import annotations
@@ -228,11 +230,11 @@ BLOCKS: Final[Mapping[str, Table]] = dict(_blocks("", TOP))
 
 
 def read(document: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of the complete configuration: checked values, and defaults for absent keys, in every block.
+    """Return the values of the complete configuration: checked values, and in every block defaults for absent keys.
 
     Raises:
-        ConfigError: an unknown key, a value of the wrong kind, or a key that is refused.
-        UnsupportedError: a key with a value that enables a feature that this version does not have.
+        ConfigError: A key is unknown or refused, or a value has the wrong type.
+        UnsupportedError: A value enables a feature that this version does not have.
     """
     document = as_deepspeed_reads(document)
     _refuse_unknown("", document)
@@ -241,7 +243,7 @@ def read(document: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def as_deepspeed_reads(document: Mapping[str, Any], notices: list[str] | None = None) -> dict[str, Any]:
-    """``document`` with values converted to the types of their keys: :func:`.coercion.coerced`."""
+    """Return ``document`` with values converted to the types of their keys, by :func:`.coercion.coerced`."""
     return coerced(document, BLOCKS, notices)
 
 
@@ -256,7 +258,10 @@ def _refuse_unknown(block: str, block_values: Mapping[str, Any]) -> None:
 
 
 def _refuse_sums(document: Mapping[str, Any]) -> None:
-    """Refuse sums of gradients with features that this version does not have, in a message that names both."""
+    """Refuse gradient_allreduce_op sum together with a feature that this version does not have.
+
+    The error message names both.
+    """
     zero, compiled = document.get("zero_optimization"), document.get("compile")
     for feature, enabled in (
         ("ZenFlow", isinstance(zero, Mapping) and zero.get("zenflow") is not None),
@@ -271,7 +276,10 @@ def _refuse_sums(document: Mapping[str, Any]) -> None:
 
 
 def _elsewhere(block: str) -> dict[str, str]:
-    """The keys of all other blocks with their full names; of several, the first one that has an effect."""
+    """Return the full names of the keys of all other blocks, by key.
+
+    If several blocks have the key, the full name is that of the first key that has an effect.
+    """
     full_names: dict[str, str] = {}
     for acts in (True, False):
         for other, table in BLOCKS.items():
@@ -283,7 +291,7 @@ def _elsewhere(block: str) -> dict[str, str]:
 
 
 def inert_keys(document: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Keys that are set to a value other than their default and have no effect, with the reason."""
+    """Return each key that has no effect but is set to a value other than its default, with the reason."""
     return [
         (full, key.note)
         for full, key, value in _set_keys(document)
@@ -292,7 +300,7 @@ def inert_keys(document: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def stage_3_only(document: Mapping[str, Any]) -> list[str]:
-    """Keys that are set to a value other than their default and have an effect only at stage 3."""
+    """Return each key that has an effect only at stage 3 and is set to a value other than its default."""
     return [
         full
         for full, key, value in _set_keys(document)
@@ -301,7 +309,7 @@ def stage_3_only(document: Mapping[str, Any]) -> list[str]:
 
 
 def _set_keys(block_values: Mapping[str, Any], block: str = "") -> Iterator[tuple[str, Key, Any]]:
-    """Full name, row and value of every key that is set, in every block."""
+    """Yield the full name, the row in the table and the value of every key that is set, in every block."""
     for name, value in block_values.items():
         key = BLOCKS[block][name]
         full = _full(block, name)

@@ -1,4 +1,4 @@
-"""The whole configuration as typed values, and what follows from several of them."""
+"""The whole configuration as typed values, and properties that depend on several of these values."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from zero_runtime.offload.tensor_files import AsynchronousIO
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OptimizerConfig:
-    """The optimizer to construct: ``type`` as in the config, ``params`` its keyword arguments."""
+    """The optimizer to construct: ``type`` is its name in the configuration, ``params`` its keyword arguments."""
 
     type: str
     params: Mapping[str, Any]
@@ -29,7 +29,7 @@ class OptimizerConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SchedulerConfig:
-    """The learning-rate schedule to construct."""
+    """The learning-rate schedule to construct: ``type`` is its name, ``params`` its keyword arguments."""
 
     type: str
     params: Mapping[str, Any]
@@ -37,7 +37,7 @@ class SchedulerConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MonitorConfig:
-    """The directory that a monitor writes to: ``output_path``/``job_name``."""
+    """The settings of a monitor, which writes to the directory ``output_path``/``job_name``."""
 
     enabled: bool
     output_path: str
@@ -46,7 +46,7 @@ class MonitorConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CommsLoggerConfig:
-    """Which collectives are timed, and how they are printed: see :mod:`zero_runtime.groups.comm_log`."""
+    """The settings of the communication log (:mod:`zero_runtime.groups.comm_log`)."""
 
     enabled: bool
     prof_all: bool
@@ -57,7 +57,7 @@ class CommsLoggerConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ThroughputConfig:
-    """The measurement of samples per second: see :class:`zero_runtime.training.throughput.ThroughputTimer`."""
+    """The settings for the measurement of samples per second (``zero_runtime.training.throughput.ThroughputTimer``)."""
 
     enabled: bool
     synchronized: bool
@@ -65,7 +65,7 @@ class ThroughputConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ConfigValues:
-    """The whole configuration for one world size; :class:`zero_runtime.config.RuntimeConfig` reads it."""
+    """The whole configuration for one world size, constructed by :class:`zero_runtime.config.RuntimeConfig`."""
 
     train_batch_size: int
     train_micro_batch_size_per_gpu: int
@@ -104,17 +104,20 @@ class ConfigValues:
 
     @property
     def param_dtype(self) -> str | None:
-        """``data_types.param_dtype`` as written; the blocks fp16 and bf16 decide."""
+        """The value of ``data_types.param_dtype``. The blocks fp16 and bf16 determine the dtype of the parameters."""
         return self.precision.param_dtype
 
     @property
     def buffer_dtype(self) -> str | None:
-        """``data_types.buffer_dtype``: the dtype that floating-point buffers are cast to; None does not cast."""
+        """The value of ``data_types.buffer_dtype``, to which floating-point buffers are cast; None to cast nothing."""
         return self.precision.buffer_dtype
 
     @property
     def sum_clipping(self) -> float:
-        """The norm to which reduced gradients are clipped; 0 where each rank clips its own before they are compressed."""
+        """The norm to which reduced gradients are clipped.
+
+        The norm is 0 if each rank clips its own gradients before it compresses them.
+        """
         compression = self.gradient_compression
         return 0.0 if compression is not None and compression.clip_before_residual else self.gradient_clipping
 
@@ -122,8 +125,8 @@ class ConfigValues:
     def accumulates_whole(self) -> bool:
         """Whether a bf16 model's gradients are accumulated in fp32 without being sharded.
 
-        That is stage 1 with grad_accum_dtype fp32 and no optimizer in host memory. DeepSpeed has another optimizer for it,
-        which sends one message for all gradients.
+        This is the case at stage 1 with grad_accum_dtype fp32, if no optimizer is in host memory. For this
+        case, DeepSpeed has a separate optimizer, which sends one message for all gradients.
         """
         stage = self.zero.stage
         wide = self.precision.bf16 and self.precision.grad_accum_dtype == "fp32"
@@ -133,11 +136,12 @@ class ConfigValues:
         return wide and stage.shards_optimizer and not stage.shards_gradients
 
     def scaling(self, world_size: int) -> Scaling:
-        """When gradients are divided, for the configured reduction (DeepSpeed 0.19.8's orders of division).
+        """Return the factors by which the configured reduction scales gradients, and when it applies them.
 
-        The reductions to owners divide the bucket before any cast. Without contiguous gradients, auto divides between the
-        cast and the sum. A plain all_reduce multiplies after the sum, or as prescale and predivide configure. Stage 3
-        always divides between the cast and the sum.
+        The order of the operations is that of DeepSpeed 0.19.8. The reductions to owners divide the bucket
+        before any cast. Without contiguous gradients, auto divides between the cast and the sum. A plain
+        all_reduce multiplies after the sum, or as the keys prescale_gradients and gradient_predivide_factor
+        configure. Stage 3 always divides between the cast and the sum.
         """
         if self.gradient_allreduce_op == "sum":
             return Scaling()
@@ -153,9 +157,9 @@ class ConfigValues:
         return Scaling(factor_before=1.0 / factor, factor_after=factor / world_size)
 
     def effective(self) -> dict[str, Any]:
-        """The values in use, under the keys of a configuration; for the record of a run."""
+        """Return the values in use, by their keys in a configuration. The record of a run contains them."""
         values = dataclasses.asdict(self)
-        # The fields are named for the code; a configuration has some of them in blocks, or under other names.
+        # In a configuration, some fields are in blocks or have other names.
         zero, kinds = values.pop("zero"), values.pop("precision")
         parallel, pipeline = values.pop("parallel"), values.pop("pipeline")
         values["checkpoint"] = {
@@ -171,7 +175,7 @@ class ConfigValues:
         )
         zero["zero_quantized_weights"] = zero.pop("quantized_weights")
         zero["zero_quantized_gradients"] = zero.pop("quantized_gradients")
-        # Keys of stage 3 are shown only where they act; at other stages offload uses one of them.
+        # Keys of stage 3 are shown only if they have an effect. At other stages, offload uses one of these keys.
         if self.zero.stage.shards_parameters:
             zero.update(self.zero.sharding.effective())
         elif self.zero.offload_optimizer is not None:
@@ -181,7 +185,8 @@ class ConfigValues:
         zero["zero_allowed_param_types"] = None if types.allowed is None else list(types.allowed)
         zero["zero_force_param_types"] = list(types.whole)
         zero["stage"] = self.zero.stage.number
-        # Without effect at stage 0 unless the config names the reduction too, which is not visible here.
+        # At stage 0, overlap_comm has an effect only if the configuration also names the reduction. The name is not
+        # visible in these values.
         zero["overlap_comm"] &= self.zero.stage.shards_optimizer or self.zero.reduces_whole_in_buckets
         zero["reduce_scatter_impl"] = self.zero.reduce_scatter_impl or "auto"
         autocast = self.precision.autocast_dtype

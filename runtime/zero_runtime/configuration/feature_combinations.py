@@ -1,4 +1,4 @@
-"""Combinations with gradient compression, 1-bit optimizers and bounded delay: which are refused."""
+"""Checks that refuse combinations with gradient compression, 1-bit optimizers and bounded delay."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def check_compression(config: ConfigValues, notices: list[str]) -> None:
     """Refuse settings that conflict with gradient compression, and add notices for settings without effect.
 
     Raises:
-        ConfigError: there is a conflict.
+        ConfigError: There is a conflict.
     """
     compression, zero = config.gradient_compression, config.zero
     kind = "" if config.optimizer is None else config.optimizer.type
@@ -67,7 +67,7 @@ def check_compression(config: ConfigValues, notices: list[str]) -> None:
 
 
 def _check_convergence_keys(config: ConfigValues, compression: GradientCompression) -> None:
-    """Refuse settings that conflict with the keys that keep a compressed training close to the uncompressed one."""
+    """Refuse settings that conflict with the keys that improve the convergence of a compressed training."""
     if compression.topk_warmup_steps and compression.topk_warmup_ratio < compression.topk_ratio:
         raise ConfigError(
             f"gradient_compression.topk_warmup_ratio is {compression.topk_warmup_ratio:g}, below the topk_ratio of "
@@ -97,10 +97,10 @@ def _check_convergence_keys(config: ConfigValues, compression: GradientCompressi
 
 
 def check_one_bit(config: ConfigValues, kind: str) -> None:
-    """Refuse settings that conflict with a 1-bit optimizer, called ``kind``.
+    """Refuse settings that conflict with a 1-bit optimizer, whose name is ``kind``.
 
     Raises:
-        ConfigError: there is a conflict.
+        ConfigError: There is a conflict.
     """
     kinds = config.precision
     for conflict, instead in (
@@ -128,7 +128,7 @@ def check_delay(config: ConfigValues) -> None:
     """Refuse settings that conflict with ``bounded_delay``.
 
     Raises:
-        ConfigError: there is a conflict.
+        ConfigError: There is a conflict.
     """
     delay, kinds, stage = config.communication.bounded_delay, config.precision, config.zero.stage
     if not delay:

@@ -42,7 +42,7 @@ def _unavailable(
     switch: str = "enabled",
     instead: str = "",
 ) -> Key:
-    """A block of a feature that is not supported yet: it is accepted unless ``switch`` is true in it."""
+    """Return the row of a block of an unsupported feature. The block is refused if the key ``switch`` is true."""
     table = {
         switch: later(boolean, False, f"enable {feature}", feature, instead),
         **{
@@ -54,7 +54,7 @@ def _unavailable(
 
 
 def _remote(service: str, keys: dict[str, tuple[Check, object, str]]) -> Key:
-    """A monitor that sends values to a service on the internet."""
+    """Return the row of the block of a monitor that sends values to a service on the internet."""
     why = f"there is no monitoring by {service}; use csv_monitor or tensorboard, which write files"
     table = {
         "enabled": refused(why, f"send values to {service}"),

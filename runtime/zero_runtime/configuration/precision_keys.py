@@ -20,14 +20,14 @@ from zero_runtime.configuration.reading.key_table import Table, inert, later, us
 from zero_runtime.errors import ConfigError
 
 DTYPES: Final = ("fp32", "fp16", "bf16")
-_FURTHER_NAMES: Final = {  # DeepSpeed also accepts these, in the block data_types
+_FURTHER_NAMES: Final = {  # DeepSpeed also accepts these names in the block data_types
     "float32": "fp32", "float": "fp32", "float16": "fp16", "half": "fp16", "bfloat16": "bf16",
 }  # fmt: skip
 _AUTOCAST: Final = {"bf16": "bfloat16", "fp16": "float16"}
 
 
 def _dtype(name: str, value: Any) -> str:
-    dtype_name = str(value).removeprefix("torch.")  # a torch dtype, or its name
+    dtype_name = str(value).removeprefix("torch.")  # the value is a torch dtype, or the name of a dtype
     return str(choice(*DTYPES)(name, _FURTHER_NAMES.get(dtype_name, value)))
 
 

@@ -1,4 +1,4 @@
-"""Combinations of settings: which are refused, and which override one another."""
+"""Checks of combinations of settings: combinations that are refused, and settings that override one another."""
 
 from __future__ import annotations
 
@@ -13,7 +13,13 @@ from zero_runtime.sharding.gather_schedule.gathered_blocks import BLOCK
 
 
 def whole_gradients(zero: ZeroConfig, notices: list[str]) -> ZeroConfig:
-    """The configuration of a stage that sends all gradients in one all_reduce; adds a notice about overridden keys."""
+    """Return the configuration of a stage that sends all gradients in one all_reduce.
+
+    This function adds a notice about the keys that have no effect as a result.
+
+    Raises:
+        ConfigError: ``gradient_reduction`` is set to another reduction.
+    """
     if zero.explicit_reduction and zero.gradient_reduction != "all_reduce":
         raise ConfigError(
             f"zero_optimization.gradient_reduction is {zero.gradient_reduction}, but stage 1 with grad_accum_dtype fp32 "
@@ -119,7 +125,7 @@ def _check_quantized(config: ConfigValues) -> None:
 
 
 def note_contradictions(config: ConfigValues, notices: list[str]) -> None:
-    """Add a line to ``notices`` for each setting that another one overrides."""
+    """Add a line to ``notices`` for each setting that has no effect because of another setting or the stage."""
     zero, zero_block = config.zero, config.given.get("zero_optimization", {})
     if not zero.stage.shards_gradients and zero_block.get("gradient_accumulation_reduce", EACH) != EACH:
         notices.append(
@@ -142,7 +148,7 @@ def note_contradictions(config: ConfigValues, notices: list[str]) -> None:
         notices.append(
             "contiguous_gradients false has no effect with offload_optimizer: gradients share a buffer"
         )
-    # gradient_reduction overrides DeepSpeed's three keys, and the first of these overrides the other two.
+    # gradient_reduction overrides DeepSpeed's three keys. Among these, contiguous_gradients overrides the other two.
     names = ("reduce_scatter", "use_multi_rank_bucket_allreduce")
     if zero.explicit_reduction:
         automatic = automatic_reduction(

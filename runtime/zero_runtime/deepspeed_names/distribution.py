@@ -1,6 +1,6 @@
 """The metadata by which ``importlib.metadata`` reports DeepSpeed as installed.
 
-Libraries that work with DeepSpeed ask there whether it is installed, and in which version, before they import it.
+Before they import DeepSpeed, libraries query this metadata to find out whether it is installed, and in which version.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any, Final
 from zero_runtime.version import VERSION
 
 DISTRIBUTION: Final = "deepspeed"
-FOLLOWED: Final = "0.19.8"  # the version of DeepSpeed whose interface this is
+FOLLOWED: Final = "0.19.8"  # the version of DeepSpeed whose interface this runtime provides
 NAMES_VERSION: Final = f"{FOLLOWED}+zero.runtime.{VERSION.replace('+', '.')}"
 
 
@@ -20,7 +20,7 @@ class NamesDistribution(Distribution):
     """The metadata of a package without files."""
 
     def read_text(self, filename: str) -> str | None:
-        """The file METADATA; there are no other files."""
+        """Return the content of the file METADATA; None for any other file name."""
         if filename != "METADATA":
             return None
         return (
@@ -29,5 +29,5 @@ class NamesDistribution(Distribution):
         )
 
     def locate_file(self, path: Any) -> Path:
-        """The path that a file of the package would have."""
+        """Return the path that a file of the package would have."""
         return Path(__file__).parent / path

@@ -1,8 +1,9 @@
 """The import finder behind ``import deepspeed``: it creates modules from a table.
 
-Nothing is copied, and nothing is put on ``sys.path``: a module named ``deepspeed.comm`` is made when it is imported, and
-looks each name up on demand. Every module is a package without files of its own, so that importing a
-name that is not in the table comes back to the finder, which says what to use instead.
+The finder copies no files and does not change ``sys.path``. A module such as ``deepspeed.comm`` is created when
+it is imported, and looks up each name on demand. Every module is a package without files. Therefore an import
+of a name that is not in the table calls the finder again, and the finder raises an error that suggests what to
+use instead.
 """
 
 from __future__ import annotations
@@ -30,15 +31,15 @@ _FILE: Final = str(Path(__file__).with_name("__init__.py"))
 
 
 class NamesFinder(MetaPathFinder):
-    """Finds ``deepspeed`` and its submodules in the table."""
+    """A finder of ``deepspeed`` and its submodules, which are listed in the table."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """The spec of a module of the table; None for modules outside ``deepspeed``.
+        """Return the spec of a module in the table; None for modules outside ``deepspeed``.
 
         Raises:
-            MissingNameError: the module, or the name that is imported from a module, is not given here.
+            MissingNameError: This runtime does not provide the module, or the name that is imported from a module.
         """
         if fullname != PACKAGE and not fullname.startswith(f"{PACKAGE}."):
             return None
@@ -55,21 +56,21 @@ class NamesFinder(MetaPathFinder):
         return spec
 
     def find_distributions(self, context: DistributionFinder.Context) -> Iterable[Distribution]:
-        """DeepSpeed as an installed package, for queries of its version."""
+        """Return DeepSpeed as an installed package, for queries of its version."""
         if context.name is None or context.name.lower() == DISTRIBUTION:
             return [NamesDistribution()]
         return []
 
 
 class NamesLoader(InspectLoader):
-    """Creates the modules."""
+    """A loader that creates the modules."""
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        """An ordinary module."""
+        """Return None, so that Python creates an ordinary module."""
         return None
 
     def exec_module(self, module: ModuleType) -> None:
-        """Let the module look up its names in the table on demand."""
+        """Make the module look up its names in the table on demand."""
         inner = _inner(module.__name__)
         names = [name for name, row in sorted(MODULES[inner].names.items()) if not isinstance(row, Refused)]
         below = sorted(_children(inner))
@@ -84,15 +85,15 @@ class NamesLoader(InspectLoader):
         )
 
     def is_package(self, fullname: str) -> bool:
-        """Whether it is a package: all modules are, except those that ``python -m`` runs."""
+        """Return whether the module is a package. All modules are packages, except those that ``python -m`` runs."""
         return not fullname.endswith(".__main__")
 
     def get_source(self, fullname: str) -> str | None:
-        """There is none."""
+        """Return None, because the modules have no source code."""
         return None
 
     def get_code(self, fullname: str) -> CodeType | None:
-        """What ``python -m`` runs."""
+        """Return the code that ``python -m`` runs; None if there is none."""
         module, _, function = _main_of(fullname).partition(":")
         if not function:
             return None
@@ -102,10 +103,10 @@ class NamesLoader(InspectLoader):
 
 
 def install() -> None:
-    """Let ``import deepspeed`` import this runtime in this process from now on. A second call changes nothing.
+    """Make later imports of ``deepspeed`` in this process import this runtime. A second call changes nothing.
 
     Raises:
-        UsageError: DeepSpeed itself has been imported already.
+        UsageError: DeepSpeed itself was imported before.
     """
     loaded = sys.modules.get(PACKAGE)
     if loaded is not None and MARK not in vars(loaded):
@@ -119,7 +120,7 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Undo :func:`install`: remove the finder and its modules."""
+    """Undo :func:`install`: remove the finder and the modules that it created."""
     sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, NamesFinder)]
     for name, module in list(sys.modules.items()):
         if (name == PACKAGE or name.startswith(f"{PACKAGE}.")) and MARK in vars(module):
@@ -127,7 +128,7 @@ def uninstall() -> None:
 
 
 def _main_of(fullname: str) -> str:
-    """The function that ``python -m`` runs for ``package.__main__``; empty without one."""
+    """Return the function that ``python -m`` runs for ``package.__main__``; an empty string if there is none."""
     row = MODULES.get(_inner(fullname.removesuffix(".__main__")))
     return row.main if row is not None and fullname.endswith(".__main__") else ""
 
@@ -175,12 +176,12 @@ def _unknown(full: str) -> str:
 
 
 def _inner(fullname: str) -> str:
-    """The name within the package: ``deepspeed.zero`` is ``zero``, the package itself is empty."""
+    """Return the name within the package: ``zero`` for ``deepspeed.zero``, and an empty string for the package."""
     return fullname[len(PACKAGE) + 1 :]
 
 
 def _children(inner: str) -> set[str]:
-    """Names of the importable modules directly below one."""
+    """Return the names of the importable modules directly below the module ``inner``."""
     prefix = f"{inner}." if inner else ""
     return {
         name[len(prefix) :]

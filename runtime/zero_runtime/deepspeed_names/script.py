@@ -1,4 +1,4 @@
-"""Runs a script in this process as Python would."""
+"""A function that runs a script in this process in the same way as Python does."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ def run(target: str, arguments: Sequence[str], *, is_module: bool) -> None:
     """Run a script or module as ``__main__``, with DeepSpeed's names.
 
     Args:
-        target: path of the script, or name of the module.
-        arguments: its arguments.
-        is_module: ``target`` is a module.
+        target: The path of the script, or the name of the module.
+        arguments: The arguments of the script or module.
+        is_module: Whether ``target`` is a module.
     """
     as_deepspeed()
     sys.argv = [target, *arguments]
     if is_module:
-        # Python has put the working directory first, for -m of this command.
+        # Because this command itself runs with -m, Python already put the working directory first in sys.path.
         runpy.run_module(target, run_name="__main__", alter_sys=True)
         return
     if not Path(target).exists():

@@ -1,4 +1,4 @@
-"""Learning-rate schedules: DeepSpeed's, and those of torch.optim.lr_scheduler by name."""
+"""Learning-rate schedules: those of DeepSpeed, and those of torch.optim.lr_scheduler by name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Base of DeepSpeed's schedules: learning rates as a function of the number of steps."""
+"""The base class of DeepSpeed's schedules, in which learning rates are a function of the number of steps."""
 
 from __future__ import annotations
 
@@ -12,13 +12,15 @@ from zero_runtime.errors import ConfigError
 
 
 class IterationSchedule(ABC):
-    """Sets the learning rate of each param group after each optimizer step.
+    """A schedule that sets the learning rate of each param group after each optimizer step.
 
-    ``last_batch_iteration`` is the number of the step taken last, from 0; -1 before the first.
+    The attribute ``last_batch_iteration`` is the number of the last step, counted from 0. It is -1 before the
+    first step.
 
     Args:
-        optimizer: whose ``lr`` is set.
-        last_batch_iteration: where to continue; only -1 sets the optimizer's learning rates at once.
+        optimizer: The optimizer whose ``lr`` is set.
+        last_batch_iteration: The number of the step after which the schedule continues. Only with -1 does the
+            constructor set the optimizer's learning rates.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, last_batch_iteration: int = -1) -> None:
@@ -28,10 +30,10 @@ class IterationSchedule(ABC):
 
     @abstractmethod
     def get_lr(self) -> list[float]:
-        """The learning rate of each param group now."""
+        """Return the current learning rate of each param group."""
 
     def get_last_lr(self) -> list[float]:
-        """The learning rates that were set last."""
+        """Return the learning rates that were set last."""
         return list(self._last_lr)
 
     def step(self, last_batch_iteration: int | None = None) -> None:
@@ -42,11 +44,11 @@ class IterationSchedule(ABC):
         self._apply()
 
     def state_dict(self) -> dict[str, Any]:
-        """The state for ``load_state_dict``."""
+        """Return the state for ``load_state_dict``."""
         return {"last_batch_iteration": self.last_batch_iteration}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from ``state``."""
+        """Restore ``state``, which :meth:`state_dict` returned."""
         self.last_batch_iteration = state["last_batch_iteration"]
         if self.last_batch_iteration >= 0:
             self._apply()
@@ -64,10 +66,15 @@ class IterationSchedule(ABC):
 
 
 def for_each_group(name: str, value: float | Sequence[float], count: int) -> list[float]:
-    """``value`` for each of ``count`` param groups: one number for all, or one for each.
+    """Return ``value`` as a list with one number for each of ``count`` param groups.
+
+    Args:
+        name: The name of the argument, for the error message.
+        value: One number for all param groups, or one number for each.
+        count: The number of param groups.
 
     Raises:
-        ConfigError: another number of values.
+        ConfigError: The number of values is not ``count``.
     """
     rates = [float(value)] * count if isinstance(value, int | float) else [float(each) for each in value]
     if len(rates) != count:
@@ -78,10 +85,10 @@ def for_each_group(name: str, value: float | Sequence[float], count: int) -> lis
 
 
 def whole_number(name: str, value: Any, least: int) -> int:
-    """``value``, checked to be an integer of at least ``least``.
+    """Return ``value`` after a check that it is an integer of at least ``least``.
 
     Raises:
-        ConfigError: it is not.
+        ConfigError: ``value`` is not such an integer.
     """
     if isinstance(value, float) and value.is_integer():  # JSON with an exponent, such as 1e5
         value = int(value)
@@ -91,10 +98,10 @@ def whole_number(name: str, value: Any, least: int) -> int:
 
 
 def at_least(name: str, value: float, least: float, exclusive: bool = False) -> float:
-    """``value``, checked to be a number of at least ``least`` or, with ``exclusive``, above it.
+    """Return ``value`` after a check that it is at least ``least`` or, with ``exclusive``, greater than ``least``.
 
     Raises:
-        ConfigError: it is not.
+        ConfigError: ``value`` is too small.
     """
     if not value >= least or (exclusive and value == least):
         bound = "above" if exclusive else "from"

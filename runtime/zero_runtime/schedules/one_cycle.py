@@ -1,4 +1,4 @@
-"""DeepSpeed's OneCycle: the learning rate rises and falls once, momentum inversely, then both decay."""
+"""DeepSpeed's OneCycle: the learning rate rises and falls once, the momentum falls and rises, then both decay."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ _SECOND_BETA: Final = 0.99
 
 
 class Cycle(NamedTuple):
-    """The shape of the cycle. Sizes are steps; a half of no stairs is continuous.
+    """The shape of the cycle. Sizes are numbers of optimizer steps.
 
     Attributes:
-        first, second: sizes of its halves.
-        first_stairs, second_stairs: steps of the staircase in each half.
-        decay: size of an interval of the decay that follows; 0 for none.
+        first, second: The sizes of the two halves.
+        first_stairs, second_stairs: The number of stairs in each half. With 0, the half is continuous.
+        decay: The size of an interval of the decay that follows the cycle; 0 for no decay.
     """
 
     first: float
@@ -31,18 +31,19 @@ class Cycle(NamedTuple):
 
     @property
     def size(self) -> float:
-        """Steps in the cycle."""
+        """The number of steps in the cycle."""
         return self.first + self.second
 
     def height(self, done: int) -> float:
-        """How far up the cycle is after ``done`` steps: 0 at its ends, 1 at its peak."""
+        """Return the height of the cycle after ``done`` steps: 0 at both ends, 1 at the peak."""
         place = 1.0 + done / self.size - math.floor(1 + done / self.size)
         peak = self.first / self.size
         rising = place <= peak
         stairs = self.first_stairs if rising else self.second_stairs
         if not stairs:
             return place / peak if rising else (place - 1) / (peak - 1)
-        # From the count itself: a rounded height just below a stair would be one stair too low.
+        # The stair is computed from the number of steps, because a rounded height just below a stair would give a stair
+        # that is one too low.
         step = done % self.size
         if step <= self.first:
             return math.floor(step * stairs / self.first) / stairs
@@ -50,26 +51,29 @@ class Cycle(NamedTuple):
 
 
 class OneCycle(IterationSchedule):
-    """Cycles the learning rate once between two bounds, and Adam's first beta inversely; afterwards both decay.
+    """A schedule that cycles the learning rate once between two bounds, and Adam's first beta inversely.
 
-    From Smith, "A disciplined approach to neural network hyper-parameters: Part 1" (arXiv:1803.09820). A bound is one value
-    for all param groups, or one for each. If the optimizer has no betas, momentum is not cycled.
+    After the cycle, both decay. The method is described in Smith, "A disciplined approach to neural network
+    hyper-parameters: Part 1" (arXiv:1803.09820). A bound is one value for all param groups, or one value for
+    each. If the optimizer has no betas, the momentum is not cycled.
 
     Args:
-        optimizer: whose ``lr`` and ``betas`` are set; the second beta becomes 0.99.
-        cycle_min_lr: at both ends of the cycle.
-        cycle_max_lr: at its peak.
-        decay_lr_rate: after the cycle, the minimum is divided by 1 + rate * intervals.
-        cycle_first_step_size: steps of the rising half.
-        cycle_second_step_size: steps of the falling half; None for as many.
-        cycle_first_stair_count: stairs of the rising half; 0 for none.
-        cycle_second_stair_count: stairs of the falling half; None for as many.
-        decay_step_size: steps in an interval of the decay; 0 for no decay.
-        cycle_momentum: whether momentum is cycled.
-        cycle_min_mom: at the peak.
-        cycle_max_mom: at both ends.
-        decay_mom_rate: after the cycle, the maximum is multiplied by 1 + rate * intervals.
-        last_batch_iteration: steps already taken, minus one.
+        optimizer: The optimizer whose ``lr`` and ``betas`` are set. The second beta becomes 0.99.
+        cycle_min_lr: The learning rate at both ends of the cycle.
+        cycle_max_lr: The learning rate at the peak of the cycle.
+        decay_lr_rate: The rate of the decay of the learning rate. After the cycle, ``cycle_min_lr`` is divided by
+            1 + rate * intervals.
+        cycle_first_step_size: The number of steps of the rising half.
+        cycle_second_step_size: The number of steps of the falling half; None for the number of the rising half.
+        cycle_first_stair_count: The number of stairs of the rising half; 0 for none.
+        cycle_second_stair_count: The number of stairs of the falling half; None for the number of the rising half.
+        decay_step_size: The number of steps in an interval of the decay; 0 for no decay.
+        cycle_momentum: Whether the momentum is cycled.
+        cycle_min_mom: The momentum at the peak.
+        cycle_max_mom: The momentum at both ends.
+        decay_mom_rate: The rate of the change of the momentum. After the cycle, ``cycle_max_mom`` is multiplied by
+            1 + rate * intervals.
+        last_batch_iteration: The number of steps already taken, minus one.
     """
 
     def __init__(  # noqa: PLR0913 - the arguments are DeepSpeed's
@@ -120,7 +124,7 @@ class OneCycle(IterationSchedule):
         return self.cycle.first / self.cycle.size
 
     def get_lr(self) -> list[float]:
-        """The learning rate of each param group now."""
+        """Return the current learning rate of each param group."""
         if self._cycling:
             height = self.cycle.height(self.last_batch_iteration + 1)
             return [low + (high - low) * height for low, high in zip(self.min_lrs, self.max_lrs, strict=True)]
@@ -128,7 +132,7 @@ class OneCycle(IterationSchedule):
         return [low / factor for low in self.min_lrs]
 
     def get_mom(self) -> list[tuple[float, float]] | None:
-        """The betas of each param group now; None where momentum is not cycled."""
+        """Return the current betas of each param group; None if the momentum is not cycled."""
         return [(mom, _SECOND_BETA) for mom in self._momentum()] if self.cycle_momentum else None
 
     def step(self, batch_iteration: int | None = None) -> None:
@@ -149,7 +153,7 @@ class OneCycle(IterationSchedule):
         return [high * factor for high in self.max_moms]
 
     def _intervals(self) -> float:
-        """Intervals of decay since the cycle ended."""
+        """Return the number of decay intervals since the cycle ended."""
         if not self.cycle.decay:
             return 0.0
         return (self.last_batch_iteration - self.cycle.size + 1) / self.cycle.decay

@@ -11,17 +11,18 @@ from zero_runtime.schedules.iterations import IterationSchedule, for_each_group,
 
 
 class LRRangeTest(IterationSchedule):
-    """Multiplies a minimum by 1 + rate * interval, where the interval is the number of steps over the step size.
+    """A schedule that multiplies a minimum learning rate by 1 + rate * interval.
 
-    From Smith, "A disciplined approach to neural network hyper-parameters: Part 1" (arXiv:1803.09820).
+    The interval is the number of steps divided by the step size. The method is described in Smith, "A
+    disciplined approach to neural network hyper-parameters: Part 1" (arXiv:1803.09820).
 
     Args:
-        optimizer: whose ``lr`` is set.
-        lr_range_test_min_lr: where each group begins; one for all, or one for each.
-        lr_range_test_step_size: steps in an interval.
-        lr_range_test_step_rate: growth in each interval, in minimums.
-        lr_range_test_staircase: grow at once at the end of each interval, rather than a little in each step.
-        last_batch_iteration: steps already taken, minus one.
+        optimizer: The optimizer whose ``lr`` is set.
+        lr_range_test_min_lr: The first learning rate: one value for all param groups, or one for each.
+        lr_range_test_step_size: The number of steps in an interval.
+        lr_range_test_step_rate: The growth in each interval, as a multiple of the minimum.
+        lr_range_test_staircase: Whether the rate grows only at the end of each interval, instead of in every step.
+        last_batch_iteration: The number of steps already taken, minus one.
     """
 
     def __init__(
@@ -43,7 +44,7 @@ class LRRangeTest(IterationSchedule):
             self._set(self.min_lr)
 
     def get_lr(self) -> list[float]:
-        """The learning rate of each param group now."""
+        """Return the current learning rate of each param group."""
         interval = (self.last_batch_iteration + 1) / self.step_size
         growth = 1 + self.step_rate * (math.floor(interval) if self.staircase else interval)
         return [low * growth for low in self.min_lr]

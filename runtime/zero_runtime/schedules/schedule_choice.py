@@ -1,4 +1,4 @@
-"""Selects the learning-rate schedule: the script's, or the one in the configuration."""
+"""The choice of the learning-rate schedule: the schedule of the script, or the one in the configuration."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ _OWN: Final[Mapping[str, type]] = {
 
 
 def schedule(config: SchedulerConfig | None, client: Any, optimizer: torch.optim.Optimizer) -> Any:
-    """The schedule of ``optimizer``: the script's, or from the config; None if neither has one.
+    """Return the schedule of ``optimizer``, from the script or the configuration; None if neither sets a schedule.
 
     Args:
-        config: the ``scheduler`` block.
-        client: a scheduler, or a function or class that creates one for the optimizer; it overrides the config.
-        optimizer: whose learning rates are set.
+        config: The ``scheduler`` block of the configuration.
+        client: A scheduler, or a function or class that creates one for the optimizer. It overrides ``config``.
+        optimizer: The optimizer whose learning rates are set.
 
     Raises:
-        ConfigError: an unknown type, or arguments that it does not take.
+        ConfigError: The type is unknown or does not take the given arguments, or ``client`` is not a scheduler.
     """
     if client is not None:
         makes = isinstance(client, type) or (callable(client) and not hasattr(client, "step"))
@@ -58,11 +58,11 @@ def schedule(config: SchedulerConfig | None, client: Any, optimizer: torch.optim
 def advance(scheduler: Any, arguments: Mapping[str, Any], samples: int) -> None:
     """Step ``scheduler`` with ``arguments``.
 
-    If there are none, and its ``step`` needs one, it gets ``samples``, those of a training step: as in DeepSpeed, for
-    Megatron-LM's schedules, which count samples.
+    If ``arguments`` is empty and the method ``step`` requires an argument, the method gets ``samples``, the number of
+    samples in a training step. DeepSpeed does the same for the schedules of Megatron-LM, which count samples.
 
     Raises:
-        UsageError: the schedule needs a metric, and ``arguments`` has none.
+        UsageError: The schedule needs a metric, and ``arguments`` has none.
     """
     if arguments or not _needs_argument(scheduler.step):
         scheduler.step(**arguments)
@@ -79,13 +79,13 @@ def _needs_argument(function: Callable[..., Any]) -> bool:
         inspect.signature(function).bind()
     except TypeError:
         return True
-    except ValueError:  # a C function, which has no signature
+    except ValueError:  # a C function has no signature
         return False
     return False
 
 
 def _of_optimizer(make: Callable[[torch.optim.Optimizer], Any], optimizer: torch.optim.Optimizer) -> Any:
-    """The result of the script's ``make``. Raises ConfigError if it requires other arguments."""
+    """Return the result of the script's ``make``. Raises ConfigError if the call needs other arguments."""
     try:
         inspect.signature(make).bind(optimizer)
     except TypeError as error:
@@ -95,7 +95,7 @@ def _of_optimizer(make: Callable[[torch.optim.Optimizer], Any], optimizer: torch
             f"function such as lambda optimizer: {name}(optimizer, ...)"
         ) from None
     except ValueError:
-        pass  # a C function, which has no signature
+        pass  # a C function has no signature
     return make(optimizer)
 
 

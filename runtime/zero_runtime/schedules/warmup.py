@@ -1,6 +1,7 @@
 """Schedules that raise the learning rate first: DeepSpeed's WarmupLR, WarmupDecayLR and WarmupCosineLR.
 
-Over n warm-up steps the fraction of the way after step t is log(t + 1) / log(n), or t / n with ``warmup_type`` linear.
+During n warm-up steps, the rate has covered a fraction of the way from the minimum to the maximum. After step t, this
+fraction is log(t + 1) / log(n), or t / n with ``warmup_type`` linear.
 """
 
 from __future__ import annotations
@@ -45,15 +46,15 @@ class _Warmup(IterationSchedule):
 
 
 class WarmupLR(_Warmup):
-    """Raises the learning rate of each param group from a minimum to a maximum, then keeps it.
+    """A schedule that raises the learning rate of each param group from a minimum to a maximum, then keeps the maximum.
 
     Args:
-        optimizer: whose ``lr`` is set.
-        warmup_min_lr: for all groups, or one for each.
-        warmup_max_lr: likewise; None takes the optimizer's learning rates.
-        warmup_num_steps: at least 1; 1 counts as 2.
-        warmup_type: log or linear.
-        last_batch_iteration: steps already taken, minus one.
+        optimizer: The optimizer whose ``lr`` is set.
+        warmup_min_lr: The minimum: one value for all param groups, or one for each.
+        warmup_max_lr: The maximum, in the same form; None for the optimizer's own learning rates.
+        warmup_num_steps: The number of warm-up steps, at least 1. The value 1 has the same effect as 2.
+        warmup_type: ``log`` or ``linear``.
+        last_batch_iteration: The number of steps already taken, minus one.
     """
 
     def __init__(
@@ -75,28 +76,30 @@ class WarmupLR(_Warmup):
             self._apply()
 
     def get_lr(self) -> list[float]:
-        """The learning rate of each param group now."""
+        """Return the current learning rate of each param group."""
         if self.last_batch_iteration < 0:
             return list(self.min_lrs)
         fraction = self._warmed() if self._warming else self._after()
         return [low + (high - low) * fraction for low, high in zip(self.min_lrs, self.max_lrs, strict=True)]
 
     def _after(self) -> float:
-        """The fraction of the way after the warm-up."""
+        """Return the fraction of the way from the minimum to the maximum after the warm-up."""
         return 1.0
 
 
 class WarmupDecayLR(WarmupLR):
-    """As WarmupLR; after the warm-up the rate falls in a straight line, to the minimum at ``total_num_steps``.
+    """A schedule with the warm-up of WarmupLR, after which the rate falls linearly to the minimum.
+
+    The rate reaches the minimum at step ``total_num_steps``.
 
     Args:
-        optimizer: whose ``lr`` is set.
-        total_num_steps: steps of the whole training.
-        warmup_min_lr: for all groups, or one for each.
-        warmup_max_lr: likewise.
-        warmup_num_steps: at least 1; 1 counts as 2.
-        warmup_type: log or linear.
-        last_batch_iteration: steps already taken, minus one.
+        optimizer: The optimizer whose ``lr`` is set.
+        total_num_steps: The number of steps of the whole training.
+        warmup_min_lr: The minimum: one value for all param groups, or one for each.
+        warmup_max_lr: The maximum, in the same form; None for the optimizer's own learning rates.
+        warmup_num_steps: The number of warm-up steps, at least 1. The value 1 has the same effect as 2.
+        warmup_type: ``log`` or ``linear``.
+        last_batch_iteration: The number of steps already taken, minus one.
     """
 
     def __init__(
@@ -120,16 +123,18 @@ class WarmupDecayLR(WarmupLR):
 
 
 class WarmupCosineLR(_Warmup):
-    """Multiplies each group's own learning rate by a ratio that rises to 1, then falls along half a cosine.
+    """A schedule that multiplies each param group's own learning rate by a ratio.
+
+    The ratio rises to 1 during the warm-up, then falls along half a cosine.
 
     Args:
-        optimizer: whose ``lr`` is set.
-        total_num_steps: steps of the whole training.
-        warmup_min_ratio: the ratio that the warm-up begins at; before the first step the rate is 0 all the same.
-        warmup_num_steps: at least 1; 1 counts as 2.
-        cos_min_ratio: the ratio from ``total_num_steps`` on.
-        warmup_type: log or linear.
-        last_batch_iteration: steps already taken, minus one.
+        optimizer: The optimizer whose ``lr`` is set.
+        total_num_steps: The number of steps of the whole training.
+        warmup_min_ratio: The ratio at the start of the warm-up. Before the first step, the rate is always 0.
+        warmup_num_steps: The number of warm-up steps, at least 1. The value 1 has the same effect as 2.
+        cos_min_ratio: The ratio from step ``total_num_steps`` on.
+        warmup_type: ``log`` or ``linear``.
+        last_batch_iteration: The number of steps already taken, minus one.
     """
 
     def __init__(
@@ -151,7 +156,7 @@ class WarmupCosineLR(_Warmup):
             self._apply()
 
     def get_lr_ratio(self) -> float:
-        """The current factor of the groups' own learning rates."""
+        """Return the current factor of the param groups' own learning rates."""
         if self.last_batch_iteration < 0:
             return 0.0
         if self._warming:
@@ -162,6 +167,6 @@ class WarmupCosineLR(_Warmup):
         return max(0.0, self.cos_min_ratio + (1.0 - self.cos_min_ratio) * height)
 
     def get_lr(self) -> list[float]:
-        """The learning rate of each param group now."""
+        """Return the current learning rate of each param group."""
         ratio = self.get_lr_ratio()
         return [rate * ratio for rate in self.org_lrs]

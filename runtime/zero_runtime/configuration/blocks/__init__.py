@@ -1,1 +1,1 @@
-"""The blocks of a configuration, checked and typed, with every default filled in."""
+"""The blocks of a configuration, checked and typed, with all defaults."""

@@ -41,7 +41,7 @@ KEYS: Final[Table] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ActivationCheckpointing:
-    """How ``zero_runtime.checkpointing.checkpoint`` stores inputs. The fields are the keys of the block."""
+    """The settings of ``zero_runtime.checkpointing.checkpoint``. The fields are the keys of the block."""
 
     partition_activations: bool = False
     cpu_checkpointing: bool = False
@@ -65,7 +65,7 @@ class ActivationCheckpointing:
             )
 
     def changed(self, changes: Mapping[str, Any]) -> ActivationCheckpointing:
-        """These settings, updated by ``changes``. Raises ConfigError as the block of a configuration does."""
+        """Return these settings, updated with ``changes``. Raises ConfigError if a key or value is not valid."""
         for name in changes:
             if name not in KEYS:
                 raise ConfigError(unknown_key(f"{BLOCK}.{name}", name, KEYS, BLOCK, {}))

@@ -72,14 +72,14 @@ COMMUNICATION: Final[Table] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CommunicationConfig:
-    """The block, checked.
+    """The checked values of the block ``communication``.
 
     Attributes:
-        topology: number of axes, ``auto``, or the ranks along each axis, outermost first.
-        world_calibration: the calibration among all ranks; None without costs.
-        axis_calibrations: one file for each axis.
-        slow_node_tolerance: a fraction of a step's time; None without detection of slow ranks.
-        bounded_delay: steps by which averages of gradients are late; 0 for none.
+        topology: The number of axes, ``auto``, or the number of ranks along each axis, outermost first.
+        world_calibration: The path of the calibration file for all ranks; None if no costs are known.
+        axis_calibrations: The paths of the calibration files, one for each axis.
+        slow_node_tolerance: A fraction of the time of a step; None to disable the detection of slow ranks.
+        bounded_delay: The number of steps by which the averages of gradients are delayed; 0 for no delay.
     """
 
     topology: int | str | tuple[int, ...] = 1
@@ -90,11 +90,11 @@ class CommunicationConfig:
 
     @property
     def plain(self) -> bool:
-        """Whether collectives go among all ranks, not along axes."""
+        """Whether each collective runs among all ranks, not along axes."""
         return self.topology == 1
 
     def effective(self) -> dict[str, Any]:
-        """The settings under their configuration keys."""
+        """Return the settings by their configuration keys."""
         files = {"world": self.world_calibration, "axes": list(self.axis_calibrations)}
         return {
             "topology": list(self.topology) if isinstance(self.topology, tuple) else self.topology,
@@ -105,10 +105,10 @@ class CommunicationConfig:
 
 
 def read_communication(values: Mapping[str, Any], world_size: int) -> CommunicationConfig:
-    """The checked ``values`` of the block.
+    """Return the settings in ``values``, the values of the block after the check of each key.
 
     Raises:
-        ConfigError: the product of the axis sizes is not the number of ranks; a calibration lacks a file.
+        ConfigError: The product of the axis sizes is not the number of ranks, or a calibration file is missing.
     """
     topology = values["topology"]
     if isinstance(topology, tuple) and prod(topology) != world_size:
@@ -137,7 +137,7 @@ def read_communication(values: Mapping[str, Any], world_size: int) -> Communicat
 
 
 def check_whole(communication: CommunicationConfig, shared: bool) -> None:
-    """Refuse ``bounded_delay`` if ranks share a model or its samples (``shared``). Raises ConfigError."""
+    """Refuse ``bounded_delay`` if ranks share a model or its samples (``shared`` is true). Raises ConfigError."""
     if communication.bounded_delay and shared:
         raise ConfigError(
             f"communication.bounded_delay is {communication.bounded_delay}, which needs the whole model and samples of its "
@@ -155,7 +155,7 @@ def check_optimizer_given(communication: CommunicationConfig) -> None:
 
 
 def wrong_number_of_files(count: int, expected: int) -> str:
-    """The error message for a wrong number of calibrations of axes."""
+    """Return the error message for a wrong number of calibration files for axes."""
     return (
         f"communication.calibration.axes has {count} files, and the grid has {expected} axes of more than one rank; "
         "expected one file for each of them, outermost first"

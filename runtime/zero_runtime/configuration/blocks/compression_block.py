@@ -69,7 +69,7 @@ COMPRESSION: Final[Table] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GradientCompression:
-    """How gradients are compressed; see :data:`COMPRESSION`."""
+    """The settings of gradient compression. :data:`COMPRESSION` describes the fields."""
 
     algorithm: str
     topk_ratio: float
@@ -85,7 +85,7 @@ class GradientCompression:
     two_phase: bool
 
     def topk_ratio_of(self, step: int) -> float:
-        """The share that topk sends in step number ``step`` of the training."""
+        """Return the share of the elements that topk sends in step number ``step`` of the training."""
         compressed = step - self.warmup_steps
         if compressed >= self.topk_warmup_steps:
             return self.topk_ratio
@@ -94,10 +94,10 @@ class GradientCompression:
 
 
 def read_compression(top: Mapping[str, Any]) -> GradientCompression | None:
-    """The compression settings from the checked values of the complete configuration; None without compression.
+    """Return the compression settings in the checked values of the complete configuration; None without compression.
 
     Raises:
-        ConfigError: two keys contradict each other.
+        ConfigError: Two keys contradict each other.
     """
     block, switch = top["gradient_compression"], top["compress_communication"]
     between_hosts = top["zero_optimization"]["hierarchical_compress"]

@@ -95,17 +95,17 @@ AIO: Final[Table] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OptimizerOffload:
-    """Offload of the optimizer's masters and states.
+    """The offload of the optimizer's master weights and states.
 
     Attributes:
-        device: ``cpu`` or ``nvme``.
-        nvme_path: folder for the files; None with ``cpu``.
-        buffer_count: chunks that are in memory at a time, with ``nvme``.
-        pin_memory: page-locked memory, if there is a GPU.
-        pipeline_read: read the next chunk while one is updated.
-        pipeline_write: write a chunk while the next is updated.
-        fast_init: write masters only after the first step.
-        ratio: fraction that is offloaded.
+        device: The place of the offloaded state: ``cpu`` or ``nvme``.
+        nvme_path: The directory for the files; None with ``cpu``.
+        buffer_count: The number of chunks that are in memory at the same time, with ``nvme``.
+        pin_memory: Whether host memory is page-locked, if there is a GPU.
+        pipeline_read: Whether the next chunk is read while a chunk is updated.
+        pipeline_write: Whether a chunk is written while the next chunk is updated.
+        fast_init: Whether master weights are written only after the first step.
+        ratio: The fraction of the state that is offloaded.
     """
 
     device: str
@@ -119,10 +119,10 @@ class OptimizerOffload:
 
 
 def read_optimizer_offload(zero: Mapping[str, Any]) -> OptimizerOffload | None:
-    """The offload of the optimizer from the checked values of ``zero_optimization``; None if it stays on the device.
+    """Return the offload of the optimizer in the checked values of ``zero_optimization``; None without offload.
 
     Raises:
-        ConfigError: keys contradict each other, or ``nvme`` lacks a folder.
+        ConfigError: Keys contradict each other, ``nvme_path`` is missing with ``nvme``, or there are no buffers.
     """
     block = dict(zero["offload_optimizer"] or {})
     device = block.get("device", "none")
@@ -162,10 +162,10 @@ def read_optimizer_offload(zero: Mapping[str, Any]) -> OptimizerOffload | None:
 
 
 def read_aio(block: Mapping[str, Any] | None) -> AsynchronousIO:
-    """The checked values of the block ``aio``.
+    """Return the settings in the checked values of the block ``aio``.
 
     Raises:
-        ConfigError: two names of one key with different values.
+        ConfigError: The two names of one key have different values.
     """
     if block is None:
         return AsynchronousIO()
@@ -184,7 +184,7 @@ def read_aio(block: Mapping[str, Any] | None) -> AsynchronousIO:
 
 
 def effective_aio(aio: AsynchronousIO) -> dict[str, Any]:
-    """``aio`` under its configuration keys."""
+    """Return the settings ``aio`` by their configuration keys."""
     values: dict[str, Any] = aio._asdict()
     values["intra_op_parallelism"] = values.pop("threads")
     return values

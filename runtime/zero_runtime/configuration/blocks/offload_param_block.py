@@ -48,7 +48,10 @@ OFFLOAD_PARAM: Final[Table] = {
 
 
 def modern(zero: Any, notices: list[str]) -> Any:
-    """``zero_optimization`` with ``offload_params`` renamed to ``offload_param``. Raises ConfigError if both differ."""
+    """Return ``zero_optimization`` with ``offload_params`` renamed to ``offload_param``.
+
+    Raises ConfigError if both keys are present and their values differ.
+    """
     if not isinstance(zero, Mapping) or OTHER_NAME not in zero:
         return zero
     renamed = dict(zero)
@@ -66,10 +69,11 @@ def modern(zero: Any, notices: list[str]) -> Any:
 
 
 def read_slice_offload(values: Mapping[str, Any]) -> SliceOffload:
-    """The offload of shards from the checked values of ``zero_optimization``.
+    """Return the offload of shards in the checked values of ``zero_optimization``.
 
     Raises:
-        ConfigError: keys contradict each other, ``nvme`` lacks a folder, or buffers have size or number 0.
+        ConfigError: Keys contradict each other, ``nvme_path`` is missing with ``nvme``, or the size or number
+            of buffers is 0.
     """
     block = dict(values["offload_param"] or {})
     device = block.get("device") or "none"
@@ -97,7 +101,7 @@ def read_slice_offload(values: Mapping[str, Any]) -> SliceOffload:
 
 
 def slice_offload_of(zero: Mapping[str, Any]) -> SliceOffload:
-    """The offload of shards from an unchecked ``zero_optimization`` block."""
+    """Return the offload of shards in an unchecked ``zero_optimization`` block."""
     zero = modern(zero, [])
     block = zero.get("offload_param")
     if block is not None:

@@ -1,4 +1,4 @@
-"""The keys of tensor and sequence parallelism: ranks along each axis, and how modules are partitioned."""
+"""The keys of tensor and sequence parallelism: the ranks along each axis, and the partition of modules."""
 
 from __future__ import annotations
 
@@ -121,14 +121,15 @@ class ParallelConfig:
     """The parallel keys of a configuration.
 
     Attributes:
-        tp_size: ranks that share each tensor.
-        sequence_parallel_size: ranks that share the sequences of a batch.
-        data_parallel_size: the number of replicas in the configuration; None if it is absent.
-        plan: patterns of module names, and how each is partitioned.
-        partition_config: the same in DeepSpeed's form.
-        sequence_parallel: whether activations between partitioned modules are sharded along the sequence.
-        counts_slices: whether ``train_batch_size`` may count a sample once for each tensor-parallel rank.
-        data_before_experts: whether the ranks with the same experts are adjacent, not those that exchange tokens.
+        tp_size: The number of ranks that share each tensor.
+        sequence_parallel_size: The number of ranks that share the sequences of a batch.
+        data_parallel_size: The number of replicas that the configuration states; None if the key is absent.
+        plan: The patterns of module names, and how the modules that match each pattern are partitioned.
+        partition_config: The plan in DeepSpeed's form.
+        sequence_parallel: Whether activations between partitioned modules are sharded along the sequence.
+        counts_slices: Whether ``train_batch_size`` may count a sample once for each tensor-parallel rank.
+        data_before_experts: Whether the ranks with the same experts are adjacent. Otherwise, the ranks that exchange
+            tokens are adjacent.
     """
 
     tp_size: int = 1
@@ -141,14 +142,15 @@ class ParallelConfig:
     data_before_experts: bool = False
 
     def replicas(self, world_size: int, stages: int = 1) -> int:
-        """The number of replicas: ``world_size`` divided by the ranks that share one model or its sequences.
+        """Return the number of replicas: ``world_size`` divided by the ranks that share one model or its sequences.
 
         Args:
-            world_size: all ranks.
-            stages: of a pipeline.
+            world_size: The number of all ranks.
+            stages: The number of pipeline stages.
 
         Raises:
-            ConfigError: they do not divide it, or the result differs from ``data_parallel_size``.
+            ConfigError: ``world_size`` is not divisible by the number of these ranks, or the result differs from
+                ``data_parallel_size``.
         """
         sizes = {
             "stages of a pipeline": stages,
@@ -174,10 +176,10 @@ class ParallelConfig:
 
 
 def read_parallel(top: Mapping[str, Any]) -> ParallelConfig:
-    """The parallel keys from the checked values of a configuration.
+    """Return the parallel keys in the checked values of a configuration.
 
     Raises:
-        ConfigError: two keys give different sizes.
+        ConfigError: Two keys set different sizes, or ``sequence_parallel`` is true without tensor parallelism.
     """
     block = top["tensor_parallel"]
     configured = {"tp_size": top["tp_size"], "tensor_parallel.autotp_size": block["autotp_size"]}
@@ -210,8 +212,8 @@ def check_parallel(config: ParallelConfig, optimizer: str | None) -> None:
     """Refuse optimizers that conflict with tensor parallelism. Raises ConfigError.
 
     Args:
-        config: the parallel keys.
-        optimizer: the type of the configuration's optimizer.
+        config: The parallel keys.
+        optimizer: The type of the optimizer in the configuration.
     """
     optimizer_name = (optimizer or "").lower()
     if config.tp_size > 1 and optimizer_name in ("muon", "lamb"):

@@ -108,13 +108,15 @@ class PipelineConfig:
     """The pipeline keys of a configuration.
 
     Attributes:
-        stages: number of stages; None if the model sets it.
-        micro_batches: of a step; None if gradient_accumulation_steps sets it.
-        partition_method: None if the model sets it.
-        schedule: ``1f1b``, ``gpipe``, ``interleaved`` or ``zero_bubble``; None if ``virtual_stages`` determines it.
-        virtual_stages: chunks of the model on each stage; None if the model sets it.
-        activation_checkpoint_interval: 0 if the model sets it.
-        use_reentrant: which kind of activation checkpoint.
+        stages: The number of stages; None if the model sets the number.
+        micro_batches: The number of micro-batches of a step; None if gradient_accumulation_steps sets the number.
+        partition_method: The method that assigns layers to stages; None if the model sets the method.
+        schedule: ``1f1b``, ``gpipe``, ``interleaved`` or ``zero_bubble``; None if ``virtual_stages`` determines the
+            schedule.
+        virtual_stages: The number of chunks of the model on each stage; None if the model sets the number.
+        activation_checkpoint_interval: The number of layers between two activation checkpoints; 0 if the model sets the
+            number.
+        use_reentrant: Whether checkpointed layers run again before their backward pass, instead of within this pass.
     """
 
     stages: int | None = None
@@ -127,10 +129,10 @@ class PipelineConfig:
 
 
 def read_pipeline(top: Mapping[str, Any]) -> PipelineConfig:
-    """The pipeline keys from the checked values of a configuration.
+    """Return the pipeline keys in the checked values of a configuration.
 
     Raises:
-        ConfigError: two keys contradict each other.
+        ConfigError: Two keys contradict each other.
     """
     theirs, ours = top["pipeline"] or {}, top["pipeline_parallel"] or {}
     if ours.get("enabled") is False:
@@ -167,10 +169,10 @@ def _agreed(by_key: Mapping[str, Any]) -> Any:
 
 
 def accumulation_steps(micro_batches: int | None, steps: int | None) -> int | None:
-    """``gradient_accumulation_steps``, for which ``micro_batches`` is another name.
+    """Return the value of ``gradient_accumulation_steps``, for which ``micro_batches`` is another name.
 
     Raises:
-        ConfigError: they differ.
+        ConfigError: Both are set and differ.
     """
     if micro_batches is not None and steps is not None and micro_batches != steps:
         raise ConfigError(

@@ -13,10 +13,10 @@ from zero_runtime.gradient_reduction.loss_scale import UNSCALED, ScaleRules
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PrecisionConfig:
-    """The dtypes of a training, by DeepSpeed's names (fp32, fp16, bf16); None if the model decides.
+    """The dtypes of a training, with DeepSpeed's names (fp32, fp16, bf16). A dtype is None if the model determines it.
 
-    ``fp32_modules`` are patterns of modules that stay in fp32; ``fp32_buffers`` are patterns of buffers, None for the
-    model's own lists.
+    ``fp32_modules`` are patterns of modules that stay in fp32. ``fp32_buffers`` are patterns of buffers that
+    stay in fp32, or None to use the lists of the model.
     """
 
     fp16: bool
@@ -40,7 +40,7 @@ class PrecisionConfig:
         return "fp16" if self.fp16 else "bf16" if self.bf16 else "fp32"
 
     def effective_fp16(self) -> dict[str, Any]:
-        """The effective fp16 block."""
+        """Return the effective fp16 block."""
         if not self.fp16:
             return {"enabled": False}
         rules = self.loss_scale
@@ -58,10 +58,10 @@ class PrecisionConfig:
 
 
 def read_precision(top: Mapping[str, Any]) -> PrecisionConfig:
-    """The dtype settings from the checked values of the top level.
+    """Return the dtype settings in the checked values of the top level.
 
     Raises:
-        ConfigError: keys contradict each other.
+        ConfigError: Keys contradict each other.
     """
     fp16, bf16, types, autocast = top["fp16"], top["bf16"], top["data_types"], top["torch_autocast"]
     if fp16["enabled"] and bf16["enabled"]:
@@ -103,7 +103,10 @@ def check_param_dtype(param_dtype: str | None, model: str) -> None:
 
 
 def _scale_rules(fp16: Mapping[str, Any], autocast: Mapping[str, Any]) -> ScaleRules:
-    """The rules of the loss scale: of the fp16 block, or under torch.autocast in fp16 those of torch.amp.GradScaler."""
+    """Return the rules of the loss scale, from the fp16 block.
+
+    With torch.autocast in fp16, the rules are those of torch.amp.GradScaler.
+    """
     if not fp16["enabled"]:
         lower = autocast["enabled"] and autocast["dtype"] in ("fp16", "float16")
         return ScaleRules(2.0**16, dynamic=True, window=2000, hysteresis=1) if lower else UNSCALED

@@ -11,7 +11,7 @@ from zero_runtime.errors import ConfigError
 from zero_runtime.sharding.gather_schedule.gathered_blocks import AUTO, MODULE
 from zero_runtime.sharding.gather_schedule.policy import ResidencyPolicy
 
-# Keys that DeepSpeed accepts with and without the prefix, and their defaults. Sizes are elements.
+# Keys that DeepSpeed accepts with and without the prefix, and their defaults. Sizes are numbers of elements.
 PREFIXED: Final[Mapping[str, Any]] = {
     "prefetch_bucket_size": 50_000_000,
     "param_persistence_threshold": 100_000,
@@ -31,12 +31,12 @@ class ShardingConfig:
     """The settings of stage 3.
 
     Attributes:
-        residency: when parameters are gathered and released.
-        sub_group_size: elements of a rank's shards that the optimizer updates together.
-        memory_efficient_linear: linear layers keep no gathered weight for backward.
-        enable_sanity_checks: the ranks compare the contents of each gradient bucket.
-        gather_16bit_weights_on_model_save: whether ``save_16bit_model`` may gather the model.
-        quantized_gradients: gradients travel in 4 bits.
+        residency: The policy that determines when parameters are gathered and released.
+        sub_group_size: The number of elements of a rank's shards that the optimizer updates together.
+        memory_efficient_linear: Whether linear layers keep no gathered weight for the backward pass.
+        enable_sanity_checks: Whether the ranks compare the contents of each gradient bucket.
+        gather_16bit_weights_on_model_save: Whether ``save_16bit_model`` may gather the model.
+        quantized_gradients: Whether gradients are sent in 4 bits.
     """
 
     residency: ResidencyPolicy = field(default_factory=ResidencyPolicy)
@@ -47,7 +47,7 @@ class ShardingConfig:
     quantized_gradients: bool = False
 
     def effective(self) -> dict[str, Any]:
-        """The settings under their configuration keys."""
+        """Return the settings by their configuration keys."""
         policy = self.residency
         named = {
             "prefetch_bucket_size": policy.prefetch,
@@ -81,7 +81,10 @@ class ShardingConfig:
 
 
 def read_sharding(values: Mapping[str, Any]) -> ShardingConfig:
-    """The settings of stage 3 from the checked values of ``zero_optimization``. Raises ConfigError if they conflict."""
+    """Return the settings of stage 3 in the checked values of ``zero_optimization``.
+
+    Raises ConfigError if settings conflict.
+    """
     named = {name: _either(values, name) for name in PREFIXED}
     _check_quantization(values, named["use_all_reduce_for_fetch_params"])
     leaves = values["leaf_module"] or {}
@@ -130,7 +133,11 @@ def _check_quantization(values: Mapping[str, Any], by_all_reduce: bool) -> None:
 
 
 def _unit(values: Mapping[str, Any], named: Mapping[str, Any]) -> str:
-    """What one message gathers. Keys that only modules know make auto choose them. Raises ConfigError if they conflict."""
+    """Return the unit that one message gathers: a module, a block or auto.
+
+    With auto, the unit is a module if a key is set that works only with modules. Raises ConfigError if the unit
+    is a block and such a key is set.
+    """
     unit: str = values["stage3_gather_unit"]
     if unit == MODULE:
         return unit
@@ -161,16 +168,18 @@ def _unit(values: Mapping[str, Any], named: Mapping[str, Any]) -> str:
 
 
 def _either(values: Mapping[str, Any], name: str) -> Any:
-    """The value that is set under ``name``, with or without its prefix."""
+    """Return the value of the key ``name``, which can be set with or without its prefix."""
     prefixed = values[PREFIX + name]
     return values[name] if prefixed == PREFIXED[name] else prefixed
 
 
 def note_two_names(block: Mapping[str, Any], notices: list[str]) -> None:
-    """Add a line to ``notices`` for each key of ``zero_optimization`` set under both names, which DeepSpeed refuses.
+    """Add a line to ``notices`` for each key of ``zero_optimization`` that is set with both names.
+
+    DeepSpeed refuses such a configuration.
 
     Raises:
-        ConfigError: the two values differ.
+        ConfigError: The two values differ.
     """
     for name in PREFIXED:
         if name not in block or PREFIX + name not in block:

@@ -13,7 +13,7 @@ from zero_runtime.gradient_reduction.reduction import REDUCTIONS
 from zero_runtime.gradient_reduction.stages import EACH, Stage, stage
 from zero_runtime.optimizer_step.partitioned_types import PartitionedTypes
 
-# The keys of sizes that may be auto, and their defaults.
+# The keys whose values are sizes that may be auto, and the defaults of these keys.
 REDUCE_SIZE: Final = "reduce_bucket_size"
 GATHER_SIZE: Final = "allgather_bucket_size"
 PREFETCH_SIZE: Final = "stage3_prefetch_bucket_size"
@@ -24,14 +24,18 @@ WHOLE_BUCKET_NUMEL: Final = 500_000_000
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ZeroConfig:
-    """``zero_optimization``, resolved. Sizes are elements.
+    """The block ``zero_optimization`` with resolved values. Sizes are numbers of elements.
 
-    ``gradient_reduction`` is one of the four names, never auto; ``explicit_reduction`` is True if the config names it.
-    ``allgather_bucket_size`` is None unless the config sets it. ``sharding`` has an effect if the stage shards parameters,
-    ``ignore_unused_parameters`` if the optimizer is offloaded at stages 1 and 2. ``quantized_gradients`` and
-    ``quantized_weights`` are those of stages 1 and 2. ``gradient_accumulation_reduce`` is each, boundary or auto; the
-    start of a training replaces auto (:mod:`zero_runtime.startup.open_values`). ``gradient_accumulation_limit`` is in bytes.
-    ``open_sizes`` are the keys of sizes that are auto and act at this stage; until they are decided, the sizes are defaults.
+    ``gradient_reduction`` is one of the four names, never auto. ``explicit_reduction`` is True if the
+    configuration names the reduction. ``allgather_bucket_size`` is None unless the configuration sets it.
+    ``sharding`` has an effect if the stage shards parameters. ``ignore_unused_parameters`` has an effect if the
+    optimizer is offloaded at stages 1 and 2. ``quantized_gradients`` and ``quantized_weights`` apply to stages
+    1 and 2.
+
+    ``gradient_accumulation_reduce`` is each, boundary or auto. The start of a training replaces auto
+    (:mod:`zero_runtime.startup.open_values`). ``gradient_accumulation_limit`` is in bytes. ``open_sizes`` are
+    the keys of the sizes that are auto and have an effect at this stage. Until these sizes are determined, they
+    have default values.
     """
 
     stage: Stage
@@ -62,19 +66,20 @@ class ZeroConfig:
 
     @property
     def reduces_whole_in_buckets(self) -> bool:
-        """Whether stage 0 sends its gradients in buckets, during the backward pass. DeepSpeed never does."""
+        """Whether stage 0 sends its gradients in buckets during the backward pass, which DeepSpeed never does."""
         return self.explicit_reduction and self.overlap_comm and not self.stage.shards_optimizer
 
 
 def read_zero(values: Mapping[str, Any], disable_allgather: bool) -> ZeroConfig:
-    """The checked ``values`` of the block, resolved. Raises ConfigError if the stage does not support them."""
+    """Return the resolved settings in the checked ``values``. Raises ConfigError if the stage does not support them."""
     values, unset = _without_auto(values)
     offload = read_optimizer_offload(values)
     row = stage(values["stage"], bool(values["overlap_comm"]), values["gradient_accumulation_reduce"])
     if offload is not None and row.shards_optimizer and not row.shards_parameters:
-        # Gradients are offloaded through one buffer, as in DeepSpeed.
+        # As in DeepSpeed, gradients are offloaded through one buffer.
         values = {**values, "contiguous_gradients": True}
-    # Which reduction: the key's own value, or what DeepSpeed's three keys mean. Quantized gradients leave one choice.
+    # The reduction is the value of the key, or the reduction that DeepSpeed's three keys select. Quantized gradients
+    # require reduce_scatter.
     wanted = values["gradient_reduction"]
     reduction = automatic_reduction(row, values) if wanted == "auto" else wanted
     flat = row.shards_optimizer and not row.shards_parameters
@@ -85,7 +90,7 @@ def read_zero(values: Mapping[str, Any], disable_allgather: bool) -> ZeroConfig:
                 "gradients go to the ranks that own them: expected auto or reduce_scatter"
             )
         wanted = reduction = "reduce_scatter"
-    # The two errors differ in why the stage does not have the reduction.
+    # There are two errors, because the reason why a stage does not have the reduction depends on the stage.
     if reduction not in row.reductions and row.shards_parameters:
         raise ConfigError(
             f"zero_optimization.gradient_reduction is {reduction}, but at stage 3 every rank owns a shard of every "
@@ -103,7 +108,7 @@ def read_zero(values: Mapping[str, Any], disable_allgather: bool) -> ZeroConfig:
             f"zero_optimization.allgather_bucket_size is {gather}; expected an even number of elements, since shards "
             "are aligned to 2 elements"
         )
-    # A bucket size has no effect where all gradients are sent at once.
+    # A bucket size has no effect if all gradients are sent at once.
     in_buckets = row.shards_optimizer or (wanted != "auto" and bool(values["overlap_comm"]))
     # Settings without effect at this stage get neutral values: bucket size, offload, sharding.
     return ZeroConfig(
@@ -144,7 +149,7 @@ def read_zero(values: Mapping[str, Any], disable_allgather: bool) -> ZeroConfig:
 
 
 def _without_auto(values: Mapping[str, Any]) -> tuple[Mapping[str, Any], list[str]]:
-    """``values`` with the default of each size that is ``auto``, and the names of these sizes."""
+    """Return ``values`` with each size that is ``auto`` replaced by its default, and the names of these sizes."""
     names = {name: name for name in (REDUCE_SIZE, GATHER_SIZE, PREFETCH_SIZE)}
     names[PREFETCH_SIZE.removeprefix(PREFIX)] = PREFETCH_SIZE
     unset = [name for name in names if values[name] == "auto"]
@@ -153,7 +158,14 @@ def _without_auto(values: Mapping[str, Any]) -> tuple[Mapping[str, Any], list[st
 
 
 def _acts(size: str, row: Stage, gathers: bool, in_buckets: bool) -> bool:
-    """Whether the key ``size`` has an effect."""
+    """Return whether the key ``size`` has an effect.
+
+    Args:
+        size: The key.
+        row: The stage.
+        gathers: Whether parameters are gathered, not broadcast (``allgather_partitions``).
+        in_buckets: Whether gradients are sent in buckets.
+    """
     if size == PREFETCH_SIZE:
         return row.shards_parameters
     if size == GATHER_SIZE:
@@ -162,10 +174,11 @@ def _acts(size: str, row: Stage, gathers: bool, in_buckets: bool) -> bool:
 
 
 def automatic_reduction(row: Stage, values: Mapping[str, Any]) -> str:
-    """The gradient reduction that DeepSpeed's keys select.
+    """Return the gradient reduction that DeepSpeed's keys select.
 
-    Without contiguous gradients the other two keys are ignored, except at stage 3. There ``reduce_scatter: false`` without
-    contiguous gradients still gives reduce_scatter.
+    Without contiguous gradients, the other two keys are ignored at stages 0 to 2 and the reduction is all_reduce. At
+    stage 3, ``reduce_scatter: false`` has an effect only with contiguous gradients. Without them, the reduction is
+    reduce_scatter.
     """
     if row.shards_parameters:
         needs_all_reduce = values["contiguous_gradients"] and not values["reduce_scatter"]
@@ -181,7 +194,10 @@ def automatic_reduction(row: Stage, values: Mapping[str, Any]) -> str:
 
 
 def automatic_overlap(row: Stage, reduction: str) -> bool:
-    """The default of ``overlap_comm``: DeepSpeed's, and true for the reduction that DeepSpeed does not have."""
+    """Return the default of ``overlap_comm``.
+
+    The default is that of DeepSpeed, except that it is true for the reduction that DeepSpeed does not have.
+    """
     return row.shards_parameters or (row.shards_gradients and reduction == "reduce_scatter")
 
 

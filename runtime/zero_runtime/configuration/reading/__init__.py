@@ -1,1 +1,1 @@
-"""Reads config files and checks single values."""
+"""Functions that read configuration files and check single values."""

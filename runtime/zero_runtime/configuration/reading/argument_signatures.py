@@ -1,4 +1,4 @@
-"""Checks that arguments in a configuration fit the class that they are passed to."""
+"""A check that the arguments in a configuration fit the class that they are passed to."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from zero_runtime.errors import ConfigError
 def check_arguments(
     block: str, kind: Callable[..., Any], arguments: Mapping[str, Any], reserved: Sequence[str] = ()
 ) -> None:
-    """Refuse arguments that ``kind`` does not take, required ones that are absent, and values of another type.
+    """Refuse unknown arguments of ``kind``, values of the wrong type, and missing required arguments.
 
     Args:
-        block: their block in the configuration, such as ``optimizer.params``.
-        kind: the class; its first parameter is not configurable.
-        arguments: by name.
-        reserved: further parameters that are not configurable.
+        block: The block of the arguments in the configuration, such as ``optimizer.params``.
+        kind: The class. Its first parameter is not configurable.
+        arguments: The arguments by name.
+        reserved: Further parameters of the class that are not configurable.
 
     Raises:
-        ConfigError: an argument does not fit; the message names the key, the value and what the class takes.
+        ConfigError: An argument does not fit. The message names the key, the value and the parameters of the class.
     """
     _, *parameters = inspect.signature(kind).parameters.values()
     if any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters):
@@ -46,13 +46,13 @@ def check_arguments(
 
 
 def _mismatch(default: Any, value: Any) -> str | None:
-    """The expected type if ``value`` cannot replace ``default``; None if it can."""
+    """Return the expected type if ``value`` cannot replace ``default``; None if ``value`` fits."""
     if value is None or default is None or default is inspect.Parameter.empty:
         return None
     if isinstance(default, bool):
         return None if isinstance(value, int) and value in (0, 1) else "true or false"
     if isinstance(default, int | float):
-        # A list has a value for each param group, where the class takes one.
+        # A list is accepted too: it contains one value for each param group, although the class declares one number.
         return None if _is_number(value) or _are_numbers(value) else "a number"
     if isinstance(default, tuple) and _are_numbers(default):
         fits = _are_numbers(value) and len(value) == len(default)

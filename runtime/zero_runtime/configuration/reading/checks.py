@@ -1,6 +1,7 @@
-"""Checks of single values in a configuration. Each takes the key's full name and the value, and returns the value to use.
+"""Checks of single values in a configuration. A check takes the full name of a key and its value, and returns a value.
 
-All raise ConfigError with the name, the value and what was expected.
+The returned value is the one to use. If the value is not valid, a check raises ConfigError with the name, the
+value and the expected values.
 """
 
 from __future__ import annotations
@@ -20,13 +21,14 @@ def unchanged(value: Any) -> Any:
 
 
 class Check(NamedTuple):
-    """A check, called with the key's full name and the value.
+    """A check, which is called with the full name of a key and its value.
 
     Attributes:
-        expected: description of valid values, for the documentation.
-        function: the check itself.
-        table: the keys of an object with known keys; None otherwise.
-        coerce: converts a value of another type as DeepSpeed does; returns the value itself if DeepSpeed converts nothing.
+        expected: A description of valid values, for the documentation.
+        function: The function that checks a value.
+        table: The keys of an object with known keys; None for any other value.
+        coerce: A function that converts a value of another type in the same way as DeepSpeed. It returns the value
+            unchanged if DeepSpeed does not convert it.
     """
 
     expected: str
@@ -35,12 +37,12 @@ class Check(NamedTuple):
     coerce: Callable[[Any], Any] = unchanged
 
     def __call__(self, name: str, value: Any) -> Any:
-        """The value to use. Raises ConfigError."""
+        """Return the value to use. Raises ConfigError if ``value`` is not valid."""
         return self.function(name, value)
 
 
 def integer(minimum: int = 0, maximum: int | None = None) -> Check:
-    """A check for integers of at least ``minimum``; floats with integer values such as 5e8 pass."""
+    """Return a check for integers from ``minimum`` to ``maximum``. Floats with integer values, such as 5e8, pass."""
 
     def check(name: str, value: Any) -> int:
         is_whole = isinstance(value, int) or (isinstance(value, float) and value.is_integer())
@@ -56,7 +58,7 @@ def integer(minimum: int = 0, maximum: int | None = None) -> Check:
 
 
 def number(minimum: float | None = None, maximum: float = sys.float_info.max) -> Check:
-    """A check for numbers of at least ``minimum`` and at most ``maximum``; finite ones unless ``maximum`` is infinite."""
+    """Return a check for numbers from ``minimum`` to ``maximum``. By default, infinity does not pass."""
 
     def check(name: str, value: Any) -> float:
         good = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= maximum
@@ -69,7 +71,7 @@ def number(minimum: float | None = None, maximum: float = sys.float_info.max) ->
 
 
 def choice(*values: str) -> Check:
-    """A check for one of ``values``."""
+    """Return a check for one of ``values``."""
 
     def check(name: str, value: Any) -> str:
         if value in values:
@@ -80,7 +82,7 @@ def choice(*values: str) -> Check:
 
 
 def choice_of_any_case(*values: str) -> Check:
-    """A check for one of ``values`` in any case."""
+    """Return a check for one of ``values`` in upper or lower case."""
 
     def check(name: str, value: Any) -> str:
         matches = [each for each in values if isinstance(value, str) and each.lower() == value.lower()]
@@ -90,7 +92,7 @@ def choice_of_any_case(*values: str) -> Check:
 
 
 def either(keyword: str, check: Check) -> Check:
-    """``check``, which also accepts the string ``keyword``."""
+    """Return a version of ``check`` that also accepts the string ``keyword``."""
 
     def checked(name: str, value: Any) -> Any:
         if value == keyword:
@@ -104,7 +106,7 @@ def either(keyword: str, check: Check) -> Check:
 
 
 def not_boolean(check: Check) -> Check:
-    """``check``, which refuses true and false instead of reading them as 1 and 0."""
+    """Return a version of ``check`` that refuses true and false instead of converting them to 1 and 0."""
     return Check(
         check.expected,
         check.function,
@@ -113,7 +115,10 @@ def not_boolean(check: Check) -> Check:
 
 
 def unlimited(check: Check) -> Check:
-    """``check``, which also accepts infinity: accelerate's value for an interval that never elapses."""
+    """Return a version of ``check`` that also accepts infinity.
+
+    accelerate uses infinity for an interval that never elapses.
+    """
     return Check(
         f"{check.expected} or inf",
         lambda name, value: value if value == float("inf") else check(name, value),
@@ -121,7 +126,7 @@ def unlimited(check: Check) -> Check:
 
 
 def optional(check: Check) -> Check:
-    """``check``, which also accepts null."""
+    """Return a version of ``check`` that also accepts null."""
     return Check(
         f"{check.expected} or null",
         lambda name, value: None if value is None else check(name, value),
@@ -138,7 +143,7 @@ _DIGITS: Final = re.compile(r"[+-]?[0-9]+(_[0-9]+)*(\.0+)?")
 
 
 def _truth(value: Any) -> Any:
-    """``value`` as the boolean that pydantic reads, or unchanged."""
+    """Return ``value`` converted to a boolean like pydantic, or unchanged if pydantic does not convert it."""
     if isinstance(value, str):
         return _WORDS.get(value.lower(), value)
     if isinstance(value, int | float) and value in (0, 1):
@@ -147,7 +152,7 @@ def _truth(value: Any) -> Any:
 
 
 def _whole(value: Any) -> Any:
-    """``value`` as the integer that pydantic reads, or unchanged."""
+    """Return ``value`` converted to an integer like pydantic, or unchanged if pydantic does not convert it."""
     if isinstance(value, bool):
         return int(value)
     if isinstance(value, str) and _DIGITS.fullmatch(value.strip()):
@@ -156,7 +161,7 @@ def _whole(value: Any) -> Any:
 
 
 def coerced_number(value: Any) -> Any:
-    """``value`` as the number that pydantic reads, or unchanged."""
+    """Return ``value`` converted to a number like pydantic, or unchanged if pydantic does not convert it."""
     if isinstance(value, bool):
         return float(value)
     if isinstance(value, str):
@@ -230,26 +235,26 @@ def unknown_key(
     block: str,
     elsewhere: Mapping[str, str] | None = None,
 ) -> str:
-    """The error message for key ``key``, which is in no table.
+    """Return the error message for key ``key``, which is in no table.
 
     Args:
-        full: its full name.
-        key: its name within the block.
-        known: the keys of the block.
-        block: the name of the block, empty at the top.
-        elsewhere: full names, by key, of the keys of other blocks.
+        full: The full name of the key.
+        key: The name of the key within the block.
+        known: The known keys of the block.
+        block: The name of the block, which is empty for the top level.
+        elsewhere: The full names of the keys of all other blocks, by key.
     """
     prefix = f"{block}." if block else ""
     known, elsewhere = list(known), elsewhere or {}
     reason = _KNOWN_OTHERWISE.get(key)
     if reason is not None:
         return f"unknown key {full!r}; {reason}"
-    # In this order: a typo of one letter in this block, a key of another block, a typo in one of those, and less similar
-    # keys of this block.
+    # The candidates are tried from the most to the least likely: a key of this block with a typo of one letter, a key
+    # of another block, a key of another block with a typo, and less similar keys of this block.
     for names, likeness in ((known, 0.9), (elsewhere, 1.0), (elsewhere, 0.9), (known, 0.75)):
         near = get_close_matches(key.lower(), list(names), 1, likeness)
         if likeness < 0.9 and not near and len(key) > 4:
-            # The key may be only the beginning of a name.
+            # The key may be the beginning of a longer name.
             near = [name for name in names if name.startswith(key.lower())][:1]
         if near:
             meant = elsewhere[near[0]] if names is elsewhere else prefix + near[0]
@@ -264,7 +269,7 @@ COMMENTS: Final = ("_", "#", "//", "$", "comment")  # prefixes of keys that peop
 _INFERENCE: Final = (
     "it belongs to the configuration of deepspeed.init_inference, which is not in this version; remove it"
 )
-# Keys of DeepSpeed that are in no table: of its other configurations, and of versions before 0.19.
+# Keys of DeepSpeed that are in no table. They belong to its other configurations, or to versions before 0.19.
 _KNOWN_OTHERWISE: Final[Mapping[str, str]] = {
     **dict.fromkeys(
         (

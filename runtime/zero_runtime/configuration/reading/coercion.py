@@ -1,8 +1,9 @@
 """Conversion of values to the types of their keys, as in DeepSpeed 0.19.8.
 
-DeepSpeed reads most blocks with pydantic, which drops keys whose value is ``"auto"`` and converts strings, numbers and
-booleans into each other. It reads the top level and the blocks of :data:`UNCHECKED` without checks: unknown keys are
-ignored, and booleans follow Python's truth value. Only strings differ here: ``"false"`` is false.
+DeepSpeed reads most blocks with pydantic. This step drops keys whose value is ``"auto"``, and converts strings,
+numbers and booleans into each other. DeepSpeed reads the top level and the blocks of :data:`UNCHECKED` without
+checks. There, it ignores unknown keys and uses Python's truth value for booleans. This runtime differs only for
+strings: ``"false"`` is false.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ UNCHECKED: Final = frozenset(
         "timers",
     }
 )
-# Blocks that DeepSpeed does not have: values are converted as in its own, and "auto" is never left out.
+# Blocks that DeepSpeed does not have. Values are converted as in DeepSpeed's blocks, and "auto" is never dropped.
 _OWN: Final = ("gradient_compression", "pipeline_parallel", "communication")
 # Blocks whose values DeepSpeed uses only if the feature is enabled, so that "auto" and null have no effect.
 _UNUSED: Final = frozenset(
@@ -52,19 +53,21 @@ _NULL_AT_TOP: Final = frozenset({"bf16", "seq_parallel_communication_data_type"}
 
 
 def is_comment(block: str, name: str) -> bool:
-    """Whether an unknown key is a comment. DeepSpeed ignores comments in the blocks that it does not check."""
+    """Return whether an unknown key is a comment. DeepSpeed ignores comments in the blocks that it does not check."""
     return (block in UNCHECKED or block.startswith(_OWN)) and name.lower().startswith(COMMENTS)
 
 
 def coerced(
     document: Mapping[str, Any], blocks: Mapping[str, Table], notices: list[str] | None = None
 ) -> dict[str, Any]:
-    """``document`` with each value converted to the type of its key, without comments and unresolved ``"auto"`` values.
+    """Return ``document`` with values converted to the types of their keys, and without comments.
+
+    Values that are ``"auto"`` are also dropped, unless their keys accept ``"auto"`` or DeepSpeed keeps them.
 
     Args:
-        document: a complete configuration.
-        blocks: the tables of all blocks by their full names; the top level is ``""``.
-        notices: receives one line for values that were left out, and one for values that were converted.
+        document: A complete configuration.
+        blocks: The tables of all blocks, by the full name of the block. The name of the top level is ``""``.
+        notices: A list to which one line about dropped values and one line about converted values are added.
     """
     dropped: list[str] = []
     converted: list[str] = []

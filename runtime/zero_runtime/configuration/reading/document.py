@@ -1,7 +1,8 @@
-"""Reads a JSON configuration file; errors name the line and column.
+"""A reader of JSON configuration files, whose errors name the line and column.
 
-Hjson is accepted with a warning, as in DeepSpeed: comments, superfluous commas, missing quotes. Errors name other common
-mistakes: Python's True, False and None, 500_000_000, NaN, a key that is given twice. Lines and columns count from 1.
+As in DeepSpeed, Hjson is accepted, but with a warning. Hjson allows comments, superfluous commas and missing
+quotes. Errors name other common mistakes: Python's True, False and None, 500_000_000, NaN, and a repeated key.
+Lines and columns count from 1.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ _STRUCTURE: Final = re.compile(r"""(?P<key>"(?:[^"\\]|\\.)*")(?=\s*:)|"(?:[^"\\]
 
 
 def load(path: str | Path) -> dict[str, Any]:
-    """Read the config file at ``path``. Raises ConfigError with the file, line and column of what is wrong."""
+    """Read the configuration file at ``path``. Raises ConfigError with the file, line and column of an error."""
     path = Path(path)
     try:
         text = path.read_text(encoding="utf-8-sig")
@@ -45,10 +46,10 @@ def load(path: str | Path) -> dict[str, Any]:
 
 
 def decoded(text: str) -> dict[str, Any] | None:
-    """The configuration whose URL-safe base64 encoding is ``text``; None if it is not base64 of an object.
+    """Return the configuration whose URL-safe base64 encoding is ``text``; None if ``text`` is no such encoding.
 
     Raises:
-        ConfigError: the decoded text is not a JSON object.
+        ConfigError: The decoded text begins with a brace but is not a JSON object.
     """
     try:
         content = base64.b64decode(text.encode("ascii"), altchars=b"-_", validate=True).decode()
@@ -58,7 +59,7 @@ def decoded(text: str) -> dict[str, Any] | None:
 
 
 def parse(text: str, name: str = "config") -> dict[str, Any]:
-    """The JSON object in ``text``; errors begin with ``name``, line and column."""
+    """Return the JSON object in ``text``. Errors begin with ``name``, the line and the column."""
     slip = _first_slip(text)
     try:
         value = json.loads(text, parse_constant=_constant)
@@ -96,7 +97,10 @@ class _ConstantError(Exception):
 
 
 def _repeated_key(text: str) -> tuple[int, str] | None:
-    """Position and text of the first key that is repeated within its object. ``text`` is valid JSON."""
+    """Return the position and text of the first key that is repeated within its object; None if there is none.
+
+    ``text`` must be valid JSON.
+    """
     open_keys: list[set[str]] = []
     for match in _STRUCTURE.finditer(text):
         key = match.group("key")
@@ -112,13 +116,14 @@ def _repeated_key(text: str) -> tuple[int, str] | None:
 
 
 def _constant(name: str) -> float:
-    if name == "Infinity":  # as Python writes accelerate's steps_per_print; checks of numbers refuse it
+    # Python writes accelerate's steps_per_print in this way. The checks of numbers refuse infinity.
+    if name == "Infinity":
         return float("inf")
     raise _ConstantError(name)
 
 
 def _first_slip(text: str) -> tuple[int, str] | None:
-    """Position and description of the first common mistake that is not JSON."""
+    """Return the position and description of the first common mistake that is not JSON; None if there is none."""
     for match in _TOKEN.finditer(text):
         kind, token = match.lastgroup, match.group()
         if kind == "string":

@@ -1,7 +1,8 @@
-"""Reads Hjson, which DeepSpeed accepts: JSON with comments, and with optional quotes and commas.
+"""A reader of Hjson, which DeepSpeed accepts: JSON with comments and with optional quotes and commas.
 
-A string without quotes ends with its line. An unquoted string with JSON punctuation, or with a word or number of Python, is
-an error here: Hjson would read ``True,`` as a string of five characters.
+A string without quotes extends to the end of its line. In this reader, an unquoted string with JSON
+punctuation, or with a word or number of Python, is an error, because Hjson would read ``True,`` as a string of
+five characters.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ class HjsonError(Exception):
     """A syntax error.
 
     Attributes:
-        position: in the text, from 0.
-        what: the description.
+        position: The position in the text, from 0.
+        what: The description of the error.
     """
 
     def __init__(self, position: int, what: str) -> None:
@@ -41,7 +42,7 @@ class _Read(NamedTuple):
 
 
 def parse(text: str) -> Any:
-    """The value in ``text``; the outermost braces are optional. Raises HjsonError."""
+    """Return the value in ``text``. The outermost braces are optional. Raises HjsonError for a syntax error."""
     begin = _skip(text, 0)
     parsed = _value(text, begin) if text[begin : begin + 1] in ("{", "[") else _members(text, begin, "")
     end = _skip(text, parsed.end)

@@ -1,4 +1,4 @@
-"""The rows of the tables of configuration keys: check, default, meaning and status of each key."""
+"""The rows of the tables of configuration keys. A row has the check, default, meaning and status of one key."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from zero_runtime.errors import ConfigError, UnsupportedError
 
 
 class Status(StrEnum):
-    """How this version treats a key."""
+    """The ways in which this version treats a key."""
 
     USED = "used"
     INERT = "inert"
@@ -24,13 +24,14 @@ class Key(NamedTuple):
     """One key of one block.
 
     Attributes:
-        check: of its value.
-        default: the value if the key is absent.
-        meaning: in a few words.
-        status: how this version treats it.
-        note: for an inert or a refused key, the reason; for a later or a waiting key, the feature that will read it.
-        instead: for a later key, what to use in this version.
-        stage_3_only: whether it has an effect only at stage 3.
+        check: The check of the value of the key.
+        default: The value if the key is absent.
+        meaning: A short description of the key.
+        status: How this version treats the key.
+        note: For an inert or a refused key, the reason. For a later or a waiting key, the feature that will use
+            the key.
+        instead: For a later key, the alternative in this version.
+        stage_3_only: Whether the key has an effect only at stage 3.
     """
 
     check: Check
@@ -46,51 +47,57 @@ Table = Mapping[str, Key]
 
 
 def used(check: Check, default: Any, meaning: str) -> Key:
-    """A key that has an effect."""
+    """Return the row of a key that has an effect."""
     return Key(check, default, meaning)
 
 
 def stage_3(check: Check, default: Any, meaning: str) -> Key:
-    """A key that has an effect only at stage 3."""
+    """Return the row of a key that has an effect only at stage 3."""
     return Key(check, default, meaning, stage_3_only=True)
 
 
 def inert(check: Check, default: Any, meaning: str, why: str) -> Key:
-    """A key whose value is checked and has no effect."""
+    """Return the row of a key whose value is checked but has no effect."""
     return Key(check, default, meaning, Status.INERT, why)
 
 
 def later(check: Check, default: Any, meaning: str, feature: str, instead: str = "") -> Key:
-    """A key of a feature that this version does not have: only values that disable the feature are accepted."""
+    """Return the row of a key that enables a feature that this version does not have.
+
+    Only values that disable the feature are accepted.
+    """
     return Key(check, default, meaning, Status.LATER, feature, instead)
 
 
 def waiting(check: Check, default: Any, meaning: str, feature: str) -> Key:
-    """Another key or the block of such a feature: it is checked and not used yet."""
+    """Return the row of a further key, or of the block, of a feature that this version does not have.
+
+    The value is checked but not used yet.
+    """
     return Key(check, default, meaning, Status.WAITING, feature)
 
 
 def refused(why: str, meaning: str) -> Key:
-    """A key that is refused if it enables something."""
+    """Return the row of a key that is refused if its value enables something."""
     return Key(anything, None, meaning, Status.REFUSED, why)
 
 
 def inside(table: Table) -> Check:
-    """A check for an object with the keys of ``table``; it returns a complete object with the defaults of absent keys."""
+    """Return a check for an object with the keys of ``table``. The check adds the defaults of absent keys."""
     return Check("object", lambda name, value: read(table, name, mapping(name, value)), table)
 
 
 def read(table: Table, block: str, block_values: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of a block: checked values, and defaults for absent keys.
+    """Return the values of a block: checked values, and defaults for absent keys.
 
     Args:
-        table: its keys.
-        block: its full name; empty for the top level.
-        block_values: the block in the configuration; it has only keys of ``table``.
+        table: The keys of the block.
+        block: The full name of the block, which is empty for the top level.
+        block_values: The block in the configuration. All its keys must be in ``table``.
 
     Raises:
-        ConfigError: a value of the wrong kind, or a key that is refused.
-        UnsupportedError: a key with a value that enables a feature that this version does not have.
+        ConfigError: A value has the wrong type, or a key is refused.
+        UnsupportedError: A value enables a feature that this version does not have.
     """
     values = {name: _default(key, _full(block, name)) for name, key in table.items()}
     for name, value in block_values.items():
@@ -120,7 +127,8 @@ def _refuse(key: Key, full: str, value: Any) -> None:
 
 
 def _refuse_later(key: Key, full: str, value: Any) -> None:
-    is_asked_for = value == {} and key.default is None and key.check.table is not None  # a block of defaults
+    # An empty block enables the feature with its defaults.
+    is_asked_for = value == {} and key.default is None and key.check.table is not None
     if key.stage_3_only or value == key.default or is_off(value):
         return
     if value in (False, {}, None) and not is_asked_for:
@@ -133,5 +141,5 @@ def _refuse_later(key: Key, full: str, value: Any) -> None:
 
 
 def is_off(value: Any) -> bool:
-    """Whether a block has ``enabled`` false."""
+    """Return whether ``value`` is a block in which ``enabled`` is false."""
     return isinstance(value, Mapping) and value.get("enabled") is False

@@ -1,6 +1,9 @@
 """Blocks of the configuration as objects: ``deepspeed.runtime.zero.config``, ``offload_config``, ``leaf_module_config``
-and ``precision_config``. Each takes the keys of its block, checks them like the whole configuration, and sets all other
-keys to their defaults."""
+and ``precision_config``.
+
+Each class takes the keys of its block as arguments, checks them in the same way as the whole configuration, and
+sets all other keys to their defaults.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ _OLD_GATHER: Final = "stage3_gather_fp16_weights_on_model_save"
 
 
 def namespace(block: Mapping[str, Any]) -> SimpleNamespace:
-    """A block with its keys as attributes, inner blocks too."""
+    """Return an object that has the keys of a block, and of the blocks within it, as attributes."""
     return SimpleNamespace(**_attributes(block))
 
 
@@ -35,7 +38,7 @@ class DeepSpeedZeroOffloadOptimizerConfig(SimpleNamespace):
     """The block ``zero_optimization.offload_optimizer``.
 
     Attributes:
-        pipeline: whether reading or writing overlaps the update.
+        pipeline: Whether reads or writes overlap the update of the optimizer.
     """
 
     def __init__(self, **values: Any) -> None:
@@ -44,7 +47,7 @@ class DeepSpeedZeroOffloadOptimizerConfig(SimpleNamespace):
 
 
 class DeepSpeedZeroLeafModuleConfig(SimpleNamespace):
-    """The block ``zero_optimization.leaf_module``: lists of names."""
+    """The block ``zero_optimization.leaf_module``, which consists of lists of names."""
 
     def __init__(self, **values: Any) -> None:
         read = all_keys.read({"zero_optimization": {"stage": 3, "leaf_module": values}})
@@ -55,10 +58,10 @@ class DeepSpeedZeroLeafModuleConfig(SimpleNamespace):
 
 
 class DeepSpeedZeroConfig(SimpleNamespace):
-    """The block ``zero_optimization``; keys with the prefix ``stage3_`` are attributes without it too.
+    """The block ``zero_optimization``. A key with the prefix ``stage3_`` is also an attribute without the prefix.
 
     Raises:
-        ConfigError: a key that there is not, or a value that cannot be used.
+        ConfigError: A key does not exist, or a value cannot be used.
     """
 
     def __init__(self, **block: Any) -> None:
@@ -99,17 +102,17 @@ class DeepSpeedBF16Config(SimpleNamespace):
 
 
 def get_zero_config(param_dict: Mapping[str, Any]) -> DeepSpeedZeroConfig:
-    """The block ``zero_optimization`` of a whole configuration."""
+    """Return the block ``zero_optimization`` of a whole configuration."""
     return DeepSpeedZeroConfig(**param_dict.get("zero_optimization", {}))
 
 
 def get_float16_config(param_dict: Mapping[str, Any]) -> DeepSpeedFP16Config:
-    """The block ``fp16`` of a whole configuration."""
+    """Return the block ``fp16`` of a whole configuration."""
     return DeepSpeedFP16Config(**param_dict.get("fp16", {}))
 
 
 def get_bfloat16_config(param_dict: Mapping[str, Any]) -> DeepSpeedBF16Config:
-    """The block ``bf16`` of a whole configuration; ``bfloat16`` is another spelling."""
+    """Return the block ``bf16`` of a whole configuration. ``bfloat16`` is another name of this block."""
     return DeepSpeedBF16Config(**param_dict.get("bf16", param_dict.get("bfloat16", {})))
 
 

@@ -1,7 +1,9 @@
 """``deepspeed.runtime.config_utils``: the pydantic class for configurations of scripts.
 
-It needs the package pydantic, which this runtime's own configuration does not. A field may say in ``json_schema_extra`` that
-it is ``deprecated``, which field is its ``new_param``, and by which ``new_param_fn`` the value is converted.
+This module requires the package pydantic, which this runtime's own configuration does not use. The
+``json_schema_extra`` of a field can contain three entries. ``deprecated`` marks a deprecated field,
+``new_param`` is the name of the field that replaces it, and ``new_param_fn`` is the function that converts the
+value.
 """
 
 from __future__ import annotations
@@ -20,11 +22,11 @@ except ImportError as error:
 
 
 class DeepSpeedConfigModel(BaseModel):
-    """A configuration with checked fields; unknown fields are refused, and ``"auto"`` values are not set.
+    """A configuration with checked fields. Unknown fields are refused, and values that are ``"auto"`` are dropped.
 
     Args:
-        strict: keep values that are ``"auto"``.
-        data: the values by field.
+        strict: Whether values that are ``"auto"`` are kept.
+        data: The values, by field.
     """
 
     model_config = ConfigDict(

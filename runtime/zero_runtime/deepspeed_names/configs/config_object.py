@@ -13,7 +13,7 @@ from zero_runtime.deepspeed_names.configs.block_configurations import namespace
 
 
 class ZeroStageEnum(enum.IntEnum):
-    """The stages, by DeepSpeed's names."""
+    """The ZeRO stages, with DeepSpeed's names."""
 
     disabled = 0
     optimizer_states = 1
@@ -23,7 +23,7 @@ class ZeroStageEnum(enum.IntEnum):
 
 
 class OffloadDeviceEnum(enum.StrEnum):
-    """The devices of states and parameters."""
+    """The devices that store optimizer states and parameters."""
 
     none = "none"
     cpu = "cpu"
@@ -31,7 +31,7 @@ class OffloadDeviceEnum(enum.StrEnum):
 
 
 class OffloadStateTypeEnum(enum.StrEnum):
-    """The states that engine.offload_states can move."""
+    """The states that ``engine.offload_states`` can move."""
 
     optim_states = "optim_states"
     hp_params = "hp_params"
@@ -41,7 +41,7 @@ class OffloadStateTypeEnum(enum.StrEnum):
 
 
 class ZeroParamType(enum.Enum):
-    """How a parameter is partitioned. Here each rank has its shard."""
+    """The ways in which a parameter can be partitioned. In this runtime, each rank has its shard."""
 
     NORMAL = 1
     PARTITIONED = 2
@@ -49,7 +49,7 @@ class ZeroParamType(enum.Enum):
 
 
 class ValidationMode:
-    """The reaction to different tags on different ranks."""
+    """The reactions to checkpoint tags that differ between ranks."""
 
     WARN = "WARN"
     IGNORE = "IGNORE"
@@ -57,15 +57,17 @@ class ValidationMode:
 
 
 class DeepSpeedConfig:
-    """A checked configuration, with the attributes by which scripts read it.
+    """A checked configuration, with the attributes that scripts read.
 
     Args:
-        config: a dict, a path, or base64 of a JSON object.
-        mpu: Megatron's object of ranks that share a model; as many ranks have other samples as it says.
-        mesh_device: a mesh of torch's with the dimension ``data_parallel``, which says the same.
+        config: A dict, a path, or a JSON object in base64.
+        mpu: Megatron's object that describes the ranks that share a model. Its data-parallel world size is the
+            number of replicas.
+        mesh_device: A device mesh of torch. Without ``mpu``, the size of its dimension ``data_parallel`` is the
+            number of replicas.
 
     Raises:
-        ConfigError: it cannot be used.
+        ConfigError: The configuration cannot be used.
     """
 
     def __init__(self, config: Any, mpu: Any = None, mesh_device: Any = None) -> None:
@@ -93,27 +95,30 @@ class DeepSpeedConfig:
             setattr(self, f"{part}_params", None if chosen is None else dict(chosen.params))
 
     def _configure_train_batch_size(self) -> None:
-        """Derive the batch sizes that are None from the others, and check them. Raises ConfigError."""
+        """Derive the batch sizes that are None from the other sizes, and check all sizes.
+
+        Raises ConfigError if the sizes do not fit together.
+        """
         names = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size")
         sizes = batch_sizes({name: getattr(self, name) for name in names}, self.world_size)
         for name, value in zip(names, sizes, strict=True):
             setattr(self, name, value)
 
     def print_user_config(self) -> None:
-        """Print the configuration as it was passed."""
+        """Print the configuration that was passed, without defaults."""
         import json
 
         print(json.dumps(self._param_dict, indent=4, sort_keys=True))
 
     def print(self, name: str) -> None:
-        """Print every key with the value in use."""
+        """Print every key with the value that is in use."""
         print(f"{name}:")
         for key, value in sorted(self.checked.effective().items()):
             print(f"  {key} = {value}")
 
 
 def _replicas(mpu: Any, mesh_device: Any, ranks: int) -> int:
-    """The number of replicas among ``ranks``, under DeepSpeed's name."""
+    """Return the number of replicas among ``ranks``, which DeepSpeed calls world_size."""
     if mpu is not None:
         return int(mpu.get_data_parallel_world_size())
     if mesh_device is not None:
@@ -122,6 +127,11 @@ def _replicas(mpu: Any, mesh_device: Any, ranks: int) -> int:
 
 
 def _others(config: Mapping[str, Any], sharing: int) -> int:
-    """The part of the ``sharing`` ranks of one model that is along axes the configuration does not name."""
+    """Return the number of ranks of one model along the axes that are not in the configuration.
+
+    Args:
+        config: The configuration, which determines the sizes of the tensor-parallel and sequence-parallel axes.
+        sharing: The number of ranks that share one model.
+    """
     parallel = configuration.parallel_of(config)
     return max(1, sharing // (parallel.tp_size * parallel.sequence_parallel_size))

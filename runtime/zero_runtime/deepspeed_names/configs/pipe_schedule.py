@@ -1,4 +1,4 @@
-"""``deepspeed.runtime.pipe.schedule``: pipeline schedules as objects with the instructions of one stage."""
+"""``deepspeed.runtime.pipe.schedule``: pipeline schedules, as objects that list the instructions of one stage."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ class PipeInstruction:
     """An instruction of a stage.
 
     Attributes:
-        name: of its class.
-        kwargs: its arguments, which are attributes too.
+        name: The name of the class of the instruction.
+        kwargs: The arguments of the instruction. Each argument is also an attribute.
     """
 
     def __init__(self, **kwargs: Any) -> None:
@@ -29,50 +29,50 @@ class PipeInstruction:
 
 
 class OptimizerStep(PipeInstruction):
-    """Update the parameters."""
+    """An instruction that updates the parameters."""
 
 
 class ReduceGrads(PipeInstruction):
-    """Reduce gradients over the replicas."""
+    """An instruction that reduces gradients over the replicas."""
 
 
 class ReduceTiedGrads(PipeInstruction):
-    """Reduce gradients of tied parameters over their stages."""
+    """An instruction that reduces the gradients of tied parameters over the stages that share these parameters."""
 
 
 class BufferOpInstruction(PipeInstruction):
-    """An instruction for the micro-batch of a buffer."""
+    """An instruction for the micro-batch in one buffer."""
 
     def __init__(self, buffer_id: int, **kwargs: Any) -> None:
         super().__init__(buffer_id=buffer_id, **kwargs)
 
 
 class LoadMicroBatch(BufferOpInstruction):
-    """Take the next batch."""
+    """An instruction that loads the next micro-batch."""
 
 
 class ForwardPass(BufferOpInstruction):
-    """Run the layers."""
+    """An instruction that runs the forward pass of the layers."""
 
 
 class BackwardPass(BufferOpInstruction):
-    """Run them backward."""
+    """An instruction that runs the backward pass of the layers."""
 
 
 class SendActivation(BufferOpInstruction):
-    """Send outputs to the next stage."""
+    """An instruction that sends outputs to the next stage."""
 
 
 class RecvActivation(BufferOpInstruction):
-    """Receive inputs from the stage before."""
+    """An instruction that receives inputs from the previous stage."""
 
 
 class SendGrad(BufferOpInstruction):
-    """Send the gradients of inputs to the stage before."""
+    """An instruction that sends the gradients of inputs to the previous stage."""
 
 
 class RecvGrad(BufferOpInstruction):
-    """Receive the gradients of outputs from the next stage."""
+    """An instruction that receives the gradients of outputs from the next stage."""
 
 
 _CLASSES: Final[dict[Action, type[BufferOpInstruction]]] = {
@@ -87,12 +87,12 @@ _CLASSES: Final[dict[Action, type[BufferOpInstruction]]] = {
 
 
 class PipeSchedule(ABC):
-    """The instructions of one stage in one step of the training.
+    """The instructions of one stage in one training step.
 
     Args:
-        micro_batches: of the step.
-        stages: of the pipeline.
-        stage_id: which of them.
+        micro_batches: The number of micro-batches of the step.
+        stages: The number of stages of the pipeline.
+        stage_id: The number of this stage.
     """
 
     def __init__(self, micro_batches: int, stages: int, stage_id: int) -> None:
@@ -102,15 +102,15 @@ class PipeSchedule(ABC):
 
     @abstractmethod
     def steps(self) -> Iterator[list[PipeInstruction]]:
-        """Lists of instructions; stages may wait for one another after each."""
+        """Yield lists of instructions. Stages may wait for one another after each list."""
 
     def num_pipe_buffers(self) -> int:
-        """The number of buffers that the stage needs."""
+        """Return the number of buffers that the stage needs."""
         return self.micro_batches
 
     @property
     def stage(self) -> int:
-        """This stage."""
+        """The number of this stage."""
         return self.stage_id
 
     @property
@@ -120,7 +120,7 @@ class PipeSchedule(ABC):
 
     @property
     def num_micro_batches(self) -> int:
-        """Micro-batches of the step."""
+        """The number of micro-batches of the step."""
         return self.micro_batches
 
     @property
@@ -141,40 +141,43 @@ class PipeSchedule(ABC):
 
 
 class TrainSchedule(PipeSchedule):
-    """One forward, one backward."""
+    """The schedule 1F1B (one forward, one backward)."""
 
     def steps(self) -> Iterator[list[PipeInstruction]]:
-        """The instructions, with the reductions and the update in the last list."""
+        """Yield the lists of instructions. The last list also contains the reductions and the update."""
         instructions = pipeline_schedules.one_f_one_b(self.stages, self.micro_batches, self.stage_id)
         for number, step in enumerate(instructions, 1):
             last = [ReduceTiedGrads(), ReduceGrads(), OptimizerStep()] if number == len(instructions) else []
             yield [*map(self._translated, step), *last]
 
     def num_pipe_buffers(self) -> int:
-        """The number of micro-batches in flight, and at least two."""
+        """Return the number of micro-batches in flight, but at least two."""
         return max(2, min(self.stages - self.stage_id, self.micro_batches))
 
 
 class InferenceSchedule(PipeSchedule):
-    """Forward passes only."""
+    """A schedule that consists of forward passes only."""
 
     def steps(self) -> Iterator[list[PipeInstruction]]:
-        """The instructions: a list for each of the steps in which any stage computes. Batches are taken first."""
+        """Yield a list of instructions for each step in which any stage computes.
+
+        The instruction that loads a micro-batch is the first one of its list.
+        """
         instructions = pipeline_schedules.inference(self.stages, self.micro_batches, self.stage_id)
         for step in instructions[: self.micro_batches + self.stages - 1]:
             ordered = sorted(step, key=lambda each: each.action is not Action.LOAD)
             yield [*map(self._translated, ordered)]
 
     def num_pipe_buffers(self) -> int:
-        """Two."""
+        """Return two."""
         return 2
 
 
 class DataParallelSchedule(PipeSchedule):
-    """Gradient accumulation without stages."""
+    """A schedule for gradient accumulation without pipeline stages."""
 
     def steps(self) -> Iterator[list[PipeInstruction]]:
-        """A list for each micro-batch."""
+        """Yield a list of instructions for each micro-batch."""
         for number in range(1, self.micro_batches + 1):
             instructions: list[PipeInstruction] = [LoadMicroBatch(0), ForwardPass(0), BackwardPass(0)]
             yield (
@@ -184,5 +187,5 @@ class DataParallelSchedule(PipeSchedule):
             )
 
     def num_pipe_buffers(self) -> int:
-        """One."""
+        """Return one."""
         return 1

@@ -1,5 +1,5 @@
-"""Arguments by which a script chooses a learning-rate schedule on its command line, as ``deepspeed.runtime.lr_schedules``
-defines them."""
+"""Command-line arguments with which a script chooses a learning-rate schedule, as defined in
+``deepspeed.runtime.lr_schedules``."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ _INTEGERS: Final = {
     },
     "WarmupLR": {"warmup_num_steps": 1000},
 }
-# Which arguments each schedule takes beside its own.
+# Maps a schedule to another schedule whose arguments it uses.
 _SHARED: Final = {"WarmupDecayLR": "WarmupLR", "WarmupCosineLR": "WarmupLR"}
-_UNSET: Final = -1  # of a count: the schedule has a default of its own
+_UNSET: Final = -1  # a count with this value is not passed, so that the schedule uses its own default
 
 
 def add_tuning_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add ``--lr_schedule`` and the arguments of the schedules; returns ``parser``."""
+    """Add ``--lr_schedule`` and the arguments of the schedules to ``parser``, and return ``parser``."""
     group = parser.add_argument_group("Convergence Tuning", "Convergence tuning configurations")
     group.add_argument("--lr_schedule", default=None, help="name of a schedule, such as WarmupLR")
     for floats in _FLOATS.values():
@@ -52,10 +52,10 @@ def add_tuning_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
 
 
 def get_config_from_args(args: Any) -> tuple[dict[str, Any] | None, str | None]:
-    """The block ``scheduler`` of a configuration, from parsed arguments.
+    """Return the block ``scheduler`` of a configuration that parsed arguments describe.
 
     Returns:
-        (the block, None), or (None, why there is none).
+        (the block, None), or (None, the reason why there is no block).
     """
     name = getattr(args, "lr_schedule", None)
     if name is None:
@@ -76,10 +76,10 @@ def get_config_from_args(args: Any) -> tuple[dict[str, Any] | None, str | None]:
 
 
 def get_lr_from_config(config: Mapping[str, Any]) -> tuple[float | None, str]:
-    """The learning rate of a block ``scheduler``: the smallest of LRRangeTest, else the largest.
+    """Return the learning rate of a block ``scheduler``: for LRRangeTest the smallest rate, otherwise the largest rate.
 
     Returns:
-        (the rate, ""), or (None, why there is none).
+        (the rate, ""), or (None, the reason why there is no rate).
     """
     if "type" not in config or "params" not in config:
         return None, "LR schedule type or params not defined in config"

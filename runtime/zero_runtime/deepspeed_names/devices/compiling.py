@@ -8,20 +8,20 @@ import torch
 
 
 def is_compiling() -> bool:
-    """Whether torch.compile is tracing."""
+    """Return whether torch.compile is tracing."""
     return torch.compiler.is_compiling()
 
 
 def is_compile_supported() -> bool:
-    """Whether torch has torch.compile; always, in the versions that this runtime runs on."""
+    """Return whether torch has torch.compile. All versions of torch that this runtime supports have it."""
     return True
 
 
 def disable(func: Any) -> Any:
-    """``func``, excluded from compilation."""
+    """Return a version of ``func`` that is excluded from compilation."""
     return torch.compiler.disable(func)
 
 
 def enable(min_version: Any = None) -> Any:
-    """A decorator that returns functions unchanged: only ``engine.compile`` compiles."""
+    """Return a decorator that returns functions unchanged, because only ``engine.compile`` compiles."""
     return lambda func: func

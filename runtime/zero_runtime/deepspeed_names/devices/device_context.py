@@ -1,4 +1,4 @@
-"""``deepspeed.OnDevice``: construction of modules on a device and in a dtype; and profiler ranges around functions."""
+"""``deepspeed.OnDevice``: construction of modules on a device and in a dtype. Also profiler ranges around functions."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class OnDevice:
     """A context that creates tensors and parameters on ``device`` and in ``dtype``.
 
     Args:
-        dtype: of floating-point tensors.
-        device: such as ``meta``, which takes no memory, or ``cuda:0``.
+        dtype: The dtype of floating-point tensors.
+        device: The device, such as ``cuda:0``, or ``meta``, which needs no memory.
         enabled: False makes the context do nothing.
     """
 
@@ -45,7 +45,7 @@ class OnDevice:
 
 
 def instrument_w_nvtx(func: Callable[P, R]) -> Callable[P, R]:
-    """``func`` within an NVTX range of its name, if CUDA is available."""
+    """Wrap ``func`` so that each call runs within an NVTX range with its name, if CUDA is available."""
 
     @wraps(func)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:

@@ -1,4 +1,4 @@
-"""Streams and events of a CPU, for scripts that use those of a device."""
+"""Streams and events of a CPU, for scripts that use the streams and events of a device."""
 
 from __future__ import annotations
 
@@ -7,28 +7,28 @@ from typing import Any
 
 
 class HostStream:
-    """A stream of a CPU: calls are synchronous, so that there is nothing to wait for."""
+    """A stream of a CPU. Calls are synchronous, so that there is nothing to wait for."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         pass
 
     def wait_stream(self, stream: Any) -> None:
-        """Nothing to wait for."""
+        """Do nothing, because there is nothing to wait for."""
 
     def wait_event(self, event: Any) -> None:
-        """Nothing to wait for."""
+        """Do nothing, because there is nothing to wait for."""
 
     def synchronize(self) -> None:
-        """Nothing to wait for."""
+        """Do nothing, because there is nothing to wait for."""
 
     def record_event(self, event: Any = None) -> HostEvent:
-        """An event of the current time."""
+        """Record the current time in ``event`` or in a new event, and return the event."""
         event = event if event is not None else HostEvent()
         event.record()
         return event
 
     def query(self) -> bool:
-        """Whether all work is complete; always."""
+        """Return whether all work is complete, which is always true."""
         return True
 
     def __enter__(self) -> HostStream:
@@ -49,15 +49,15 @@ class HostEvent:
         self._at = time.perf_counter()
 
     def elapsed_time(self, end: HostEvent) -> float:
-        """Milliseconds until ``end``."""
+        """Return the time from this event to ``end``, in milliseconds."""
         return (end._at - self._at) * 1e3
 
     def query(self) -> bool:
-        """Whether the event is complete; always."""
+        """Return whether the event is complete, which is always true."""
         return True
 
     def synchronize(self) -> None:
-        """Nothing to wait for."""
+        """Do nothing, because there is nothing to wait for."""
 
     def wait(self, stream: Any = None) -> None:
-        """Nothing to wait for."""
+        """Do nothing, because there is nothing to wait for."""

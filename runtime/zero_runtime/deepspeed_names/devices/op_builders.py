@@ -1,4 +1,4 @@
-"""``deepspeed.ops.op_builder``: queries for compiled operations. None is built; torch provides the available ones."""
+"""``deepspeed.ops.op_builder``: queries for compiled operations. Nothing is built, because torch has the operations."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ _NOT_BUILT: Final = "zero_runtime has no kernels of its own to build or inject; 
 
 
 class OpBuilder:
-    """An operation under DeepSpeed's name.
+    """A compiled operation, with DeepSpeed's name.
 
     Attributes:
-        NAME: what it is called in ``deepspeed.ops.__compatible_ops__``.
-        HERE: whether this runtime does what it is for, with torch's operations.
+        NAME: The name of the operation in ``deepspeed.ops.__compatible_ops__``.
+        HERE: Whether this runtime supports the purpose of the operation, with operations of torch.
     """
 
     NAME = ""
@@ -29,18 +29,18 @@ class OpBuilder:
         self.name = name or self.NAME
 
     def absolute_name(self) -> str:
-        """DeepSpeed's path of the operation."""
+        """Return DeepSpeed's path of the operation."""
         return f"deepspeed.ops.{self.NAME}_op"
 
     def is_compatible(self, verbose: bool = False) -> bool:
-        """Whether its purpose is supported here."""
+        """Return whether this runtime supports the purpose of the operation."""
         return self.HERE
 
     def load(self, verbose: bool = True) -> Any:
-        """The compiled operation.
+        """Load the compiled operation.
 
         Raises:
-            UnsupportedError: always, there is none.
+            UnsupportedError: There is no compiled operation. This error is always raised.
         """
         raise UnsupportedError(
             f"{type(self).__name__}().load() is not in this version: {_NOT_BUILT}; {INSTEAD}"
@@ -48,13 +48,13 @@ class OpBuilder:
 
 
 class UtilsBuilder(OpBuilder):
-    """Tensors as one tensor, and as bytes."""
+    """An operation that converts tensors to one flat tensor, and to bytes."""
 
     NAME = "utils"
     HERE = True
 
     def load(self, verbose: bool = True) -> SimpleNamespace:
-        """flatten, unflatten and cast_to_byte_tensor."""
+        """Return an object with the functions flatten, unflatten and cast_to_byte_tensor."""
         return SimpleNamespace(
             flatten=torch._utils._flatten_dense_tensors,
             unflatten=torch._utils._unflatten_dense_tensors,
@@ -63,7 +63,7 @@ class UtilsBuilder(OpBuilder):
 
 
 def as_bytes(tensors: torch.Tensor | Sequence[torch.Tensor]) -> Any:
-    """The same memory as uint8, of one tensor or of each in a list."""
+    """Return the memory of one tensor, or of each tensor in a list, as a tensor of uint8."""
     if isinstance(tensors, torch.Tensor):
         return tensors.view(-1).view(torch.uint8)
     return [as_bytes(each) for each in tensors]

@@ -1,4 +1,4 @@
-"""``deepspeed.utils.pin_memory_tracker``: the amount of page-locked memory that a script reports."""
+"""``deepspeed.utils.pin_memory_tracker``: the sum of the page-locked memory that a script reports."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ _FIRST_LINE: Final = 32 * _GIB  # a line is logged at this size, and at each dou
 
 
 def shown_bytes(num_bytes: int) -> str:
-    """A number of bytes in the largest unit that it fills, with DeepSpeed's digits and names of units."""
+    """Return a number of bytes as text, in the largest unit that is not larger than the number.
+
+    The names of the units and the number of digits are those of DeepSpeed.
+    """
     for unit, size, digits in (("GB", _GIB, 3), ("MB", 2**20, 2), ("KB", 2**10, 1)):
         if num_bytes >= size:
             return f"{num_bytes / size:.{digits}f} {unit}"
@@ -19,18 +22,18 @@ def shown_bytes(num_bytes: int) -> str:
 
 
 class PinnedMemoryTracker:
-    """The sum over a process."""
+    """The sum of the page-locked memory of a process."""
 
     def __init__(self) -> None:
         self.reset()
 
     def reset(self) -> None:
-        """Count from 0."""
+        """Set the sum to 0."""
         self._bytes = self._calls = 0
         self._next_checkpoint = _FIRST_LINE
 
     def track(self, num_bytes: int) -> None:
-        """Add ``num_bytes``, and log each size at which a line is due."""
+        """Add ``num_bytes`` to the sum, and log a line for each threshold that the sum reaches."""
         self._bytes += num_bytes
         self._calls += 1
         while self._bytes >= self._next_checkpoint:

@@ -28,28 +28,34 @@ PSUTILS_INSTALLED: Final = False
 
 
 class NamedTimer:
-    """Sums the times between ``start`` and ``stop``: device time on CUDA, host time elsewhere.
+    """A timer that sums the times between ``start`` and ``stop``: device time on CUDA, host time on other devices.
 
     Args:
-        name: of the timer.
+        name: The name of the timer.
     """
 
     def __init__(self, name: str) -> None:
         self.name_ = name
         self.started_ = False
         self._begin: Any = None
-        self._passed: list[float | tuple[Any, Any]] = []  # milliseconds, or the events around them
+        # Each entry is a time in milliseconds, or the events at both ends.
+        self._passed: list[float | tuple[Any, Any]] = []
         self._means: list[float] = []
 
     def start(self) -> None:
-        """Begin."""
+        """Start the timer."""
         if self.started_:
             raise UsageError(f"timer {self.name_} runs already; stop it first")
         self._begin = _now()
         self.started_ = True
 
     def stop(self, reset: bool = False, record: bool = False) -> None:
-        """Stop; ``reset`` drops the sum before, ``record`` keeps the time for ``mean``."""
+        """Stop the timer.
+
+        Args:
+            reset: Whether the earlier times are dropped from the sum.
+            record: Whether the time is recorded for :meth:`mean`.
+        """
         if not self.started_:
             raise UsageError(f"timer {self.name_} does not run; start it first")
         end = _now()
@@ -68,7 +74,7 @@ class NamedTimer:
         self._passed.clear()
 
     def elapsed(self, reset: bool = True) -> float:
-        """The sum in milliseconds; a running timer continues."""
+        """Return the sum in milliseconds. A running timer continues."""
         running = self.started_
         if running:
             self.stop()
@@ -80,12 +86,12 @@ class NamedTimer:
         return total
 
     def mean(self) -> float:
-        """The mean of the recorded times, without the extremes, in milliseconds."""
+        """Return the trimmed mean of the recorded times, in milliseconds."""
         return trimmed_mean(self._means)
 
 
 class SynchronizedWallClockTimer:
-    """Timers by name."""
+    """A set of timers with names."""
 
     Timer = NamedTimer
 
@@ -93,16 +99,16 @@ class SynchronizedWallClockTimer:
         self.timers: dict[str, NamedTimer] = {}
 
     def __call__(self, name: str) -> NamedTimer:
-        """The timer of this name, created if it does not exist."""
+        """Return the timer with this name, and create it if it does not exist."""
         return self.timers.setdefault(name, NamedTimer(name))
 
     def get_timers(self) -> dict[str, NamedTimer]:
-        """All timers."""
+        """Return all timers by name."""
         return self.timers
 
     @staticmethod
     def memory_usage() -> str:
-        """The memory in use, as text."""
+        """Return the memory in use, as text."""
         return memory_in_use().shown()
 
     def log(
@@ -121,7 +127,7 @@ class SynchronizedWallClockTimer:
         log_dist(f"time (ms) | {' | '.join(times)}{memory}", ranks=ranks or [0])
 
     def get_mean(self, names: Sequence[str], normalizer: float = 1.0, reset: bool = True) -> dict[str, float]:
-        """The mean milliseconds of some timers."""
+        """Return the mean times of some timers in milliseconds, divided by ``normalizer``, by name."""
         _check(normalizer)
         means = {name: self.timers[name].mean() / normalizer for name in names if name in self.timers}
         for name in means:
@@ -137,42 +143,47 @@ class NoopTimer:
         """A timer that measures nothing."""
 
         def start(self) -> None:
-            """Nothing."""
+            """Do nothing."""
 
         def reset(self) -> None:
-            """Nothing."""
+            """Do nothing."""
 
         def stop(self, **options: Any) -> None:
-            """Nothing."""
+            """Do nothing."""
 
         def elapsed(self, **options: Any) -> float:
-            """0."""
+            """Return 0."""
             return 0.0
 
         def mean(self) -> float:
-            """0."""
+            """Return 0."""
             return 0.0
 
     def __init__(self) -> None:
         self.timer = self.Timer()
 
     def __call__(self, name: str) -> Any:
-        """The one timer."""
+        """Return the timer that measures nothing."""
         return self.timer
 
     def get_timers(self) -> dict[str, Any]:
-        """None."""
+        """Return an empty dictionary."""
         return {}
 
     def log(self, *arguments: Any, **options: Any) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def get_mean(self, *arguments: Any, **options: Any) -> None:
-        """Nothing."""
+        """Do nothing."""
 
 
 def trim_mean(data: Sequence[float], trim_percent: float) -> float:
-    """The mean of ``data`` without the smallest and the largest ``trim_percent`` (0 to 1) of it."""
+    """Return the mean of ``data`` without its smallest and its largest values.
+
+    Args:
+        data: The values.
+        trim_percent: The share of the values that is left out at each end, from 0 to 1.
+    """
     if not 0.0 <= trim_percent <= 1.0:
         raise UsageError(f"trim_percent is {trim_percent}; expected a number from 0 to 1")
     return trimmed_mean(data, trim_percent)

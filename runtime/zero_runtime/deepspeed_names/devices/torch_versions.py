@@ -1,4 +1,7 @@
-"""``deepspeed.git_version_info.torch_info``: the torch of this process; DeepSpeed records it when it is built."""
+"""``deepspeed.git_version_info.torch_info``: the versions of torch in this process.
+
+DeepSpeed itself records these versions when it is built.
+"""
 
 from __future__ import annotations
 

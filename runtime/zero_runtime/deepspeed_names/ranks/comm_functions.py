@@ -1,7 +1,7 @@
 """``deepspeed.comm``: torch.distributed with DeepSpeed's signatures; calls are timed if the log is enabled.
 
-All calls are the program's own, so none is tagged. Three keywords are for the log: ``prof`` times this call whatever
-``prof_all`` is, ``log_name`` is the name of its entry, and ``debug`` has no effect.
+No call is tagged, because all calls are issued by the script. Three keywords concern the log. ``prof`` times the call
+regardless of ``prof_all``, ``log_name`` is the name of the log entry of the call, and ``debug`` has no effect.
 """
 
 from __future__ import annotations
@@ -55,37 +55,40 @@ Group = ProcessGroup | None
 
 
 def is_available() -> bool:
-    """Whether torch.distributed is available."""
+    """Return whether torch.distributed is available."""
     return dist.is_available()
 
 
 def available_backends() -> list[str]:
-    """The backends of this torch."""
+    """Return the names of the backends that this build of torch provides."""
     known = {"gloo": dist.is_gloo_available, "nccl": dist.is_nccl_available, "mpi": dist.is_mpi_available}
     return [name for name, here in known.items() if here()]
 
 
 def destroy_process_group(group: Group = None) -> None:
-    """Leave ``group``; default: all."""
+    """Destroy ``group``; by default, destroy all groups."""
     dist.destroy_process_group(group)
 
 
 def get_world_group() -> Group:
-    """The group of all ranks."""
+    """Return the group of all ranks."""
     return dist.group.WORLD
 
 
 def get_all_ranks_from_group(group: Group = None) -> list[int]:
-    """The global ranks of ``group``, in its order."""
+    """Return the global ranks of ``group``, in the order of their ranks within the group."""
     return dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
 
 
 def initialize_mesh_device(mesh_shape: Sequence[int], mesh_dim_names: Sequence[str]) -> Any:
-    """All ranks as a mesh, torch's DeviceMesh.
+    """Return a mesh of all ranks, a DeviceMesh of torch.
 
     Args:
-        mesh_shape: ranks in each dimension; their product is the number of ranks.
-        mesh_dim_names: of the dimensions.
+        mesh_shape: The number of ranks in each dimension. The product must be the number of all ranks.
+        mesh_dim_names: The names of the dimensions.
+
+    Raises:
+        UsageError: The product of the dimensions is not the number of ranks.
     """
     shape, world = tuple(mesh_shape), dist.get_world_size()
     product = 1
@@ -100,22 +103,22 @@ def initialize_mesh_device(mesh_shape: Sequence[int], mesh_dim_names: Sequence[s
 
 
 def has_reduce_scatter_tensor() -> bool:
-    """Whether one tensor can be reduced and scattered; always."""
+    """Return whether one tensor can be reduced and scattered, which is always true."""
     return True
 
 
 def has_all_gather_into_tensor() -> bool:
-    """Whether one tensor can be gathered into; always."""
+    """Return whether tensors can be gathered into one tensor, which is always true."""
     return True
 
 
 def has_all_reduce_coalesced() -> bool:
-    """Whether several tensors can be reduced in one call; always."""
+    """Return whether several tensors can be reduced in one call, which is always true."""
     return True
 
 
 def has_coalescing_manager() -> bool:
-    """Whether torch can coalesce calls; always."""
+    """Return whether torch can coalesce calls, which is always true."""
     return True
 
 
@@ -124,13 +127,13 @@ def has_coalescing_manager() -> bool:
 
 @logged(0, "tensor")
 def broadcast(tensor: torch.Tensor, src: int, group: Group = None, async_op: bool = False) -> Work | None:
-    """Send ``tensor`` of global rank ``src`` to all, in place."""
+    """Send ``tensor`` of global rank ``src`` to all ranks, in place."""
     return dist.broadcast(tensor, src, group=group, async_op=async_op)
 
 
 @logged()
 def broadcast_object_list(object_list: list[Any], src: int, group: Group = None, device: Any = None) -> None:
-    """Send the picklable objects of global rank ``src`` to all, in place."""
+    """Send the picklable objects of global rank ``src`` to all ranks, in place."""
     dist.broadcast_object_list(object_list, src, group=group, device=device)
 
 
@@ -138,7 +141,7 @@ def broadcast_object_list(object_list: list[Any], src: int, group: Group = None,
 def all_gather(
     tensor_list: list[torch.Tensor], tensor: torch.Tensor, group: Group = None, async_op: bool = False
 ) -> Work | None:
-    """Gather every rank's ``tensor`` into ``tensor_list``, one for each rank."""
+    """Gather every rank's ``tensor`` into ``tensor_list``, one tensor for each rank."""
     return dist.all_gather(tensor_list, tensor, group=group, async_op=async_op)
 
 
@@ -164,7 +167,7 @@ def allgather_fn(
     async_op: bool = False,
     debug: Any = None,
 ) -> Any:
-    """Another name of :func:`all_gather_into_tensor`."""
+    """Gather a tensor. This is another name of :func:`all_gather_into_tensor`."""
     return all_gather_into_tensor(output_tensor, input_tensor, group=group, async_op=async_op)
 
 
@@ -175,10 +178,10 @@ def all_gather_coalesced(
     group: Group = None,
     async_op: bool = False,
 ) -> Any:
-    """:func:`all_gather_into_tensor` of several pairs.
+    """Gather several tensors, each like :func:`all_gather_into_tensor`.
 
     Returns:
-        With ``async_op`` something to wait for; otherwise None.
+        With ``async_op``, a work handle for all tensors; otherwise None.
     """
     works = [
         all_gather_single(output, source, group=group, async_op=True)
@@ -210,7 +213,7 @@ def reduce_scatter_fn(
     prof: bool = False,
     debug: Any = None,
 ) -> Any:
-    """Another name of :func:`reduce_scatter_tensor`."""
+    """Reduce and scatter a tensor. This is another name of :func:`reduce_scatter_tensor`."""
     return reduce_scatter_tensor(output_tensor, tensor, op=op, group=group, async_op=async_op, prof=prof)
 
 
@@ -235,7 +238,7 @@ def all_to_all_single(
     group: Group = None,
     async_op: bool = False,
 ) -> Work | None:
-    """Send row r of ``tensor`` to rank r; ``output`` gets this rank's row of every rank."""
+    """Send row r of ``tensor`` to rank r, and write the rows that this rank receives to ``output``."""
     return dist.all_to_all_single(
         output, tensor, output_split_sizes, input_split_sizes, group=group, async_op=async_op
     )
@@ -248,7 +251,10 @@ def all_to_all(
     group: Group = None,
     async_op: bool = False,
 ) -> Any:
-    """Send entry r of ``input_tensor_list`` to rank r; on gloo, which lacks this call, by point-to-point messages."""
+    """Send entry r of ``input_tensor_list`` to rank r.
+
+    gloo does not support this call, so that point-to-point messages are used with gloo.
+    """
     if dist.get_backend(group) != "gloo":
         return dist.all_to_all(output_tensor_list, input_tensor_list, group=group, async_op=async_op)
     rank = dist.get_rank(group)
@@ -274,7 +280,7 @@ def all_reduce(
 def inference_all_reduce(
     tensor: torch.Tensor, op: Any = ReduceOp.SUM, group: Group = None, async_op: bool = False
 ) -> Work | None:
-    """:func:`all_reduce`: there is no special version for inference."""
+    """Reduce ``tensor`` in place on every rank. There is no special version for inference."""
     return dist.all_reduce(tensor, op=op, group=group, async_op=async_op)
 
 
@@ -282,7 +288,7 @@ def inference_all_reduce(
 def all_reduce_coalesced(
     tensors: Sequence[torch.Tensor], op: Any = ReduceOp.SUM, group: Group = None, async_op: bool = False
 ) -> Any:
-    """:func:`all_reduce` of several tensors."""
+    """Reduce several tensors, each like :func:`all_reduce`."""
     works = [dist.all_reduce(tensor, op=op, group=group, async_op=True) for tensor in tensors]
     together = Works(works)
     return together if async_op else together.wait()
@@ -292,7 +298,7 @@ def all_reduce_coalesced(
 def reduce(
     tensor: torch.Tensor, dst: int, op: Any = ReduceOp.SUM, group: Group = None, async_op: bool = False
 ) -> Work | None:
-    """Reduce ``tensor`` to global rank ``dst``; elsewhere its content is undefined afterwards."""
+    """Reduce ``tensor`` to global rank ``dst``. On all other ranks, its content is undefined afterwards."""
     return dist.reduce(tensor, dst, op=op, group=group, async_op=async_op)
 
 
@@ -316,7 +322,7 @@ def scatter(
     group: Group = None,
     async_op: bool = False,
 ) -> Work | None:
-    """Give each rank its entry of the ``scatter_list`` of global rank ``src``."""
+    """Send each rank its entry of the ``scatter_list`` of global rank ``src``."""
     return dist.scatter(tensor, scatter_list, src, group=group, async_op=async_op)
 
 
@@ -330,7 +336,10 @@ def barrier(group: Group = None, async_op: bool = False, device_ids: list[int] |
 def monitored_barrier(
     group: Group = None, timeout: datetime.timedelta | None = None, wait_all_ranks: bool = False
 ) -> None:
-    """Wait for all ranks, and report those that miss the timeout. With other backends than gloo an ordinary barrier."""
+    """Wait for all ranks, and report the ranks that do not arrive before the timeout.
+
+    With a backend other than gloo, this function is an ordinary barrier.
+    """
     if dist.get_backend(group) == "gloo":
         dist.monitored_barrier(group=group, timeout=timeout, wait_all_ranks=wait_all_ranks)
     else:
@@ -348,7 +357,7 @@ def send(tensor: torch.Tensor, dst: int, group: Group = None, tag: int = 0) -> N
 
 @logged(0, "tensor")
 def recv(tensor: torch.Tensor, src: int | None = None, group: Group = None, tag: int = 0) -> int:
-    """Receive ``tensor`` from global rank ``src``, or from any rank; returns the sender."""
+    """Receive ``tensor`` from global rank ``src``, or from any rank, and return the rank of the sender."""
     return dist.recv(tensor, src, group=group, tag=tag)
 
 
@@ -368,11 +377,11 @@ class P2POp:
     """One message of :func:`batch_isend_irecv`.
 
     Args:
-        op: :func:`isend` or :func:`irecv`, of this module or torch's.
-        tensor: the tensor to send, or to receive into.
-        peer: global rank of the other side.
-        group: of both.
-        tag: of the message.
+        op: :func:`isend` or :func:`irecv` of this module, or the functions of torch with these names.
+        tensor: The tensor to send, or to receive into.
+        peer: The global rank of the other side.
+        group: The group of both ranks.
+        tag: The tag of the message.
     """
 
     def __init__(
@@ -386,7 +395,7 @@ class P2POp:
 
 @logged(0, "p2p_op_list")
 def batch_isend_irecv(p2p_op_list: Sequence[P2POp]) -> list[Work]:
-    """Start several messages together; returns their work handles."""
+    """Start several messages together, and return the work handles of the messages."""
     return dist.batch_isend_irecv(
         [dist.P2POp(each.op, each.tensor, each.peer, each.group, each.tag) for each in p2p_op_list]
     )
@@ -399,14 +408,14 @@ class Works:
         self._works = [work for work in works if work is not None]
 
     def wait(self, *arguments: Any) -> None:
-        """Wait for all of them."""
+        """Wait for all messages."""
         for work in self._works:
             work.wait(*arguments)
 
     def is_completed(self) -> bool:
-        """Whether all are complete."""
+        """Return whether all messages are complete."""
         return all(work.is_completed() for work in self._works)
 
     def get_future(self) -> Any:
-        """There is none for several."""
+        """Raise RuntimeError, because several messages have no common future."""
         raise RuntimeError("several messages have no future in common; wait for them")

@@ -25,15 +25,15 @@ def configure(
     verbose: bool | None = None,
     debug: bool | None = None,
 ) -> None:
-    """Enable or disable the log, and set what it records. None does not change a setting.
+    """Enable or disable the log, and set what it records. An argument that is None does not change its setting.
 
     Args:
-        deepspeed_config: a configuration (dict, path or DeepSpeedConfig), for its block ``comms_logger``.
-        enabled: time messages.
-        prof_all: of all operations.
-        prof_ops: of these operations.
-        verbose: print a line for each.
-        debug: keep them by the function that called too.
+        deepspeed_config: A configuration (dict, path or DeepSpeedConfig). Only its block ``comms_logger`` is used.
+        enabled: Whether calls are timed.
+        prof_all: Whether the calls of all operations are timed.
+        prof_ops: The operations whose calls are timed.
+        verbose: Whether a line is printed for each timed call.
+        debug: Whether the log entries also contain the name of the calling function.
     """
     if deepspeed_config is not None:
         _configure_from(deepspeed_config)
@@ -60,14 +60,18 @@ def _configure_from(config: Any) -> None:
 
 
 def log_summary(show_straggler: bool = False, return_dict: bool = False) -> dict[str, Any] | None:
-    """Print, on rank 0, the durations of each operation and size; all ranks must call it.
+    """Print the durations of each operation and size on rank 0. All ranks must call this function.
 
     Args:
-        show_straggler: compare the ranks too: the shortest time of each message is what it took, the rest is waiting.
-        return_dict: return the figures, of this rank.
+        show_straggler: Whether the ranks are also compared. The shortest time of a call on any rank counts as the
+            duration of its communication, and the rest of the time on this rank counts as waiting.
+        return_dict: Whether the figures of this rank are returned.
 
     Returns:
-        ``summary`` by operation and bytes, ``straggler_analysis`` by the same or None, and ``metadata``.
+        None, or with ``return_dict`` a dictionary with three entries. ``summary`` and ``straggler_analysis``
+            contain the
+        figures by operation and bytes. ``straggler_analysis`` is None without ``show_straggler``. The third entry is
+        ``metadata``.
     """
     with LOG.paused():
         return _log_summary(show_straggler, return_dict)
@@ -103,17 +107,17 @@ def reset_log() -> None:
 
 
 def has_comm_data() -> bool:
-    """Whether anything was logged."""
+    """Return whether any call was logged."""
     return bool(LOG.read())
 
 
 def get_comm_operation_count() -> int:
-    """The number of logged calls."""
+    """Return the number of logged calls."""
     return sum(len(samples) for by_size in LOG.read().values() for samples in by_size.values())
 
 
 def get_logged_comm_ops() -> list[str]:
-    """Names of the operations that were logged."""
+    """Return the names of the operations that were logged."""
     return list(LOG.read())
 
 
@@ -121,7 +125,10 @@ _Samples = Mapping[str, Mapping[int, Sequence[Sample]]]
 
 
 def _compare(samples: _Samples) -> dict[str, dict[int, dict[str, Any]]]:
-    """Durations on the last rank to arrive, and this rank's additional waiting; only calls that all ranks issued."""
+    """Compare the ranks, for the operations and sizes that all ranks logged.
+
+    The result contains the durations on the last rank to arrive, and the additional time that this rank waited.
+    """
     mine = {
         (name, size): [each.milliseconds for each in calls]
         for name, by_size in samples.items()

@@ -1,4 +1,4 @@
-"""The functions of ``deepspeed.utils.groups`` for experts. Groups are named ``ep_size_<number>``."""
+"""The functions of ``deepspeed.utils.groups`` for experts. The groups have the names ``ep_size_<number>``."""
 
 from __future__ import annotations
 
@@ -26,57 +26,63 @@ def _ranks(name: str) -> ExpertRanks:
 
 
 def get_expert_parallel_group(group_name: str) -> Any:
-    """torch's group of the ranks that exchange tokens with this one. UsageError for an unknown name."""
+    """Return torch's group of the ranks that exchange tokens with this rank.
+
+    Raises UsageError if the name is unknown.
+    """
     return _ranks(group_name).parallel.group
 
 
 def get_expert_parallel_group_dict() -> dict[str, Any]:
-    """Those of all names."""
+    """Return torch's expert-parallel group for each name of a group of experts."""
     return {name: each.parallel.group for name, each in _all().items()}
 
 
 def get_expert_parallel_group_ranks(group_name: str) -> list[int]:
-    """Their global ranks."""
+    """Return the global ranks of the ranks that exchange tokens with this rank."""
     return list(_ranks(group_name).parallel.global_ranks)
 
 
 def get_expert_parallel_world_size(group_name: str) -> int:
-    """The number of those."""
+    """Return the number of ranks that exchange tokens with this rank, including this rank."""
     return _ranks(group_name).parallel.world_size
 
 
 def get_expert_parallel_rank(group_name: str) -> int:
-    """This rank among them."""
+    """Return the rank of this process within the expert-parallel group."""
     return _ranks(group_name).parallel.rank
 
 
 def get_expert_data_parallel_group(group_name: str) -> Any:
-    """torch's group of the ranks with the same experts. UsageError for an unknown name."""
+    """Return torch's group of the ranks that have the same experts as this rank.
+
+    Raises UsageError if the name is unknown.
+    """
     return _ranks(group_name).data.group
 
 
 def get_expert_data_parallel_group_dict() -> dict[str, Any]:
-    """Those of all names."""
+    """Return torch's group of the ranks with the same experts, for each name of a group of experts."""
     return {name: each.data.group for name, each in _all().items()}
 
 
 def get_expert_data_parallel_group_ranks(group_name: str) -> list[int]:
-    """Their global ranks."""
+    """Return the global ranks of the ranks that have the same experts as this rank."""
     return list(_ranks(group_name).data.global_ranks)
 
 
 def get_expert_data_parallel_world_size(group_name: str) -> int:
-    """The number of those."""
+    """Return the number of ranks that have the same experts as this rank, including this rank."""
     return _ranks(group_name).data.world_size
 
 
 def get_expert_data_parallel_rank(group_name: str) -> int:
-    """This rank among them."""
+    """Return the rank of this process within the group of ranks with the same experts."""
     return _ranks(group_name).data.rank
 
 
 def get_expert_broadcast_src_rank(group_name: str) -> int:
-    """The global rank whose experts the others get."""
+    """Return the global rank whose experts are broadcast to the other ranks with the same experts."""
     return _ranks(group_name).data.global_ranks[0]
 
 
@@ -85,17 +91,17 @@ def _largest() -> DataParallelGroup | None:
 
 
 def get_max_expert_size() -> int | None:
-    """The largest ``ep_size`` of the model; None without experts."""
+    """Return the largest ``ep_size`` of the model; None without experts."""
     largest = _largest()
     return None if largest is None else largest.world_size
 
 
 def get_max_expert_size_name() -> str:
-    """The name of its groups."""
+    """Return the name of the groups with the largest ``ep_size`` of the model."""
     return group_name(get_max_expert_size() or 1)
 
 
 def get_max_expert_parallel_group() -> Any:
-    """torch's group of the ranks that exchange tokens for it; None without experts."""
+    """Return torch's expert-parallel group with the largest ``ep_size``; None without experts."""
     largest = _largest()
     return None if largest is None else largest.group

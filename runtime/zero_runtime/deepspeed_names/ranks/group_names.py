@@ -1,7 +1,7 @@
-"""``deepspeed.utils.groups``: the process groups of the training that was initialised last.
+"""``deepspeed.utils.groups``: the process groups of the training that was initialized last.
 
-Before ``initialize`` all ranks are data-parallel. If no axis has more than one rank, groups of one rank are not
-created: functions return None where DeepSpeed would return one.
+Before ``initialize``, all ranks are data-parallel. Groups of one rank are not created. For such a group,
+functions return None, while DeepSpeed returns a group.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ expert_tensor_parallel_world_size = 1
 
 
 def initialize(ep_size: int = 1, mpu: Any = None) -> None:
-    """Accepted only for one expert-parallel rank.
+    """Check that the number of expert-parallel ranks is 1. Other numbers are not supported here.
 
     Raises:
-        UnsupportedError: for more, or with model parallelism.
+        UnsupportedError: ``ep_size`` is not 1, or ``mpu`` is not None.
     """
     if ep_size != 1 or mpu is not None:
         raise UnsupportedError(
@@ -36,7 +36,7 @@ def _shared() -> Parallelism:
 
 
 def _group(*axes: str) -> Any:
-    """torch's group along ``axes`` of the grid; None if it has one rank."""
+    """Return torch's group along ``axes`` of the grid; None if the group has only one rank."""
     grid = _shared().grid
     if grid is None or all(grid.size(axis) == 1 for axis in axes):
         return None
@@ -54,7 +54,7 @@ def _rank(*axes: str) -> int:
 
 
 def get_data_parallel_group() -> Any:
-    """The data-parallel ranks: those with different samples and the same part of the model."""
+    """Return the group of data-parallel ranks, which have different samples and the same part of the model."""
     parallelism = _shared()
     if parallelism.grid is not None:
         return parallelism.grid.group(DATA).group
@@ -62,107 +62,107 @@ def get_data_parallel_group() -> Any:
 
 
 def get_data_parallel_world_size() -> int:
-    """The number of those."""
+    """Return the number of data-parallel ranks."""
     return _shared().replicas
 
 
 def get_data_parallel_rank() -> int:
-    """This rank among them."""
+    """Return the rank of this process among the data-parallel ranks."""
     return _shared().replica
 
 
 def get_data_parallel_ranks() -> list[int]:
-    """Their global ranks."""
+    """Return the global ranks of the data-parallel ranks."""
     return comm_functions.get_all_ranks_from_group(get_data_parallel_group())
 
 
 def get_sequence_data_parallel_group() -> Any:
-    """The ranks that gradients are summed over."""
+    """Return the group of ranks over which gradients are summed."""
     parallelism = _shared()
     return comm_functions.get_world_group() if parallelism.data is None else parallelism.data
 
 
 def get_sequence_data_parallel_world_size() -> int:
-    """The number of those."""
+    """Return the number of ranks over which gradients are summed."""
     return comm_functions.get_world_size(get_sequence_data_parallel_group())
 
 
 def get_sequence_data_parallel_rank() -> int:
-    """This rank among them."""
+    """Return the rank of this process among the ranks over which gradients are summed."""
     return comm_functions.get_rank(get_sequence_data_parallel_group())
 
 
 def get_sequence_parallel_group() -> Any:
-    """The sequence-parallel ranks."""
+    """Return the group of sequence-parallel ranks."""
     return _group(SEQUENCE)
 
 
 def get_sequence_parallel_world_size() -> int:
-    """The number of those."""
+    """Return the number of sequence-parallel ranks."""
     return _world_size(SEQUENCE)
 
 
 def get_sequence_parallel_rank() -> int:
-    """This rank among them."""
+    """Return the rank of this process among the sequence-parallel ranks."""
     return _rank(SEQUENCE)
 
 
 def get_model_parallel_group() -> Any:
-    """The ranks that one model is divided over."""
+    """Return the group of ranks that one model is divided over."""
     model = _shared().model
     return None if model is None else model.group.group
 
 
 def get_model_parallel_world_size() -> int:
-    """The number of those."""
+    """Return the number of ranks that one model is divided over."""
     model = _shared().model
     return 1 if model is None else model.group.world_size
 
 
 def get_model_parallel_rank() -> int:
-    """This rank among them."""
+    """Return the rank of this process among the ranks that one model is divided over."""
     model = _shared().model
     return 0 if model is None else model.group.rank
 
 
 def get_tensor_model_parallel_group() -> Any:
-    """The tensor-parallel ranks."""
+    """Return the group of tensor-parallel ranks."""
     tensor = _shared().tensor_group
     return None if tensor is None else tensor.group
 
 
 def get_tensor_model_parallel_world_size() -> int:
-    """The number of those."""
+    """Return the number of tensor-parallel ranks."""
     tensor = _shared().tensor_group
     return 1 if tensor is None else tensor.world_size
 
 
 def get_tensor_model_parallel_rank() -> int:
-    """This rank among them."""
+    """Return the rank of this process among the tensor-parallel ranks."""
     tensor = _shared().tensor_group
     return 0 if tensor is None else tensor.rank
 
 
 def get_tensor_model_parallel_src_rank() -> int:
-    """The global rank of the first of them."""
+    """Return the global rank of the first tensor-parallel rank."""
     tensor = _shared().tensor_group
     return comm_functions.get_rank() if tensor is None else tensor.global_ranks[0]
 
 
 def get_single_group() -> None:
-    """None, which stands for the group of this rank alone."""
+    """Return None, which represents the group of this rank alone."""
 
 
 def get_single_world_size() -> int:
-    """1."""
+    """Return 1, the number of ranks in the group of this rank alone."""
     return 1
 
 
 def set_tensor_model_parallel_world_size(world_size: int) -> None:
-    """Accepted only for the actual size.
+    """Check that ``world_size`` is the actual number of tensor-parallel ranks, which cannot be changed here.
 
     Raises:
-        UnsupportedError: for another.
+        UnsupportedError: ``world_size`` is a different number.
     """
     if world_size != get_tensor_model_parallel_world_size():
         raise UnsupportedError(
@@ -171,10 +171,10 @@ def set_tensor_model_parallel_world_size(world_size: int) -> None:
 
 
 def set_tensor_model_parallel_rank(rank: int) -> None:
-    """Accepted only for the actual rank.
+    """Check that ``rank`` is the actual tensor-parallel rank, which cannot be changed here.
 
     Raises:
-        UnsupportedError: for another.
+        UnsupportedError: ``rank`` is a different rank.
     """
     if rank != get_tensor_model_parallel_rank():
         raise UnsupportedError(
@@ -183,5 +183,5 @@ def set_tensor_model_parallel_rank(rank: int) -> None:
 
 
 def no_secondary_group() -> bool:
-    """Whether secondary groups of ZeRO++ are available here; never."""
+    """Return whether the secondary groups of ZeRO++ are available, which is never the case here."""
     return False

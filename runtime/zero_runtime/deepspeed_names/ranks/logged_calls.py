@@ -14,15 +14,16 @@ from zero_runtime.errors import UsageError
 from zero_runtime.groups.comm_log import KINDS, LOG, message_size
 
 Function = Callable[..., Any]
-# DeepSpeed's names of some operations in its log.
+# The names that DeepSpeed's log uses for some operations.
 _NAMES: Final = {"inference_all_reduce": "all_reduce", "all_reduce_coalesced": "all_reduce"}
 
 
 def logged(*tensors: str | int) -> Callable[[Function], Function]:
-    """Time the calls of a function if the log is enabled for it.
+    """Return a decorator that times the calls of a function if the log is enabled for the function.
 
     Args:
-        tensors: position and name of the argument that this rank hands in; nothing for messages without size.
+        tensors: The position and the name of the argument that this rank sends. Without these two values, the logged
+            message has no size.
     """
 
     def decorate(function: Function) -> Function:

@@ -1,4 +1,4 @@
-"""``deepspeed.utils.logging``: the logger named DeepSpeed, and lines printed by some ranks.
+"""``deepspeed.utils.logging``: the logger named DeepSpeed, and messages that only some ranks print.
 
 The logger has the name under which scripts find it (``logging.getLogger("DeepSpeed")``) and writes to stderr.
 """
@@ -35,18 +35,18 @@ class DeepSpeedLogger(logging.Logger):
 
 
 class LoggerFactory:
-    """Creates loggers."""
+    """A factory of loggers."""
 
     @staticmethod
     def create_logger(name: str | None = None, level: int = logging.WARNING) -> logging.Logger:
-        """A logger that writes to stderr.
+        """Return a logger that writes to stderr.
 
         Args:
-            name: of the logger.
-            level: of messages to write.
+            name: The name of the logger.
+            level: The lowest level of messages that are written.
 
         Raises:
-            ConfigError: there is no name.
+            ConfigError: ``name`` is None.
         """
         if name is None:
             raise ConfigError("create_logger needs a name; pass name=")
@@ -73,13 +73,13 @@ logger: Final = LoggerFactory.create_logger("DeepSpeed", log.level())
 
 
 def _speaks(ranks: Sequence[int] | None) -> bool:
-    """Whether this rank is one of ``ranks``; None and -1 are all of them."""
+    """Return whether this rank is one of ``ranks``. None, an empty sequence and -1 mean all ranks."""
     mine = comm.get_rank() if comm.is_initialized() else int(os.environ.get("RANK", "0"))
     return ranks is None or len(ranks) == 0 or -1 in ranks or mine in ranks
 
 
 def get_dist_msg(message: str, ranks: Sequence[int] | None = None) -> str | None:
-    """``message`` with this rank before it, or None if this rank does not print."""
+    """Return ``message`` with this rank as a prefix; None if this rank does not print the message."""
     if not _speaks(ranks):
         return None
     return f"[Rank {comm.get_rank() if comm.is_initialized() else -1}] {message}"
@@ -89,9 +89,9 @@ def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = logg
     """Log ``message`` on some ranks.
 
     Args:
-        message: the text.
-        ranks: who says it; None and [-1] for all.
-        level: of the message.
+        message: The text.
+        ranks: The ranks that log the message; None and [-1] for all ranks.
+        level: The level of the message.
     """
     line = get_dist_msg(message, ranks)
     if line is not None:
@@ -104,7 +104,7 @@ def _log_once(message: str, ranks: tuple[int, ...] | None, level: int) -> None:
 
 
 def log_dist_once(message: str, ranks: Sequence[int] | None = None, level: int = logging.INFO) -> None:
-    """:func:`log_dist`, unless the same line was printed before."""
+    """Log ``message`` like :func:`log_dist`, unless the same message was logged before."""
     _log_once(message, None if ranks is None else tuple(ranks), level)
 
 
@@ -124,10 +124,10 @@ def print_dist(message: str, ranks: Sequence[int] | None = None) -> None:
 def print_json_dist(
     message: dict[str, Any], ranks: Sequence[int] | None = None, path: str | None = None
 ) -> None:
-    """Write ``message``, with the rank in it, to the file ``path`` on some ranks.
+    """Add the rank to ``message``, and write the result to the file ``path`` on some ranks.
 
     Raises:
-        ConfigError: there is no path.
+        ConfigError: ``path`` is None.
     """
     if path is None:
         raise ConfigError("print_json_dist needs the path of a file; pass path=")
@@ -137,15 +137,15 @@ def print_json_dist(
 
 
 def get_current_level() -> int:
-    """The logger's level."""
+    """Return the level of the logger."""
     return logger.getEffectiveLevel()
 
 
 def get_log_level_from_string(log_level_str: str) -> int:
-    """The number of a level.
+    """Return the number of a level.
 
     Raises:
-        ConfigError: there is no such level.
+        ConfigError: There is no such level.
     """
     level = log_levels.get(log_level_str.lower())
     if level is None:
@@ -154,7 +154,7 @@ def get_log_level_from_string(log_level_str: str) -> int:
 
 
 def set_log_level_from_string(log_level_str: str, custom_logger: logging.Logger | None = None) -> None:
-    """Set the logger's level, and that of its handlers."""
+    """Set the level of the logger and of the handlers of the logger."""
     level = get_log_level_from_string(log_level_str)
     chosen = custom_logger if custom_logger is not None else logger
     chosen.setLevel(level)
@@ -163,7 +163,7 @@ def set_log_level_from_string(log_level_str: str, custom_logger: logging.Logger 
 
 
 def should_log_le(max_log_level_str: str) -> bool:
-    """Whether messages of this level are written."""
+    """Return whether messages of this level are written."""
     return get_current_level() <= get_log_level_from_string(max_log_level_str)
 
 

@@ -1,4 +1,4 @@
-"""``deepspeed.runtime.pipe.topology``: a grid of ranks with named axes. The last axis changes fastest from rank to rank."""
+"""``deepspeed.runtime.pipe.topology``: a grid of ranks with named axes. The last coordinate varies fastest."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class ProcessTopology:
     """The mapping between ranks and coordinates.
 
     Args:
-        axes: their names, slowest first.
-        dims: ranks along each.
+        axes: The names of the axes, from the slowest to the fastest.
+        dims: The number of ranks along each axis.
     """
 
     def __init__(self, axes: Sequence[str], dims: Sequence[int]) -> None:
@@ -32,30 +32,30 @@ class ProcessTopology:
         }
 
     def world_size(self) -> int:
-        """The number of ranks."""
+        """Return the number of ranks."""
         return self.grid.world_size
 
     def get_axis_names(self) -> list[str]:
-        """The axes, slowest first."""
+        """Return the names of the axes, from the slowest to the fastest."""
         return self.axes
 
     def get_dim(self, axis: str) -> int:
-        """Ranks along ``axis``; 0 for a missing axis."""
+        """Return the number of ranks along ``axis``; 0 if there is no such axis."""
         return self.grid.size(axis) if axis in self.axes else 0
 
     def get_rank(self, **coord_kwargs: int) -> int:
-        """The rank at a place, which needs all axes.
+        """Return the rank with the given coordinates along all axes.
 
         Raises:
-            ConfigError: an axis is left out or not known, or there is no such place.
+            ConfigError: An axis is missing or unknown, or there is no rank with these coordinates.
         """
         return self.grid.rank(**coord_kwargs)
 
     def get_coord(self, rank: int) -> Any:
-        """The place of ``rank``, a named tuple of the axes.
+        """Return the coordinates of ``rank``, as a named tuple with one field for each axis.
 
         Raises:
-            ConfigError: there is no such rank.
+            ConfigError: There is no such rank.
         """
         return self.ProcessCoord(**self.grid.place(rank))
 
@@ -66,21 +66,21 @@ class ProcessTopology:
         inner_sep: str = "_",
         outer_sep: str = "-",
     ) -> str:
-        """The place of ``rank`` as text for names of files, such as ``model_00``."""
+        """Return the coordinates of ``rank`` as text for file names, such as ``model_00``."""
         place = self.get_coord(rank)
         shown = [axis for axis in self.axes if axis not in omit_axes]
         return outer_sep.join(f"{axis}{inner_sep}{getattr(place, axis):02d}" for axis in shown)
 
     def filter_match(self, **filter_kwargs: int) -> list[int]:
-        """The ranks whose places have the given values, in order."""
+        """Return the ranks that have the given coordinates, in order."""
         return self.grid.ranks(**filter_kwargs)
 
     def get_axis_list(self, axis: str, idx: int) -> list[int]:
-        """The ranks at ``idx`` of ``axis``, in order."""
+        """Return the ranks with coordinate ``idx`` along ``axis``, in order."""
         return self.filter_match(**{axis: idx})
 
     def get_axis_comm_lists(self, axis: str) -> list[list[int]]:
-        """The groups of ranks that differ only in ``axis``; none for a missing axis."""
+        """Return the groups of ranks that differ only along ``axis``; an empty list if there is no such axis."""
         return self.grid.lines(axis) if axis in self.axes else []
 
     def __str__(self) -> str:
@@ -88,14 +88,14 @@ class ProcessTopology:
 
 
 class PipeDataParallelTopology(ProcessTopology):
-    """Stages of a pipeline, and replicas of each."""
+    """A topology with the axes pipe (the stages of a pipeline) and data (the replicas of each stage)."""
 
     def __init__(self, num_pp: int, num_dp: int) -> None:
         super().__init__([PIPE, DATA], [num_pp, num_dp])
 
 
 class PipeModelDataParallelTopology(ProcessTopology):
-    """The axes pipe, data and model (tensor-parallel)."""
+    """A topology with the axes pipe, data and model (tensor-parallel)."""
 
     def __init__(self, num_pp: int, num_mp: int, num_dp: int) -> None:
         super().__init__([PIPE, DATA, MODEL], [num_pp, num_dp, num_mp])
@@ -105,11 +105,12 @@ class PipelineParallelGrid:
     """The process groups along each axis of a topology. Every rank must construct it.
 
     Args:
-        topology: default: the prime factors of the number of ranks, assigned to stages and replicas in turn.
-        process_group: all ranks; another group is not in this version.
+        topology: The topology of the ranks. By default, the prime factors of the number of ranks are assigned
+            alternately to stages and replicas.
+        process_group: Ignored. The grid always consists of all ranks.
 
     Raises:
-        UsageError: the topology is of another number of ranks.
+        UsageError: The number of ranks of the topology is not the number of all ranks.
     """
 
     def __init__(self, topology: ProcessTopology | None = None, process_group: Any = None) -> None:
@@ -143,12 +144,15 @@ class PipelineParallelGrid:
 
     @staticmethod
     def _joined(groups: process_grid.ProcessGrid, *axes: str) -> tuple[list[int], Any]:
-        """The ranks of this process's group along ``axes``, and the group."""
+        """Return the ranks of this process's group along ``axes``, and the group itself."""
         group = groups.group(*axes)
         return list(group.global_ranks), group.group
 
     def _neighbours(self) -> list[list[int]]:
-        """For each rank, itself and the one of the next stage; the last stage's is the first."""
+        """Return a pair for each rank: the rank and the rank of the next stage.
+
+        The stage after the last stage is the first stage.
+        """
         following: dict[int, int] = {}
         for ranks in self.pipe_groups:
             following.update(zip(ranks, [*ranks[1:], ranks[0]], strict=True))
@@ -161,92 +165,95 @@ class PipelineParallelGrid:
         return int(getattr(self._topology.get_coord(self.global_rank), axis, 0))
 
     def topology(self) -> ProcessTopology:
-        """The topology of the grid."""
+        """Return the topology of the grid."""
         return self._topology
 
     def stage_to_global(self, stage_id: int, **kwargs: int) -> int:
-        """The rank of another stage at this rank's place in the other axes, which ``kwargs`` can change."""
+        """Return the rank of stage ``stage_id`` that has the same coordinates as this rank along all other axes.
+
+        ``kwargs`` can replace the coordinates along these axes.
+        """
         place = self._topology.get_coord(self.global_rank)._replace(**{PIPE: stage_id, **kwargs})
         return self._topology.get_rank(**place._asdict())
 
     def get_stage_id(self) -> int:
-        """This rank's stage."""
+        """Return the stage of this rank."""
         return self._along(PIPE)
 
     def get_data_parallel_id(self) -> int:
-        """This rank's replica."""
+        """Return the number of the replica of this rank."""
         return self._along(DATA)
 
     def get_slice_parallel_rank(self) -> int:
-        """This rank's number along the model axis."""
+        """Return the coordinate of this rank along the model axis."""
         return self._along(MODEL)
 
     def get_data_parallel_group_ranks(self) -> list[int]:
-        """The ranks with the same stage and model-axis number."""
+        """Return the ranks that have the same stage and the same coordinate along the model axis as this rank."""
         return self.dp_group
 
     def get_global_rank(self) -> int:
-        """This rank."""
+        """Return the global rank of this process."""
         return self.global_rank
 
     def get_pipe_parallel_rank(self) -> int:
-        """This rank's stage."""
+        """Return the stage of this rank."""
         return self.stage_id
 
     def get_pipeline_model_parallel_rank(self) -> int:
-        """This rank's stage."""
+        """Return the stage of this rank."""
         return self.stage_id
 
     def get_pipe_parallel_world_size(self) -> int:
-        """The number of stages."""
+        """Return the number of stages."""
         return self.pipe_parallel_size
 
     def get_pipeline_model_parallel_world_size(self) -> int:
-        """The number of stages."""
+        """Return the number of stages."""
         return self.pipe_parallel_size
 
     def get_pipe_parallel_group(self) -> Any:
-        """The group of all stages of this replica."""
+        """Return the group of all stages of this replica."""
         return self.pp_proc_group
 
     def get_data_parallel_rank(self) -> int:
-        """This rank's replica."""
+        """Return the number of the replica of this rank."""
         return self.data_parallel_id
 
     def get_data_parallel_world_size(self) -> int:
-        """The number of replicas."""
+        """Return the number of replicas."""
         return self.data_parallel_size
 
     def get_data_parallel_group(self) -> Any:
-        """The group of all replicas of this stage."""
+        """Return the group of all replicas of this stage."""
         return self.dp_proc_group
 
     def get_model_parallel_rank(self) -> int:
-        """This rank within its replica."""
+        """Return the rank of this process within its replica."""
         return self.ds_model_rank
 
     def get_model_parallel_world_size(self) -> int:
-        """Ranks of a replica."""
+        """Return the number of ranks of a replica."""
         return self.ds_model_world_size
 
     def get_model_parallel_group(self) -> Any:
-        """The group of this replica."""
+        """Return the group of all ranks of this replica."""
         return self.ds_model_proc_group
 
     def get_tensor_model_parallel_rank(self) -> int:
-        """This rank's number along the model axis."""
+        """Return the coordinate of this rank along the model axis."""
         return self.get_slice_parallel_rank()
 
     def get_slice_parallel_world_size(self) -> int:
-        """The number of tensor-parallel ranks."""
+        """Return the number of tensor-parallel ranks."""
         return self.slice_parallel_size
 
     def get_tensor_model_parallel_world_size(self) -> int:
-        """The number of tensor-parallel ranks."""
+        """Return the number of tensor-parallel ranks."""
         return self.slice_parallel_size
 
     def get_slice_parallel_group(self) -> Any:
-        """The tensor-parallel group of this replica's stage."""
+        """Return the tensor-parallel group of this stage of this replica."""
         return self.slice_proc_group
 
 
@@ -256,10 +263,10 @@ def _default_topology(world_size: int) -> ProcessTopology:
 
 
 def prime_factors(number: int) -> list[int]:
-    """The prime factors of ``number``, smallest first; none for 1.
+    """Return the prime factors of ``number``, smallest first; an empty list for 1.
 
     Raises:
-        ConfigError: it is not positive.
+        ConfigError: ``number`` is not positive.
     """
     if number <= 0:
         raise ConfigError(f"prime factors are those of a positive number, not of {number}")

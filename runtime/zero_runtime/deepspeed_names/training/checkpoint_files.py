@@ -1,4 +1,4 @@
-"""Files of a checkpoint written by DeepSpeed, under the names of ``deepspeed.utils.zero_to_fp32``."""
+"""Functions that find the files of a checkpoint of DeepSpeed, with the names of ``deepspeed.utils.zero_to_fp32``."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from zero_runtime.errors import CheckpointError
 
 
 def get_checkpoint_files(checkpoint_dir: str | Path, glob_pattern: str) -> list[str]:
-    """The files in a folder that match a pattern, in numerical order of the numbers in their names.
+    """Return the files in a folder that match a pattern, ordered by the numbers in their names.
 
     Raises:
-        CheckpointError: there is none.
+        CheckpointError: No file matches.
     """
     paths = sorted(Path(checkpoint_dir).glob(glob_pattern), key=lambda path: _parts(path.name))
     if not paths:
@@ -21,12 +21,12 @@ def get_checkpoint_files(checkpoint_dir: str | Path, glob_pattern: str) -> list[
 
 
 def get_optim_files(checkpoint_dir: str | Path) -> list[str]:
-    """The files of the optimizer's state, rank by rank."""
+    """Return the files with the optimizer's state, in the order of the ranks."""
     return get_checkpoint_files(checkpoint_dir, "*_optim_states.pt")
 
 
 def get_model_state_file(checkpoint_dir: str | Path, zero_stage: int) -> str:
-    """The file of the model that the first rank has written."""
+    """Return the file with the model state that the first rank wrote."""
     start = "zero_pp_rank_0_" if zero_stage == 3 else ""
     return get_checkpoint_files(checkpoint_dir, f"{start}mp_rank_00_model_states.pt")[0]
 

@@ -1,4 +1,4 @@
-"""``deepspeed.moe.utils``: which parameters and param groups are those of experts."""
+"""``deepspeed.moe.utils``: functions that find the parameters and param groups of experts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ is_moe_param_group = expert_parameters.is_expert_group
 
 
 def has_moe_layers(m: torch.nn.Module) -> tuple[bool, int]:
-    """(whether the model has experts, how many its first layer has)."""
+    """Return (whether the model has experts, the number of experts of the first layer that has experts)."""
     layer = next((child for child in m.modules() if isinstance(child, MoE)), None)
     return layer is not None, 0 if layer is None else layer.num_experts
 
@@ -24,7 +24,7 @@ def has_moe_layers(m: torch.nn.Module) -> tuple[bool, int]:
 def split_params_into_shared_and_expert_params(
     params: Iterable[torch.nn.Parameter],
 ) -> tuple[list[torch.nn.Parameter], list[torch.nn.Parameter]]:
-    """(parameters that are not experts', parameters of experts)."""
+    """Return (the parameters that do not belong to experts, the parameters of experts)."""
     everything = list(params)
     return [each for each in everything if not is_moe_param(each)], [
         each for each in everything if is_moe_param(each)
@@ -35,14 +35,14 @@ def split_params_into_different_moe_groups_for_optimizer(
     param_groups: dict[str, Any] | Sequence[dict[str, Any]],
     max_group_size: float | None = expert_parameters.LARGEST_GROUP,
 ) -> list[dict[str, Any]]:
-    """Param groups in which the experts of each ``ep_size`` have groups of their own.
+    """Return param groups in which the parameters of experts are in separate groups for each ``ep_size``.
 
     Args:
-        param_groups: one or several.
-        max_group_size: elements of the largest group of experts; None for no limit.
+        param_groups: One param group or several.
+        max_group_size: The maximum number of elements in a param group of experts; None for no limit.
 
     Raises:
-        ConfigError: a param group is not a dict.
+        ConfigError: A param group is not a dict with the key ``params``.
     """
     groups = [param_groups] if isinstance(param_groups, dict) else list(param_groups)
     for each in groups:
@@ -54,5 +54,9 @@ def split_params_into_different_moe_groups_for_optimizer(
 
 
 def configure_moe_param_groups(model_parameters: Sequence[Any]) -> list[Any]:
-    """Param groups for ``model_parameters``, tensors or param groups, in which experts have groups of their own."""
+    """Return param groups for ``model_parameters``, in which the parameters of experts are in separate groups.
+
+    Args:
+        model_parameters: Tensors or param groups.
+    """
     return expert_parameters.with_expert_groups(model_parameters)

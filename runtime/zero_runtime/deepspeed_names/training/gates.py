@@ -1,8 +1,10 @@
-"""The gate functions of ``deepspeed.moe.sharded_moe``, for scripts that call them themselves.
+"""The gate functions of ``deepspeed.moe.sharded_moe``, for scripts that call these functions directly.
 
-They return (load-balancing loss, weights, mask, tokens that chose each expert). The weights and the mask, True where
-the weight is not 0, have the shape tokens x experts x capacity. With ``sparse_routes`` they return (loss, capacity, number
-of experts, experts, slots, weights, counts), with k x tokens elements each and -1 for the expert of a dropped token.
+The gate functions return (load-balancing loss, weights, mask, number of tokens that chose each expert). The
+weights and the mask have the shape tokens x experts x capacity. The mask is True where the weight is not 0.
+
+With ``sparse_routes``, the functions return (loss, capacity, number of experts, experts, slots, weights, counts). The
+experts, slots and weights have k x tokens elements each. The expert of a dropped token is -1.
 """
 
 from __future__ import annotations
@@ -30,7 +32,10 @@ def top1gating(
     sparse_routes: bool = False,
     use_tutel: bool = False,
 ) -> tuple[Any, ...]:
-    """Send each token to one expert. The arguments are those of ``MoE``; ``ep_group`` agrees on a capacity."""
+    """Send each token to one expert.
+
+    The arguments are those of ``MoE``, and ``ep_group`` is the group of ranks that agree on a capacity.
+    """
     rule = _rule(capacity_factor, min_capacity, drop_tokens, ep_group)
     noisy = noisy_gate_policy == "RSample"
     routes = top_1(logits, rule, used=used_token, noisy=noisy, random_selection=use_rts)
@@ -46,7 +51,7 @@ def top2gating(
     top2_2nd_expert_sampling: bool = True,
     sparse_routes: bool = False,
 ) -> tuple[Any, ...]:
-    """Send each token to two experts; as :func:`top1gating`."""
+    """Send each token to two experts. The arguments have the same meaning as in :func:`top1gating`."""
     rule = _rule(capacity_factor, min_capacity, drop_tokens, ep_group)
     return _answer(
         top_2(logits, rule, samples_second=top2_2nd_expert_sampling), logits.shape[1], sparse_routes
@@ -63,13 +68,16 @@ def topkgating(
     drop_policy: str = "probs",
     sparse_routes: bool = False,
 ) -> tuple[Any, ...]:
-    """Send each token to ``k`` experts; as :func:`top1gating`.
+    """Send each token to ``k`` experts.
+
+    The arguments that are not listed here have the same meaning as in :func:`top1gating`.
 
     Args:
-        drop_policy: an expert keeps the tokens with the largest gates (``probs``) or the first ones (``position``).
+        drop_policy: The tokens that an expert keeps: those with the largest gates (``probs``), or the first ones
+            (``position``).
 
     Raises:
-        ConfigError: an unknown ``drop_policy``.
+        ConfigError: ``drop_policy`` is unknown.
     """
     if drop_policy not in ("probs", "position"):
         raise ConfigError(f"drop_policy is {drop_policy!r}; expected probs or position")
@@ -79,20 +87,22 @@ def topkgating(
 
 
 def communication() -> Any:
-    """``deepspeed.comm``, whose functions a script may have replaced."""
+    """Return the module ``deepspeed.comm``. A script may have replaced functions in this module."""
     return import_module("deepspeed.comm")
 
 
 def route_slots(
     indices: torch.Tensor, locations: torch.Tensor, num_experts: int, capacity: int
 ) -> torch.Tensor:
-    """The slot of each choice among those of all experts, k x tokens; one beyond them for a dropped token.
+    """Return the slot of each choice among the slots of all experts, k x tokens.
+
+    The slot of a dropped token is num_experts * capacity, which is one beyond the last slot.
 
     Args:
-        indices: the chosen experts, k x tokens; -1 where the token is dropped.
-        locations: the slots within the experts.
-        num_experts: of the layer.
-        capacity: slots of an expert.
+        indices: The chosen experts, k x tokens. The expert of a dropped token is -1.
+        locations: The slots within the experts, k x tokens.
+        num_experts: The number of experts of the layer.
+        capacity: The number of slots of an expert.
     """
     slots = indices.long() * capacity + locations.long()
     return torch.where(indices >= 0, slots, num_experts * capacity)
@@ -101,7 +111,10 @@ def route_slots(
 def sparse_encode(
     reshaped_input: torch.Tensor, slots: torch.Tensor, num_experts: int, capacity: int
 ) -> torch.Tensor:
-    """The slots of all experts, [experts, capacity, hidden], each with its token; zeros in unused ones."""
+    """Return the slots of all experts, [experts, capacity, hidden].
+
+    Each slot contains its token, or zeros if the slot is unused.
+    """
     rows = filled(reshaped_input, slots, num_experts * capacity)
     return rows.view(num_experts, capacity, reshaped_input.shape[1])
 
@@ -109,7 +122,7 @@ def sparse_encode(
 def sparse_decode(
     expert_output: torch.Tensor, slots: torch.Tensor, gates: torch.Tensor, num_tokens: int
 ) -> torch.Tensor:
-    """The weighted sum of the outputs of each token's experts, [tokens, hidden]."""
+    """Return the weighted sum of the outputs of the experts of each token, [tokens, hidden]."""
     return weighted(expert_output, slots.view(len(slots), num_tokens), gates)
 
 

@@ -1,4 +1,7 @@
-"""``deepspeed.zero.Init``, which respects patches of libraries in ``deepspeed.runtime.zero.partition_parameters``."""
+"""``deepspeed.zero.Init``, which uses a function that a library patched into DeepSpeed's ``partition_parameters``.
+
+The full name of the patched module is ``deepspeed.runtime.zero.partition_parameters``.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +17,10 @@ _NAME: Final = "zero_wrapper_for_fp_tensor_constructor"
 
 
 class Init(zero.Init):
-    """Shards the parameters of modules immediately; see :class:`zero_runtime.zero.Init`.
+    """A context that shards the parameters of modules immediately; see :class:`zero_runtime.zero.Init`.
 
-    transformers replaces ``zero_wrapper_for_fp_tensor_constructor`` around this context, so that the positions of rotary
-    embeddings keep their dtype.
+    transformers replaces the function ``zero_wrapper_for_fp_tensor_constructor`` while this context is active,
+    so that the positions of rotary embeddings keep their dtype.
     """
 
     def _typed_factory(self) -> Callable[..., Factory]:

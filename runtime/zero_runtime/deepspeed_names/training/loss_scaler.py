@@ -1,4 +1,4 @@
-"""``deepspeed.runtime.fp16.loss_scaler``: standalone loss scales. The engine's own is in ``engine.optimizer``."""
+"""``deepspeed.runtime.fp16.loss_scaler``: standalone loss scales. ``engine.optimizer`` has the engine's loss scale."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class LossScalerBase:
     """The base class of both loss scales.
 
     Attributes:
-        cur_scale: the factor in use.
-        dynamic: whether overflows change it.
+        cur_scale: The factor in use.
+        dynamic: Whether overflows change the factor.
     """
 
     dynamic = False
@@ -37,22 +37,22 @@ class LossScalerBase:
     def scale_gradient(
         self, module: Any, grad_in: Iterable[torch.Tensor], grad_out: Any
     ) -> tuple[torch.Tensor, ...]:
-        """Gradients times the factor, as a hook of a module."""
+        """Return the gradients multiplied by the factor. This method can be used as a hook of a module."""
         return tuple(self.loss_scale * gradient for gradient in grad_in)
 
     def update_scale(self, overflow: bool) -> None:
-        """Count a step."""
+        """Count a step. For a fixed scale, this has no effect."""
 
     def has_overflow(self, params: Iterable[torch.nn.Parameter]) -> bool:
-        """Whether a gradient is infinite or NaN; False for a fixed scale."""
+        """Return whether a gradient is infinite or NaN. For a fixed scale, the result is always False."""
         return False
 
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
-        """The loss times the factor."""
+        """Return the loss multiplied by the factor."""
         return loss * self.loss_scale
 
     def backward(self, loss: torch.Tensor, retain_graph: bool = False) -> None:
-        """Differentiate the scaled loss."""
+        """Run the backward pass of the scaled loss."""
         self.scale_loss(loss).backward(retain_graph=retain_graph)
 
 
@@ -60,7 +60,7 @@ class LossScaler(LossScalerBase):
     """A fixed loss scale.
 
     Args:
-        scale: the factor.
+        scale: The factor.
     """
 
     def __init__(self, scale: float = 1) -> None:
@@ -71,14 +71,14 @@ class DynamicLossScaler(LossScalerBase):
     """A loss scale that falls when gradients overflow, and rises after a window without overflows.
 
     Args:
-        init_scale: at the beginning.
-        scale_factor: by which it rises and falls.
-        scale_window: steps without an overflow until it rises.
-        min_scale: it never falls below.
-        delayed_shift: overflows until it falls.
-        consecutive_hysteresis: count these anew after each step without one.
-        raise_error_at_min_scale: whether an overflow at the minimum is an error.
-        dtype: dtype of the gradients; accepted, without an effect.
+        init_scale: The loss scale at the start.
+        scale_factor: The factor by which the loss scale rises and falls.
+        scale_window: The number of steps without an overflow after which the loss scale rises.
+        min_scale: The smallest loss scale.
+        delayed_shift: The number of overflows after which the loss scale falls.
+        consecutive_hysteresis: Whether the count of overflows starts again after each step without an overflow.
+        raise_error_at_min_scale: Whether an overflow at the smallest loss scale raises an error.
+        dtype: The dtype of the gradients. This argument has no effect.
     """
 
     dynamic = True
@@ -103,16 +103,19 @@ class DynamicLossScaler(LossScalerBase):
         self.raise_error_at_min_scale = raise_error_at_min_scale
 
     def has_overflow(self, params: Iterable[torch.nn.Parameter]) -> bool:
-        """Whether a gradient is infinite or NaN."""
+        """Return whether a gradient is infinite or NaN."""
         return any(not bool(torch.isfinite(each.grad).all()) for each in params if each.grad is not None)
 
     has_overflow_serial = has_overflow
 
     def update_scale(self, overflow: bool) -> None:
-        """Count a step, and whether it overflowed.
+        """Count a step, and adjust the loss scale.
+
+        Args:
+            overflow: Whether the gradients of the step overflowed.
 
         Raises:
-            LossScaleError: gradients overflow at the minimum.
+            LossScaleError: Gradients overflow at the smallest loss scale.
         """
         if overflow:
             self._fall()
@@ -144,12 +147,12 @@ def make_loss_scaler(
     dynamic_scaling: bool,
     dynamic_loss_args: Mapping[str, Any] | None,
 ) -> LossScalerBase:
-    """The configured loss scale; 1 for other dtypes than fp16. DeepSpeed's name is CreateLossScaler."""
+    """Return the configured loss scale; 1 for dtypes other than fp16. DeepSpeed's name is CreateLossScaler."""
     if dtype is torch.half and dynamic_scaling:
         return DynamicLossScaler(dtype=dtype, **(dynamic_loss_args or {}))
     return LossScaler(static_loss_scale if dtype is torch.half else 1.0)
 
 
 def to_python_float(t: Any) -> float:
-    """The value of a tensor of one element."""
+    """Return the value of a tensor with one element."""
     return float(t.item() if hasattr(t, "item") else t[0])

@@ -1,4 +1,4 @@
-"""``deepspeed.runtime.utils``: norms, clipping, seeds, and things moved between devices."""
+"""``deepspeed.runtime.utils``: norms, clipping, seeds, and moves of tensors between devices."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from zero_runtime.sharding.shards import shard_of
 
 
 class DummyOptim:
-    """Param groups without an optimizer.
+    """An object that has param groups but is not an optimizer.
 
     Args:
-        params: tensors.
+        params: The tensors of the param group.
     """
 
     def __init__(self, params: Any) -> None:
@@ -39,7 +39,7 @@ class noop_context:  # noqa: N801 - DeepSpeed's name
 
 
 def noop_decorator(func: Any) -> Any:
-    """``func``, unchanged."""
+    """Return ``func`` unchanged."""
     return func
 
 
@@ -55,16 +55,18 @@ def set_random_seed(seed: int) -> None:
 
 
 def count_used_parameters_in_backward(parameters: Iterable[torch.Tensor]) -> int:
-    """The number of ``parameters`` that get a gradient in the current backward pass; call it in one of its hooks.
+    """Return the number of ``parameters`` that get a gradient in the current backward pass.
+
+    This function must be called in a hook of the backward pass.
 
     Raises:
-        UsageError: no backward pass is running.
+        UsageError: No backward pass is running.
     """
     if torch._C._current_graph_task_id() == -1:
         raise UsageError(
             "count_used_parameters_in_backward was called outside a backward pass; call it in a hook"
         )
-    with torch.enable_grad():  # hooks run without grad mode, in which a leaf has no node
+    with torch.enable_grad():  # hooks run with grad mode disabled, and a leaf then has no node
         nodes = {
             torch.autograd.graph._get_grad_fn_or_grad_acc(each) for each in parameters if each.requires_grad
         }
@@ -77,18 +79,19 @@ def ensure_directory_exists(filename: str) -> None:
 
 
 def empty_cache() -> None:
-    """Return cached memory of the device, and reset peaks."""
+    """Return cached memory to the device, and reset the memory peaks."""
     get_accelerator().empty_cache()
     get_accelerator().reset_peak_memory_stats()
 
 
 def move_to_device(item: Any, device: Any, criterion_func: Callable[[Any], bool] | None = None) -> Any:
-    """``item`` with the data of its tensors moved to ``device``, within lists, tuples and dicts.
+    """Return ``item`` with its tensors moved to ``device``, including tensors within lists, tuples and dicts.
 
     Args:
-        item: a tensor, or anything that holds some.
-        device: the target device.
-        criterion_func: which tensors to move; default: all.
+        item: A tensor, or an object that contains tensors.
+        device: The target device.
+        criterion_func: A function that selects the tensors to move (default: all). The data of the selected tensors is
+            moved in place.
     """
 
     def move(tensor: torch.Tensor) -> torch.Tensor:
@@ -102,7 +105,7 @@ def move_to_device(item: Any, device: Any, criterion_func: Callable[[Any], bool]
 
 
 def copy_to_device(item: Any, device: Any, criterion_func: Callable[[Any], bool]) -> Any:
-    """``item`` with copies on ``device`` of the tensors that ``criterion_func`` selects."""
+    """Return ``item`` with each tensor that ``criterion_func`` selects replaced by a copy on ``device``."""
     return _map(item, lambda tensor: tensor.to(device) if criterion_func(tensor) else tensor)
 
 
@@ -119,26 +122,26 @@ def _map(item: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
 
 
 def has_inf_or_nan(x: torch.Tensor) -> torch.Tensor:
-    """Whether any element is infinite or NaN, as a tensor."""
+    """Return, as a tensor, whether any element is infinite or NaN."""
     return ~torch.isfinite(x).all()
 
 
 def is_model_parallel_parameter(p: Any) -> bool:
-    """Whether a parameter is tensor-parallel; marks of other libraries count."""
+    """Return whether a parameter is tensor-parallel. Marks that other libraries set also count."""
     return bool(getattr(p, "model_parallel", False) or getattr(p, "tensor_model_parallel", False))
 
 
 def get_inactive_params(param_list: Iterable[Any]) -> list[Any]:
-    """The released parameters of ``param_list``."""
+    """Return the released parameters of ``param_list``."""
     shards = ((each, shard_of(each)) for each in param_list)
     return [each for each, shard in shards if shard is not None and not shard.available]
 
 
 def get_only_unique_item(items: Iterable[Any]) -> Any:
-    """The one value that all ``items`` have.
+    """Return the value that is common to all ``items``.
 
     Raises:
-        ConfigError: they have several, or there are none.
+        ConfigError: The items have different values, or there are no items.
     """
     distinct = set(items)
     if len(distinct) != 1:
@@ -147,19 +150,19 @@ def get_only_unique_item(items: Iterable[Any]) -> Any:
 
 
 def clip_grad_norm_(parameters: Any, max_norm: float, norm_type: float = 2, mpu: Any = None) -> torch.Tensor:
-    """torch's clipping. The engine clips itself: set the key gradient_clipping for that."""
+    """Clip gradients with torch's function. The engine itself clips gradients if the key gradient_clipping is set."""
     _refuse(mpu)
     return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
 
 
 def get_grad_norm(parameters: Any, norm_type: float = 2, mpu: Any = None) -> float:
-    """The norm of the gradients of this rank; -1 where it is infinite or NaN."""
+    """Return the norm of the gradients of this rank; -1 if the norm is infinite or NaN."""
     tensors = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     return _norm([parameter.grad for parameter in tensors if parameter.grad is not None], norm_type, mpu)
 
 
 def get_weight_norm(parameters: Any, norm_type: float = 2, mpu: Any = None) -> float:
-    """The norm of the parameters of this rank; -1 where it is infinite or NaN."""
+    """Return the norm of the parameters of this rank; -1 if the norm is infinite or NaN."""
     tensors = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     return _norm([parameter.detach() for parameter in tensors], norm_type, mpu)
 
@@ -174,14 +177,14 @@ def _norm(tensors: Sequence[torch.Tensor], norm_type: float, mpu: Any) -> float:
 
 
 def get_global_norm(norm_list: Iterable[float]) -> float:
-    """The total norm from the norms of the tensors."""
+    """Return the total norm, computed from the 2-norms of the tensors."""
     return float(sum(norm**2 for norm in norm_list) ** 0.5)
 
 
 def get_global_norm_of_tensors(
     input_tensors: Sequence[torch.Tensor], norm_type: float = 2, mpu: Any = None, **others: Any
 ) -> torch.Tensor:
-    """The norm of tensors of this rank; -1 where it is infinite or NaN."""
+    """Return the norm of tensors of this rank; -1 if the norm is infinite or NaN."""
     return torch.tensor(_norm(list(input_tensors), norm_type, mpu))
 
 
@@ -192,7 +195,7 @@ def clip_tensors_by_global_norm(
     mpu: Any = None,
     eps: float = 1e-6,
 ) -> Any:
-    """Scale tensors in place so that their common norm is at most ``max_norm``; returns the norm before."""
+    """Scale tensors in place so that their total norm is at most ``max_norm``, and return the norm before scaling."""
     norm = get_global_norm_of_tensors(input_tensors, mpu=mpu) if global_norm is None else global_norm
     factor = max_norm / (float(norm) + eps)
     if 0.0 < factor < 1.0:
@@ -202,14 +205,14 @@ def clip_tensors_by_global_norm(
 
 
 def partition_uniform(num_items: int, num_parts: int) -> list[int]:
-    """The starts of ``num_parts`` nearly equal parts of ``num_items``, and the end of the last one."""
+    """Return the starts of ``num_parts`` nearly equal parts of ``num_items``, and the end of the last part."""
     if num_items <= num_parts:
         return [min(part, num_items) for part in range(num_parts + 1)]
     return bounds(num_items, num_parts)
 
 
 def prefix_sum_inc(weights: Sequence[float]) -> list[float]:
-    """The cumulative sums of the weights."""
+    """Return the cumulative sums of the weights."""
     sums: list[float] = []
     for weight in weights:
         sums.append(weight + (sums[-1] if sums else 0))
@@ -217,14 +220,17 @@ def prefix_sum_inc(weights: Sequence[float]) -> list[float]:
 
 
 def partition_balanced(weights: Sequence[float], num_parts: int) -> list[int]:
-    """The starts of parts of consecutive ``weights``, and the end of the last, as of the stages of a pipeline."""
+    """Return the starts of ``num_parts`` parts of consecutive ``weights``, and the end of the last part.
+
+    The parts are balanced in the same way as the stages of a pipeline.
+    """
     if len(weights) <= num_parts:
         return partition_uniform(len(weights), num_parts)
     return balanced(weights, num_parts)
 
 
 def call_to_str(base: str, *args: Any, **kwargs: Any) -> str:
-    """A call as text.
+    """Return a call as text.
 
     >>> call_to_str("load", 3, strict=True)
     'load(3, strict=True)'
@@ -234,7 +240,7 @@ def call_to_str(base: str, *args: Any, **kwargs: Any) -> str:
 
 
 def required_torch_version(min_version: Any = None, max_version: Any = None) -> bool:
-    """Whether torch's version (major.minor) is within the given ones, both included."""
+    """Return whether torch's version (major.minor) is at least ``min_version`` and at most ``max_version``."""
     here = _version(torch.__version__)
     above = min_version is None or here >= _version(str(min_version))
     return above and (max_version is None or here <= _version(str(max_version)))
@@ -245,7 +251,7 @@ def _version(text: str) -> tuple[int, ...]:
 
 
 def recursive_getattr(model: Any, module_name: str) -> Any:
-    """The part of ``model`` with a dotted name."""
+    """Return the attribute of ``model`` with a dotted name."""
     value = model
     for name in module_name.split("."):
         value = getattr(value, name)
@@ -253,7 +259,7 @@ def recursive_getattr(model: Any, module_name: str) -> Any:
 
 
 def recursive_setattr(model: Any, module_name: str, module: Any) -> None:
-    """Set the part of ``model`` with a dotted name."""
+    """Set the attribute of ``model`` with a dotted name."""
     above, _, name = module_name.rpartition(".")
     setattr(recursive_getattr(model, above) if above else model, name, module)
 

@@ -1,8 +1,7 @@
-"""``deepspeed.ops.adam``, ``lamb``, ``lion`` and ``adagrad``: DeepSpeed's optimizers by name, as torch's fused ones or this
-runtime's own.
+"""DeepSpeed's names for optimizers: ``deepspeed.ops.adam``, ``lamb``, ``lion`` and ``adagrad``.
 
-The signatures are DeepSpeed's. The names for CPUs and for GPUs refer to the same class here: the state is on the device
-of the parameters.
+The optimizers are those of torch or of this runtime. The signatures are DeepSpeed's. The names for CPUs and for
+GPUs refer to the same class here, because the state is on the device of the parameters.
 """
 
 from __future__ import annotations
@@ -29,10 +28,12 @@ def adam(
     amsgrad: bool = False,
     decoupled: bool = True,
 ) -> torch.optim.Optimizer:
-    """Adam: torch's AdamW, or with ``decoupled`` false its Adam, fused if possible.
+    """Return torch's AdamW, or torch's Adam if ``decoupled`` is false. The fused version is used if possible.
+
+    Without bias correction, return this runtime's own Adam.
 
     Raises:
-        UnsupportedError: for ``amsgrad`` without bias correction.
+        UnsupportedError: ``amsgrad`` is true and ``bias_correction`` is false.
     """
     groups = list(params)
     common: dict[str, Any] = {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay}
@@ -47,16 +48,18 @@ def adam(
 
 
 class _Named(type):
-    """The metaclass of names that construct one of several optimizers, whose instances are instances of the name.
+    """The metaclass of classes that construct an optimizer of another class.
 
-    So is what stands for one of them at stage 0, where DeepSpeed's engine has the optimizer itself.
+    ``isinstance`` is true for these optimizers. It is also true for the wrapper that replaces such an optimizer
+    at stage 0, because DeepSpeed's engine has the optimizer itself there.
     """
 
     kinds: tuple[type, ...]
 
     def __call__(cls, *arguments: Any, **options: Any) -> Any:
         optimizer = super().__call__(*arguments, **options)
-        optimizer.made_as = cls.__name__  # initialize checks whether the script used one of DeepSpeed's names
+        # initialize uses this attribute to check whether the script used one of DeepSpeed's names.
+        optimizer.made_as = cls.__name__
         return optimizer
 
     def __instancecheck__(cls, instance: Any) -> bool:
@@ -69,15 +72,15 @@ class FusedAdam(metaclass=_Named):
     """DeepSpeed's Adam on a GPU.
 
     Args:
-        params: tensors or param groups.
-        lr: learning rate.
-        bias_correction: make up for means that begin at zero.
-        betas: of the means.
-        eps: added to the root of the mean square.
-        adam_w_mode: weight decay apart from the gradient.
-        weight_decay: of the parameters.
-        amsgrad: refused, as in DeepSpeed.
-        set_grad_none: accepted; the engine drops gradients.
+        params: The tensors or param groups.
+        lr: The learning rate.
+        bias_correction: Whether to correct for moving averages that begin at zero.
+        betas: The decay rates of the moving averages.
+        eps: The number that is added to the square root of the mean square.
+        adam_w_mode: Whether weight decay is applied separately from the gradient (AdamW).
+        weight_decay: The weight decay of the parameters.
+        amsgrad: True is refused, as in DeepSpeed.
+        set_grad_none: This argument has no effect, because the engine drops gradients.
     """
 
     kinds = (torch.optim.Adam, UncorrectedAdam)
@@ -100,7 +103,11 @@ class FusedAdam(metaclass=_Named):
 
 
 class DeepSpeedCPUAdam(metaclass=_Named):
-    """DeepSpeed's Adam on a CPU; the arguments are those of :class:`FusedAdam`, and ``adamw_mode`` is ``adam_w_mode``."""
+    """DeepSpeed's Adam on a CPU.
+
+    The arguments are those of :class:`FusedAdam`, except that ``adam_w_mode`` is called ``adamw_mode`` and
+    ``amsgrad`` is supported.
+    """
 
     kinds = (torch.optim.Adam, UncorrectedAdam)
 
@@ -125,7 +132,7 @@ class DeepSpeedCPUAdam(metaclass=_Named):
 
 
 class FusedLamb(metaclass=_Named):
-    """DeepSpeed's Lamb: this runtime's, which works on a CPU too and needs no kernel."""
+    """DeepSpeed's Lamb. The optimizer is this runtime's Lamb, which also works on a CPU and needs no special kernel."""
 
     kinds = (Lamb,)
 
@@ -155,7 +162,7 @@ class FusedLamb(metaclass=_Named):
 
 
 class FusedLion(metaclass=_Named):
-    """DeepSpeed's Lion on a GPU: this runtime's."""
+    """DeepSpeed's Lion on a GPU. The optimizer is this runtime's Lion."""
 
     kinds = (Lion,)
 
@@ -171,7 +178,7 @@ class FusedLion(metaclass=_Named):
 
 
 class DeepSpeedCPULion(metaclass=_Named):
-    """DeepSpeed's Lion on a CPU: this runtime's."""
+    """DeepSpeed's Lion on a CPU. The optimizer is this runtime's Lion."""
 
     kinds = (Lion,)
 
@@ -187,7 +194,7 @@ class DeepSpeedCPULion(metaclass=_Named):
 
 
 class DeepSpeedCPUAdagrad(metaclass=_Named):
-    """DeepSpeed's Adagrad on a CPU: torch's."""
+    """DeepSpeed's Adagrad on a CPU. The optimizer is torch's Adagrad."""
 
     kinds = (torch.optim.Adagrad,)
 

@@ -12,15 +12,15 @@ from zero_runtime.deepspeed_names.training.tiling import bounds
 
 
 class PartitionedTensor:
-    """This rank's shard of a tensor that every rank of a group has; :meth:`full` restores the tensor.
+    """This rank's shard of a tensor that every rank of a group has. :meth:`full` restores the tensor.
 
     Args:
-        tensor: the same on all ranks.
-        group: its ranks.
+        tensor: The tensor, which must be the same on all ranks.
+        group: The group of ranks that the tensor is partitioned over.
 
     Attributes:
-        local_data: this rank's shard, 1-D.
-        orig_size: the tensor's shape.
+        local_data: This rank's shard, 1-D.
+        orig_size: The shape of the tensor.
     """
 
     def __init__(self, tensor: torch.Tensor, group: Any) -> None:
@@ -37,7 +37,7 @@ class PartitionedTensor:
     def from_meta(
         cls, meta: torch.Tensor, local_part: torch.Tensor, group: Any, device: Any = None
     ) -> PartitionedTensor:
-        """A partitioned tensor from a shard and the result of :meth:`to_meta`."""
+        """Construct a partitioned tensor from a shard and the result of :meth:`to_meta`."""
         numbers = [int(each) for each in meta.tolist()]
         dims, numbers = numbers[0], numbers[1:]
         tensor = cls.__new__(cls)
@@ -50,24 +50,28 @@ class PartitionedTensor:
         return tensor
 
     def to_meta(self) -> torch.Tensor:
-        """Shape, number of shards, this rank's number and the borders, as one tensor of integers."""
+        """Return the description of this tensor as one tensor of integers.
+
+        The integers are the number of dimensions, the shape, the number of shards, this rank and the bounds. The
+        bounds are the first elements of the shards and the end of the last shard.
+        """
         numbers = [len(self.orig_size), *self.orig_size, self.num_parts, self.rank, *self.partition]
         return torch.tensor(numbers, dtype=torch.int64, device=self.orig_device)
 
     def data(self) -> torch.Tensor:
-        """This rank's shard."""
+        """Return this rank's shard."""
         return self.local_data
 
     def local_size(self) -> torch.Size:
-        """Its shape."""
+        """Return the shape of this rank's shard."""
         return self.local_data.shape
 
     def full_size(self) -> list[int]:
-        """The shape of the whole."""
+        """Return the shape of the whole tensor."""
         return self.orig_size
 
     def full(self, device: Any = None) -> torch.Tensor:
-        """The whole tensor, gathered from all shards. All ranks of the group must call it."""
+        """Gather the whole tensor from all shards and return it. All ranks of the group must call this method."""
         largest = max(end - start for start, end in zip(self.partition, self.partition[1:], strict=False))
         mine = self.local_data.new_zeros(largest)
         mine[: self.local_data.numel()] = self.local_data

@@ -10,7 +10,7 @@ from zero_runtime.comm import DataParallelGroup
 from zero_runtime.errors import UnsupportedError
 from zero_runtime.sequence_parallel.head_exchange import exchange
 
-_HEADS = 2  # dimension
+_HEADS = 2  # the dimension of the heads
 
 
 def single_all_to_all(
@@ -27,19 +27,21 @@ def single_all_to_all(
     """Exchange sharded sequences for sharded heads (``scatter_idx`` 2), or the reverse (``scatter_idx`` below 2).
 
     Args:
-        input: (batch, sequence, heads, width), or (sequence, batch, heads, width) with ``batch_dim_idx`` 1.
-        scatter_idx: the dimension that is sharded afterwards.
-        gather_idx: accepted; it is the other dimension.
-        batch_dim_idx: 0 or 1.
-        group: the sequence-parallel ranks.
-        async_op: for overlapped messages, which are not in this version.
-        handle: for overlapped messages, which are not in this version.
-        type: accepted, without an effect.
-        num_kv_heads: accepted; the number of ranks must divide the heads.
+        input: The input, of shape (batch, sequence, heads, width), or (sequence, batch, heads, width) with
+            ``batch_dim_idx`` 1.
+        scatter_idx: The dimension that is sharded afterwards.
+        gather_idx: The dimension that is gathered. This argument has no effect, because it follows from
+            ``scatter_idx``.
+        batch_dim_idx: The dimension of the batch: 0 or 1.
+        group: The sequence-parallel ranks.
+        async_op: True requests overlapped messages, which are not in this version.
+        handle: An object for overlapped messages, which are not in this version.
+        type: This argument has no effect.
+        num_kv_heads: This argument has no effect. The number of heads must be divisible by the number of ranks.
 
     Raises:
         UnsupportedError: ``async_op`` is true, or ``handle`` is not None.
-        UsageError: the number of ranks does not divide the dimension.
+        UsageError: The size of the dimension is not divisible by the number of ranks.
     """
     if async_op or handle is not None:
         raise UnsupportedError("single_all_to_all waits for its message here; leave async_op and handle out")
@@ -51,7 +53,7 @@ def single_all_to_all(
 
 
 class _SeqAllToAll:
-    """:func:`single_all_to_all` with the interface of an autograd function."""
+    """A class that calls :func:`single_all_to_all` and has the interface of an autograd function."""
 
     @staticmethod
     def apply(
@@ -62,5 +64,5 @@ class _SeqAllToAll:
         batch_dim_idx: int,
         *more: Any,
     ) -> torch.Tensor:
-        """As :func:`single_all_to_all`; DeepSpeed's other arguments are ignored."""
+        """Call :func:`single_all_to_all`. Further arguments of DeepSpeed are ignored."""
         return single_all_to_all(input, scatter_idx, gather_idx, batch_dim_idx, group)

@@ -1,4 +1,4 @@
-"""``deepspeed.sequence.cross_entropy``: the loss of sharded sequences, under DeepSpeed's name."""
+"""``deepspeed.sequence.cross_entropy``: the loss of sharded sequences, with DeepSpeed's name."""
 
 from __future__ import annotations
 
@@ -24,28 +24,32 @@ def vocab_sequence_parallel_cross_entropy(
     gather_sequence_loss: bool = True,
     backend: str = "torch",
 ) -> torch.Tensor:
-    """The cross-entropy of each token of whole sequences that are sharded over the ranks.
+    """Return the cross-entropy of each token of whole sequences that are sharded over the ranks.
 
-    In the backward pass each rank keeps the gradient of its own shard, as in DeepSpeed: all ranks have the same losses.
+    In the backward pass, each rank keeps the gradient of its own shard, as in DeepSpeed, because all ranks have
+    the same losses.
 
     Args:
-        vocab_parallel_logits: (sequence / ranks, batch, vocabulary), or vocabulary / ranks of ``tp_group``.
-        target: (sequence / ranks, batch) int64, token ids.
-        sp_group: the sequence-parallel ranks, in order.
-        tp_group: the ranks that the vocabulary is partitioned over evenly, in order; None if each has all of it.
-        vocab_start_index: accepted; it follows from the rank.
-        vocab_end_index: accepted; it follows from the rank.
-        ignore_index: a target whose loss is 0.
-        reduction: none; others are not in this version.
-        gather_sequence_loss: False leaves each rank its own shard of the losses.
-        backend: torch.
+        vocab_parallel_logits: The logits, of shape (sequence / ranks, batch, vocabulary). With ``tp_group``, the last
+            dimension is vocabulary / ranks of ``tp_group``.
+        target: The token ids, of shape (sequence / ranks, batch), int64.
+        sp_group: The sequence-parallel ranks, in order.
+        tp_group: The ranks that the vocabulary is partitioned over evenly, in order; None if each rank has the whole
+            vocabulary.
+        vocab_start_index: This argument has no effect, because the index follows from the rank.
+        vocab_end_index: This argument has no effect, because the index follows from the rank.
+        ignore_index: A target whose loss is 0.
+        reduction: ``none``. Other reductions are not in this version.
+        gather_sequence_loss: Whether the losses of all ranks are gathered. With False, each rank has the losses
+            of its own shard.
+        backend: ``torch``. Other backends are not in this version.
 
     Returns:
-        (sequence, batch) fp32.
+        The losses, of shape (sequence, batch), fp32. Without ``gather_sequence_loss``, the shape is that of ``target``.
 
     Raises:
-        UnsupportedError: another reduction or backend.
-        UsageError: shapes that do not belong together.
+        UnsupportedError: ``reduction`` or ``backend`` has another value.
+        UsageError: The shapes of the arguments do not fit together.
     """
     if reduction != "none" or backend != "torch":
         raise UnsupportedError(

@@ -1,4 +1,4 @@
-"""``deepspeed.zero.TiledLinear``: a linear layer of several smaller ones, which stage 3 gathers one at a time."""
+"""``deepspeed.zero.TiledLinear``: a linear layer that consists of smaller layers. Stage 3 gathers them one by one."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from zero_runtime.zero import GatheredParameters
 
 
 def bounds(items: int, num_parts: int) -> list[int]:
-    """The starts of ``num_parts`` nearly equal parts of ``items``, and the end of the last one.
+    """Return the starts of ``num_parts`` nearly equal parts of ``items``, and the end of the last part.
 
     >>> bounds(10, 3)
     [0, 4, 7, 10]
@@ -25,7 +25,7 @@ def bounds(items: int, num_parts: int) -> list[int]:
 def split_tensor_along_last_dim(
     tensor: torch.Tensor, partitions: Sequence[int], contiguous_split_chunks: bool = False
 ) -> tuple[torch.Tensor, ...]:
-    """The parts of ``tensor`` along its last dimension; ``partitions`` are their sizes."""
+    """Return the parts of ``tensor`` along its last dimension. ``partitions`` contains the sizes of the parts."""
     tensors = torch.split(tensor, list(partitions), dim=tensor.dim() - 1)
     return tuple(part.contiguous() for part in tensors) if contiguous_split_chunks else tuple(tensors)
 
@@ -34,19 +34,20 @@ class TiledLinear(nn.Module):
     """A linear layer divided into ``out_splits`` x ``in_splits`` tiles.
 
     Args:
-        in_features: as of torch's Linear.
-        out_features: as of torch's Linear.
-        bias: as of torch's Linear; the tiles of the first input part have it.
-        in_splits: parts of the input.
-        out_splits: parts of the output.
-        input_is_already_split: the input is given as a sequence of its parts.
-        combine_out_splits: return one output; otherwise a list of its parts.
-        linear_cls: the layer that tiles are.
-        init_linear: a whole layer whose values are taken over.
-        kwargs: further arguments of ``linear_cls``.
+        in_features: The number of input features, as in torch's Linear.
+        out_features: The number of output features, as in torch's Linear.
+        bias: Whether the layer has a bias, as in torch's Linear. Only the tiles of the last input part have a bias.
+        in_splits: The number of parts of the input.
+        out_splits: The number of parts of the output.
+        input_is_already_split: Whether the input is passed as a sequence of its parts.
+        combine_out_splits: Whether the parts of the output are concatenated. Otherwise the output is a list of
+            its parts.
+        linear_cls: The class of the tiles.
+        init_linear: A whole layer whose values are copied.
+        kwargs: Further arguments of ``linear_cls``.
 
     Raises:
-        UsageError: there are more parts than features, or none.
+        UsageError: The number of parts is less than 1 or greater than the number of features.
     """
 
     def __init__(
@@ -91,7 +92,7 @@ class TiledLinear(nn.Module):
             self.copy_params_from(init_linear)
 
     def forward(self, input_: Any) -> Any:
-        """(..., in_features) to (..., out_features), or the parts of either."""
+        """Map an input (..., in_features) to an output (..., out_features). Both can be sequences of their parts."""
         inputs = self._parts_of(input_)
         outputs = [self._row(tiles, inputs) for tiles in self.linears]
         return self._combine(outputs) if self.combine_out_splits else outputs
@@ -123,7 +124,7 @@ class TiledLinear(nn.Module):
         """Copy the values of a whole layer.
 
         Raises:
-            UsageError: it has other features, or a bias where this one has none.
+            UsageError: The numbers of features differ, or only one of the two layers has a bias.
         """
         sources = [other.weight, *([] if other.bias is None else [other.bias])]
         with GatheredParameters(sources):
@@ -147,7 +148,7 @@ class TiledLinear(nn.Module):
 
 
 class TiledLinearReturnBias(TiledLinear):
-    """Tiles of layers that return their output and their bias separately."""
+    """A tiled layer whose tiles return their output and their bias separately."""
 
     def _add(self, sum_so_far: Any, more: Any) -> Any:
         output, bias = more

@@ -1,4 +1,4 @@
-"""Small checks of parameters, optimizers and leaf modules, under the names of ``deepspeed.runtime.zero.utils`` and
+"""Small checks of parameters, optimizers and leaf modules, with the names of ``deepspeed.runtime.zero.utils`` and
 ``deepspeed.utils``."""
 
 from __future__ import annotations
@@ -23,17 +23,20 @@ ZERO_SUPPORTED_OPTIMIZERS: Final = [
 
 
 def is_zero_param(parameter: Any) -> bool:
-    """Whether a parameter is sharded at stage 3."""
+    """Return whether a parameter is sharded at stage 3."""
     return isinstance(parameter, torch.Tensor) and shard_of(parameter) is not None
 
 
 def is_zero_supported_optimizer(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether an optimizer is known to be correct on shards of parameters."""
+    """Return whether the class of an optimizer is in ``ZERO_SUPPORTED_OPTIMIZERS``.
+
+    These optimizers are known to be correct on shards of parameters.
+    """
     return type(optimizer) in ZERO_SUPPORTED_OPTIMIZERS
 
 
 def get_lst_from_rank0(lst: Sequence[int]) -> list[int]:
-    """The numbers of rank 0; the length must be equal on all ranks."""
+    """Return the numbers of rank 0. The length of ``lst`` must be the same on all ranks."""
     numbers = torch.tensor(list(lst), dtype=torch.int64)
     on_device = numbers.cuda() if torch.cuda.is_available() else numbers
     comm_functions.broadcast(on_device, src=0)
@@ -41,10 +44,10 @@ def get_lst_from_rank0(lst: Sequence[int]) -> list[int]:
 
 
 def assert_ints_same_as_other_ranks(ints: Sequence[int]) -> None:
-    """Compare numbers with those of rank 0.
+    """Check that numbers are equal to the numbers of rank 0.
 
     Raises:
-        UsageError: they differ.
+        UsageError: The numbers differ.
     """
     first = get_lst_from_rank0(ints)
     if list(ints) != first:
@@ -56,7 +59,7 @@ def assert_ints_same_as_other_ranks(ints: Sequence[int]) -> None:
 def set_z3_leaf_modules_by_name(
     model: torch.nn.Module, module_names: Sequence[str], flag: bool = True, raise_if_not_found: bool = True
 ) -> tuple[list[torch.nn.Module], list[str]]:
-    """Make the modules of these full names leaf modules.
+    """Mark the modules with these full names as leaf modules, or with ``flag`` false remove the mark.
 
     Returns:
         (the modules, the names that no module has).
@@ -70,7 +73,11 @@ def set_z3_leaf_modules_by_suffix(
     flag: bool = True,
     raise_if_not_found: bool = True,
 ) -> tuple[list[torch.nn.Module], list[str]]:
-    """Flag the modules whose full name ends in one of these."""
+    """Mark the modules whose full name ends with one of these suffixes, or with ``flag`` false remove the mark.
+
+    Returns:
+        (the modules, the suffixes that match no module).
+    """
     return _flag(model, module_name_suffixes, flag, raise_if_not_found, str.endswith)
 
 
@@ -98,14 +105,14 @@ def _flag(
 
 @contextmanager
 def unwrap_model_for_generation(model: Any) -> Iterator[Any]:
-    """A context with the model of an engine and all its parameters gathered. All ranks must enter it."""
+    """Enter a context in which all parameters of an engine's model are gathered. All ranks must enter the context."""
     module = getattr(model, "module", model)
     with GatheredParameters(list(module.parameters())):
         yield module
 
 
 def clone_tensors_for_torch_save(item: Any, device: Any = "cpu") -> Any:
-    """``item`` with copies of its tensors, so that saving a view does not save its whole storage."""
+    """Return ``item`` with copies of its tensors, so that saving a view does not save the whole storage."""
     if isinstance(item, torch.Tensor):
         return item.detach().clone().to(device)
     if isinstance(item, list):
