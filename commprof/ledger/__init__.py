@@ -1,1 +1,1 @@
-"""The ledger of a run: what was requested, issued, executed and moved, and whether these four levels agree."""
+"""The ledger of a run: reconciles the requested, issued, executed and moved communication."""

@@ -1,4 +1,4 @@
-"""Compares a run with a budget: which limits it breaks, by how much and where. Derives the budget that a run meets."""
+"""Compares a run with a budget and reports the limits that it breaks. Derives the tightest budget that a run meets."""
 
 from __future__ import annotations
 
@@ -21,21 +21,24 @@ _SITES: Final = 2
 
 
 class Violation(NamedTuple):
-    """One limit that a run breaks: the ``key`` in the file, what was found, and where."""
+    """One limit that a run breaks: its ``key`` in the budget file, and a ``text`` with the measured value and place."""
 
     key: str
     text: str
 
 
 class _Scope(NamedTuple):
-    """The messages of one step, of the time before the first, or of the run. Those between steps are of the run only."""
+    """The messages of one step, of the time before the first step, or of the run.
+
+    Messages between steps count only in the scope of the run.
+    """
 
     name: str
     messages: Mapping[Message, int]
 
 
 def violations(run: WholeRun, budget: Budget) -> list[Violation]:
-    """Every limit of ``budget`` that ``run`` breaks, or that its records do not suffice to check."""
+    """Return every limit of ``budget`` that ``run`` breaks, or that cannot be checked with the records of ``run``."""
     scopes = _scopes(_issued_by(run))
     broken_limits = [
         Violation("records", f"{text}, so no limit can be shown to hold")
@@ -56,7 +59,7 @@ def violations(run: WholeRun, budget: Budget) -> list[Violation]:
 
 
 def _issued_by(run: WholeRun) -> Issued:
-    """The messages of each step from the records alone, without what the backend ran."""
+    """Return the messages of each step from the records alone, without the executed operations."""
     return issued(run.parts("collectives", COLUMNS), survey_of(run.parts("collectives", OF_PRECOUNT)))
 
 
@@ -89,7 +92,7 @@ def _selected(limit: Limit, messages: Mapping[Message, int]) -> dict[Message, in
 
 
 def measured(measure: str, messages: Mapping[Message, int]) -> int:
-    """One measure of ``messages``: collectives, or bytes rounded up."""
+    """Return the value of ``measure`` for ``messages``: a number of collectives, or bytes (rounded up)."""
     if measure == "max_collectives":
         return sum(messages.values())
     if measure == "max_payload_bytes":
@@ -114,7 +117,7 @@ def _broken(limit: Limit, scopes: Iterable[_Scope]) -> list[Violation]:
 
 
 def _largest(messages: Mapping[Message, int]) -> str:
-    """The call sites that send most."""
+    """Return a text that lists the call sites that send the most bytes."""
     sizes: dict[tuple[str, str], int] = defaultdict(int)
     counts: dict[tuple[str, str], int] = defaultdict(int)
     for message, count in messages.items():
@@ -157,10 +160,10 @@ def _unexplained_text(item: Unexplained) -> str:
 
 
 def budget_of(run: WholeRun) -> str:
-    """The tightest budget that ``run`` itself meets, as TOML.
+    """Return the tightest budget that ``run`` itself meets, as TOML.
 
     Raises:
-        UsageError: its records do not suffice to show that it meets any.
+        UsageError: The records of the run are incomplete, so no budget can be shown to be met.
     """
     scopes = _scopes(_issued_by(run))
     missing = gaps(run, sum(map(len, scopes.values())))

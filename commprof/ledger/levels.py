@@ -1,6 +1,7 @@
-"""The entries of the ledger, one for each purpose and level, and the verdict over them.
+"""The rows of the ledger, with the levels of each purpose, and the verdict on a run.
 
-Bytes are whole numbers, except ``wire_bytes``, the modelled mean that a rank sends (``schema.wire_bytes``).
+Bytes are whole numbers, except ``wire_bytes``, the modeled mean number of bytes that a rank sends
+(``schema.wire_bytes``).
 """
 
 from __future__ import annotations
@@ -15,21 +16,21 @@ from commprof.exit_codes import CODE_OF_STATE, State
 INIT: Final = "init"
 STEPS: Final = "steps"
 RUN: Final = "run"
-PART: Final = "part"  # of the run: only between its readings
-WHAT_TO_SET: Final = "What to set: "  # how the sentence about a remedy begins
+PART: Final = "part"  # the part of the run between its first and last reading
+WHAT_TO_SET: Final = "What to set: "  # the beginning of the sentence with the remedy
 
 
 @dataclass(frozen=True, slots=True)
 class LedgerRow:
-    """One purpose before the first step, or in all training steps together.
+    """The values of one purpose before the first step, or summed over all training steps.
 
-    A level that is not known has None in each of its fields. ``expected_*`` is what the runtime sends
-    for the config, by its rules. ``requested_wire_bytes`` is what the config requests literally: the same payload, sent
-    by ``requested_op`` in each message's own group.
+    If a level is not known, all its fields are None. ``expected_*`` are the messages that the runtime sends for the
+    config, according to its rules. ``requested_wire_bytes`` are the wire bytes of the literal request: the same
+    payload, sent with ``requested_op`` in the group of each message.
     """
 
     when: str  # init or steps
-    steps: int  # training steps that the sums are over; 0 for init
+    steps: int  # number of training steps in the sums; 0 for init
     purpose: str | None
     requested_op: str | None
     expected_op: str | None
@@ -43,19 +44,25 @@ class LedgerRow:
     executed_op: str | None
     executed_count: int | None
     executed_wire_bytes: float | None
-    explained_bytes: int  # of issued_payload_bytes
-    # config, barrier or evaluation; label: no rule predicts the amount; script: in a group of the script, which no rule
-    # knows
+    explained_bytes: int  # the explained part of issued_payload_bytes
+    # config, barrier or evaluation; label: no rule predicts the amount; script: issued in a group that the script
+    # created, which no rule covers
     explained_by: str | None
-    group_size: int  # ranks of the largest group among them
-    outside_count: int = 0  # of issued_count: after a step had ended, in none
+    group_size: int  # number of ranks of the largest group
+    outside_count: int = 0  # the part of issued_count that was issued between steps
 
 
 class RequestedReduction(NamedTuple):
-    """The reduction of gradients that the config requests in one group, equal in each of ``steps``.
+    """The reduction of gradients that the config requests in one group. It is the same in each of ``steps``.
 
-    ``payload_bytes``: of ``op``, which the runtime issues for ``requested_op``. ``wire_bytes``: what ``requested_op``
-    would send. ``steps``: attempt and step of each.
+    Attributes:
+        requested_op: The operation that the config requests.
+        op: The operation that the runtime issues for ``requested_op``.
+        group_size: The number of ranks of the group.
+        count: The number of messages in a step.
+        payload_bytes: The payload of ``op`` in a step.
+        wire_bytes: The wire bytes that ``requested_op`` would send in a step.
+        steps: The attempt and the number of each step.
     """
 
     requested_op: str
@@ -68,9 +75,9 @@ class RequestedReduction(NamedTuple):
 
 
 class Unexplained(NamedTuple):
-    """Records without an expectation, or an expectation without records: ``kind`` is unexplained or missing.
+    """Messages without an expectation (``kind`` is unexplained), or an expectation without messages (missing).
 
-    ``outside``: issued after one of the ``steps`` had ended, in none.
+    ``outside`` is true if the messages were issued between steps, after one of ``steps`` ended.
     """
 
     kind: str
@@ -86,20 +93,30 @@ class Unexplained(NamedTuple):
 
 
 class Moved(NamedTuple):
-    """Counters of one host, compared with the model of what was executed in the same time.
+    """Counters of one host, compared with the model of the executed operations in the same time.
 
-    ``expected_bytes`` is None, with its ``reason``, where the two cannot be compared. ``allowed_bytes`` is what the
-    backend's own headers and TCP's retransmissions may add to it; None where more than expected is not judged.
-    ``header_bytes``: of the packets sent, where these were counted. ``outside_bytes``: what the model has of evaluations,
-    checkpoints and the time after the last step; None where that is not known. ``queued_first_bytes`` and
-    ``queued_last_bytes``: handed to TCP and not acknowledged at the first and at the last reading. Of the former some may
-    be counted in ``sent_bytes``, though issued before; of the latter some may not be counted yet. The last is None where it
-    was not read: then less than expected is not judged.
+    Attributes:
+        host: The name of the host.
+        device: The interface.
+        when: ``steps`` or ``run``, or ``part`` if the readings do not cover the whole run.
+        steps: The number of steps between the readings.
+        sent_bytes, received_bytes: The bytes that the interface counted.
+        expected_bytes: The modeled bytes. None if the counters cannot be compared with the model.
+        reason: The reason why they cannot be compared, or None.
+        allowed_bytes: The bytes that headers of the backend and retransmissions of TCP may add to the modeled bytes.
+            None if an excess is not judged.
+        header_bytes: The bytes of packet headers that were sent. None if packets were not counted.
+        outside_bytes: The modeled bytes of evaluations, checkpoints and the time after the last step. None if not
+            known.
+        queued_first_bytes: The bytes that were handed to TCP and not acknowledged at the first reading. A part of them
+            may be counted in ``sent_bytes``, although they were issued before.
+        queued_last_bytes: The same at the last reading. A part of them may not be counted yet. None if this value was
+            not read. In this case a deficit is not judged.
     """
 
     host: str
     device: str
-    when: str  # "steps", "run", or "part": the readings leave out some of it
+    when: str
     steps: int
     sent_bytes: int
     received_bytes: int
@@ -117,19 +134,22 @@ class Verdict:
     """The ledger of one run.
 
     Attributes:
-        sentences: what was requested, issued, executed and moved, and why these differ.
-        issued_bytes: payload of all collectives, each counted once.
-        explained_bytes: how much of it an expectation explains.
-        labelled_bytes: how much of it has a purpose whose amount no rule predicts.
-        unexplained: every record without explanation, grouped, and every expectation without its record.
-        disagreements: where the ranks of a group issued different things, as clauses.
-        differences: the first of them of each group, with what each rank did.
-        order_differences: where ranks issued the collectives of several groups in different orders.
-        unsure: issued collectives that may or may not have been requested, as clauses.
-        sources: level -> where it was taken from, or why it is not known.
-        request_reason: why it is not known what was requested; None when it is.
-        moved_together: the sum over all hosts, where some host has no model of its own.
-        requested_reductions: what was requested to reduce gradients, step by step; ``rows`` have the sums.
+        state: Closed, mismatch or cannot tell.
+        sentences: The report: what was requested, issued, executed and moved, and why the levels differ.
+        rows: The rows of the ledger.
+        moved: The comparison of each host's counters with the model.
+        issued_bytes: The payload of all collectives. Each collective counts once.
+        explained_bytes: The part of ``issued_bytes`` that an expectation explains.
+        labelled_bytes: The part of ``issued_bytes`` with a purpose whose amount no rule predicts.
+        unexplained: Every group of records without an explanation, and every expectation without records.
+        sources: The source of each level, or the reason why the level is not known.
+        disagreements: Clauses that state where the ranks of a group issued different collectives.
+        differences: The first disagreement of each group, with the calls of each rank.
+        order_differences: The places where ranks issued the collectives of several groups in different orders.
+        unsure: Clauses about issued collectives that may or may not have been requested.
+        request_reason: The reason why the request is not known. None if it is known.
+        moved_together: The comparison of the sum over all hosts, if some host has no model of its own.
+        requested_reductions: The requested reductions of gradients by step. ``rows`` contain the sums.
     """
 
     state: State
@@ -151,16 +171,19 @@ class Verdict:
 
     @property
     def remedy(self) -> str | None:
-        """What to set for the requested reduction, or why nothing; None where it is issued, or not known."""
+        """The setting that makes the runtime issue the requested reduction, or why no setting is needed.
+
+        None if the requested reduction is issued, or not known.
+        """
         return next((text.partition(WHAT_TO_SET)[2] for text in self.sentences if WHAT_TO_SET in text), None)
 
     @property
     def exit_code(self) -> int:
-        """0 closed, 1 mismatch, 3 cannot tell."""
+        """The exit code: 0 closed, 1 mismatch, 3 cannot tell."""
         return int(CODE_OF_STATE[self.state])
 
     def as_dict(self) -> dict[str, Any]:
-        """All of it but ``requested_reductions`` as plain dictionaries and lists, the exit code included."""
+        """Return the verdict as plain dictionaries and lists, with the exit code, without ``requested_reductions``."""
         return {
             **{
                 item.name: getattr(self, item.name)

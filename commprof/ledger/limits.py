@@ -2,9 +2,9 @@
 
 ::
 
-    only_requested = true                   # the config requests everything, or the program tags it
+    only_requested = true                   # every collective is requested by the config or tagged by the program
 
-    [step]                                  # in each training step; [init] before the first; [run] in all
+    [step]                                  # limits of each step; [init]: before the first step; [run]: the whole run
     max_payload_bytes = 8_000_000
     max_wire_bytes = 8_000_000
     max_collectives = 12
@@ -13,7 +13,7 @@
     [step.op.all_reduce]                    # the same limits for one operation
     max_collectives = 6
 
-    [step.purpose.gradient_reduce]          # and for one purpose; "untagged" is that of calls without one
+    [step.purpose.gradient_reduce]          # the same limits for one purpose; "untagged": calls without a purpose
     max_wire_bytes = 7_000_000
 """
 
@@ -35,7 +35,7 @@ UNTAGGED: Final = "untagged"
 
 
 class Limit(NamedTuple):
-    """The most of one measure that one scope, or one operation or purpose in it, may have."""
+    """The largest allowed value of one measure in one scope, or of one operation or purpose in this scope."""
 
     scope: str
     op: str | None
@@ -45,13 +45,13 @@ class Limit(NamedTuple):
 
     @property
     def key(self) -> str:
-        """The limit as the file names it."""
+        """The dotted key of the limit in the budget file."""
         part = f".op.{self.op}" if self.op else f".purpose.{self.purpose}" if self.purpose else ""
         return f"{self.scope}{part}.{self.measure}"
 
 
 class Budget(NamedTuple):
-    """The limits of one file. ``allowed_ops`` has the operations that each scope may issue, where the file says so."""
+    """The limits of one budget file. ``allowed_ops`` has the allowed operations of the scopes that restrict them."""
 
     limits: tuple[Limit, ...]
     allowed_ops: Mapping[str, frozenset[str]]
@@ -59,10 +59,10 @@ class Budget(NamedTuple):
 
 
 def read_budget(path: Path) -> Budget:
-    """The budget in TOML file ``path``.
+    """Read the budget in TOML file ``path``.
 
     Raises:
-        UsageError: the file cannot be read, is no TOML, or has a key or value that no budget has.
+        UsageError: The file cannot be read, is not TOML, or has an invalid key or value.
     """
     try:
         content = tomllib.loads(path.read_text(encoding="utf-8"))
@@ -77,10 +77,10 @@ def read_budget(path: Path) -> Budget:
 
 
 def parse_budget(content: Mapping[str, Any], name: str) -> Budget:
-    """The budget that ``content`` of file ``name`` states.
+    """Parse ``content``, the content of file ``name``, as a budget.
 
     Raises:
-        UsageError: a key or value is not one of a budget's.
+        UsageError: A key or value is invalid.
     """
     _known(content, ("only_requested", *SCOPES), name, "")
     only = content.get("only_requested", False)

@@ -48,14 +48,15 @@ from commprof.trace.wire import DAMAGED_LINES
 
 
 def verify(recorded: WholeRun) -> Verdict:
-    """Close the ledger of ``recorded``, a run: requested, issued, executed and moved, and what none of them explains.
+    """Reconcile the requested, issued, executed and moved levels of the run ``recorded``, and return the verdict.
 
-    Where the config is not known, or not one of ZeRO's, the requested level is unknown and the state is ``cannot tell``;
-    the other levels are reported all the same. The same holds where records are dropped, truncated, unseen or elsewhere.
+    If the config is not known or is not a ZeRO config, the requested level is not known. The other levels are still
+    reported. In this case the state is ``cannot tell``, unless a mismatch is found. If records are dropped, truncated,
+    unseen, or not on this machine, the state is always ``cannot tell``.
     """
     there = elsewhere(recorded.path)
     run: RecordedRun = recorded if there is None else recorded.without_records()
-    # One pass over the records feeds everything that compares ranks, since records may not fit into memory.
+    # One pass over the records feeds all comparisons between ranks, because the records may not fit into memory.
     survey, orders, group_orders, splits, ends = Survey(), RankOrders(), GroupOrders(run), Splits(run), Ends()
     columns = tuple(dict.fromkeys((*OF_PRECOUNT, *OF_ORDERS, *OF_GROUP_ORDERS, *OF_SPLITS, *OF_MESSAGES)))
     for part in run.parts("collectives", columns):
@@ -64,7 +65,7 @@ def verify(recorded: WholeRun) -> Verdict:
         group_orders.add(part)
         splits.add(part)
         ends.add(part)
-    # Issued and executed: each collective once, records and sums together.
+    # Issued and executed: each collective counts once. Records and sums are combined.
     aggregates = run.table("aggregates")
     of_group = backends_of(aggregates, run.table("groups"))
     ran = executed(run, survey.backends | set(of_group.values()))
@@ -73,7 +74,7 @@ def verify(recorded: WholeRun) -> Verdict:
     records = before_steps(tables) if turns else tables
     steps = with_sums(issued(records, survey, ran.ops), aggregates, of_group)
     is_told = bool(survey.records or len(aggregates))
-    # Requested: what each step should send, then class by class what explains the issued messages.
+    # Requested: the messages that each step should send, then the explanation of the issued messages by class.
     if turns:
         request, (wanted, partial, notes), requests = demands_in_turn(run, turns, steps)
     else:
@@ -92,10 +93,11 @@ def verify(recorded: WholeRun) -> Verdict:
     )
     if request.reason is not None:
         findings = _without_request(findings)
-    if there is not None:  # the records are elsewhere: the request has no counterpart
+    # If the records are not on this machine, there is nothing to compare with the request.
+    if there is not None:
         findings = {}
     rows = ledger_rows(findings)
-    # Moved: the counters are compared with what was sent between their readings.
+    # Moved: the counters are compared with the bytes that were sent between their readings.
     left_out = uncovered(run)
     wire = run.table("wire")
     sent = Sendings()
@@ -105,21 +107,21 @@ def verify(recorded: WholeRun) -> Verdict:
         sums = sums_of(aggregates, of_group)
         sent = sendings(run.parts("collectives", OF_SENDINGS), survey, ran.ops, sums, readings)
     moved, together = movement.moved(readings.wire, sent, hosts, left_out, readings.attempts)
-    # Without known steps or request, absent messages are not missing.
+    # If the steps or the request are not known, an absent message does not count as missing.
     is_without_steps = any(key.step >= 0 for key in steps) and not len(run.table("steps"))
     is_expected = request.reason is None and is_told and not is_without_steps
     left = _left(run, findings) if is_expected else ()
-    # What the ranks of a group issued differently. Gaps in the records limit what can be compared.
+    # Differences between the ranks of a group. Gaps in the records limit the comparison.
     unrecorded = gaps(run, survey.records)
     differences = orders.differences(
         run, has_all_records=not unrecorded, complete=run.health.state == COMPLETE
     )
     in_other_order = group_orders.differences(run, differences, has_all_records=not unrecorded)
     differences += unshifted(splits.differences(run), differences)
-    if run.health.state == COMPLETE:  # a program that was stopped leaves messages on their way
+    if run.health.state == COMPLETE:  # A program that was stopped leaves messages in flight.
         differences += ends.lone(run)
     differing, unsure = [each.sentence for each in differences], doubtful(findings)
-    # The Flight Recorder lists what was left out, too.
+    # The Flight Recorder also lists collectives that were not recorded individually, so no comparison is possible.
     ran_otherwise = () if run.health.summed or run.health.outside else ran.problems
     # Contradictions make a mismatch, doubts make the verdict "cannot tell".
     problems = [*differing, *ran_otherwise, *_moved_otherwise([*moved, *([together] if together else [])])]
@@ -137,7 +139,7 @@ def verify(recorded: WholeRun) -> Verdict:
     )
     if run.health.state not in (COMPLETE, RUNNING) and is_told and not issued_bytes:
         doubts.append("the program ended before it issued any payload, so nothing can be judged")
-    # The report: levels first, then notes, doubts and contradictions, the total last.
+    # The report begins with the levels, followed by notes, doubts and contradictions, and ends with the total.
     edited = config_note(run.path, run.manifest.config)
     no_request = [] if request.reason is None else [request.reason]
     state = decide([*left, *problems], [*doubts, *no_request], complete=not unrecorded)
@@ -155,7 +157,7 @@ def verify(recorded: WholeRun) -> Verdict:
         *([f"{edited}."] if edited else []),
         *([f"Note: {NO_MANIFEST}."] if NO_MANIFEST in run.health.notes else []),
         *(f"Note: {note}." for note in run.health.notes if note.endswith(DAMAGED_LINES)),
-        *(notes if is_told else ()),  # without any record, what the steps lack is not reported
+        *(notes if is_told else ()),  # Without any records, missing messages of steps are not reported.
         *remarks(findings),
         *(f"Note: {each.sentence}." for each in in_other_order),
         *(f"Cannot tell: {text}." for text in doubts),
@@ -187,7 +189,10 @@ def verify(recorded: WholeRun) -> Verdict:
 
 
 def _left(run: RecordedRun, findings: Findings) -> tuple[Unexplained, ...]:
-    """Unexplained and missing messages. A program that was stopped has not written the sums of its last steps."""
+    """Return the unexplained and missing messages.
+
+    A program that was stopped has not written the sums of its last steps, so messages do not count as missing then.
+    """
     items = unexplained(findings)
     if run.health.summed and run.health.state != COMPLETE:
         return tuple(item for item in items if item.kind != "missing")
@@ -201,7 +206,7 @@ def _latest(run: RecordedRun) -> list[Mapping[str, Any]]:
 
 
 def _without_request(findings: Findings) -> Findings:
-    """``findings`` without a known request: a message is explained by its purpose alone, and none is unexplained."""
+    """Return ``findings`` without unexplained messages, because the request is not known."""
     for step in findings.values():
         for finding in step.values():
             finding.surplus = Counter()
@@ -209,7 +214,7 @@ def _without_request(findings: Findings) -> Findings:
 
 
 def gaps(run: RecordedRun, records: int) -> list[str]:
-    """What is missing from the records, as clauses: with any of these, the run cannot be judged completely."""
+    """Return clauses about missing records. If there is any clause, the run cannot be judged completely."""
     health = run.health
     there = elsewhere(run.path)
     clauses = [] if records or health.summed or there is not None else ["no collective was recorded"]
@@ -234,7 +239,7 @@ def gaps(run: RecordedRun, records: int) -> list[str]:
 
 
 def _moved_otherwise(moved: Sequence[Moved]) -> list[str]:
-    """Contradictions between counters and records: fewer bytes than were executed, or more than that explains."""
+    """Return clauses about hosts that moved fewer bytes than were executed, or more bytes than the records explain."""
     clauses = []
     for row in moved:
         who = row.host if row.host == movement.ALL_HOSTS else f"host {row.host}"
@@ -248,7 +253,10 @@ def _moved_otherwise(moved: Sequence[Moved]) -> list[str]:
 
 
 def _sentences_by_engine(requests: Sequence[Request], turns: Sequence[Turn], findings: Findings) -> list[str]:
-    """What each engine requested: each sentence once, with the step from which it holds where that is not the first."""
+    """Return the sentences about the requests of all engines, each sentence once.
+
+    A sentence of a later engine names the step from which it applies.
+    """
     first_texts: dict[str, str] = {}
     for request, turn in zip(requests, turns, strict=True):
         own = {key: classes for key, classes in findings.items() if turn.covers(key)}
@@ -281,7 +289,10 @@ def _total(
     *,
     has_all_records: bool,
 ) -> str:
-    """How much is explained. Where records are missing, absent messages may have been issued all the same."""
+    """Return the sentence with the explained share of the issued payload.
+
+    If records are missing, absent messages may have been issued, so the sentence does not claim the opposite.
+    """
     share = 100 * explained_bytes / max(issued_bytes, 1)
     if request.reason is None and explained_bytes < issued_bytes:
         share = min(share, 99.999)

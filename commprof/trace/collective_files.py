@@ -1,4 +1,4 @@
-"""One rank's ``collectives`` as a Parquet file: written part by part, read back from the disk, then put in its place."""
+"""Writes the ``collectives`` of one rank as a Parquet file, which is read back and compared before it gets its name."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from commprof.schema import COLLECTIVES
 from commprof.trace.rank_files.columns import encoded_schema
 from commprof.trace.tables import VERSION_KEY
 
-# Times and numbers that grow from record to record are kept as differences; everything else repeats. Of exposed times few
-# values are frequent, so that a dictionary takes a fifth less than differences (a byte stream split less still, but DuckDB
-# 1.1 does not read it for integers).
+# Times and numbers that grow from record to record are stored as differences. All other columns repeat their values.
+# Exposed times have a few frequent values, so a dictionary takes a fifth less space than differences. A byte stream
+# split takes even less, but DuckDB 1.1 does not read it for integers.
 _GROWING: Final = (
     "seq",
     "pg_seq",
@@ -37,13 +37,14 @@ Parts = Callable[[], Iterable[pa.Table]]
 
 
 def write_collectives(file: Path, parts: Parts, metadata: Mapping[bytes, bytes]) -> None:
-    """Write ``file`` atomically, after its content was read back and compared.
+    """Write ``file`` atomically: the content is read back and compared before the file gets its name.
 
     Args:
-        parts: gives the rows, some at a time, as tables of ``encoded_schema``; asked twice: to write, and to compare.
+        parts: A function that returns the rows as a sequence of tables of ``encoded_schema``. It is called twice: to
+            write the rows, and to compare them with the file.
 
     Raises:
-        TraceError: it cannot be written, or does not read back as it was written.
+        TraceError: The file cannot be written, or its content differs from the rows.
     """
     partial = file.with_name(f".{file.name}-{os.getpid()}{_PARTIAL}")
     try:
@@ -69,7 +70,7 @@ def _write(path: Path, parts: Iterable[pa.Table], metadata: Mapping[bytes, bytes
         column_encoding=dict.fromkeys(_GROWING, "DELTA_BINARY_PACKED"),
         dictionary_pagesize_limit=4 << 20,
         write_page_checksum=True,
-        store_schema=False,  # it would say that texts are dictionaries, which is our affair
+        store_schema=False,  # The Arrow schema would declare texts as dictionaries, which is internal.
     ) as writer:
         for part in parts:
             writer.write_table(part, row_group_size=max(1, len(part)))
@@ -79,10 +80,12 @@ def _write(path: Path, parts: Iterable[pa.Table], metadata: Mapping[bytes, bytes
 
 
 def check_copy(path: Path, parts: Iterable[pa.Table]) -> None:
-    """The binary files are removed for the sake of this copy, so it is read back from the disk and compared.
+    """Read ``path`` back from the disk and compare its rows with ``parts``.
+
+    The binary files are removed after this check, so this copy must be correct.
 
     Raises:
-        TraceError: it holds something else than ``parts``.
+        TraceError: The rows of the file differ from ``parts``, or the file cannot be read.
     """
     rows = 0
     try:
@@ -120,6 +123,6 @@ def _differs(path: Path, rows: int) -> str:
 
 
 def remove_partial(directory: Path) -> None:
-    """Remove what commands left in ``directory`` that were killed while they wrote. For whoever holds the run's lock."""
+    """Remove the partial files in ``directory`` that killed commands left. The caller must hold the lock of the run."""
     for partial in directory.glob(f".rank-*{_PARTIAL}"):
         partial.unlink(missing_ok=True)

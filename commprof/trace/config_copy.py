@@ -1,4 +1,4 @@
-"""The two copies of a config in a run directory: commprof reads the one in run.json; config.json is for people."""
+"""Compares the copies of a config in a run directory: commprof reads the one in run.json; config.json is for people."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ _MOST_KEYS: Final = 3
 
 
 def config_note(run: Path, config: Mapping[str, Any] | None) -> str | None:
-    """A note if config.json differs from ``config``, the copy in run.json; None if they agree.
+    """Return a note if config.json differs from ``config``, the copy in run.json, and None if the two are equal.
 
-    One of them was edited after the run was recorded. A config.json that is absent or cannot be read says nothing.
+    A difference means that one of the two files was edited after the run was recorded. If config.json is absent or
+    cannot be read, the function returns None.
     """
     try:
         copy = json.loads(read_content(run / CONFIG_NAME))
@@ -38,7 +39,7 @@ def config_note(run: Path, config: Mapping[str, Any] | None) -> str | None:
 
 
 def _leaves(value: Any, prefix: str = "") -> dict[str, str]:
-    """The values below all sections, as text, by their dotted keys."""
+    """Return the values in all nested sections, as JSON text by dotted key."""
     if not isinstance(value, Mapping) or not value:
         return {prefix.removesuffix("."): json.dumps(value)}
     leaves: dict[str, str] = {}

@@ -1,4 +1,4 @@
-"""Reads the files of a run directory. Only regular files: reading a pipe or a device could block forever.
+"""Reads the files of a run directory. Only regular files are read, because a pipe or a device could block forever.
 
 Standard library only.
 """
@@ -13,10 +13,10 @@ from typing import Any, BinaryIO
 
 
 def open_content(path: Path) -> BinaryIO:
-    """``path``, opened for reading.
+    """Open ``path`` for reading.
 
     Raises:
-        OSError: it is not there, may not be read, or is no regular file.
+        OSError: The file does not exist, may not be read, or is not a regular file.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
@@ -29,17 +29,17 @@ def open_content(path: Path) -> BinaryIO:
 
 
 def read_content(path: Path) -> bytes:
-    """All bytes of ``path``.
+    """Return all bytes of ``path``.
 
     Raises:
-        OSError: as :func:`open_content` does.
+        OSError: The file does not exist, cannot be read, or is not a regular file.
     """
     with open_content(path) as stream:
         return stream.read()
 
 
 def printable(value: Any) -> Any:
-    """A JSON value in which every text can be written as UTF-8: halves of surrogate pairs become question marks."""
+    """Return a copy of a JSON value whose texts can be encoded as UTF-8. Lone surrogates become question marks."""
     if isinstance(value, str):
         return value if value.isascii() else value.encode("utf-8", "replace").decode("utf-8")
     if isinstance(value, list):

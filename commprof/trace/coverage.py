@@ -16,7 +16,7 @@ _IDENTITY: Final = ("rank", "attempt", "pid")
 
 
 class _Run(Protocol):
-    """What is asked of a run; ``commprof.trace.reader.Run`` has it."""
+    """The members of a run that this module uses. ``commprof.trace.reader.Run`` implements them."""
 
     @property
     def manifest(self) -> Any: ...
@@ -35,13 +35,14 @@ class _Span(NamedTuple):
     rank: int
     begin_ns: int
     end_ns: int
-    ended: bool  # it said so: it issued nothing after ``end_ns``
+    ended: bool  # whether the process is known to have issued nothing after ``end_ns``
 
 
 def uncovered(run: _Run) -> dict[str, str]:
-    """Host -> what of the run its interface readings leave out, as a clause. Hosts that are read as a whole are not in it.
+    """Return, by host, a clause that states which part of the run the interface readings do not cover.
 
-    Nothing is said where no host was read, nor of a host whose processes left no clock to compare with.
+    Hosts whose readings cover the whole run are left out, and so are hosts whose processes recorded no clock. The
+    result is empty if no host has readings.
     """
     readings = _readings(run.table("wire"))
     if not readings:
@@ -80,7 +81,7 @@ def _left_out(times: Sequence[int], spans: Sequence[_Span], state: str) -> str |
 
 
 def _readings(wire: pa.Table) -> dict[str, list[int]]:
-    """Host -> the times of its interface readings, in order."""
+    """Return the times of the interface readings in ns, in ascending order, by host."""
     rows = wire.filter(pc.equal(wire["kind"], "interface")).group_by(["host", "time_ns"]).aggregate([])
     readings: dict[str, list[int]] = defaultdict(list)
     for row in rows.sort_by("time_ns").to_pylist():
@@ -89,7 +90,10 @@ def _readings(wire: pa.Table) -> dict[str, list[int]]:
 
 
 def _spans(run: _Run) -> dict[str, list[_Span]]:
-    """Host -> its processes; of an attempt before the last only what they recorded until then counts as an end."""
+    """Return the spans of the processes by host.
+
+    A process of an attempt before the last one counts as ended at the last time that it recorded.
+    """
     entries = {tuple(entry[name] for name in _IDENTITY): entry for entry in run.manifest.ranks}
     latest = max((entry["attempt"] for entry in entries.values()), default=0)
     clocks = run.table("clocks").group_by([*_IDENTITY, "host"])
@@ -107,7 +111,7 @@ def _spans(run: _Run) -> dict[str, list[_Span]]:
 
 
 def _last_records(run: _Run) -> Mapping[Any, int]:
-    """The last moment in the records of each process."""
+    """Return the last time in the records of each process, in ns, by rank, attempt and pid."""
     last: dict[Any, int] = {}
     for part in run.parts("collectives", (*_IDENTITY, *_TIMES)):
         sums = part.group_by(list(_IDENTITY)).aggregate([(name, "max") for name in _TIMES])

@@ -1,4 +1,4 @@
-"""Finds run directories, and names new ones. Standard library only."""
+"""Finds run directories and names new ones. Uses only the standard library."""
 
 from __future__ import annotations
 
@@ -12,26 +12,30 @@ from commprof.trace.rank_files.layout import rank_files
 
 MANIFEST_NAME: Final = "run.json"
 COLLECTIVES_DIRECTORY: Final = "collectives"
-# What the dashboard asks; made from the rest, and made again when it is gone.
+# The index of the dashboard. It is derived from the other files, and is built again if it is missing.
 INDEX_NAME: Final = "index.duckdb"
-# What most answers begin with, made from the rest when the run ended.
+# The summaries, which are derived from the other files when the run ends.
 SUMMARIES_DIRECTORY: Final = "relations"
-HOSTS_DIRECTORY: Final = "hosts"  # the same of each host, made by its own launcher
-SAMPLES_NAME: Final = "samples.jsonl"  # what the launcher's samplers read, while the job runs
-EVERY_SAMPLES: Final = "samples*.jsonl"  # and those of other hosts
-STACKS_DIRECTORY: Final = "stacks"  # one file for each process, in which it writes its stacks on request
-DUMPS_DIRECTORY: Final = "dumps"  # what the watchdog wrote of a job that hung
-ELSEWHERE_NAME: Final = "elsewhere.json"  # of an analysis whose records this machine does not have
+HOSTS_DIRECTORY: Final = "hosts"  # the sums of the ranks of each host, written by the launcher of the host
+SAMPLES_NAME: Final = "samples.jsonl"  # the readings of the launcher's samplers while the job runs
+EVERY_SAMPLES: Final = "samples*.jsonl"  # the files of samplers of all hosts
+STACKS_DIRECTORY: Final = "stacks"  # one file per process, to which the process writes its stacks on request
+DUMPS_DIRECTORY: Final = "dumps"  # the dumps that the watchdog writes if the job hangs
+# The location of the records of an analysis if they are not on this machine.
+ELSEWHERE_NAME: Final = "elsewhere.json"
 TRACES: Final = Path("traces")
 LATEST: Final = "latest"
 
 
 def default_run_directory(script: str, now: datetime, traces: Path = TRACES) -> Path:
-    """``traces/<script stem>-<YYYYmmdd-HHMMSS>``, with ``-2``, ``-3``, ... where that is taken. Nothing is created.
+    """Return ``traces/<script stem>-<YYYYmmdd-HHMMSS>``, with ``-2``, ``-3``, ... appended if the name is taken.
+
+    The directory is not created.
 
     Args:
-        script: path of the script, or the module's name.
-        now: when the run starts, local time.
+        script: The path of the script, or the name of the module.
+        now: The local time at which the run starts.
+        traces: The parent directory.
     """
     path = traces / run_name(script, now)
     number = 1
@@ -43,10 +47,12 @@ def default_run_directory(script: str, now: datetime, traces: Path = TRACES) -> 
 
 
 def claim_run_directory(script: str, now: datetime, traces: Path = TRACES) -> Path:
-    """Create the directory that :func:`default_run_directory` names. Of jobs that start together each gets its own.
+    """Create the directory that :func:`default_run_directory` names, and return its path.
+
+    Jobs that start at the same time get different directories.
 
     Raises:
-        TraceError: it cannot be created.
+        TraceError: The directory cannot be created.
     """
     while True:
         path = default_run_directory(script, now, traces)
@@ -64,19 +70,19 @@ def claim_run_directory(script: str, now: datetime, traces: Path = TRACES) -> Pa
 
 
 def run_name(script: str, now: datetime) -> str:
-    """``<script stem>-<YYYYmmdd-HHMMSS>``: of ``pkg.train`` and of ``a/train.py`` the stem is ``train``."""
+    """Return ``<script stem>-<YYYYmmdd-HHMMSS>``. The stem of ``pkg.train`` and of ``a/train.py`` is ``train``."""
     return f"{script_stem(script)}-{now:%Y%m%d-%H%M%S}"
 
 
 def script_stem(script: str) -> str:
-    """What the runs of ``script`` are called: ``train`` of ``pkg.train`` and of ``a/train.py``."""
+    """Return the name for runs of ``script``, for example ``train`` for ``pkg.train`` and for ``a/train.py``."""
     name = Path(script).name
     stem = name[:-3] if name.endswith(".py") else name.rpartition(".")[2]
     return "".join(c if c.isalnum() or c in "-_" else "_" for c in stem).strip("_") or "run"
 
 
 def is_run(path: Path) -> bool:
-    """Whether ``path`` is a run directory: it holds a manifest, the files of a rank, or finalised collectives."""
+    """Return whether ``path`` is a directory with a manifest, the files of a rank, or finalized collectives."""
     if not path.is_dir():
         return False
     if (path / MANIFEST_NAME).is_file():
@@ -90,11 +96,11 @@ def is_run(path: Path) -> bool:
 
 
 class Elsewhere(NamedTuple):
-    """The place of an analysed run's records that are not on this machine.
+    """The location of the records of an analyzed run if they are not on this machine.
 
     Attributes:
-        place: URL of the directory of the run (``s3a://...``), as it was given to ``commprof analyse``.
-        stems: the files of its collectives, without their suffix.
+        place: The URL of the directory of the run (``s3a://...``), as it was given to ``commprof analyse``.
+        stems: The names of the files of its collectives, without their suffix.
     """
 
     place: str
@@ -102,10 +108,10 @@ class Elsewhere(NamedTuple):
 
 
 def elsewhere(run: Path) -> Elsewhere | None:
-    """Where the records of ``run`` lie; None where they belong into the directory itself.
+    """Return the location of the records of ``run`` if they are not in the directory itself, and None if they are.
 
     Raises:
-        TraceError: the file that says so is damaged.
+        TraceError: The file that states the location is damaged.
     """
     if (run / COLLECTIVES_DIRECTORY).exists() or not (run / ELSEWHERE_NAME).is_file():
         return None
@@ -119,7 +125,7 @@ def elsewhere(run: Path) -> Elsewhere | None:
 
 
 def find_runs(directory: Path) -> list[Path]:
-    """All run directories at or below ``directory``, in order of their names. A run holds no other runs."""
+    """Return all run directories at or below ``directory``, ordered by name. A run contains no other runs."""
     if not directory.is_dir():
         return []
     if is_run(directory):
@@ -136,10 +142,10 @@ def find_runs(directory: Path) -> list[Path]:
 
 
 def resolve(text: str | Path, traces: Path = TRACES) -> Path:
-    """The run directory that ``text`` means: a path, or ``latest`` for the one in ``traces`` that started last.
+    """Return the run directory that ``text`` names: a path, or ``latest`` for the last started run in ``traces``.
 
     Raises:
-        TraceError: there is no such directory, or it is no run.
+        TraceError: There is no such directory, or it is not a run.
     """
     path = Path(text)
     if str(text) == LATEST and not path.exists():

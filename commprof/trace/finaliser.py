@@ -1,9 +1,14 @@
 """Converts the binary files of the ranks to Parquet once no process writes to them any more.
 
-May run at any time, repeatedly, and in two processes at once; a crash at any point loses nothing. In this order: each
-rank's collectives are written and read back; the side tables are extended by the ranks that are not in them yet; the
-manifest is rewritten; only then are the binary files of those ranks removed. Records are read and written some at a
-time, so memory does not grow with their number.
+It may run at any time, repeatedly, and in two processes at once. A crash at any point loses no data, because the
+finalizer works in this order:
+
+1. It writes the collectives of each rank and reads them back.
+2. It adds the rows of the ranks that are not in the side tables yet.
+3. It rewrites the manifest.
+4. It removes the binary files of these ranks.
+
+Records are read and written in parts, so memory use does not grow with their number.
 """
 
 from __future__ import annotations
@@ -52,15 +57,18 @@ from commprof.trace.tables import arrow_schema, read_metadata, read_parquet, wri
 from commprof.trace.wire import damaged_lines, reading_files, sample_files, write_samples, write_wire
 
 _OUTSIDE_KEY: Final = b"commprof.outside"
-_MOST_THREADS: Final = 4  # each holds one part of a rank's records
+_MOST_THREADS: Final = 4  # Each thread keeps one part of a rank's records in memory.
 
 
 def finalise(path: str | os.PathLike[str]) -> Health:
-    """Turn what the ranks of run directory ``path`` recorded into Parquet, unless one of them still works.
+    """Convert the recordings of all ranks in run directory ``path`` to Parquet, unless a process still records.
+
+    Returns:
+        The health of the run.
 
     Raises:
-        TraceError: the directory cannot be written to, or a table cannot be read back as it was written.
-        SchemaError: another version wrote it.
+        TraceError: The directory cannot be written to, or a table differs when it is read back.
+        SchemaError: An incompatible version wrote the run.
     """
     run = Path(path)
     with locked(run, fcntl.LOCK_EX) as alone:
@@ -92,19 +100,20 @@ def finalise(path: str | os.PathLike[str]) -> Health:
 
 
 def convert_host(path: str | os.PathLike[str], host: str) -> list[RankTrace]:
-    """Write the records of the ranks of ``host`` as Parquet, where the run has several hosts and all of these have ended.
+    """Write the records of the ranks of ``host`` as Parquet if the run has several hosts and these ranks have ended.
 
-    The launcher of each host does so at once. The rest of :func:`finalise` is left to the one that speaks for the job, which
-    finds these files written.
+    The launchers of all hosts call this function at the same time. One launcher then runs :func:`finalise` for the
+    whole job, and does not write these files again.
 
     Returns:
-        The ranks; none where nothing was to be done.
+        The traces of the converted ranks. The list is empty if there was nothing to do.
 
     Raises:
-        TraceError: a file cannot be read or written. SchemaError: another version wrote it.
+        TraceError: A file cannot be read or written.
+        SchemaError: An incompatible version wrote the run.
     """
     run = Path(path)
-    with locked(run, fcntl.LOCK_SH):  # who finalises waits
+    with locked(run, fcntl.LOCK_SH):  # A process that finalizes the run must wait.
         hosts = {stem: host_of(stem) for _, stem in rank_files(run)}
         mine = [stem for stem in hosts if hosts[stem] == host]
         if not mine or len(set(hosts.values())) < 2:
@@ -117,14 +126,14 @@ def convert_host(path: str | os.PathLike[str], host: str) -> list[RankTrace]:
 
 
 def finalise_ended(path: str | os.PathLike[str]) -> Health | None:
-    """Finalise ``path`` if it has ended and was not finalised. Commands do this before they read a run.
+    """Finalize run ``path`` if it has ended and is not finalized. Commands call this before they read a run.
 
     Returns:
-        None where nothing was done: it is finalised already, still works, is damaged, or cannot be written to.
+        The health of the run. None if the run is already finalized, still records, is damaged, or cannot be written to.
 
     Raises:
-        TraceError: its directory cannot be read.
-        SchemaError: a newer version wrote it.
+        TraceError: The directory of the run cannot be read.
+        SchemaError: A newer version wrote the run.
     """
     run = Path(path)
     try:
@@ -137,7 +146,7 @@ def finalise_ended(path: str | os.PathLike[str]) -> Health | None:
     except SchemaError:
         raise
     except TraceError:
-        return None  # not ours to write to: it is read as it is
+        return None  # The run cannot be written to, so it is read as it is.
     return None if is_unfinalised(run) else health
 
 
@@ -154,16 +163,17 @@ def _convert(run: Path, manifest: Manifest, traces: Sequence[RankTrace]) -> None
 
 
 def _write_ranks(run: Path, traces: Sequence[RankTrace]) -> list[dict[str, Any]]:
-    # Compressing and comparing release the interpreter's lock, so threads share the work.
+    # Compression and comparison release the GIL, so threads can share the work.
     with ThreadPoolExecutor(min(len(traces), len(os.sched_getaffinity(0)), _MOST_THREADS)) as pool:
         return list(pool.map(lambda trace: _write_rank(run, trace), traces))
 
 
 def _write_rank(run: Path, trace: RankTrace) -> dict[str, Any]:
-    """Write one rank's collectives, unless its host has done so; its entry in the manifest, which names the file."""
+    """Write the collectives of one rank, unless the launcher of its host wrote them. Return its manifest entry."""
     entry = {**trace.entry, "file": trace.identity.stem}
     file = collectives_file(run, trace.identity.stem)
-    outside = json.dumps(sorted(trace.outside.items()))  # the records say it of each step, of other ranks too
+    # The rows depend on the evaluations of other ranks, too.
+    outside = json.dumps(sorted(trace.outside.items()))
     metadata = {ENTRY_KEY: json.dumps(entry).encode(), _OUTSIDE_KEY: outside.encode()}
     if not _holds(file, metadata):
         write_collectives(file, trace.parts, metadata)
@@ -171,7 +181,7 @@ def _write_rank(run: Path, trace: RankTrace) -> dict[str, Any]:
 
 
 def _holds(file: Path, metadata: Mapping[bytes, bytes]) -> bool:
-    """Whether ``file`` is there, which is never seen before it is whole, and was written with this ``metadata``."""
+    """Return whether ``file`` exists and has this ``metadata``. A file that exists is complete."""
     try:
         return metadata.items() <= read_metadata(file).items()
     except TraceError:
@@ -179,7 +189,7 @@ def _holds(file: Path, metadata: Mapping[bytes, bytes]) -> bool:
 
 
 def _sync(directory: Path) -> None:
-    """The names of new files reach the disk before the old files go."""
+    """Write the entries of ``directory`` to the disk, so that new files are durable before old files are removed."""
     with contextlib.suppress(OSError):
         descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
@@ -189,7 +199,7 @@ def _sync(directory: Path) -> None:
 
 
 def _remove_converted(run: Path) -> None:
-    """Remove the binary files of ranks whose rows all stand in Parquet, those that a crash has left included."""
+    """Remove the binary files of ranks whose rows are all in Parquet, including files that remained after a crash."""
     done = finalised_stems(run)
     for identity, stem in rank_files(run):
         if stem.name in done:
@@ -198,7 +208,7 @@ def _remove_converted(run: Path) -> None:
 
 
 def _remove_leftovers(run: Path) -> None:
-    """Remove what commands left that were killed while they finalised. Only they write under these names."""
+    """Remove temporary files of commands that were killed while they finalized. No other code uses these names."""
     remove_partial(run / COLLECTIVES_DIRECTORY)
     for name in (*SIDE_TABLES, "wire"):
         for file in run.glob(f".{name}.parquet-*"):
@@ -206,7 +216,7 @@ def _remove_leftovers(run: Path) -> None:
 
 
 def _remove_unused_stacks(run: Path) -> None:
-    """Remove the files in which no process was asked for its stacks."""
+    """Remove the empty stack files: no stacks were requested from these processes."""
     directory = run / STACKS_DIRECTORY
     with contextlib.suppress(OSError):
         for file in directory.glob("rank-*.txt"):
@@ -228,7 +238,7 @@ def _extend(run: Path, name: str, traces: Sequence[RankTrace]) -> None:
 
 
 def _settled(run: Path, manifest: Manifest, traces: Sequence[RankTrace]) -> Manifest:
-    """The manifest after the ranks ended: their entries, the tables of the run, and what only they knew."""
+    """Complete ``manifest`` after the ranks ended: entries of ranks, tables, and values that only ranks record."""
     manifest.ranks = entries_of(manifest, traces)
     written = {name for name in (*SIDE_TABLES, "wire", "samples") if (run / f"{name}.parquet").exists()}
     manifest.tables = sorted({*(manifest.tables or ()), *written})

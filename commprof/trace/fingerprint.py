@@ -1,4 +1,4 @@
-"""The fingerprint of a run: names, sizes and times of its files, and of those from which derived files are made."""
+"""The fingerprint of a run: a hash of the names, sizes and times of its files, and a hash of the input files only."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Final
 from commprof.trace.directory import COLLECTIVES_DIRECTORY
 from commprof.trace.rank_files.layout import EVENTS_SUFFIX, RECORDS_SUFFIX
 
-VERSION: Final = 26  # of what is derived: the index and the summaries
+VERSION: Final = 26  # the version of the derived data: the index and the summaries
 _GROWING: Final = (RECORDS_SUFFIX, EVENTS_SUFFIX, ".jsonl")
 _INPUTS: Final = (
     "clocks",
@@ -31,11 +31,12 @@ _INPUT_FILES: Final = {f"{name}.parquet": place for place, name in enumerate(_IN
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """What the files of a run look like at one moment.
+    """The state of the files of a run at one point in time.
 
     Attributes:
-        run: the directory, without symbolic links.
-        files: name below ``run``, size, inode, and times of change of each file; empty where ``run`` cannot be read.
+        run: The directory, with symbolic links resolved.
+        files: The name relative to ``run``, size in bytes, inode, mtime and ctime in ns of each file. Empty if ``run``
+            cannot be read.
     """
 
     run: Path
@@ -43,13 +44,16 @@ class Fingerprint:
 
     @cached_property
     def key(self) -> str:
-        """Another text whenever any file of the run changes, comes or goes."""
+        """A hash that changes whenever a file of the run changes, is added or is removed."""
         text = repr((os.fspath(self.run), self.files))
         return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
 
     @cached_property
     def inputs(self) -> str:
-        """Another text whenever a file that derived files are made from changes, comes or goes: the same for a moved run."""
+        """A hash that changes whenever an input file of the derived data changes, is added or is removed.
+
+        The hash stays the same if the run is moved to another directory.
+        """
         file_states = sorted(
             (place, name.rpartition("/")[2], size, changed)
             for name, size, _, changed, _ in self.files
@@ -59,16 +63,19 @@ class Fingerprint:
 
     @property
     def is_still(self) -> bool:
-        """Whether no process writes to the files as it runs: such files grow without a change of their size and times."""
+        """Whether the run has no files that a running process writes to.
+
+        Such files can change while their size and times stay the same.
+        """
         return bool(self.files) and not any(name.endswith(_GROWING) for name, *_ in self.files)
 
 
 class Opening:
-    """Stands for the state of a run that is being written, as one reader found it: no other one has the same."""
+    """A unique key for the state in which one reader found a run that is still being written."""
 
 
 def fingerprint(run: Path) -> Fingerprint:
-    """The fingerprint of ``run`` as it is now."""
+    """Return the fingerprint of the current state of ``run``."""
     path = run.resolve()
     file_states: list[tuple[str, int, int, int, int]] = []
     with contextlib.suppress(OSError):
@@ -90,12 +97,12 @@ def _files(directory: str, prefix: str) -> list[tuple[str, int, int, int, int]]:
                 if entry.is_dir(follow_symlinks=name == COLLECTIVES_DIRECTORY):
                     file_states += _files(entry.path, f"{name}/")
             except OSError:
-                continue  # gone since it was listed
+                continue  # The file was removed after it was listed.
     return file_states
 
 
 def _input_place(name: str) -> int | None:
-    """Where file ``name`` comes among those that derived files are made from; None: it is none of them."""
+    """Return the sort position of file ``name`` among the inputs of derived data, and None if it is not an input."""
     directory, _, own = name.rpartition("/")
     if directory:
         return len(_INPUTS) if directory == COLLECTIVES_DIRECTORY and own.endswith(".parquet") else None

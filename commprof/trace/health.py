@@ -1,4 +1,4 @@
-"""The health of a run: what its trace lacks, in numbers and in sentences. Pure."""
+"""The health of a run: which data its trace lacks, as numbers and as sentences. Pure functions."""
 
 from __future__ import annotations
 
@@ -9,20 +9,27 @@ from typing import Any, Final
 from commprof.trace.directory import COLLECTIVES_DIRECTORY
 from commprof.trace.manifest import COMPLETE, FAILED, KILLED, RUNNING, Manifest
 
-_MOST_NOTES: Final = 20  # of one rank, and of the run
+_MOST_NOTES: Final = 20  # the largest number of notes of one rank, and of the run, that are shown
 
 
 @dataclass(frozen=True, slots=True)
 class Health:
     """How much of a run was recorded.
 
-    ``unseen``: collectives that the groups counted and no record shows, summed over the ranks. ``torn``:
-    records cut off while they were written. ``incomplete``: records whose call had not returned when the
-    process ended. ``summed``: collectives of which only sums were kept. ``outside``: collectives that the groups
-    counted outside the steps that were asked for. Both over all ranks. ``recorder_ns``: time that recording cost a rank,
-    mean over those that say so. ``wall_ns``: how long the run took. ``gone``: files of records that the run had and that
-    are missing now; their ranks count as not recorded. ``damaged``: a sentence for each file of a rank that is missing, cut
-    off or cannot be read, which are the first of ``notes``.
+    Attributes:
+        records: The number of records that are still present.
+        lost: The number of dropped records.
+        unseen: Collectives that the groups counted but that have no record, summed over the ranks.
+        torn: Records that were cut off while they were written.
+        raised: Records of calls that raised an exception.
+        incomplete: Records whose call had not returned when the process ended.
+        summed: Collectives that were recorded only as sums, over all ranks.
+        outside: Collectives that the groups counted outside the requested steps, over all ranks.
+        recorder_ns: The time in ns that recording cost a rank, averaged over the ranks that report this time.
+        wall_ns: The duration of the run in ns.
+        gone: Files of records that the run had and that are now missing. Their ranks count as not recorded.
+        damaged: A sentence for each file of a rank that is missing, cut off or unreadable. ``notes`` begins with these
+            sentences.
     """
 
     records: int
@@ -52,14 +59,15 @@ def assess(
     damaged: Sequence[str] = (),
     gone: Collection[str] = (),
 ) -> Health:
-    """The health of a run.
+    """Return the health of a run.
 
     Args:
-        entries: one per rank file (``Manifest.ranks``).
-        groups: rows of the ``groups`` table.
-        alive: some process of the run still works.
-        damaged: a sentence for each file of a rank that is missing or could not be read.
-        gone: the ``file`` of each entry whose records are missing.
+        manifest: The manifest of the run.
+        entries: The manifest entries, one per rank file (``Manifest.ranks``).
+        groups: Rows of the ``groups`` table.
+        alive: Whether a process of the run is still running.
+        damaged: A sentence for each file of a rank that is missing or could not be read.
+        gone: The ``file`` of each entry whose records are missing.
     """
     latest = max((entry["attempt"] for entry in entries), default=0)
     recorded = {entry["rank"] for entry in entries if entry["attempt"] == latest}
@@ -157,7 +165,7 @@ def _notes(
 
 
 def _several_processes(entries: Sequence[Mapping[str, Any]]) -> list[str]:
-    """A note on ranks that several processes recorded in one attempt, such as two jobs of one shell script."""
+    """Return a note if several processes recorded as one rank in one attempt, such as two jobs of one shell script."""
     processes: dict[tuple[int, int], set[int]] = {}
     for entry in entries:
         processes.setdefault((entry["rank"], entry["attempt"]), set()).add(entry["pid"])
@@ -172,7 +180,7 @@ def _several_processes(entries: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _parts(entries: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Notes on what was left out on request."""
+    """Return notes on records that were left out because the user requested this."""
     notes = []
     by_window: dict[str, list[Mapping[str, Any]]] = {}
     for entry in entries:
@@ -230,7 +238,7 @@ def _incidents(entries: Sequence[Mapping[str, Any]]) -> list[str]:
             notes.append(
                 f"{who}: and {len(notes_of_rank) - _MOST_NOTES:,} more notes, all of them in run.json"
             )
-    # What all ranks say is read once.
+    # A note that several ranks wrote is shown once.
     return notes + [f"{_ranks(ranks)}: {text}" for text, ranks in said_by.items()]
 
 
@@ -248,7 +256,7 @@ def _unseen(groups: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _ranks(ranks: Sequence[int]) -> str:
-    """``rank 3``, ``ranks 0, 1``, or for many ``ranks 0, 1, ... (12 in all)``."""
+    """Return ``rank 3``, ``ranks 0, 1``, or for more than 8 ranks ``ranks 0, 1, ... (12 in all)``."""
     unique = sorted(set(ranks))
     shown = ", ".join(map(str, unique[:8]))
     more = f", ... ({len(unique)} in all)" if len(unique) > 8 else ""

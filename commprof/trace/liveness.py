@@ -1,4 +1,4 @@
-"""Checks whether a process records into a run directory now. Standard library only, so that the check is cheap."""
+"""Checks whether a process is recording into a run directory. Uses only the standard library, so the check is cheap."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from commprof.trace.directory import MANIFEST_NAME
 from commprof.trace.process import is_alive
 from commprof.trace.rank_files.layout import EVENTS_SUFFIX, RECORDS_SUFFIX, rank_files
 
-# A file of a host that we cannot ask, untouched for so long, is taken for abandoned.
+# If the processes of a host cannot be checked, its files count as abandoned after this time without a change.
 QUIET_SECONDS: Final = 600
 _LINE_BYTES: Final = 1 << 14  # the first and the last line of a rank's events are shorter
 _RUNNING: Final = "running"
 
 
 def recording_process(run: Path) -> str | None:
-    """The process that records into ``run``, such as ``rank 0 (process 4711)``; None where nobody does."""
+    """Return a process that is recording into ``run``, such as ``rank 0 (process 4711)``, and None if there is none."""
     launcher = _launcher(run)
     if launcher is not None and launcher.get("pid") != os.getpid() and is_alive(launcher):
         return f"its launcher (process {launcher['pid']})"
@@ -43,13 +43,14 @@ def recording_process(run: Path) -> str | None:
 
 
 def refuse_live(run: Path, wanted: str) -> None:
-    """See that nobody records into ``run``.
+    """Raise an error if a process is recording into ``run``.
 
     Args:
-        wanted: what is not done otherwise: ``it is not replaced``.
+        run: The run directory.
+        wanted: The clause of the error message that states the refused action, such as ``it is not replaced``.
 
     Raises:
-        UsageError: somebody does.
+        UsageError: A process is recording into ``run``.
     """
     who = recording_process(run)
     if who is not None:
@@ -59,7 +60,7 @@ def refuse_live(run: Path, wanted: str) -> None:
 
 
 def recently_touched(stem: Path) -> bool:
-    """Whether the files of a rank have been written to within :data:`QUIET_SECONDS`."""
+    """Return whether the files of the rank at ``stem`` were written to within the last :data:`QUIET_SECONDS`."""
     newest = 0.0
     for suffix in (RECORDS_SUFFIX, EVENTS_SUFFIX):
         with contextlib.suppress(OSError):
@@ -80,13 +81,13 @@ def _launcher(run: Path) -> dict[str, Any] | None:
 
 
 def host_of(stem: Path) -> str | None:
-    """The host of the rank whose files are ``<stem>.records`` and ``<stem>.events``; None where they do not say."""
+    """Return the host of the rank whose files are ``<stem>.records`` and ``<stem>.events``, and None if not known."""
     host = _ends(stem.with_name(stem.name + EVENTS_SUFFIX))[0].get("host")
     return host if isinstance(host, str) else None
 
 
 def _ends(events: Path) -> tuple[dict[str, Any], bool]:
-    """What the first line of ``events`` says of the process, and whether the last one says that recording has ended."""
+    """Return the first line of ``events``, which describes the process, and whether the last line is the end mark."""
     try:
         with open_content(events) as file:
             begin = json.loads(file.readline(_LINE_BYTES))

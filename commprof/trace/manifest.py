@@ -1,4 +1,4 @@
-"""The manifest ``run.json``: what ran, where, with which settings, and how it ended. Standard library only."""
+"""The manifest ``run.json``: the command, hosts and settings of a run and how it ended. Standard library only."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ _OUR_NAMES: Final = frozenset(
         DUMPS_DIRECTORY,
     }
 )
-# Fields that may be null: what they are where they are not.
+# The fields that may be null, and their types otherwise.
 _NULLABLE: Final[dict[str, type]] = {
     "script": str,
     "ended_realtime_ns": int,
@@ -86,20 +86,20 @@ _OPTIONAL_COUNTS: Final = (
     "recorder_ns",
 )
 _LARGEST: Final = 1 << 62
-# A larger world is a damaged number, and to list its missing ranks would take minutes.
+# A larger world size is a damaged number, and listing its missing ranks would take minutes.
 MOST_RANKS: Final = 1_000_000
-# The variables that change what a collective does; nothing else of the environment is kept.
+# Prefixes of the environment variables that affect collectives. Other variables are not recorded.
 _KEPT_VARIABLES: Final = ("NCCL_", "TORCH_", "OMP_", "GLOO_")
 
 
 @dataclass(slots=True)
 class Manifest:
-    """What ``run.json`` says. Times are CLOCK_REALTIME in nanoseconds.
+    """The content of ``run.json``. Times are CLOCK_REALTIME in nanoseconds.
 
     ``ranks`` has one mapping per rank file: rank, attempt, pid, part, host, records, lost, torn, unseen, raised,
-    incomplete, faults, recorder_ns, stopped_reason, ended, finalised, cut, file (that of its records in
-    ``collectives/``). ``tables`` are the other tables that were written when the run was finalised; None where an
-    earlier version did that.
+    incomplete, faults, recorder_ns, stopped_reason, ended, finalised, cut, and file (the stem of the file of its
+    records in ``collectives/``). ``tables`` lists the other tables that were written when the run was finalized. It is
+    None if an earlier version of commprof finalized the run.
     """
 
     schema_version: int = SCHEMA_VERSION
@@ -123,21 +123,22 @@ class Manifest:
     config: dict[str, Any] | None = None
     config_path: str | None = None
     config_argument: str | None = None
-    effective_config: dict[str, Any] | None = None  # as the engine itself published it
+    effective_config: dict[str, Any] | None = None  # the config that the engine published
     engine: str | None = None
-    # See commprof.trace.rank_files.engines; empty for a single one.
+    # See commprof.trace.rank_files.engines. Empty if the program has one engine.
     engines: list[dict[str, Any]] = field(default_factory=list)
-    construction: dict[str, Any] | None = None  # of parameters at stage 3, see commprof.hooks.describe_config
+    # How the parameters are constructed at stage 3, see commprof.hooks.describe_config.
+    construction: dict[str, Any] | None = None
     sweep: dict[str, Any] | None = None  # name, point {dotted key: value}, repeat
     ranks: list[dict[str, Any]] = field(default_factory=list)
     tables: list[str] | None = None
     notes: list[str] = field(default_factory=list)
-    # Keys that this version does not know, as they are in the file.
+    # Keys of the file that this version does not define. They are written back without a change.
     extra: dict[str, Any] = field(default_factory=dict)
 
 
 def describe_process(environment: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """The fields of a manifest that any process can fill in for itself: command, cwd, python, platform, environment."""
+    """Return the manifest fields that describe this process: command, cwd, python, platform and environment."""
     environment = os.environ if environment is None else environment
     return {
         "command": list(getattr(sys, "orig_argv", sys.argv)),
@@ -154,15 +155,15 @@ def _working_directory() -> str:
     try:
         return str(Path.cwd())
     except OSError:
-        return ""  # it was deleted
+        return ""  # The directory was deleted.
 
 
 def read_manifest(path: Path) -> Manifest:
-    """The manifest of run directory ``path``.
+    """Read the manifest of run directory ``path``.
 
     Raises:
-        SchemaError: written by a newer version.
-        TraceError: missing, unreadable, cut off, or not a manifest.
+        SchemaError: A newer version wrote the manifest.
+        TraceError: The file is missing, unreadable, cut off, or not a manifest.
     """
     file = Path(path) / MANIFEST_NAME
     try:
@@ -237,7 +238,7 @@ def _is_engine(entry: Any) -> bool:
 
 
 def wrong_entry(entry: Any) -> str | None:
-    """What is wrong with an entry of ``ranks``; None when nothing is."""
+    """Return the problem of an entry of ``ranks`` as a clause, and None if the entry is valid."""
     if not isinstance(entry, dict):
         return "an entry is not an object"
     for name in ("rank", "attempt", "pid"):
@@ -263,10 +264,10 @@ def _is_count(value: Any) -> bool:
 
 
 def write_manifest(path: Path, manifest: Manifest) -> None:
-    """Write ``run.json`` of run directory ``path``, whole or not at all.
+    """Write ``run.json`` of run directory ``path`` atomically.
 
     Raises:
-        TraceError: the directory cannot be written to.
+        TraceError: The directory cannot be written to.
     """
     content = asdict(manifest)
     content.update(content.pop("extra"))
@@ -290,7 +291,11 @@ def _replace_file(file: Path, text: str) -> None:
 
 
 def write_manifest_if_absent(path: Path, manifest: Manifest) -> bool:
-    """Write ``run.json`` unless somebody else has; True when this call wrote it. OSError when it cannot be written."""
+    """Write ``run.json`` unless the file exists, and return whether this call wrote the file.
+
+    Raises:
+        OSError: The file cannot be written.
+    """
     file = Path(path) / MANIFEST_NAME
     if file.exists():
         return False
@@ -308,14 +313,16 @@ def write_manifest_if_absent(path: Path, manifest: Manifest) -> bool:
 
 
 def create_run(path: Path, manifest: Manifest, force: bool = False) -> None:
-    """Make run directory ``path`` and write its manifest.
+    """Create run directory ``path`` and write its manifest.
 
     Args:
-        force: a run that is there already is removed first. Only ever a run: anything else is left alone.
+        path: The directory to create.
+        manifest: The manifest to write.
+        force: Whether to remove an existing run at ``path`` first. A directory that is not a run is never removed.
 
     Raises:
-        UsageError: ``path`` is a file, or a directory with something in it.
-        TraceError: it cannot be made or written to.
+        UsageError: ``path`` is a file, or a directory that is not empty and cannot be replaced.
+        TraceError: The directory cannot be created or written to.
     """
     path = Path(path)
     try:
@@ -346,10 +353,10 @@ def _make_room(path: Path, force: bool) -> None:
 
 
 def check_replaceable(path: Path) -> None:
-    """See that run ``path`` may be removed.
+    """Raise an error if run ``path`` must not be removed.
 
     Raises:
-        UsageError: it is being recorded, or holds something that is not commprof's.
+        UsageError: The run is being recorded, or contains a file that commprof did not write.
     """
     refuse_live(path, "it is not replaced")
     foreign = sorted(child.name for child in path.iterdir() if not _is_ours(child))
@@ -361,7 +368,7 @@ def check_replaceable(path: Path) -> None:
 
 
 def _is_ours(child: Path) -> bool:
-    """Whether commprof itself may have put ``child`` into a run directory."""
+    """Return whether ``child`` is a file or directory that commprof writes into a run directory."""
     if child.name in _OUR_NAMES or child.match(EVERY_SAMPLES):
         return True
     if child.name.startswith((f".{MANIFEST_NAME}-", f".{INDEX_NAME}-", ".rank-")):

@@ -1,4 +1,4 @@
-"""Determines which ranks of a run directory are finalised and which are not. Writes nothing."""
+"""Determines which ranks of a run directory are finalized, and reads the others."""
 
 from __future__ import annotations
 
@@ -50,16 +50,19 @@ SIDE_TABLES: Final = (
 
 
 def is_unfinalised(run: Path) -> bool:
-    """Whether ``run`` holds files that processes write to as they go: it still works, or was never finalised.
+    """Return whether ``run`` contains files of an ongoing recording: it still records, or was never finalized.
 
     Raises:
-        OSError: the directory cannot be read.
+        OSError: The directory cannot be read.
     """
     return bool(rank_files(run) or reading_files(run) or sample_files(run))
 
 
 def load_manifest(run: Path) -> Manifest:
-    """The manifest of ``run``, or one that says what can be known without it."""
+    """Return the manifest of ``run``, with an entry for each Parquet file of a rank.
+
+    If ``run.json`` is missing, the manifest is built from the files of the ranks.
+    """
     if (run / MANIFEST_NAME).exists():
         manifest = read_manifest(run)
     else:
@@ -76,7 +79,7 @@ def load_manifest(run: Path) -> Manifest:
 
 
 def entry_of(file: Path) -> dict[str, Any]:
-    """The manifest's entry of a rank, from the metadata of its Parquet file."""
+    """Return the manifest entry of a rank from the metadata of its Parquet file."""
     try:
         entry: dict[str, Any] = json.loads(read_metadata(file)[ENTRY_KEY])
     except (KeyError, ValueError, RecursionError):
@@ -88,10 +91,10 @@ def entry_of(file: Path) -> dict[str, Any]:
 
 
 def require_tables(run: Path, manifest: Manifest, *names: str) -> None:
-    """See that those of the tables ``names`` are there that were written when ``run`` was finalised.
+    """Raise an error if ``run`` lacks a table among ``names`` that its manifest lists.
 
     Raises:
-        TraceError: one is missing.
+        TraceError: The file of such a table is missing.
     """
     for name in names:
         if name in (manifest.tables or ()) and not (run / f"{name}.parquet").exists():
@@ -102,10 +105,12 @@ def require_tables(run: Path, manifest: Manifest, *names: str) -> None:
 
 
 def list_tables(path: Path, names: Collection[str]) -> None:
-    """Name in ``run.json`` those of the tables ``names`` that have a file, so that it is noticed where one gets lost.
+    """Add the tables among ``names`` that have a file to the list in ``run.json``.
+
+    The list makes it possible to detect a file that gets lost later.
 
     Raises:
-        TraceError: the directory cannot be written to.
+        TraceError: The directory cannot be written to.
     """
     if not (path / MANIFEST_NAME).exists():
         return
@@ -118,7 +123,7 @@ def list_tables(path: Path, names: Collection[str]) -> None:
 
 
 def gone_records(run: Path, manifest: Manifest) -> dict[str, str]:
-    """The files of records that ``manifest`` names and ``run`` lacks, with a sentence for each."""
+    """Return the files of records that ``manifest`` names but ``run`` lacks, and a sentence for each file."""
     present = {file.stem for file in (run / COLLECTIVES_DIRECTORY).glob("rank-*.parquet")}
     present |= {stem.name for _, stem in rank_files(run)}
     there = elsewhere(run)
@@ -134,7 +139,7 @@ def gone_records(run: Path, manifest: Manifest) -> dict[str, str]:
 
 
 def pending_traces(run: Path) -> tuple[list[RankTrace], list[str]]:
-    """The ranks that are not Parquet yet, decoded, and a sentence for each whose files are beyond reading."""
+    """Return the decoded traces of the ranks that are not in Parquet yet, and a sentence for each unreadable rank."""
     traces, damaged = [], []
     done = finalised_stems(run)
     for identity, stem in rank_files(run):
@@ -150,12 +155,15 @@ def pending_traces(run: Path) -> tuple[list[RankTrace], list[str]]:
 
 
 def beside_each_other(run: Path, traces: Sequence[RankTrace]) -> list[RankTrace]:
-    """``traces`` as they read together: see :func:`_with_others`."""
+    """Return ``traces`` such that the evaluations and checkpoints of any rank apply to all ranks of the attempt."""
     return [_with_others(run, trace, traces) for trace in traces]
 
 
 def _with_others(run: Path, trace: RankTrace, traces: Sequence[RankTrace]) -> RankTrace:
-    """``trace`` as it reads beside the others: what is outside of the steps of one rank is so of all."""
+    """Return ``trace``, decoded again if another rank evaluated or saved after further steps.
+
+    The time that one rank spends on an evaluation or checkpoint is outside of the steps of all ranks.
+    """
     elsewhere: dict[int, str] = {}
     for other in traces:
         if other.identity.attempt == trace.identity.attempt:
@@ -166,7 +174,7 @@ def _with_others(run: Path, trace: RankTrace, traces: Sequence[RankTrace]) -> Ra
 
 
 def finalised_stems(run: Path) -> set[str]:
-    """The rank files of which every table holds all."""
+    """Return the stems of rank files whose rows are in every table."""
     if not rank_files(run):
         return set()
     stems = {file.stem for file in (run / COLLECTIVES_DIRECTORY).glob("rank-*.parquet")}
@@ -176,12 +184,12 @@ def finalised_stems(run: Path) -> set[str]:
 
 
 def collectives_file(run: Path, stem: str) -> Path:
-    """The Parquet file of the collectives of the rank file ``stem``."""
+    """Return the path of the Parquet file with the collectives of the rank file ``stem``."""
     return run / COLLECTIVES_DIRECTORY / f"{stem}.parquet"
 
 
 def stems_in(run: Path, name: str) -> set[str]:
-    """The rank files whose rows table ``name`` holds already."""
+    """Return the stems of the rank files whose rows are already in table ``name``."""
     file = run / f"{name}.parquet"
     try:
         return set(json.loads(read_metadata(file).get(STEMS_KEY, b"[]")))
@@ -190,14 +198,14 @@ def stems_in(run: Path, name: str) -> set[str]:
 
 
 def entries_of(manifest: Manifest, traces: Sequence[RankTrace]) -> list[dict[str, Any]]:
-    """One entry per rank file: those in the manifest and those of ``traces``, which are newer."""
+    """Return one entry per rank file. An entry of ``traces`` replaces the older entry in the manifest."""
     entries = {(e["rank"], e["attempt"], e["pid"], e.get("part", 1)): e for e in manifest.ranks}
     entries.update({(*trace.identity,): trace.entry for trace in traces})
     return [entries[key] for key in sorted(entries)]
 
 
 def launcher_works(manifest: Manifest) -> bool:
-    """Whether the ``commprof run`` that started the run still works; False where it is this process."""
+    """Return whether the launcher of the run is still running. False if this process is the launcher."""
     launcher = manifest.launcher
     return (
         manifest.state == RUNNING
@@ -208,7 +216,7 @@ def launcher_works(manifest: Manifest) -> bool:
 
 
 def still_working(run: Path, manifest: Manifest, traces: Sequence[RankTrace]) -> bool:
-    """Whether the launcher or a rank of the run still works, so that its files must be left alone."""
+    """Return whether the launcher or a rank of the run is still running, so that its files must not be changed."""
     if launcher_works(manifest):
         return True
     for trace in traces:
@@ -221,9 +229,10 @@ def still_working(run: Path, manifest: Manifest, traces: Sequence[RankTrace]) ->
 
 
 def merge(name: str, tables: Sequence[pa.Table]) -> pa.Table:
-    """The ranks' tables as one. Of ``parameters``, which all ranks publish alike, the first of each name is kept.
+    """Concatenate the tables of the ranks.
 
-    Stages of a pipeline have others each; of one that several have, all are named.
+    All ranks publish the same rows of ``parameters``, so only the first row of each parameter name is kept. The stages
+    of a pipeline publish different parameters. If several stages have a parameter, its row lists all these stages.
     """
     schema = arrow_schema(name)
     table = pa.concat_tables([table.replace_schema_metadata(schema.metadata) for table in tables])
@@ -244,14 +253,14 @@ def merge(name: str, tables: Sequence[pa.Table]) -> pa.Table:
 
 
 def _joined_stages(stages: set[str]) -> str | None:
-    """``0,2`` of several ranks' texts, which may have been joined before; ``0,2+`` where one of them ends with a plus."""
+    """Join the stages of several ranks, for example to ``0,2``, or to ``0,2+`` if an input ends with a plus."""
     numbers = sorted({each.rstrip("+") for each in stages}, key=lambda each: (len(each), each))
     mark = "+" if any(each.endswith("+") for each in stages) else ""
     return f"{','.join(numbers)}{mark}" if numbers else None
 
 
 def take_config(manifest: Manifest, traces: Sequence[RankTrace]) -> None:
-    """The config that the engine of the lowest rank published, where the manifest has none yet."""
+    """Copy the config that the engine of the lowest rank published into ``manifest``, unless it has one."""
     for trace in sorted(traces, key=lambda item: item.identity):
         config = (trace.config or {}).get("config")
         if manifest.effective_config is None and isinstance(config, dict):
@@ -264,21 +273,23 @@ def take_config(manifest: Manifest, traces: Sequence[RankTrace]) -> None:
 
 
 def unseen_rows(groups: pa.Table) -> list[dict[str, Any]]:
-    """The rows of ``groups`` that the self-check found something in."""
+    """Return the rows of ``groups`` for which the self-check found unseen collectives."""
     rows: list[dict[str, Any]] = groups.filter(pc.greater(groups["unseen"], 0)).to_pylist()
     return rows
 
 
 @contextlib.contextmanager
 def locked(run: Path, kind: int) -> Iterator[bool]:
-    """Alone with ``run`` (``fcntl.LOCK_EX``), or beside others that read it (``LOCK_SH``): no file is replaced meanwhile.
+    """Lock ``run`` exclusively (``fcntl.LOCK_EX``) or shared with other readers (``LOCK_SH``).
 
-    The lock is the kernel's, on the directory, so it goes with the process that holds it.
+    While the lock is held, no other process replaces files. The kernel holds the lock on the directory, and releases
+    it when the process exits.
 
-    Gives whether there is a lock: not every file system has them.
+    Yields:
+        Whether the run is locked. False if the file system does not support locks.
 
     Raises:
-        TraceError: the directory cannot be read, or another process holds the lock for two minutes.
+        TraceError: The directory cannot be read, or another process keeps the lock for two minutes.
     """
     try:
         descriptor = os.open(run, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)

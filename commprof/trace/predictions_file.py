@@ -1,4 +1,4 @@
-"""The file of predictions that a sweep writes before its first run: ``predictions.json`` beside its runs."""
+"""The file ``predictions.json``, which a sweep writes into the directory of its runs before the first run."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ _LARGEST_FILE: Final = 16 * 2**20
 
 
 class PredictionsFile(NamedTuple):
-    """What a sweep predicted.
+    """The predictions of a sweep.
 
     Attributes:
-        predictions: as ``commprof predict --json`` prints them.
-        written: date and time with offset.
-        run: the recorded run that they come from.
-        run_fingerprint: of that run's files.
-        world_size: ranks that they are for.
+        predictions: The predictions, as ``commprof predict --json`` prints them.
+        written: The date and time of the predictions, with UTC offset.
+        run: The recorded run that the predictions are derived from.
+        run_fingerprint: The fingerprint of the files of this run.
+        world_size: The number of ranks that the predictions apply to.
     """
 
     predictions: Mapping[str, Any]
@@ -37,17 +37,17 @@ class PredictionsFile(NamedTuple):
 
     @property
     def sha256(self) -> str:
-        """Of the predictions as JSON with sorted keys and without spaces."""
+        """The SHA-256 of the predictions as JSON with sorted keys and without spaces."""
         text = json.dumps(self.predictions, sort_keys=True, separators=(",", ":"), allow_nan=False)
         return hashlib.sha256(text.encode()).hexdigest()
 
 
 def write_predictions(directory: Path, content: PredictionsFile) -> None:
-    """Write the file into ``directory``, whole or not at all; an existing one is never replaced.
+    """Write the file into ``directory`` atomically. An existing file is never replaced.
 
     Raises:
-        UsageError: there is one.
-        TraceError: it cannot be written.
+        UsageError: The file exists.
+        TraceError: The file cannot be written.
     """
     file = directory / PREDICTIONS_NAME
     text = json.dumps(
@@ -73,11 +73,11 @@ def write_predictions(directory: Path, content: PredictionsFile) -> None:
 
 
 def read_predictions(directory: Path) -> PredictionsFile | None:
-    """The predictions in ``directory``; None if there is no such file.
+    """Read the predictions in ``directory``. Return None if there is no such file.
 
     Raises:
-        SchemaError: the file is not one of predictions, or was changed after it was written.
-        TraceError: it cannot be read.
+        SchemaError: The file does not contain predictions, or was changed after it was written.
+        TraceError: The file cannot be read.
     """
     file = directory / PREDICTIONS_NAME
     try:

@@ -1,5 +1,7 @@
-"""When a process started, and whether its number still belongs to the same process, from /proc. Standard library
-only."""
+"""Reads from /proc when a process started, and whether its pid still belongs to the same process.
+
+Standard library only.
+"""
 
 from __future__ import annotations
 
@@ -10,19 +12,22 @@ from typing import Any
 
 
 def start_ticks(pid: int) -> int | None:
-    """Clock ticks from boot to the start of process ``pid`` (field 22 of /proc/pid/stat, see proc(5)); None if unknown."""
+    """Return the clock ticks from boot to the start of process ``pid``, and None if unknown.
+
+    This is field 22 of /proc/pid/stat, see proc(5).
+    """
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:
         return None
-    fields = text.rpartition(")")[2].split()  # the command before it may hold spaces and parentheses
+    fields = text.rpartition(")")[2].split()  # The command name may contain spaces and parentheses.
     if len(fields) < 20 or fields[0] == "Z":
         return None
     return int(fields[19])
 
 
 def process_start_ns(pid: int) -> int | None:
-    """When process ``pid`` started, CLOCK_REALTIME in ns, to within a tick; None if unknown."""
+    """Return the CLOCK_REALTIME at which process ``pid`` started, in ns, exact to one tick. None if unknown."""
     ticks = start_ticks(pid)
     if ticks is None:
         return None
@@ -38,7 +43,7 @@ def process_start_ns(pid: int) -> int | None:
 
 
 def is_alive(process: Any) -> bool | None:
-    """Whether the process described by ``pid``, ``host`` and ``start_ticks`` still runs; None if that is not known."""
+    """Return whether the process with this ``pid``, ``host`` and ``start_ticks`` still runs. None if not known."""
     if not isinstance(process, dict) or not isinstance(process.get("pid"), int):
         return None
     if process.get("host") != socket.gethostname():

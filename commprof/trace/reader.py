@@ -47,15 +47,18 @@ from commprof.trace.tables import (
 from commprof.trace.wire import damaged_lines, read_readings, reading_files, sample_files
 
 _OUR_SUFFIXES: Final = frozenset({".json", ".jsonl", ".parquet", RECORDS_SUFFIX, EVENTS_SUFFIX})
-_MOST_ROWS_AT_ONCE: Final = 200_000  # a larger table is not handed over as one
-_MOST_ROWS: Final = 1_000_000  # a larger table is not loaded to ask something of it
+_MOST_ROWS_AT_ONCE: Final = 200_000  # A larger table is returned in several parts.
+_MOST_ROWS: Final = 1_000_000  # A larger table is queried in its files, and is not loaded.
 
 
 class Scan(NamedTuple):
-    """The rows of a large table: those of Parquet files, which an engine reads where they lie, and ``rest``.
+    """The rows of a large table: Parquet files, which a query engine reads in place, and the rows in memory.
 
     Attributes:
-        is_current: every file has all columns; else some lack those that their version of the schema did not have.
+        files: The Parquet files.
+        rest: The rows that are not in these files.
+        is_current: Whether every file has all columns. If not, some files lack the columns that their older version of
+            the schema did not have.
     """
 
     files: tuple[Path, ...]
@@ -65,41 +68,46 @@ class Scan(NamedTuple):
 
 @dataclass(slots=True)
 class Run:
-    """A run that was opened. Tables are read when asked for and kept.
+    """An open run. Each table is read at its first use and stays in memory.
 
     Attributes:
-        state: what answers about it are held under: the key of its fingerprint, unless it is being written.
+        path: The run directory.
+        manifest: The manifest of the run.
+        health: The health of the run.
+        pending: The traces of ranks that are not in Parquet.
+        state: The cache key for results about this run: the key of its fingerprint, unless the run is being written.
     """
 
     path: Path
     manifest: Manifest
     health: Health
-    pending: list[RankTrace]  # ranks that are not Parquet: they still run, or were not finalised
+    pending: list[RankTrace]  # These ranks still run, or were not finalized.
     state: str | Opening = field(default_factory=Opening)
     _tables: dict[str, pa.Table] = field(default_factory=dict)
 
     def table(self, name: str) -> pa.Table:
-        """Table ``name``, conforming to ``schema.TABLES[name]``; without rows when the run has none.
+        """Return table ``name`` with the columns of ``schema.TABLES[name]``. It has no rows if the run has none.
 
         Raises:
-            TraceError: there is no such table, or its file is damaged.
+            TraceError: There is no such table, or its file is damaged.
         """
         if name not in self._tables:
             self._tables[name] = self._read(name)
         return self._tables[name]
 
     def scan(self, name: str, most_rows: int | None = None) -> pa.Table | Scan:
-        """Table ``name`` to ask something of: what :meth:`table` gives, or where its rows lie when they are many.
+        """Return table ``name`` for a query: the table itself, or a :class:`Scan` of its files if it is large.
 
         Args:
-            most_rows: a table with more is left where it lies; default: a million.
+            name: The name of the table.
+            most_rows: The largest number of rows that is loaded. Default: one million.
 
         Raises:
-            TraceError: there is no such table, or its file is damaged.
+            TraceError: There is no such table, or its file is damaged.
         """
         if (
             name in ("wire", "samples") or name in self._tables
-        ):  # what is still being read stands beside these
+        ):  # Readings of a running job are not in the Parquet files of these tables.
             return self.table(name)
         files = self._files(name)
         most = _MOST_ROWS if most_rows is None else most_rows
@@ -110,13 +118,15 @@ class Run:
         return self.table(name) if scan is None else scan
 
     def parts(self, name: str, columns: Sequence[str] | None = None) -> Iterator[pa.Table]:
-        """The rows of table ``name``, some at a time and none kept: those of :meth:`table`, in its order.
+        """Yield the rows of table ``name`` in parts, without keeping them, in the order of :meth:`table`.
 
         Args:
-            columns: only these, whose text may be given as numbers into its distinct values; default: all, as they are.
+            name: The name of the table.
+            columns: The columns to read. Their texts may be dictionary-encoded. Default: all columns as in
+                :meth:`table`.
 
         Raises:
-            TraceError: there is no such table, or its file is damaged.
+            TraceError: There is no such table, or its file is damaged.
         """
         wanted = list(columns or arrow_schema(name).names)
         files = [] if name in self._tables else self._files(name)
@@ -134,17 +144,17 @@ class Run:
         yield rest.select(wanted)
 
     def without_records(self) -> Run:
-        """The same run without rows of ``collectives``, as of a run whose records are elsewhere."""
+        """Return the same run with an empty ``collectives`` table, as if its records were not on this machine."""
         none = arrow_schema("collectives").empty_table()
         return replace(self, state=Opening(), _tables={**self._tables, "collectives": none})
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the tables that were read."""
+        """The size in bytes of the tables in memory."""
         return sum(table.nbytes for table in self._tables.values())
 
     def without_tables(self) -> Run:
-        """The same run, of which only the table of its groups has been read, as :func:`open_run` returns it."""
+        """Return the same run with only the ``groups`` table in memory, as :func:`open_run` returns it."""
         return replace(self, _tables={"groups": self._tables["groups"]})
 
     def _read(self, name: str) -> pa.Table:
@@ -157,7 +167,7 @@ class Run:
         return merge(name, [schema.empty_table(), *tables, *self._beside(name), *self._pending(name)])
 
     def _beside(self, name: str) -> list[pa.Table]:
-        """Readings of a run that still goes on, which are not Parquet yet."""
+        """Return the readings that are not in Parquet yet because the run was not finalized."""
         if name == "wire":
             return [read_readings(reading_files(self.path))]
         return [read_readings(sample_files(self.path), name)] if name == "samples" else []
@@ -179,7 +189,7 @@ class Run:
         return [file for file in files if file.stem not in pending]
 
     def _pending(self, name: str) -> list[pa.Table]:
-        """The rows of the ranks that are not Parquet."""
+        """Return the rows of the ranks that are not in Parquet."""
         if name == "collectives":
             return [trace.collectives() for trace in self.pending]
         finalised_stems = stems_in(self.path, name) if self.pending else set()
@@ -191,10 +201,10 @@ class Run:
 
 
 def scan_of(files: Sequence[Path], name: str, rest: pa.Table) -> Scan | None:
-    """The rows of table ``name`` that lie in ``files``, and ``rest``; None where a file has to be converted.
+    """Return a scan of ``files`` of table ``name`` and of ``rest``. Return None if a file must be converted.
 
     Raises:
-        TraceError: a file is damaged.
+        TraceError: A file is damaged.
     """
     versions = {version_of(file, name) for file in files}
     return None if None in versions else Scan(tuple(files), rest, versions == {SCHEMA_VERSION})
@@ -203,17 +213,17 @@ def scan_of(files: Sequence[Path], name: str, rest: pa.Table) -> Scan | None:
 def open_run(path: str | os.PathLike[str]) -> Run:
     """Open run directory ``path``, or ``latest``.
 
-    Nothing is written: ranks that were not finalised (:mod:`commprof.trace.finaliser`) are read in memory. Of a run that is
-    finalised only the manifest is read here, and the table of its groups; the rest when it is asked for.
+    The function writes nothing. Ranks that were not finalized (:mod:`commprof.trace.finaliser`) are decoded in memory.
+    For a finalized run, only the manifest and the ``groups`` table are read. Other tables are read at their first use.
 
     Raises:
-        TraceError: there is no run at ``path``, or nothing in it can be read.
-        SchemaError: a newer version wrote it.
+        TraceError: There is no run at ``path``, or nothing in the run can be read.
+        SchemaError: A newer version wrote the run.
     """
     run = resolve(os.fspath(path))
     before = fingerprint(run)
     try:
-        # Of a run that is being finalised at this moment all files are the old ones or all are the new ones.
+        # The lock ensures that all files are from before a concurrent finalization, or all are from after it.
         with locked(run, fcntl.LOCK_SH) if is_unfinalised(run) else contextlib.nullcontext():
             manifest = load_manifest(run)
             traces, damaged = pending_traces(run)
@@ -243,7 +253,7 @@ def _unknown_health(manifest: Manifest) -> Health:
 
 
 def _irregular(run: Path) -> list[str]:
-    """A sentence for each pipe, device or directory where a file of ours would stand."""
+    """Return a sentence for each pipe, device or directory whose name has the suffix of a commprof file."""
     return [
         f"{path.name} is no regular file, and was not read"
         for path in sorted(run.iterdir())
@@ -252,7 +262,7 @@ def _irregular(run: Path) -> list[str]:
 
 
 def _fill_in(manifest: Manifest, traces: list[RankTrace]) -> None:
-    """Fill in what only the ranks' files of an unfinalised run state."""
+    """Fill in manifest values that, before finalization, are only in the files of the ranks."""
     if manifest.world_size is None:
         manifest.world_size = max((trace.entry["world_size"] or 0 for trace in traces), default=0) or None
     if not manifest.hosts:

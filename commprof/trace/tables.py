@@ -1,4 +1,4 @@
-"""Arrow and Parquet forms of the schema's tables, and the tables of a run directory."""
+"""Arrow schemas and Parquet files of the tables of the schema, and functions that read and write them."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ VERSION_KEY: Final = b"commprof.schema_version"
 
 @cache
 def arrow_schema(table: str) -> pa.Schema:
-    """The Arrow schema of ``table``.
+    """Return the Arrow schema of ``table``.
 
     Raises:
-        TraceError: there is no such table.
+        TraceError: There is no such table.
     """
     declared = TABLES.get(table)
     if declared is None:
@@ -54,15 +54,16 @@ def arrow_schema(table: str) -> pa.Schema:
 
 
 def empty_table(table: str) -> pa.Table:
-    """``table`` without rows."""
+    """Return ``table`` without rows."""
     return arrow_schema(table).empty_table()
 
 
 def table_from_rows(table: str, rows: Iterable[Mapping[str, Any]]) -> pa.Table:
-    """Rows, as mappings, as ``table``: missing columns are null, unknown keys are left out.
+    """Convert ``rows`` (mappings) to ``table``. Missing columns become null, and unknown keys are left out.
 
     Raises:
-        TraceError: a value does not fit its column, or one is missing that must be there.
+        TraceError: A value does not fit its column.
+        SchemaError: A value of a column that must not be null is missing.
     """
     schema = arrow_schema(table)
     rows = list(rows)
@@ -77,14 +78,14 @@ def table_from_rows(table: str, rows: Iterable[Mapping[str, Any]]) -> pa.Table:
 
 
 def conform(table: str, arrow: pa.Table) -> pa.Table:
-    """``arrow`` with the columns, order and types of ``table``; nullable columns that are missing become null.
+    """Return ``arrow`` with the columns, order and types of ``table``. Missing nullable columns become null.
 
     Raises:
-        SchemaError: a column that must be there is missing, holds nulls, or cannot be converted; or there is
-        one too many.
+        SchemaError: A required column is missing or has nulls, a column cannot be converted, or ``arrow`` has an
+            unknown or repeated column.
     """
     schema = arrow_schema(table)
-    names = arrow.column_names  # pyarrow makes a new list at each reading
+    names = arrow.column_names  # pyarrow creates a new list at each access.
     extra = [name for name in names if name not in schema.names]
     if extra:
         raise SchemaError(
@@ -115,11 +116,14 @@ def conform(table: str, arrow: pa.Table) -> pa.Table:
 
 
 def write_table(run: str | os.PathLike[str], name: str, table: pa.Table) -> Path:
-    """Write ``table`` as table ``name`` of run directory ``run``: checked against the schema, whole or not at all.
+    """Check ``table`` against the schema and write it atomically as table ``name`` of run directory ``run``.
+
+    Returns:
+        The path of the file.
 
     Raises:
-        SchemaError: it does not fit the schema.
-        TraceError: the directory cannot be written to.
+        SchemaError: The table does not fit the schema.
+        TraceError: The directory cannot be written to.
     """
     path = Path(run) / f"{name}.parquet"
     write_parquet(path, conform(name, table))
@@ -127,20 +131,21 @@ def write_table(run: str | os.PathLike[str], name: str, table: pa.Table) -> Path
 
 
 def read_table(run: str | os.PathLike[str], name: str) -> pa.Table:
-    """Table ``name`` of run directory ``run`` as it was written; without rows when there is none.
+    """Read table ``name`` of run directory ``run``. The result has no rows if there is no such file.
 
     Raises:
-        TraceError: the file is damaged. SchemaError: a newer version wrote it.
+        TraceError: The file is damaged.
+        SchemaError: A newer version wrote the file.
     """
     path = Path(run) / f"{name}.parquet"
     return read_parquet(path, name) if path.exists() else empty_table(name)
 
 
 def write_parquet(path: Path, table: pa.Table, metadata: Mapping[bytes, bytes] | None = None) -> None:
-    """Write one Parquet file through a temporary one beside it, so that nobody ever sees half of it.
+    """Write one Parquet file atomically, through a temporary file in the same directory.
 
     Raises:
-        TraceError: it cannot be written.
+        TraceError: The file cannot be written.
     """
     if metadata:
         table = table.replace_schema_metadata({**(table.schema.metadata or {}), **metadata})
@@ -170,10 +175,11 @@ def write_parquet(path: Path, table: pa.Table, metadata: Mapping[bytes, bytes] |
 
 
 def read_parquet(path: Path, name: str) -> pa.Table:
-    """The rows of one Parquet file as table ``name``, with the file's metadata.
+    """Read one Parquet file as table ``name``, with the metadata of the file.
 
     Raises:
-        TraceError: the file is damaged. SchemaError: a newer version wrote it.
+        TraceError: The file is damaged.
+        SchemaError: A newer version wrote the file.
     """
     try:
         _check_regular(path)
@@ -188,7 +194,7 @@ def read_parquet(path: Path, name: str) -> pa.Table:
 
 
 def _conforming(path: Path, name: str, arrow: pa.Table) -> pa.Table:
-    """What :func:`conform` makes of the rows of file ``path``."""
+    """Return ``arrow``, read from ``path``, as :func:`conform` converts it. An error message names ``path``."""
     try:
         return conform(name, arrow)
     except SchemaError as error:
@@ -198,10 +204,11 @@ def _conforming(path: Path, name: str, arrow: pa.Table) -> pa.Table:
 
 
 def parquet_parts(path: Path, name: str) -> Iterator[pa.Table]:
-    """The rows of one Parquet file as table ``name``, some ten thousand at a time.
+    """Yield the rows of one Parquet file as table ``name``, at most 65,536 rows at a time.
 
     Raises:
-        TraceError: the file is damaged. SchemaError: a newer version wrote it.
+        TraceError: The file is damaged.
+        SchemaError: A newer version wrote the file.
     """
     try:
         _check_regular(path)
@@ -215,10 +222,12 @@ def parquet_parts(path: Path, name: str) -> Iterator[pa.Table]:
 
 
 def read_columns(path: Path, columns: Sequence[str]) -> pa.Table:
-    """Some columns of one file of collectives that :func:`version_of` knows; text as numbers into its distinct values.
+    """Read some columns of one file of ``collectives``. Texts are dictionary-encoded.
+
+    :func:`version_of` must return a version for the file.
 
     Raises:
-        TraceError: the file is damaged.
+        TraceError: The file is damaged.
     """
     try:
         with open_columns(path, "collectives") as file:
@@ -230,16 +239,16 @@ def read_columns(path: Path, columns: Sequence[str]) -> pa.Table:
 def column_parts(
     path: Path, name: str, columns: Sequence[str], rows: int = _COLUMN_PART_ROWS
 ) -> Iterator[pa.Table]:
-    """Some columns of one file of table ``name`` that :func:`version_of` knows, ``rows`` rows at a time.
+    """Yield some columns of one file of table ``name``, ``rows`` rows at a time. Texts are dictionary-encoded.
 
-    Text is read as numbers into its distinct values.
+    :func:`version_of` must return a version for the file.
 
     Raises:
-        TraceError: the file is damaged.
+        TraceError: The file is damaged.
     """
     try:
         _check_regular(path)
-        # With a buffer for each column no file is held whole.
+        # One buffer per column avoids loading the whole file.
         with open_columns(path, name, pre_buffer=False, buffer_size=_BUFFER_BYTES) as file:
             for batch in file.iter_batches(batch_size=rows, columns=list(columns)):
                 batch.validate(full=True)
@@ -249,9 +258,9 @@ def column_parts(
 
 
 def with_newer(rows: pa.Table, name: str, columns: Sequence[str]) -> pa.Table:
-    """``columns`` of table ``name`` out of ``rows``, with null in those that the version that wrote ``rows`` did not have.
+    """Return ``columns`` of ``rows``. Columns of table ``name`` that ``rows`` lacks are null.
 
-    Text is numbers into its distinct values there.
+    An older version of commprof did not write these columns. A text column that is added is dictionary-encoded.
     """
     schema = arrow_schema(name)
     for missing in [column for column in columns if column not in rows.column_names]:
@@ -262,7 +271,7 @@ def with_newer(rows: pa.Table, name: str, columns: Sequence[str]) -> pa.Table:
 
 
 def open_columns(path: Path, name: str, **options: Any) -> pq.ParquetFile:
-    """One Parquet file of table ``name``, of any version, whose text is read as numbers into its distinct values."""
+    """Open one Parquet file of table ``name``, of any schema version, with dictionary-encoded texts."""
     about = pq.read_metadata(path)
     present = set(about.schema.names)
     texts = [
@@ -274,10 +283,10 @@ def open_columns(path: Path, name: str, **options: Any) -> pq.ParquetFile:
 
 
 def read_metadata(path: Path) -> dict[bytes, bytes]:
-    """The metadata of one Parquet file; empty when there is no such file.
+    """Return the metadata of one Parquet file. The result is empty if there is no such file.
 
     Raises:
-        TraceError: the file is damaged.
+        TraceError: The file is damaged.
     """
     try:
         _check_regular(path)
@@ -289,10 +298,10 @@ def read_metadata(path: Path) -> dict[bytes, bytes]:
 
 
 def count_rows(path: Path) -> int:
-    """The rows of one Parquet file, by its own word.
+    """Return the number of rows that the metadata of one Parquet file states.
 
     Raises:
-        TraceError: the file is damaged.
+        TraceError: The file is damaged.
     """
     try:
         _check_regular(path)
@@ -302,12 +311,14 @@ def count_rows(path: Path) -> int:
 
 
 def version_of(path: Path, name: str) -> int | None:
-    """The version of the schema whose table ``name`` has exactly the columns of one Parquet file; None: it is converted.
+    """Return the schema version whose table ``name`` has exactly the columns of one Parquet file.
 
-    A file of an older version lacks columns: see :func:`with_newer`.
+    None means that no version has these columns, so the file must be converted. A file of an older version lacks
+    columns, see :func:`with_newer`.
 
     Raises:
-        TraceError: the file is damaged. SchemaError: a newer version wrote it.
+        TraceError: The file is damaged.
+        SchemaError: A newer version wrote the file.
     """
     try:
         _check_regular(path)
@@ -321,16 +332,16 @@ def version_of(path: Path, name: str) -> int | None:
 
 
 def _check_regular(path: Path) -> None:
-    """OSError when there is no regular file at ``path``: to read a pipe would never end."""
+    """Raise OSError if ``path`` is not a regular file, because reading a pipe could block forever."""
     if not stat.S_ISREG(path.stat().st_mode):
         raise OSError(errno.EINVAL, "it is no regular file", str(path))
 
 
 def check_version(path: Path, metadata: Mapping[bytes, bytes]) -> int:
-    """The version of the schema that ``metadata`` of file ``path`` names; ours where it names none.
+    """Return the schema version in ``metadata`` of file ``path``, or the current version if there is none.
 
     Raises:
-        SchemaError: it is newer than ours.
+        SchemaError: The version is newer than the current version.
     """
     text = metadata.get(VERSION_KEY, b"")
     version = int(text) if text.isdigit() else SCHEMA_VERSION
@@ -343,6 +354,9 @@ def check_version(path: Path, metadata: Mapping[bytes, bytes]) -> int:
 
 
 def damaged(path: Path, error: Exception) -> str:
-    """What is wrong with a Parquet file that Arrow does not read, in one line: Arrow's own texts may have several."""
+    """Return an error message for a Parquet file that Arrow cannot read.
+
+    The message has one line, while the messages of Arrow may have several lines.
+    """
     reason = " ".join(str(error).split()).rstrip(". ")
     return f"{path} cannot be read: {reason}. It is damaged or not a Parquet file; copy it again from where it was made"

@@ -1,4 +1,7 @@
-"""Converts readings of counters and samplers to tables, from the files of the launcher and of one rank per host."""
+"""Converts readings of counters and samplers from JSON lines to tables.
+
+The launcher writes files of readings, and so does one rank per host.
+"""
 
 from __future__ import annotations
 
@@ -17,13 +20,13 @@ from commprof.trace.directory import EVERY_SAMPLES
 from commprof.trace.rank_files.outside_rows import fitted
 from commprof.trace.tables import arrow_schema, read_parquet, write_parquet
 
-LAUNCHER_READINGS: Final = "wire.jsonl"  # at intervals
-STEP_READINGS: Final = "wire"  # a directory
+LAUNCHER_READINGS: Final = "wire.jsonl"  # the readings of the launcher, taken at intervals
+STEP_READINGS: Final = "wire"  # the directory of the readings that ranks take at steps
 DAMAGED_LINES: Final = "are damaged and were left out"
 
 
 def reading_files(run: Path) -> list[Path]:
-    """The files of readings that are no table yet: the launcher's, and those of the ranks that read at steps."""
+    """Return the files of counter readings that are not in a table yet, of the launcher and of ranks."""
     return [
         file
         for file in (run / LAUNCHER_READINGS, *sorted((run / STEP_READINGS).glob("*.jsonl")))
@@ -32,34 +35,37 @@ def reading_files(run: Path) -> list[Path]:
 
 
 def write_wire(run: Path) -> None:
-    """The readings of counters as the ``wire`` table."""
+    """Write the readings of counters into the ``wire`` table."""
     absorb(run, "wire", reading_files(run), ("host", "device", "time_ns"))
     with contextlib.suppress(OSError):
         (run / STEP_READINGS).rmdir()
 
 
 def sample_files(run: Path) -> list[Path]:
-    """The files of samplers that are no table yet: the launcher's, and those of other hosts."""
+    """Return the files of samplers that are not in a table yet, of the launcher and of other hosts."""
     return [file for file in sorted(run.glob(EVERY_SAMPLES)) if file.is_file()]
 
 
 def write_samples(run: Path) -> None:
-    """The readings of samplers as the ``samples`` table."""
+    """Write the readings of samplers into the ``samples`` table."""
     absorb(run, "samples", sample_files(run), ("host", "source", "device", "name", "time_ns"))
 
 
 def absorb(run: Path, name: str, sources: Sequence[Path], order: Sequence[str]) -> None:
-    """The rows of ``sources`` in table ``name``, beside those that it holds; they are removed once it holds them.
+    """Add the rows of ``sources`` to table ``name``, then remove ``sources``.
 
     Args:
-        order: the columns to sort by.
+        run: The run directory.
+        name: The name of the table.
+        sources: The files of readings.
+        order: The columns to sort the table by.
     """
     if not sources:
         return
     file = run / f"{name}.parquet"
     columns = list(TABLES[name].names)
     present = [read_parquet(file, name)] if file.exists() else []
-    # A file whose rows the table holds already is there again where its removal failed.
+    # Duplicate rows are removed, because a file whose rows are in the table still exists if its removal failed.
     table = pa.concat_tables([*present, read_readings(sources, name)]).group_by(columns).aggregate([])
     table = table.sort_by([(column, "ascending") for column in order])
     write_parquet(file, table.select(columns).cast(arrow_schema(name)))
@@ -69,10 +75,10 @@ def absorb(run: Path, name: str, sources: Sequence[Path], order: Sequence[str]) 
 
 
 def read_readings(sources: Sequence[Path], name: str = "wire") -> pa.Table:
-    """The rows of ``sources`` as table ``name``; a line that was cut off, or is no such row, is left out.
+    """Read the rows of ``sources`` as table ``name``. Truncated lines and rows that do not fit the table are left out.
 
     Raises:
-        TraceError: a file cannot be read.
+        TraceError: A file cannot be read.
     """
     rows: list[dict[str, Any]] = []
     for source in sources:
@@ -81,12 +87,12 @@ def read_readings(sources: Sequence[Path], name: str = "wire") -> pa.Table:
 
 
 def damaged_lines(run: Path) -> list[str]:
-    """A sentence for each file of readings that is no table yet and has lines that :func:`read_readings` leaves out.
+    """Return a sentence for each file of readings with lines that :func:`read_readings` leaves out.
 
-    A last line that was cut off while it was written is not counted.
+    Only files that are not in a table yet are checked. A truncated last line is not counted.
 
     Raises:
-        TraceError: a file cannot be read.
+        TraceError: A file cannot be read.
     """
     remarks = []
     for name, files in (("wire", reading_files(run)), ("samples", sample_files(run))):
@@ -102,7 +108,7 @@ def damaged_lines(run: Path) -> list[str]:
 
 
 def _rows_of(source: Path) -> tuple[list[dict[str, Any]], int]:
-    """The rows of a file of readings, and how many lines it has, without a last one that was cut off."""
+    """Return the rows of a file of readings and its number of lines. A truncated last line is not counted."""
     try:
         content = read_content(source)
     except OSError as error:

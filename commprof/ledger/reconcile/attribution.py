@@ -1,13 +1,15 @@
-"""Compares expected and issued messages step by step: which are explained, which are not, which are missing.
+"""Compares expected and issued messages step by step, and finds explained, unexplained and missing messages.
 
-A class of messages is a purpose, an operation and a group. Where count and bytes of a class are those expected, all its
-messages are explained. Otherwise the messages that have no counterpart in a closed step are named. If no step is
-closed, the whole class is named, because its messages cannot be distinguished.
+A class of messages is a purpose, an operation and a group. If the count and bytes of a class equal the expected values,
+all its messages are explained. Otherwise the report names the messages that have no counterpart in a closed step. If no
+step is closed, the report names the whole class, because its messages cannot be distinguished.
 
-At stage 3 three quantities can only be estimated, and the report flags them. Bytes that depend on the order in which modules
-run (the checks of that order; gathers under activation checkpointing or tight limits), and gathers of modules whose
-parameters are all frozen, which may never run, are an estimate between bounds. And an evaluation gathers the parameters
-once more (:mod:`commprof.ledger.requests.evaluations`).
+At stage 3, three quantities can only be estimated, and the report flags them:
+
+* Bytes that depend on the order in which modules run have an estimate with bounds. These are the checks of this order,
+  and gathers under activation checkpointing or tight limits.
+* Gathers of modules whose parameters are all frozen have an estimate with bounds, because such modules may never run.
+* An evaluation gathers the parameters once more (:mod:`commprof.ledger.requests.evaluations`).
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from commprof.ledger.requests import evaluations
 from commprof.ledger.requests.message_classes import Class, Want
 from commprof.schema import Op, Purpose, Status
 
-# Purposes that a program or its wrapper gives to messages that no config requests.
+# Purposes that a program or its wrapper assigns to messages that no config requests.
 OWN_PURPOSES: Final = frozenset(
     {
         Purpose.METRIC,
@@ -39,8 +41,8 @@ OWN_PURPOSES: Final = frozenset(
         Purpose.PARAMETER_ACCESS,
     }
 )
-LABEL: Final = "label"  # what says why it was issued, and nothing says how much of it there should be
-# Those outside of the passes of a model: no rule of training covers them.
+LABEL: Final = "label"  # The purpose of the messages is known, but no rule predicts their amount.
+# Purposes outside of the passes of a model: no rule of training covers them.
 BESIDE_TRAINING: Final = frozenset(
     {
         Purpose.METRIC,
@@ -58,16 +60,25 @@ OTHER_GROUP: Final = "the rules of the config predict it in another group"
 RAISED: Final = "the call raised"
 OF_SCRIPT: Final = "script"
 _MOST_SHOWN: Final = 4
-# An estimate counts forward and backward. Modules that would have run more often than this factor are not plausible.
+# An estimate counts one forward and one backward pass. It is implausible that modules ran more often than this factor.
 MOST_TIMES: Final = 4
 
 
 @dataclass
 class Finding:
-    """One class in one step: what was expected and issued, and how much of it is explained.
+    """One class in one step: the expected and the issued messages, and the explained part.
 
-    ``surplus`` are messages without explanation, ``lacking`` those that should be there, as (bytes, call site) -> count;
-    bytes are None where single messages cannot be distinguished.
+    Attributes:
+        want: The expectation. None if there is none.
+        messages: The issued messages, without the messages of evaluations.
+        explained_by: The kind of the explanation, see ``LedgerRow.explained_by``.
+        explained_bytes: The explained part of the payload.
+        surplus: Messages without an explanation.
+        lacking_count, lacking_bytes: The number and the bytes of missing messages.
+        reason: The reason why messages are surplus or missing.
+        remark: The reason why messages are explained although they differ from the expectation.
+        doubt: The reason why messages may or may not be explained.
+        evaluated: Messages of an evaluation, in addition to ``messages``.
     """
 
     want: Want | None
@@ -78,14 +89,13 @@ class Finding:
     lacking_count: int = 0
     lacking_bytes: int = 0
     reason: str = ""
-    remark: str = ""  # why it is explained although it is not what was expected
-    doubt: str = ""  # why it may or may not be explained
-    # Sent by an evaluation, in addition to ``messages``.
+    remark: str = ""
+    doubt: str = ""
     evaluated: Counter[Message] = field(default_factory=Counter)
 
     @property
     def closes(self) -> bool:
-        """Whether nothing is left over and nothing is missing."""
+        """Whether there are no surplus and no missing messages."""
         return not self.surplus and not self.lacking_count and not self.lacking_bytes
 
 
@@ -102,18 +112,18 @@ def attribute(
     tells_evaluations: bool = False,
     evaluated_after: Set[StepKey] = frozenset(),
 ) -> Findings:
-    """Judge every class of every step.
+    """Compare the issued with the expected messages for every class of every step.
 
-    Steps that sent the same and should have sent the same share one value: there may be 100,000 of them.
+    Steps with the same issued and the same expected messages share one value, because there may be 100,000 steps.
 
     Args:
-        issued: the messages of each step.
-        wanted: what each step should send.
-        partial: steps that did not reach their end: they cannot miss anything.
-        unpredicted: purposes that the rules predict only in part, and why.
-        unpublished: those that they predict only in part for the steps in ``partial``, and why.
-        tells_evaluations: whether ``wanted`` includes what evaluations send, so that they need no detection.
-        evaluated_after: steps after which an evaluation gathered parameters, as the engine says.
+        issued: The messages of each step.
+        wanted: The expected messages of each step.
+        partial: Steps that did not reach their end. Absent messages do not count as missing in these steps.
+        unpredicted: Purposes that the rules predict only in part, with the reason.
+        unpublished: Purposes that the rules predict only in part for the steps in ``partial``, with the reason.
+        tells_evaluations: Whether ``wanted`` includes the messages of evaluations, so that no detection is needed.
+        evaluated_after: Steps after which an evaluation gathered parameters, as reported by the engine.
     """
     classes = _classes(issued, wanted)
     evaluated = (
@@ -166,15 +176,15 @@ def _judged(
     *,
     ended: bool,
 ) -> dict[Class, Finding]:
-    """Judge every class of one step, without what was sent by an evaluation.
+    """Compare the issued with the expected messages for every class of one step, without messages of an evaluation.
 
     Args:
-        sent: the messages of the step.
-        wants: what it should send.
-        evaluated: what of its messages an evaluation sent.
-        left: what an evaluation before it sent.
-        unpredicted: purposes that the rules predict only in part, and why.
-        ended: whether it reached its end.
+        sent: The messages of the step.
+        wants: The expected messages of the step.
+        evaluated: The part of ``sent`` that an evaluation sent.
+        left: The messages of an evaluation just before the step.
+        unpredicted: Purposes that the rules predict only in part, with the reason.
+        ended: Whether the step reached its end.
     """
     findings = {}
     for kind in sorted({*sent, *wants}, key=str):
@@ -211,7 +221,10 @@ def _judge(
     *,
     partial: bool,
 ) -> Finding:
-    """``left_bytes`` of the class were sent by an evaluation just before, which the step need not send again."""
+    """Return the finding for one class in one step.
+
+    An evaluation just before the step sent ``left_bytes`` of this class, so the step need not send them again.
+    """
     want = wants.get(kind)
     total = payload(messages)
     raised = Counter({m: n for m, n in messages.items() if m.status == Status.RAISED})
@@ -252,7 +265,10 @@ def _judge(
 
 
 def _of_script(kind: Class, messages: Counter[Message], own: Counter[Message]) -> Finding:
-    """A finding for ``own`` of ``messages``, issued in a group that only the script uses: no config covers them."""
+    """Return a finding for the messages ``own``, which were issued in a group that only the script uses.
+
+    No config covers these messages.
+    """
     finding = Finding(None, messages, OF_SCRIPT, 0, surplus=messages - own, reason=UNTAGGED)
     number, size = sum(own.values()), payload(own)
     finding.doubt = (
@@ -296,9 +312,9 @@ def _difference(count: int, total: int, want: Want) -> str:
 
 
 def inside_training(kind: Class, finding: Finding) -> Counter[Message]:
-    """The messages of a label that a rule of training would have to cover.
+    """Return the messages of a labelled finding that belong to training.
 
-    What a program does with full parameters outside of the steps changes no step.
+    Accesses to full parameters outside of the steps are left out, because they do not change a step.
     """
     if kind.purpose in BESIDE_TRAINING:
         return Counter()
@@ -308,14 +324,15 @@ def inside_training(kind: Class, finding: Finding) -> Counter[Message]:
 
 
 def payload(messages: Mapping[Message, int]) -> int:
-    """Payload of all ``messages``."""
+    """Return the payload of all ``messages`` in bytes."""
     return sum(message.payload_bytes * count for message, count in messages.items())
 
 
 def _doubt_the_odd(findings: Findings, after_evaluation: Set[StepKey]) -> None:
-    """Mark an estimate as doubtful where most steps with the same estimate sent another amount.
+    """Mark an estimate as doubtful if most steps with the same estimate sent a different amount.
 
-    Modules mostly run in one order. Steps that record or check that order are left out, as are those after an evaluation.
+    Modules usually run in one order. Steps that record or check this order are left out, and so are steps after an
+    evaluation.
     """
     alike: dict[tuple[Class, int, int], list[Finding]] = defaultdict(list)
     for key, step in findings.items():
@@ -336,7 +353,7 @@ def _doubt_the_odd(findings: Findings, after_evaluation: Set[StepKey]) -> None:
 
 
 def _sizes(messages: Mapping[Message, int]) -> tuple[tuple[int, int], ...]:
-    """Sizes in bytes, and how many messages have each."""
+    """Return the sizes of messages in bytes with the number of messages of each size."""
     sizes: Counter[int] = Counter()
     for message, count in messages.items():
         sizes[message.payload_bytes] += count
@@ -364,14 +381,14 @@ def _single_out(findings: Findings, unpredicted: Mapping[str, str]) -> None:
             want = finding.want
             usual = models.get((kind, want.count, want.payload_bytes))
             if kind.purpose in unpredicted and usual and payload(finding.messages) > want.payload_bytes:
-                # In a step with the same passes the rules knew all of it.
+                # A closed step with the same passes shows that the rules predict this class completely.
                 finding.surplus, finding.doubt = finding.messages.copy(), ""
             if finding.surplus:
                 _narrow(finding, want, usual or Counter())
 
 
 def _narrow(finding: Finding, want: Want, model: Counter[Message]) -> None:
-    """Narrow the surplus of ``finding`` down to what ``model``, the same class in a step that closes, does not have."""
+    """Reduce the surplus of ``finding`` to the messages that are not in ``model``, the same class in a closed step."""
     extra_bytes = payload(finding.messages) - want.payload_bytes
     extra = finding.messages - model
     single = [message for message in finding.messages if message.payload_bytes == extra_bytes]

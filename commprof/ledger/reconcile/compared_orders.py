@@ -1,7 +1,7 @@
-"""Compares the order of collectives across groups: which ranks issued those of two groups in different orders.
+"""Finds ranks that issued the collectives of several groups in different orders.
 
-One pass over all records adds up hashes of successive collectives of each rank: equal orders give equal sums. Only the
-groups whose sums differ are read again.
+One pass over all records sums hashes of successive collectives of each rank. Equal orders give equal sums. Only the
+records of groups whose sums differ are read again.
 """
 
 from __future__ import annotations
@@ -53,17 +53,18 @@ _SHOWN: Final = (
 _WEIGHTS: Final = tuple(
     np.uint64(odd) for odd in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 )
-_CUT_BITS: Final = np.uint64(24)  # of a mixed number: sums of 2 ** 23 of the rest are exact
+# The bits that are cut off a hash, so that the sum of up to 2 ** 23 hashes is exact.
+_CUT_BITS: Final = np.uint64(24)
 
 Sums: TypeAlias = npt.NDArray[np.uint64]
 _Rank: TypeAlias = tuple[int, int]  # attempt and rank
-_Key: TypeAlias = tuple[int, int, int, int]  # of a record
-# Position in the course of a rank, its slot there, and that of another rank.
+_Key: TypeAlias = tuple[int, int, int, int]  # attempt, rank, pid and seq of a record
+# A position in the sequence of a rank, the slot of this rank at the position, and the slot of the other rank.
 _Swap: TypeAlias = tuple[int, int, int]
 
 
 class _Shared(NamedTuple):
-    """Groups that several ranks share, by number, and the ranks that are in all of them."""
+    """A set of groups (by number) that several ranks share, and the ranks that are in all these groups."""
 
     groups: frozenset[int]
     ranks: frozenset[int]
@@ -72,7 +73,7 @@ class _Shared(NamedTuple):
 class _Rows(NamedTuple):
     """The collectives of one rank in some groups, in the order of issue, in arrays of equal length.
 
-    ``slot``: equal in the records of one collective on all ranks, and rising with its number in the group.
+    ``slot`` is equal in the records of one collective on all ranks, and increases with the number in the group.
     """
 
     slot: Numbers
@@ -82,15 +83,16 @@ class _Rows(NamedTuple):
     seq: Numbers
 
     def of(self, is_mine: Flags) -> _Rows:
-        """Those of some groups."""
+        """Return the rows of the groups for which ``is_mine`` is true."""
         chosen = is_mine[self.group]
         return self if chosen.all() else _Rows(*(column[chosen] for column in self))
 
 
 class _Slots(NamedTuple):
-    """The group and life of each slot: ``begins`` are the first slots of a group that was made once, or once more.
+    """The group and the life of each slot.
 
-    ``life``: how many groups of this name there were before.
+    A group name can be used repeatedly. ``life`` is the number of earlier groups with the same name. ``begins`` has the
+    first slot of each life of each group.
     """
 
     begins: Numbers
@@ -98,16 +100,18 @@ class _Slots(NamedTuple):
     life: Numbers
 
     def of(self, slot: int) -> tuple[int, int, int]:
-        """Group, life, and number in the group."""
+        """Return the group, the life and the number in the group of ``slot``."""
         place = int(np.searchsorted(self.begins, slot, side="right")) - 1
         return int(self.group[place]), int(self.life[place]), slot - int(self.begins[place])
 
 
 class GroupOrders:
-    """The order in which each rank issued collectives of groups that it shares, summed up of records added part by part.
+    """The order in which each rank issued the collectives of the groups that it shares, as sums of hashes.
+
+    Records are added in parts.
 
     Args:
-        run: whose records will be added, those of a process in the order of issue.
+        run: The run whose records will be added. The records of a process must be added in the order of issue.
     """
 
     def __init__(self, run: RecordedRun) -> None:
@@ -126,13 +130,13 @@ class GroupOrders:
                     self._of_rank[attempt, rank].append(len(self._shared))
                 self._shared.append(_Shared(groups, of_groups))
         self._is_shared = [self._is_in(groups) for groups, _ in self._shared]
-        self._streams: dict[tuple[int, str | None], int] = {}  # shared groups and thread -> number
-        # The last collective of a process in each stream.
+        self._streams: dict[tuple[int, str | None], int] = {}  # set of shared groups and thread -> number
+        # The hash of the last collective of each process in each stream.
         self._last: dict[tuple[int, _Rank, int], np.uint64] = {}
         self._sums: list[tuple[Numbers, ...]] = []
 
     def add(self, part: pa.Table) -> None:
-        """Take in some records: their columns :data:`COLUMNS`."""
+        """Add the records in ``part``, with the columns :data:`COLUMNS`."""
         if not self._shared or not len(part):
             return
         group = self._groups_of(part)
@@ -149,12 +153,13 @@ class GroupOrders:
     def differences(
         self, run: RecordedRun, differences: Collection[Difference], *, has_all_records: bool
     ) -> list[OrderDifference]:
-        """For each set of groups that ranks share, the first two collectives that they issued in different orders.
+        """Return, for each set of groups that ranks share, the first two collectives issued in different orders.
 
         Args:
-            run: whose records were added.
-            differences: within groups. These groups are left out: their numbers do not show what belongs together.
-            has_all_records: no record is missing.
+            run: The run whose records were added.
+            differences: Differences within groups. These groups are left out, because their numbers do not show which
+                calls belong together.
+            has_all_records: Whether no record is missing.
         """
         left_out = {(each.pg, each.group_ranks) for each in differences}
         comparable = {number for (_, *group), number in self._groups.items() if tuple(group) not in left_out}
@@ -187,7 +192,7 @@ class GroupOrders:
         return distinct_differences(each for each in first_differences if each is not None)
 
     def _groups_of(self, part: pa.Table) -> Numbers:
-        """The number of each row's group; -1 where the row is no collective that ran."""
+        """Return the number of the group of each row, or -1 if the row is not a collective that ran."""
         group_numbers = np.full(len(part), -1, np.int64)
         for (*group, op, captured, status), places in combinations(part, [*GROUP, *_STATE]):
             if op not in (Op.SEND, Op.RECV) and not captured and status != Status.RAISED:
@@ -195,13 +200,13 @@ class GroupOrders:
         return group_numbers
 
     def _is_in(self, groups: Iterable[int]) -> Flags:
-        """By number of a group, at the end for -1: whether it is one of ``groups``."""
+        """Return for each group number whether it is in ``groups``. The last element is for the number -1."""
         is_chosen = np.zeros(len(self._groups) + 1, bool)
         is_chosen[list(groups)] = True
         return is_chosen
 
     def _take_in(self, stream: int, rank: _Rank, pid: int, event: Sums, steps: Numbers) -> None:
-        """Add up each collective of a process in a stream, mixed with the one before it, by step."""
+        """Sum by step the hashes of all pairs of successive collectives of a process in a stream."""
         before = np.empty_like(event)
         before[0], before[1:] = self._last.get((stream, rank, pid), np.uint64(0)), event[:-1]
         self._last[stream, rank, pid] = event[-1]
@@ -213,7 +218,7 @@ class GroupOrders:
         )
 
     def _suspects(self) -> list[int]:
-        """The positions of the shared groups whose ranks have other sums in some step."""
+        """Return the positions of the sets of shared groups whose ranks have different sums in some step."""
         if not self._sums:
             return []
         columns = map(np.concatenate, zip(*self._sums, strict=True))
@@ -232,7 +237,7 @@ class GroupOrders:
     def _rows(
         self, run: RecordedRun, groups: frozenset[int], threads: dict[str | None, int]
     ) -> tuple[dict[_Rank, _Rows], _Slots]:
-        """The collectives of ``groups``, by rank. ``threads`` gets the numbers of the threads."""
+        """Return the collectives of ``groups`` by rank. The numbers of the threads are added to ``threads``."""
         wanted = self._is_in(groups)
         columns_of_rank: dict[_Rank, list[list[Numbers]]] = defaultdict(list)
         for part in run.parts("collectives", _ORDER):
@@ -265,7 +270,7 @@ class GroupOrders:
         threads: list[str | None],
         calls: Mapping[_Key, IssuedCall],
     ) -> dict[int, Course]:
-        """What each rank issued of the slots ``chosen``, and how far it came in each of the groups."""
+        """Return the calls of each rank in the slots ``chosen``, and its last call in each group."""
         names = [(pg, ranks) for _, pg, ranks in self._groups]
         courses = {}
         for rank, mine in rows.items():
@@ -282,15 +287,16 @@ class GroupOrders:
 
 
 def _slots_of(owner: Numbers, group: Numbers, number: Numbers) -> tuple[Numbers, _Slots]:
-    """The slot of each row: its group, the life of that, and its number there."""
+    """Return the slot of each row, which encodes its group, the life of the group, and its number in the group."""
     order, starts = in_order((owner, group, number))
     life = np.zeros(len(order), np.int64)
-    if len(starts) < len(order):  # a rank gave a number twice
+    if len(starts) < len(order):  # A rank used a number twice, so a group name was used again.
         lengths = np.diff(np.append(starts, len(order)))
         life[order] = np.arange(len(order)) - np.repeat(starts, lengths)
     del order
     lives = int(life.max(initial=0)) + 1
-    room = np.zeros((int(group.max(initial=0)) + 1) * lives, np.int64)  # numbers of each group and life
+    # The number of slots that each life of each group needs.
+    room = np.zeros((int(group.max(initial=0)) + 1) * lives, np.int64)
     which = group.astype(np.int64) * lives + life
     np.maximum.at(room, which, number + 1)
     begins = np.cumsum(room) - room
@@ -305,7 +311,7 @@ def _mixed(numbers: Sums) -> Sums:
 
 
 def _differing_slots(of_ranks: Mapping[_Rank, _Rows], *, has_all_records: bool) -> tuple[int, Numbers]:
-    """The rank to compare with, and the collectives at which each of the others parts from it."""
+    """Return the reference rank, and the slots at which each other rank first differs from the reference rank."""
     reference = reference_of({rank: [rows.slot.tobytes()] for (_, rank), rows in of_ranks.items()})
     (mine,) = (rows for (_, rank), rows in of_ranks.items() if rank == reference)
     slots: list[int] = []
@@ -319,10 +325,11 @@ def _differing_slots(of_ranks: Mapping[_Rank, _Rows], *, has_all_records: bool) 
 
 
 def _swaps(mine: _Rows, theirs: _Rows) -> Iterator[_Swap]:
-    """The first place at which the ranks part, of each pair of threads."""
+    """Yield the first swap of two collectives between the ranks, for each pair of their threads."""
     places = np.full(max(mine.slot.max(initial=-1), theirs.slot.max(initial=-1)) + 1, -1)
     places[mine.slot] = np.arange(len(mine.slot))
-    order = places[theirs.slot]  # of what both issued, as ``theirs`` has it
+    # The positions in ``mine`` of the collectives of both ranks, in the order of ``theirs``.
+    order = places[theirs.slot]
     is_common = order >= 0
     order = order[is_common]
     pairs = mine.thread[order] * (int(theirs.thread.max(initial=0)) + 1) + theirs.thread[is_common]
@@ -337,7 +344,7 @@ def _swaps(mine: _Rows, theirs: _Rows) -> Iterator[_Swap]:
 
 
 def _unissued(mine: _Rows, theirs: _Rows) -> _Swap | None:
-    """The first collective of each that the other has not come to."""
+    """Return the first collective of each rank that the other rank did not reach, as a swap."""
     ahead, behind = (np.flatnonzero(_is_ahead(*pair)) for pair in ((mine, theirs), (theirs, mine)))
     if not len(ahead) or not len(behind):
         return None
@@ -352,7 +359,7 @@ def _is_ahead(rows: _Rows, others: _Rows) -> Flags:
 
 
 def _keys(of_ranks: Mapping[_Rank, _Rows], slots: Numbers) -> dict[_Key, int]:
-    """The records of ``slots``, and the place of each among those of its rank."""
+    """Return the keys of the records in ``slots``, with the index of each record among the rows of its rank."""
     return {
         (attempt, rank, int(rows.pid[place]), int(rows.seq[place])): int(place)
         for (attempt, rank), rows in of_ranks.items()
@@ -361,7 +368,7 @@ def _keys(of_ranks: Mapping[_Rank, _Rows], slots: Numbers) -> dict[_Key, int]:
 
 
 def _calls(run: RecordedRun, wanted: Collection[_Key]) -> dict[_Key, IssuedCall]:
-    """The calls of some records."""
+    """Return the calls of the records ``wanted``."""
     if not wanted:
         return {}
     numbers = np.array(sorted({seq for *_, seq in wanted}), np.int64)

@@ -1,7 +1,7 @@
-"""Compares the splits of all_to_alls between ranks: each must send to another what that one expects.
+"""Compares the splits of all_to_alls between ranks: each rank must send the size that the receiver expects.
 
-One pass over all records adds up what is sent, minus what is expected: the sum is 0 if they agree. Only the records
-behind other sums are read again.
+One pass over all records sums hashes of the sent sizes and subtracts hashes of the expected sizes. The sum is 0 if the
+sizes agree. Only the records of sums that are not 0 are read again.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ _SHOWN: Final = (
     "call_site",
 )
 _UNKNOWN: Final = -1
-_PAIRS: Final = 1 << 12  # pairs of ranks whose sizes one sum has
-_MOST_BLOCKS: Final = 64  # sums that are looked behind in one reading
+_PAIRS: Final = 1 << 12  # number of pairs of ranks whose sizes are in one sum
+_MOST_BLOCKS: Final = 64  # number of sums of a group whose records are read again in one pass
 _WEIGHTS: Final = tuple(
     np.uint64(odd) for odd in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB, 0xD6E8FEB86659FD93)
 )
@@ -52,10 +52,12 @@ Sums: TypeAlias = npt.NDArray[np.uint64]
 
 
 class Splits:
-    """What the ranks of each group send each other in all_to_alls, summed up of records that are added part by part.
+    """The sizes that the ranks of each group send to each other in all_to_alls, as sums of hashes.
+
+    Records are added in parts.
 
     Args:
-        run: whose records will be added.
+        run: The run whose records will be added.
     """
 
     def __init__(self, run: RecordedRun) -> None:
@@ -64,7 +66,7 @@ class Splits:
         self._sums: dict[Group, dict[int, int]] = defaultdict(lambda: defaultdict(int))
 
     def add(self, part: pa.Table) -> None:
-        """Take in some records: their columns :data:`COLUMNS`."""
+        """Add the records in ``part``, with the columns :data:`COLUMNS`."""
         rows = self._exchanges(part)
         if not len(rows):
             return
@@ -86,10 +88,10 @@ class Splits:
                 of_group[block] = (of_group[block] + total) % (1 << 64)
 
     def differences(self, run: RecordedRun) -> list[Difference]:
-        """The first all_to_all of each group in which a rank sends another size than its receiver expects.
+        """Return the first all_to_all of each group in which a sent size differs from the size that is expected.
 
         Args:
-            run: whose records were added.
+            run: The run whose records were added.
         """
         open_blocks = {
             group: blocks
@@ -110,7 +112,7 @@ class Splits:
         return differences
 
     def _exchanges(self, part: pa.Table) -> pa.Table:
-        """The all_to_alls whose splits are known."""
+        """Return the all_to_alls of ``part`` whose splits are known."""
         if not self._has_splits:
             return part.slice(0, 0)
         rows = part.filter(pa.array(where(part, ["op"], lambda op: op == Op.ALL_TO_ALL)))
@@ -119,9 +121,9 @@ class Splits:
     def _calls(
         self, run: RecordedRun, blocks: Mapping[Group, set[int]]
     ) -> dict[Group, dict[tuple[int, int], dict[int, IssuedCall]]]:
-        """The all_to_alls of ``blocks``: by group, life and number of each, what each rank issued.
+        """Return the all_to_alls of ``blocks``: the call of each rank by group, and by life and number in the group.
 
-        A group whose name was given before is in another life.
+        If a group name is used again, the new group has a new life.
         """
         tables: dict[Group, list[pa.Table]] = {group: [] for group in blocks}
         for part in run.parts("collectives", _SHOWN):
@@ -160,12 +162,15 @@ def _first_of_lives(
 
 
 def _block(ranks: int) -> int:
-    """How many collectives of a group of so many ranks one sum has."""
+    """Return the number of collectives whose sizes are in one sum, for a group with this number of ranks."""
     return max(1, _PAIRS // ranks**2)
 
 
 def _sizes(rows: pa.Table, side: str, ranks: int) -> Numbers:
-    """Bytes for each rank of the group by record: (records, ranks). What is not known is :data:`_UNKNOWN`."""
+    """Return the bytes for each rank of the group in each record, with shape (records, ranks).
+
+    A size that is not known is :data:`_UNKNOWN`.
+    """
     size, known = numbers_of(rows, f"{side}_bytes")
     sizes = np.repeat(np.where(known & (size % ranks == 0), size // ranks, _UNKNOWN)[:, None], ranks, axis=1)
     texts = rows[f"{side}_splits"].combine_chunks()
@@ -193,7 +198,7 @@ def _parsed(texts: pa.Array, ranks: int) -> Numbers:
 
 
 def _sum(numbers: Numbers, sender: Numbers, receiver: Numbers, sizes: Numbers) -> Sums:
-    """Of each record: its sizes, mixed with the number and both ranks, added up modulo 2**64."""
+    """Return for each record the sum modulo 2**64 of hashes of its sizes, its number, and both ranks."""
     mixed = sizes.astype(np.uint64) * _WEIGHTS[0] + numbers.astype(np.uint64)[:, None] * _WEIGHTS[1]
     mixed += sender.astype(np.uint64) * _WEIGHTS[2] + receiver.astype(np.uint64) * _WEIGHTS[3]
     mixed = (mixed ^ (mixed >> np.uint64(30))) * _WEIGHTS[1]

@@ -1,4 +1,4 @@
-"""The rows of the ledger and the list of unexplained messages, from the findings of every step."""
+"""Builds the rows of the ledger and the list of unexplained messages from the findings of all steps."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from commprof.schema import Op, Purpose, parse_ranks, wire_bytes
 
 
 class _OfGroup(NamedTuple):
-    """The finding of one class in one step, and the ranks of its group."""
+    """The finding of one class in one step, with the ranks of its group."""
 
     ranks: str
     finding: Finding
 
 
 def ledger_rows(findings: Findings) -> tuple[LedgerRow, ...]:
-    """One row for each purpose, operation and requested operation, before the first step and in all steps together.
+    """Return the rows of the ledger: one per purpose, operation and requested operation, for init and for all steps.
 
-    Groups may differ in what is requested: copies of a weight in two stages of a pipeline are all_reduced whatever the
-    config requests for the other gradients. Steps of different engines may differ, too. What evaluations sent has rows of
-    its own.
+    The requested operation may differ between groups. For example, copies of a weight in two stages of a pipeline are
+    always all_reduced, and the config determines the operation for the other gradients. It may also differ between the
+    steps of different engines. Messages of evaluations have separate rows.
     """
     merged: dict[tuple[str, str | None, str, str], list[_OfGroup]] = defaultdict(list)
     numbers: dict[str, int] = Counter()
@@ -54,9 +54,9 @@ def ledger_rows(findings: Findings) -> tuple[LedgerRow, ...]:
 
 
 def gradient_rows(findings: Findings) -> dict[int, tuple[LedgerRow, ...]]:
-    """The rows of reduced gradients by the number of ranks of the groups, the largest first.
+    """Return the rows of reduced gradients by the size of their groups, the largest size first.
 
-    Gradients of experts, for example, are reduced among fewer ranks than others.
+    For example, gradients of experts are reduced in smaller groups than other gradients.
     """
     by_size: dict[int, Findings] = defaultdict(lambda: defaultdict(dict))
     for key, step in findings.items():
@@ -67,9 +67,9 @@ def gradient_rows(findings: Findings) -> dict[int, tuple[LedgerRow, ...]]:
 
 
 def requested_reductions(findings: Findings) -> tuple[RequestedReduction, ...]:
-    """What the config requests in each training step to reduce gradients; equal requests once, with their steps."""
+    """Return the reductions of gradients that the config requests. Equal requests are listed once, with their steps."""
     steps: dict[RequestedReduction, list[tuple[int, int]]] = defaultdict(list)
-    known: dict[tuple[Class, int], RequestedReduction] = {}  # steps share findings that are equal
+    known: dict[tuple[Class, int], RequestedReduction] = {}  # Steps with equal findings share one object.
     for key, step in findings.items():
         for kind, finding in step.items():
             want = finding.want
@@ -88,13 +88,13 @@ def requested_reductions(findings: Findings) -> tuple[RequestedReduction, ...]:
 
 
 def _of_evaluation(group: _OfGroup) -> _OfGroup:
-    """What an evaluation sent, as a finding of its own."""
+    """Return the messages of evaluations as a separate finding."""
     sent = group.finding.evaluated
     return group._replace(finding=Finding(None, sent, "evaluation", attribution.payload(sent)))
 
 
 def _with_the_unexpected(by_asked: Mapping[str | None, list[_OfGroup]]) -> list[list[_OfGroup]]:
-    """The findings by requested operation; those of groups without an expectation go with the first of them."""
+    """Return the findings by requested operation. Findings without an expectation are added to the first operation."""
     known = [of_groups for asked, of_groups in by_asked.items() if asked is not None]
     rest = by_asked.get(None, [])
     return [known[0] + rest, *known[1:]] if known else [rest]
@@ -104,7 +104,7 @@ def _row(when: str, purpose: str | None, op: str, steps: int, groups: Sequence[_
     findings = [each.finding for each in groups]
     wants = [finding.want for finding in findings if finding.want is not None]
     messages: Counter[Message] = Counter()
-    times = Counter(map(id, findings))  # steps share what is equal
+    times = Counter(map(id, findings))  # Steps with equal findings share one object.
     for finding in {id(each): each for each in findings}.values():
         for message, count in finding.messages.items():
             messages[message] += count * times[id(finding)]
@@ -137,7 +137,10 @@ def _row(when: str, purpose: str | None, op: str, steps: int, groups: Sequence[_
 
 
 def _requested_wire(op: str, groups: Sequence[_OfGroup], messages: Mapping[Message, int]) -> float:
-    """Wire bytes of the requested operation, by each group's own size; as issued where both operations are the same."""
+    """Return the wire bytes of the requested operation, computed with the size of each group.
+
+    If operations and payload are the same as issued, the result is the wire bytes of the issued messages.
+    """
     asked = [(each.ranks, each.finding.want) for each in groups if each.finding.want is not None]
     as_issued = all(
         each.finding.want is not None
@@ -163,7 +166,7 @@ def _wire(messages: Mapping[Message, int]) -> float:
 
 
 def _ran(messages: Mapping[Message, int]) -> tuple[str | None, float | None]:
-    """What ran for ``messages`` and the modelled bytes of it; None where that is not known of all of them."""
+    """Return the executed operations for ``messages`` and their modeled bytes. None if not known for all messages."""
     ops = {message.executed_op for message in messages}
     if not messages or None in ops:
         return None, None
@@ -182,12 +185,12 @@ def _ran(messages: Mapping[Message, int]) -> tuple[str | None, float | None]:
 
 
 class Labelled(NamedTuple):
-    """Messages that have a purpose whose amount no rule predicts.
+    """Messages with a purpose whose amount no rule predicts.
 
     Attributes:
-        payload_bytes: of all of it.
-        purposes: their names.
-        doubts: those that training issued: they may or may not have been requested, as clauses.
+        payload_bytes: The payload of all these messages.
+        purposes: The names of their purposes.
+        doubts: Clauses about messages that training issued. They may or may not have been requested.
     """
 
     payload_bytes: int
@@ -196,7 +199,7 @@ class Labelled(NamedTuple):
 
     @classmethod
     def of(cls, findings: Findings, unpredicted: Mapping[str, str]) -> Labelled:
-        """What is labelled among ``findings``; ``unpredicted`` says why of some purposes."""
+        """Return the labelled messages of ``findings``. ``unpredicted`` gives the reason for some purposes."""
         total = 0
         purposes: dict[str, None] = {}
         doubted: dict[str, list[tuple[StepKey, int, int]]] = defaultdict(list)
@@ -224,7 +227,7 @@ def _doubted(
 
 
 def remarks(findings: Findings) -> list[str]:
-    """A sentence for each purpose whose messages are explained but differ from what was expected."""
+    """Return a sentence for each purpose whose messages are explained but differ from the expected messages."""
     steps_by_text: dict[str, list[StepKey]] = defaultdict(list)
     for key, step in findings.items():
         for kind, finding in step.items():
@@ -234,7 +237,7 @@ def remarks(findings: Findings) -> list[str]:
 
 
 def doubtful(findings: Findings) -> list[str]:
-    """A clause for each purpose whose messages may or may not be explained."""
+    """Return a clause for each purpose whose messages may or may not be explained."""
     steps_by_text: dict[str, list[StepKey]] = defaultdict(list)
     for key, step in findings.items():
         for kind, finding in step.items():
@@ -244,7 +247,7 @@ def doubtful(findings: Findings) -> list[str]:
 
 
 def unexplained(findings: Findings) -> Iterable[Unexplained]:
-    """Every unexplained or missing message, grouped over the steps in which it is the same."""
+    """Yield all unexplained and missing messages. Equal messages of several steps are grouped."""
     groups: dict[tuple[Any, ...], list[tuple[StepKey, int, int]]] = defaultdict(list)
     for key, step in findings.items():
         for kind, finding in step.items():

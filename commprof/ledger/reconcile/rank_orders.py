@@ -1,7 +1,7 @@
 """Compares the collectives that the ranks of each group issued, and finds the first one that differs.
 
-One pass over all records adds up hashes: ranks that issued the same in a step have equal sums. Only the groups whose
-sums differ are read again.
+One pass over all records sums hashes. Ranks that issued the same collectives in a step have equal sums. Only the
+records of groups whose sums differ are read again.
 """
 
 from __future__ import annotations
@@ -46,15 +46,15 @@ _SHOWN: Final = (
 _OF_STEP: Final = ["group", "step"]
 _SUMS: Final = [*_OF_STEP, "rank", "count", "mixed"]
 _BITS: Final = np.uint64(26)
-# Steps between the first and the last of a part. Of a part with more, the steps that it has are numbered.
+# If the values of a part have a larger range than this, only the values that occur are numbered.
 _SPARSE: Final = 1 << 16
 _STEP_BITS: Final = 32
 _MIX: Final = (np.uint64(0x9E3779B97F4A7C15), np.uint64(0xBF58476D1CE4E5B9))
-_BEFORE, _BEHIND = 16, 176  # collectives around a difference that are looked at
+_BEFORE, _BEHIND = 16, 176  # number of collectives before and after a difference that are compared in detail
 
 
 class _Compact(NamedTuple):
-    """Integers as positions in their distinct values; some of these may not occur."""
+    """An array of integers, encoded as indices (``codes``) into sorted ``values``. Some values may not occur."""
 
     values: Numbers
     codes: Numbers
@@ -68,7 +68,7 @@ def _compact(numbers: Numbers) -> _Compact:
 
 
 class _Kinds(NamedTuple):
-    """Of each row: its group (-1 for none that counts), and what the ranks must agree about."""
+    """The group of each row (-1 if the row does not count), and a number for the values that ranks must agree on."""
 
     group: Numbers
     agreed: Numbers
@@ -78,8 +78,8 @@ class _Kinds(NamedTuple):
 class _Rows:
     """The collectives of one group, in arrays of equal length.
 
-    ``place``: position among the collectives of the group. ``life``: how many groups of this name there
-    were before. ``label``: equal for calls of one step from one place in the program.
+    ``place`` is the position among the collectives of the group. ``life`` is the number of earlier groups with the same
+    name. ``label`` is equal for calls of one step from one place in the program.
     """
 
     rank: Numbers
@@ -93,7 +93,7 @@ class _Rows:
 
 
 class _Window(NamedTuple):
-    """Where the ranks of a group differ: the position, its life, and the records around it, by rank."""
+    """The position at which the ranks of a group differ, and the records around this position, by rank."""
 
     place: int
     rows: Mapping[int, Mapping[tuple[int, int], int]]  # rank -> pid and seq -> place
@@ -101,14 +101,14 @@ class _Window(NamedTuple):
 
 @dataclass(slots=True)
 class RankOrders:
-    """What each rank of each group issued in each step, summed up of records that are added part by part."""
+    """The collectives of each rank of each group in each step, as sums of hashes. Records are added in parts."""
 
     _groups: dict[Group, int] = field(default_factory=dict)
     _agreed: dict[Agreed, int] = field(default_factory=dict)
     _sums: list[pa.Table] = field(default_factory=list)
 
     def add(self, part: pa.Table) -> None:
-        """Take in some records: their columns :data:`COLUMNS`."""
+        """Add the records in ``part``, with the columns :data:`COLUMNS`."""
         if not len(part):
             return
         kinds = self._kinds(part)
@@ -118,10 +118,10 @@ class RankOrders:
         ranks, steps = (_compact(part[name].to_numpy()) for name in ("rank", "step"))
         key = ((kinds.group + 1) * len(ranks.values) + ranks.codes) * len(steps.values) + steps.codes
         count = np.bincount(key)
-        # Sums of numbers of 26 bits are exact as float64 for 2 ** 27 records.
+        # A sum of 26-bit numbers is exact in float64 for up to 2 ** 27 records.
         total = np.bincount(key, weights=mixed)
         present = np.flatnonzero(count)
-        present = present[present >= len(ranks.values) * len(steps.values)]  # the others count for no group
+        present = present[present >= len(ranks.values) * len(steps.values)]  # Lower keys belong to no group.
         rest, step = np.divmod(present, len(steps.values))
         group, rank = np.divmod(rest, len(ranks.values))
         columns = (
@@ -134,13 +134,13 @@ class RankOrders:
         self._sums.append(pa.table(list(map(pa.array, columns)), names=_SUMS))
 
     def differences(self, run: RecordedRun, *, has_all_records: bool, complete: bool) -> list[Difference]:
-        """The first collective of each group that its recorded ranks did not issue alike.
+        """Return the first collective of each group that differs between its recorded ranks.
 
         Args:
-            run: whose records were added.
-            has_all_records: no record is missing. Otherwise only what two ranks issued under one number is compared.
-            complete: every rank ended in order. Otherwise a rank may merely have stopped earlier, as in every attempt
-                before the last.
+            run: The run whose records were added.
+            has_all_records: Whether no record is missing. Otherwise only calls with the same number are compared.
+            complete: Whether every rank ended normally. Otherwise a rank may only have stopped earlier, as in every
+                attempt before the last one.
         """
         members = self._members(run)
         counts = self._counts()
@@ -175,7 +175,7 @@ class RankOrders:
         return _Kinds(groups[codes], agreements[codes])
 
     def _members(self, run: RecordedRun) -> list[frozenset[int]]:
-        """The ranks of each group that have records."""
+        """Return the ranks of each group that have records."""
         recorded = recorded_ranks(run)
         return [frozenset(parse_ranks(ranks)) & recorded[attempt] for attempt, _, ranks in self._groups]
 
@@ -186,7 +186,7 @@ class RankOrders:
         return sums.aggregate([("count", "sum"), ("mixed", "sum")]).rename_columns(_SUMS)
 
     def _suspects(self, members: list[frozenset[int]], counts: pa.Table) -> list[int]:
-        """The groups whose ranks have other sums in some step."""
+        """Return the groups whose ranks have different sums in some step."""
         if not len(counts):
             return []
         ends = counts.group_by(_OF_STEP).aggregate(
@@ -201,13 +201,13 @@ class RankOrders:
         return [int(number) for number in np.unique(group[apart])]
 
     def _rows_of(self, run: RecordedRun, groups: set[int]) -> dict[int, _Rows]:
-        """The rows of ``groups``, each in the order of the records."""
+        """Return the rows of each of ``groups``, in the order of the records."""
         labels: dict[tuple[Any, ...], int] = {}
         columns_of_group: dict[int, list[list[Numbers]]] = {group: [] for group in groups}
         for part in run.parts("collectives", _ORDER):
             kinds = self._kinds(part)
             columns = {name: part[name].to_numpy().astype(np.int64) for name in _NUMBERS}
-            # A place in the program and a step: of steps there are too many to look at each.
+            # The label combines a place in the program and a step. There are too many steps to iterate over them.
             label = columns["step"].copy()
             for key, places in combinations(part, ["module", "call_site"]):
                 label[places] += labels.setdefault(key, len(labels)) << _STEP_BITS
@@ -228,7 +228,7 @@ class RankOrders:
         has_all_records: bool,
         complete: bool,
     ) -> _Window | None:
-        """Where the ranks differ first, and what is looked at to say how; None where they do not."""
+        """Return the first position at which the ranks differ and the records around it. None if they do not differ."""
         order, starts = in_order((rows.life, rows.place))
         sizes = np.diff(np.append(starts, len(order)))
         slot = np.empty(len(order), np.int64)
@@ -252,7 +252,7 @@ class RankOrders:
         return _Window(int(rows.place[order[starts[first]]]), chosen)
 
     def _first_conflict(self, kinds: Numbers, starts: Numbers, sizes: Numbers) -> int | None:
-        """The first slot in which ranks issued what cannot be one collective."""
+        """Return the first slot in which the calls of the ranks cannot be the same collective."""
         known = list(self._agreed)
         pairs: dict[tuple[int, ...], bool] = {}
         differs = np.minimum.reduceat(kinds, starts) != np.maximum.reduceat(kinds, starts)
@@ -309,7 +309,7 @@ def _ordered(
 
 
 def _first_uneven_step(counts: pa.Table, group: int, members: frozenset[int]) -> int | None:
-    """The first step in which the ranks of ``group`` issued another number of collectives."""
+    """Return the first step in which the ranks of ``group`` issued different numbers of collectives."""
     mine = counts.filter((pc.field("group") == group) & (pc.field("step") >= 0))
     ends = mine.group_by(["step"]).aggregate([([], "count_all"), ("count", "min"), ("count", "max")])
     step, present, least, most = (
@@ -320,7 +320,10 @@ def _first_uneven_step(counts: pa.Table, group: int, members: frozenset[int]) ->
 
 
 def _first_missing(slots: Numbers, count: int, complete: bool) -> int | None:
-    """The first of ``count`` slots that a rank with ``slots`` lacks; at its end only where it ended in order."""
+    """Return the first of ``count`` slots that is not in ``slots``, the slots of a rank.
+
+    A slot after the last slot of the rank counts only if the rank ended normally (``complete``).
+    """
     slots = np.sort(slots)
     lacking = np.flatnonzero(slots != np.arange(len(slots)))
     if len(lacking):
@@ -329,7 +332,7 @@ def _first_missing(slots: Numbers, count: int, complete: bool) -> int | None:
 
 
 def _begin_of_shift(labels: Numbers, starts: Numbers, sizes: Numbers, first: int) -> int:
-    """Since which slot the ranks came from different places in the program without a break until slot ``first``."""
+    """Return the first of the consecutive slots before ``first`` in which the ranks called from different places."""
     differs = np.minimum.reduceat(labels, starts) != np.maximum.reduceat(labels, starts)
     alike = np.flatnonzero(~differs[:first])
     return int(alike[-1]) + 1 if len(alike) else 0

@@ -1,4 +1,4 @@
-"""What to set where a config requests a reduce_scatter and another operation is issued for it. Pure."""
+"""Suggests a setting if a config requests a reduce_scatter but a different operation is issued. Pure functions."""
 
 from __future__ import annotations
 
@@ -16,11 +16,15 @@ _OWN_KEY: Final = "zero_optimization.gradient_reduction: reduce_scatter"
 def remedy_sentence(
     config: Mapping[str, Any], configuration: Configuration, issued: Sequence[LedgerRow], runtime: str
 ) -> str | None:
-    """What to set for a reduce_scatter, or why nothing needs to be set; None where the question does not arise.
+    """Return a sentence with the setting for a reduce_scatter, or with the reason why no setting is needed.
+
+    None if no reduce_scatter is requested, or if it is issued as requested.
 
     Args:
-        issued: the rows of the gradients that were reduced in training steps.
-        runtime: ``deepspeed`` or ``zero_runtime``, which has the reduce_scatter that DeepSpeed's stages 1 and 2 lack.
+        config: The config of the run.
+        configuration: The config as the runtime reads it.
+        issued: The rows of the gradients that were reduced in training steps.
+        runtime: ``deepspeed`` or ``zero_runtime``. At stages 1 and 2 only zero_runtime can issue a reduce_scatter.
     """
     row = max(issued, key=lambda row: (row.issued_op != row.requested_op, row.issued_payload_bytes))
     if row.requested_op != Op.REDUCE_SCATTER or row.issued_op in (None, Op.REDUCE_SCATTER):
@@ -49,7 +53,7 @@ def _of_an_exchange(configuration: Configuration) -> str:
 
 
 def _of_deepspeed(configuration: Configuration) -> str:
-    """The keys with which DeepSpeed sends as little as it can; empty if they are set or have no effect."""
+    """Return a sentence with the keys that minimize DeepSpeed's traffic. Empty if they are set or have no effect."""
     if configuration.reduces_flat_groups:
         return ""
     keys = [] if configuration.buffers_are_contiguous else ["contiguous_gradients: true"]
@@ -61,7 +65,10 @@ def _of_deepspeed(configuration: Configuration) -> str:
 
 
 def _saved(issued: Sequence[LedgerRow]) -> str:
-    """The bytes of a reduce_scatter against those of what ran, as far as that is known, else of what was issued."""
+    """Return a text that compares the bytes of a reduce_scatter with those of the executed operations.
+
+    If the executed operations are not known, the issued operations are used.
+    """
     payload = sum(row.issued_payload_bytes for row in issued)
     expected = max(sum(row.expected_payload_bytes or 0 for row in issued), 1)
     wanted = f"{sum(row.requested_wire_bytes or 0.0 for row in issued) / expected:.2f}"

@@ -1,4 +1,4 @@
-"""The ledger in sentences: what the config requested, what was issued, what ran, what moved, and why they differ. Pure."""
+"""Describes the ledger in sentences: what was requested, issued, executed and moved, and why these differ. Pure."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from commprof.requested.configuration import Configuration
 from commprof.requested.support import optimizer_type
 from commprof.schema import Op, Purpose
 
-_MUCH: Final = 0.01  # headers, or bytes in send buffers, beyond this share of the model are mentioned
+_MUCH: Final = 0.01  # Headers and bytes in send buffers are mentioned above this share of the modeled bytes.
 _VOWELS: Final = ("a", "e", "i", "o", "u")
 
 
@@ -24,20 +24,20 @@ def gradient_sentences(
     world_size: int,
     runtime: str,
 ) -> list[str]:
-    """What was requested for the gradients and what was issued, as a factor of their bytes, and what to set.
+    """Return sentences about the requested and the issued reduction of gradients, and about the setting to use.
 
-    Empty without gradients.
+    Bytes are given as a factor of the gradient bytes. The list is empty if no gradients were reduced.
 
     Args:
-        config: the setting.
-        configuration: the same as the runtime reads it.
-        by_size: rows of gradients by the number of ranks of their groups, the largest first; factors depend on it.
-        world_size: ranks that reduce gradients with each other.
+        config: The config of the run.
+        configuration: The config as the runtime reads it.
+        by_size: The rows of gradients by the size of their groups, the largest size first. The factors depend on it.
+        world_size: The number of ranks that reduce gradients with each other.
         runtime: ``deepspeed`` or ``zero_runtime``.
     """
     groups = {size: [row for row in rows if row.issued_payload_bytes] for size, rows in by_size.items()}
     issued = [row for rows in groups.values() for row in rows]
-    if not issued or world_size < 2:  # one replica has nothing to reduce: its own copies of a weight at most
+    if not issued or world_size < 2:  # One replica reduces at most its own copies of a weight.
         return []
     if (sentence := _in_another_way(config, issued, world_size)) is not None:
         return [sentence]
@@ -73,7 +73,7 @@ def _gradient_sentence(
 
 
 def _factors(rows: Sequence[LedgerRow]) -> tuple[str, str]:
-    """Wire bytes of a rank by the bytes of the gradients, as issued and as requested."""
+    """Return the wire bytes of a rank divided by the gradient bytes, as issued and as requested."""
     used = sum(each.issued_wire_bytes for each in rows) / sum(each.issued_payload_bytes for each in rows)
     requested_bytes = sum(each.expected_payload_bytes or 0 for each in rows)
     wanted = sum(each.requested_wire_bytes or 0.0 for each in rows) / max(requested_bytes, 1)
@@ -81,7 +81,7 @@ def _factors(rows: Sequence[LedgerRow]) -> tuple[str, str]:
 
 
 def _on_the_wire(factors: Mapping[int, tuple[str, str]]) -> str:
-    """The factors of each size of groups: what was used, and where it differs what was wanted."""
+    """Return a text with the factor of each group size: as issued, and as requested if this is different."""
     amounts = {
         size: used if used == wanted else f"{used} instead of {wanted}"
         for size, (used, wanted) in factors.items()
@@ -92,7 +92,10 @@ def _on_the_wire(factors: Mapping[int, tuple[str, str]]) -> str:
 
 
 def wrapper_sentence(names: str, rows: Sequence[LedgerRow]) -> str | None:
-    """What wrappers of models requested for the gradients, as a factor of their bytes; None where they sent none."""
+    """Return a sentence about the reduction that wrappers of models requested. None if they requested none.
+
+    Bytes are given as a factor of the gradient bytes.
+    """
     mine = [row for row in rows if row.when == STEPS and row.purpose == Purpose.GRADIENT_REDUCE]
     asked = [row for row in mine if row.requested_op is not None and row.expected_payload_bytes]
     if not asked:
@@ -109,7 +112,10 @@ def wrapper_sentence(names: str, rows: Sequence[LedgerRow]) -> str | None:
 
 
 def _in_another_way(config: Mapping[str, Any], issued: Sequence[LedgerRow], world_size: int) -> str | None:
-    """The sentence for a key of zero_runtime that replaces the one sum over all ranks; no single factor is right then."""
+    """Return a sentence if a key of zero_runtime replaces the sum over all ranks by another method, and None otherwise.
+
+    In this case no single factor describes the traffic.
+    """
     kind = optimizer_type(config)
     ops = ", ".join(dict.fromkeys(str(row.issued_op) for row in issued))
     block = config.get("communication")
@@ -141,7 +147,7 @@ def _requesting_words(config: Mapping[str, Any], configuration: Configuration) -
 
 
 def _turning_words(config: Mapping[str, Any], configuration: Configuration, issued_op: str) -> str:
-    """Which key, or which rule, turned the requested operation into ``issued_op``."""
+    """Return a clause with the key or the rule that turned the requested operation into ``issued_op``."""
     if configuration.partitions and configuration.reduces_flat_groups:
         return (
             "bf16 at stage 1 with fp32 gradient accumulation reduces all gradients in one message and turned it into "
@@ -165,7 +171,7 @@ def _turning_words(config: Mapping[str, Any], configuration: Configuration, issu
 
 
 def _key(config: Mapping[str, Any], name: str, value: bool) -> str:
-    """``name: true`` where the config has the key, else ``name, true by default,``."""
+    """Return ``name: true`` if the config has the key, and ``name, true by default,`` otherwise."""
     section = config.get("zero_optimization")
     written = isinstance(section, Mapping) and name in section
     word = str(value).lower()
@@ -182,7 +188,7 @@ def _listed(numbers: Sequence[int]) -> str:
 
 
 def execution_sentences(rows: Sequence[LedgerRow]) -> list[str]:
-    """Where the backend ran another operation than was issued, or sends more for it than its model: with the factor."""
+    """Return sentences about operations that the backend replaced, or for which it sends more than the model says."""
     sentences: dict[tuple[str, str], str] = {}
     for row in rows:
         if row.issued_op is None or row.executed_op is None or not row.issued_wire_bytes:
@@ -205,7 +211,7 @@ def execution_sentences(rows: Sequence[LedgerRow]) -> list[str]:
 
 
 def moved_sentence(row: Moved) -> str:
-    """The counters of one host, or of all, compared with the model."""
+    """Return a sentence that compares the counters of one host, or of all hosts together, with the model."""
     over = {STEPS: f"in {row.steps} steps", PART: "between its first and its last reading"}.get(
         row.when, "over the whole run"
     )
@@ -242,7 +248,7 @@ def moved_sentence(row: Moved) -> str:
 
 
 def unread_sentences(uncovered: Mapping[str, str], moved: Sequence[Moved]) -> list[str]:
-    """A sentence for each host without a row: what it moved is not known."""
+    """Return a sentence for each host without a row in ``moved``, whose moved bytes are not known."""
     known = {row.host for row in moved}
     return [
         f"What host {host} moved is not known: {text}."

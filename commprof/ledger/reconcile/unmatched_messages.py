@@ -1,4 +1,4 @@
-"""Point-to-point messages that were recorded at one end only."""
+"""Finds point-to-point messages that were recorded at only one of their two ranks."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _SHOWN: Final = (
     "purpose",
     "call_site",
 )
-_NEAR: Final = 256  # messages of a step that are compared
+_NEAR: Final = 256  # number of messages of a step that are compared
 
 
 class _Pair(NamedTuple):
@@ -52,7 +52,7 @@ _NONE: Final = _Sum(0, 0)
 
 
 class Ends:
-    """What ranks sent each other and received, summed up of records that are added part by part."""
+    """The messages that ranks sent to each other and received, as counts and bytes. Records are added in parts."""
 
     def __init__(self) -> None:
         self._ranks: set[tuple[int, int]] = set()  # attempt, rank
@@ -60,7 +60,7 @@ class Ends:
         self._sums: dict[_Pair, dict[int, dict[str, _Sum]]] = defaultdict(lambda: defaultdict(dict))
 
     def add(self, part: pa.Table) -> None:
-        """Take in some records: their columns :data:`COLUMNS`."""
+        """Add the records in ``part``, with the columns :data:`COLUMNS`."""
         self._ranks |= {key for key, _ in combinations(part, ["attempt", "rank"])}
         rows = _messages_in(part)
         sizes, _ = numbers_of(rows, "payload_bytes")
@@ -75,13 +75,13 @@ class Ends:
             here[op] = _Sum(before.count + len(places), before.payload_bytes + int(sizes[places].sum()))
 
     def lone(self, run: RecordedRun) -> list[Difference]:
-        """Pairs of ranks where one received something else than the other sent, with the first such message of each.
+        """Return the first unmatched message of each pair of ranks whose sent and received messages differ.
 
-        Leaves out pairs with a rank that has no records, and ranks that receive from any rank. Attempts before the last
-        are left out, too: they were stopped with messages under way.
+        Pairs with a rank that has no records are left out, and so are ranks that receive from any rank. Attempts before
+        the last one are left out, too, because they were stopped with messages in flight.
 
         Args:
-            run: whose records were added.
+            run: The run whose records were added.
         """
         first_steps, last = {}, last_attempt(run)
         for pair, steps in sorted(self._sums.items()):
@@ -99,7 +99,7 @@ class Ends:
 
 
 def _messages_in(part: pa.Table) -> pa.Table:
-    """The sends and receives that did not raise."""
+    """Return the sends and receives of ``part`` that did not raise."""
     rows = part.filter(pa.array(where(part, ["op"], lambda op: op in (Op.SEND, Op.RECV))))
     return rows.filter(pc.invert(has_raised(rows)))
 
@@ -125,7 +125,7 @@ def _clause(pair: _Pair, steps: Mapping[int, Mapping[str, _Sum]]) -> str:
 
 
 def _messages(run: RecordedRun, steps: Mapping[_Pair, int]) -> dict[_Pair, dict[str, pa.Table]]:
-    """The messages of each pair in its step, as sent and as received, in order."""
+    """Return the sent and the received messages of each pair in the step given in ``steps``, in order."""
     tables_of_pair: dict[_Pair, dict[str, list[pa.Table]]] = defaultdict(lambda: {Op.SEND: [], Op.RECV: []})
     for part in run.parts("collectives", _SHOWN):
         rows = _messages_in(part)
@@ -142,7 +142,7 @@ def _messages(run: RecordedRun, steps: Mapping[_Pair, int]) -> dict[_Pair, dict[
 
 
 def _conducts(pair: _Pair, messages: Mapping[str, pa.Table]) -> tuple[Conduct, ...]:
-    """What both ends did at the first message that only one of them has, or that has different sizes."""
+    """Return the calls of both ranks at the first message that only one rank has, or whose sizes differ."""
     sizes = [
         numbers_of(messages[op], "payload_bytes")[0] if op in messages else np.zeros(0, np.int64)
         for op in (Op.SEND, Op.RECV)

@@ -1,8 +1,8 @@
-"""Messages of each step from the sums of a run that aggregated its records.
+"""Derives the messages of each step from the sums of a run that aggregated its records.
 
-For the calls of a step with one purpose, operation and group, a rank keeps their number and total bytes. They count here
-as messages of (nearly) equal size: their number and total bytes are exact, single sizes and call sites are not known. A
-collective counts at the rank that issued most of them, a message at its send.
+For all calls of a step with the same purpose, operation and group, a rank records only their number and total bytes.
+Here these calls count as messages of (nearly) equal size. Their number and total bytes are exact, but single sizes and
+call sites are not known. Collectives are counted at the rank with the most calls, and a message is counted at its send.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _SHORT: Final = {"calls": "calls", "payload_bytes": "bytes"}
 
 
 class _Sum(NamedTuple):
-    """Calls of one kind, as all ranks of their group added them up: most, all and mean over the ranks."""
+    """The sums of one kind of calls over all ranks of their group: the maximum over the ranks, and the total."""
 
     phase: str
     op: str
@@ -36,7 +36,7 @@ class _Sum(NamedTuple):
     pg: str
     group_ranks: str
     group_size: int
-    is_before: bool  # the first step
+    is_before: bool  # whether the calls were issued before the first step
     calls_max: int
     calls_sum: int
     bytes_max: int
@@ -49,7 +49,7 @@ _GROUP: Final = ("attempt", "pg", "group_ranks")
 
 
 def backends_of(aggregates: pa.Table, groups: pa.Table) -> dict[str, str]:
-    """The backend of each process group that has sums, where it has one backend only."""
+    """Return the backend of each process group that has sums. Groups with several backends are left out."""
     named: dict[str, set[str]] = defaultdict(set)
     for row in groups.select(["pg", "backend"]).to_pylist():
         named[row["pg"]] |= {part.rpartition(":")[2] for part in str(row["backend"] or "").split(",")}
@@ -60,10 +60,12 @@ def backends_of(aggregates: pa.Table, groups: pa.Table) -> dict[str, str]:
 
 
 def with_sums(issued: Issued, aggregates: pa.Table, of_group: Mapping[str, str]) -> Issued:
-    """``issued`` with the messages of ``aggregates``.
+    """Add the messages of ``aggregates`` to ``issued``, and return the result.
 
     Args:
-        of_group: the backend of a group, where it is known.
+        issued: The messages of each step.
+        aggregates: The rows of the ``aggregates`` table.
+        of_group: The backend of each group for which the backend is known.
     """
     if not len(aggregates):
         return issued
@@ -84,14 +86,17 @@ def with_sums(issued: Issued, aggregates: pa.Table, of_group: Mapping[str, str])
 
 
 def sums_of(aggregates: pa.Table, of_group: Mapping[str, str]) -> Sums:
-    """``aggregates``, separated into sums of the steps and sums outside of them."""
+    """Return ``aggregates``, separated into sums within steps and sums outside of steps."""
     is_outside = pc.is_valid(aggregates["after_step"])
     in_steps, outside = aggregates.filter(pc.invert(is_outside)), aggregates.filter(is_outside)
     return Sums(with_sums({}, in_steps, of_group), with_sums({}, outside, of_group))
 
 
 def _over_ranks(aggregates: pa.Table) -> pa.Table:
-    """The sums of all ranks together: a row for each attempt, step and kind. Recvs count only where no rank has sends."""
+    """Combine the sums of all ranks: one row for each attempt, step and kind.
+
+    A recv counts only if no rank of the group recorded sends.
+    """
     kinds = [key for key, _ in combinations(aggregates, [*_GROUP, "op"])]
     sending = {key[:-1] for key in kinds if key[-1] == Op.SEND}
     counts = where(
@@ -133,7 +138,7 @@ def _issued(sums: pa.Table, of_group: Mapping[str, str]) -> Issued:
 
 
 def _messages(total: _Sum, backend: str | None) -> Counter[Message]:
-    """One message for each call, with the total bytes spread evenly."""
+    """Return one message for each call. The total bytes are divided evenly between the messages."""
     if total.op in (Op.SEND, Op.RECV):
         calls, size = total.calls_sum, total.bytes_sum
     else:

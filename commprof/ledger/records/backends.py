@@ -1,9 +1,9 @@
-"""What a backend runs for an issued operation, and how much each rank of the group then sends to each other.
+"""Models the operation that a backend runs for an issued operation, and the bytes that ranks send to each other.
 
-gloo: read in its sources (of May 2025), and measured with torch 2.13 on 2, 3 and 4 hosts of one rank each, with buffers of
-4 bytes to 20 MB and several roots. The interfaces of each host counted the bytes below, about 150 bytes of gloo's own
-for each message, and TCP's headers. torch's Flight Recorder gives the operations the same names. S is the payload of
-schema.py, n the ranks of the group:
+The model of gloo was derived from its sources (of May 2025). It was measured with torch 2.13 on 2, 3 and 4 hosts of one
+rank each, with buffers of 4 bytes to 20 MB and several roots. The interfaces of each host counted the bytes below,
+about 150 bytes of gloo's own for each message, and the headers of TCP. torch's Flight Recorder uses the same names for
+the operations. S is the payload of schema.py, and n is the number of ranks of the group:
 
 ==================  ==========  ======================================================================================
 issued              executed    which rank sends what
@@ -11,19 +11,19 @@ issued              executed    which rank sends what
 all_reduce          all_reduce  2(n-1)/n S to the rank before it in the group
 reduce_scatter      all_reduce  the same: an all_reduce of the whole input; each rank keeps its chunk. Of a list,
                                 an all_reduce of each chunk
-reduce              reduce      S minus two segments to the rank before it, then a chunk of S/n to the root. A segment is
-                                S/2n, but never more than 1 MiB: up to 2n MiB a mean rank sends (n^2-1)/n^2 S
+reduce              reduce      S minus two segments to the rank before it, then a chunk of S/n to the root. A segment
+                                is S/2n, at most 1 MiB. Up to 2n MiB, a rank sends (n^2-1)/n^2 S on average
 broadcast           broadcast   along a binomial tree, S to each child: the root sends most, half of the ranks nothing
 all_gather          all_gather  (n-1)/n S to the rank after it
-all_to_all          all_to_all  to each other rank its chunk: as recorded, or S/n, where all are equal
+all_to_all          all_to_all  to each other rank its chunk: as recorded, or S/n if all chunks are equal
 gather, scatter     the same    S/n from each other rank to the root, or from the root to each other rank
 send                send        S
 barrier             barrier     nothing
 ==================  ==========  ======================================================================================
 
-NCCL chooses among rings and trees, and its rings need not go in the order of the group. The bytes that
-all ranks together send for an operation are known. The bytes of a single rank are known only if every rank sends the same
-in any order, or if the records give them.
+NCCL chooses between rings and trees, and its rings may have a different order than the group. The bytes that all ranks
+together send for an operation are known. The bytes of a single rank are known only if every rank sends the same number
+of bytes in any order, or if the records contain the bytes.
 """
 
 from __future__ import annotations
@@ -36,20 +36,21 @@ from commprof.schema import Op, parse_splits, wire_bytes
 
 GLOO: Final = "gloo"
 NCCL: Final = "nccl"
-_SEGMENT_BYTES: Final = 2**20  # of gloo's rings, at most
+_SEGMENT_BYTES: Final = 2**20  # the largest segment in the rings of gloo
 _EXECUTED_BY_GLOO: Final[dict[str, str]] = {Op.REDUCE_SCATTER: Op.ALL_REDUCE}
-_EVEN_ON_NCCL: Final = frozenset({Op.ALL_GATHER, Op.REDUCE_SCATTER})  # each rank sends the same
+# Each rank sends the same number of bytes in these operations.
+_EVEN_ON_NCCL: Final = frozenset({Op.ALL_GATHER, Op.REDUCE_SCATTER})
 
 Pair: TypeAlias = tuple[int, int]
 ANY: Final = -1
 
 
 class Execution(NamedTuple):
-    """What a backend runs for one collective.
+    """The operation that a backend runs for one collective.
 
     Attributes:
-        op: the operation.
-        wire_bytes: mean bytes that each rank of the group sends.
+        op: The operation.
+        wire_bytes: The mean number of bytes that a rank of the group sends.
     """
 
     op: str
@@ -57,14 +58,18 @@ class Execution(NamedTuple):
 
 
 class Call(NamedTuple):
-    """One collective or message, as far as its bytes depend on it. Ranks are positions in the group.
+    """The values of one collective or message that determine its bytes. Ranks are positions in the group.
 
     Attributes:
-        root: the root of a rooted operation; None for none, or not known.
-        sender, receiver: of a message.
-        inputs, outputs: bytes that each rank gives and gets, where these may differ; empty where that is not known.
-        sent_to: of an all_to_all, bytes from each rank to each; empty where the records do not say.
-        chunks: of a reduce_scatter, bytes that each rank keeps, where these differ.
+        backend: The backend, or None if not known.
+        op: The operation.
+        payload_bytes: The payload.
+        group_size: The number of ranks of the group.
+        root: The root of a rooted operation. None if there is no root or it is not known.
+        sender, receiver: The sender and the receiver of a message.
+        inputs, outputs: The input and output bytes of each rank if these may differ. Empty if not known.
+        sent_to: The bytes from each rank to each rank in an all_to_all. Empty if the records do not contain them.
+        chunks: The bytes that each rank keeps in a reduce_scatter, if these differ between ranks.
     """
 
     backend: str | None
@@ -81,13 +86,14 @@ class Call(NamedTuple):
 
 
 class Flows(NamedTuple):
-    """Who sends what for a call.
+    """The bytes that ranks send to each other for a call.
 
     Attributes:
-        sent: bytes by sender and receiver, which is :data:`ANY` where it may be any other; None where that is not known.
-        total: bytes that all ranks together send; None where not even that is known.
-        reason: why one of them is not known.
-        messages: into how many messages a rank puts what it sends to another, at most.
+        sent: The bytes by sender and receiver. The receiver is :data:`ANY` if it may be any other rank. None if the
+            senders are not known.
+        total: The bytes that all ranks together send. None if not known.
+        reason: The reason why ``sent`` or ``total`` is not known.
+        messages: The largest number of messages that one rank sends to another rank.
     """
 
     sent: Mapping[Pair, float] | None
@@ -97,12 +103,12 @@ class Flows(NamedTuple):
 
 
 def known(backend: str | None) -> bool:
-    """Whether the behaviour of ``backend`` is known without a log."""
+    """Return whether the behavior of ``backend`` is known without a log."""
     return backend == GLOO
 
 
 def execution(op: str, payload_bytes: int, group_size: int) -> Execution:
-    """What gloo runs for ``op`` with ``payload_bytes`` in a group of ``group_size`` ranks."""
+    """Return the operation that gloo runs for ``op`` with ``payload_bytes`` in a group of ``group_size`` ranks."""
     executed = _EXECUTED_BY_GLOO.get(op, op)
     if executed != Op.REDUCE or group_size < 2:
         return Execution(executed, wire_bytes(executed, payload_bytes, group_size))
@@ -110,7 +116,7 @@ def execution(op: str, payload_bytes: int, group_size: int) -> Execution:
 
 
 def flows(call: Call) -> Flows:
-    """Which rank of the group sends how much to which for ``call``."""
+    """Return the bytes that the ranks of the group send to each other for ``call``."""
     n, size = call.group_size, call.payload_bytes
     if n < 2 or call.op == Op.BARRIER or not size:
         return Flows({}, 0.0)
@@ -139,7 +145,7 @@ def _named(op: str) -> str:
 
 
 def _direct(call: Call) -> Flows:
-    """A gather or scatter: from each other rank to the root, or back."""
+    """Return the flows of a gather (from the other ranks to the root) or a scatter (from the root to the others)."""
     n, size, root = call.group_size, call.payload_bytes, call.root
     total = (n - 1) * size / n
     if root is None:
@@ -154,13 +160,14 @@ def sent_by_rank(
     input_splits: Sequence[str | None],
     output_splits: Sequence[str | None],
 ) -> tuple[tuple[float, ...], ...]:
-    """Bytes from each rank to each in an all_to_all, from the records of all its ranks in the group's order.
+    """Return the bytes from each rank to each rank in an all_to_all, from the records of all ranks in group order.
 
-    Empty where no record has splits: all are equal then, or an older version, which recorded no splits, wrote them.
+    The result is empty if no record has splits. In this case all splits are equal, or an older version of commprof,
+    which recorded no splits, wrote the records. The result is also empty if the splits of a pair are not known.
 
     Args:
-        inputs, outputs: ``input_bytes`` and ``output_bytes``.
-        input_splits, output_splits: as recorded; null where a rank's are equal.
+        inputs, outputs: The ``input_bytes`` and ``output_bytes`` of each rank.
+        input_splits, output_splits: The recorded splits of each rank. None if the splits of the rank are equal.
     """
     n = len(inputs)
     if not any(input_splits) and not any(output_splits):
@@ -169,7 +176,7 @@ def sent_by_rank(
     got = [_shares(text, size, n) for text, size in zip(output_splits, outputs, strict=True)]
     by_sender = []
     for a, row in enumerate(sent):
-        # Where the splits of a sender are not known, those of its receivers are used.
+        # If the splits of a sender are not known, the splits of its receivers are used.
         sent_bytes = row or [shares[a] for shares in got if shares is not None]
         if len(sent_bytes) < n:
             return ()
@@ -182,9 +189,10 @@ def _shares(text: str | None, size: int, ranks: int) -> tuple[float, ...] | None
 
 
 def _pairwise(call: Call) -> Flows:
-    """An all_to_all. Records without splits have what each rank gives and gets in all.
+    """Return the flows of an all_to_all.
 
-    Where one of the two is the same on all ranks, each of them divides equally, and the splits follow from the other.
+    Records without splits contain only the total input and output bytes of each rank. If all ranks have the same input
+    or the same output bytes, each rank divides equally, and the splits follow from the other value.
     """
     n, inputs, outputs = call.group_size, call.inputs, call.outputs
     pairs = [(a, b) for a in range(n) for b in range(n) if a != b]
@@ -200,7 +208,7 @@ def _pairwise(call: Call) -> Flows:
 
 
 def _by_chunks(call: Call) -> Flows:
-    """gloo's reduce_scatter of a list: an all_reduce of each chunk."""
+    """Return the flows of gloo's reduce_scatter of a list, which is an all_reduce of each chunk."""
     sent: dict[Pair, float] = defaultdict(float)
     messages = 0
     for chunk in filter(None, call.chunks):
@@ -224,7 +232,7 @@ def _of_gloo(call: Call, op: str) -> Flows:
     if call.root is None:
         return Flows(None, execution(op, size, n).wire_bytes * n, f"the root of {_named(op)} is not known")
     if op == Op.BROADCAST:
-        # In round i the ranks below 2^i, counted from the root, send to those 2^i above them.
+        # Positions are counted from the root. In round i, each rank r below 2^i sends to rank r + 2^i.
         tree = {v: v - (1 << (v.bit_length() - 1)) for v in range(1, n)}
         return _summed({((u + call.root) % n, (v + call.root) % n): size for v, u in tree.items()}, 1)
     length, each = _segments(size, n)
@@ -241,7 +249,10 @@ def _summed(sent: Mapping[Pair, float], messages: int) -> Flows:
 
 
 def _segments(size: int, ranks: int) -> tuple[int, int]:
-    """Bytes of a segment of gloo's reduce, but for the size of an element, and how many of them are a rank's chunk."""
+    """Return the bytes of a segment of gloo's reduce, and the number of segments in the chunk of a rank.
+
+    Segments are not rounded to whole elements here.
+    """
     length = max(1, min(_ceiling(size, 2 * ranks), _SEGMENT_BYTES))
     each = max(2, _ceiling(_ceiling(size, length), ranks))
     return length, each
@@ -252,17 +263,17 @@ def _ceiling(size: int, part: int) -> int:
 
 
 def _clipped(size: int, begin: int, length: int) -> int:
-    """How much of ``length`` bytes from ``begin`` is within a buffer of ``size``."""
+    """Return how many of the ``length`` bytes from ``begin`` are within a buffer of ``size`` bytes."""
     return max(0, min(length, size - begin))
 
 
 def _reduced_by_all(size: int, ranks: int) -> int:
-    """Bytes that all ranks together send for gloo's reduce; the chunk of the root counts as a mean one.
+    """Return the bytes that all ranks together send for gloo's reduce. The chunk of the root counts as a mean chunk.
 
-    ``analysis/relations/operations.sql`` has the same.
+    ``analysis/relations/operations.sql`` contains the same formula.
     """
     length, each = _segments(size, ranks)
-    chunks = size // (each * length)  # complete ones; the next may end within the buffer
+    chunks = size // (each * length)  # number of complete chunks; the next chunk may end within the buffer
     unsent = chunks * 2 * length
     if chunks < ranks:
         unsent += _clipped(size, ((chunks + 1) * each - 2) * length, 2 * length)

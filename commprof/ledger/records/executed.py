@@ -1,4 +1,7 @@
-"""The executed level: what the backend ran for each collective, from its log, its own list, or its known behavior."""
+"""The executed level: the operation that the backend ran for each collective.
+
+The operation is known from the log of the backend, or from the known behavior of the backend.
+"""
 
 from __future__ import annotations
 
@@ -21,20 +24,21 @@ from commprof.schema import Op, wire_bytes
 
 NCCL: Final = "nccl"
 _MOST_NAMED: Final = 4
-_PROBED_BYTES: Final = 1024  # any: the model is proportional to it
+_PROBED_BYTES: Final = 1024  # any size, since the model is proportional to the size
 _P2P: Final = frozenset({Op.SEND, Op.RECV})
-_LISTING: Final = ("rank", "attempt", "pid", "pg")  # whose collectives a Flight Recorder lists
+# The Flight Recorder has one list of collectives for each combination of these columns.
+_LISTING: Final = ("rank", "attempt", "pid", "pg")
 _LISTED: Final = (*_LISTING, "seq", "pg_seq", "op", "backend", "backend_method", "group_size", "num_tensors")
 
 
 class Executed(NamedTuple):
-    """What the backend ran.
+    """The operations that the backend ran.
 
     Attributes:
-        ops: says which operation ran for each of some records; null where that is not known.
-        source: where that is from, or why it is not known.
-        problems: sentences about what contradicts the records.
-        doubts: sentences about what is not known.
+        ops: A function that returns the executed operation of each record of a table, null if not known.
+        source: The source of the executed operations, or the reason why they are not known.
+        problems: Clauses about contradictions with the records.
+        doubts: Clauses about operations that are not known.
     """
 
     ops: Ops
@@ -44,7 +48,7 @@ class Executed(NamedTuple):
 
 
 def executed(run: RecordedRun, names: Iterable[str]) -> Executed:
-    """What ran for the records of ``run``, which are of the backends ``names``."""
+    """Return the operations that ran for the records of ``run``, whose backends are ``names``."""
     names = sorted(names)
     if NCCL in names:
         return _from_log(run)
@@ -61,7 +65,7 @@ def executed(run: RecordedRun, names: Iterable[str]) -> Executed:
 
 
 def _as_known(rows: pa.Table) -> pa.Array:
-    """What the backend of each record runs for it, by its known behavior."""
+    """Return the operation that the backend runs for each record according to its known behavior."""
 
     def ran(op: str, backend: str | None) -> str | None:
         return backends.execution(op, 0, 2).op if backends.known(backend) else None
@@ -101,11 +105,11 @@ def _from_log(run: RecordedRun) -> Executed:
 
 
 def executed_factors(run: RecordedRun) -> dict[str, float]:
-    """For each operation issued to NCCL: modelled bytes of what ran, divided by those of what was issued.
+    """Return for each operation issued to NCCL the modeled bytes of the executed operation divided by the issued bytes.
 
-    Reads the alignment that the run stores. An operation is missing where a record of it has no line, or its records ran as
-    operations of different cost. All are missing without an alignment, where the log is of other processes, and where the
-    run aggregated its records.
+    The alignment that is stored in the run is used. An operation is left out if one of its records has no log line, or
+    if its records ran as operations of different cost. The result is empty if there is no alignment, if the log has
+    lines of other processes, or if the run aggregated its records.
     """
     lines = _stored_alignment(run)
     if not lines.states or _foreign_writers(run, lines) or len(run.table("aggregates")):
@@ -120,7 +124,10 @@ def executed_factors(run: RecordedRun) -> dict[str, float]:
 
 
 def _factor(op: str, ran: str) -> float:
-    """A line of several operations, and of messages, carries what was issued."""
+    """Return the modeled bytes of operation ``ran`` divided by those of ``op``.
+
+    The factor is 1 for messages and for a line with several operations, which send the issued bytes.
+    """
     if "+" in ran or ran in _P2P or op in _P2P:
         return 1.0
     issued = wire_bytes(op, _PROBED_BYTES, 2)
@@ -128,12 +135,15 @@ def _factor(op: str, ran: str) -> float:
 
 
 def _ambiguous_extra(comm_matches: pa.Table) -> int:
-    """How many of the ambiguous lines have no record at least."""
+    """Return the smallest possible number of ambiguous lines without a record."""
     return int(pc.sum(comm_matches["ambiguous_extra"]).as_py() or 0)
 
 
 def _foreign_writers(run: RecordedRun, lines: LogLines) -> set[Writer]:
-    """The processes of the log that are not of the run, by process id, and by host where the run recorded it."""
+    """Return the processes of the log that do not belong to the run.
+
+    Processes are compared by process id, and also by host if the run recorded the host.
+    """
     own: dict[int, set[str | None]] = defaultdict(set)
     for entry in run.manifest.ranks:
         host = entry.get("host")
@@ -160,10 +170,10 @@ def _processes(run: RecordedRun) -> str:
 
 
 def _lines_of(run: RecordedRun) -> LogLines:
-    """The lines and the alignment that the run stores; where it only has the logs, they are aligned now.
+    """Return the stored lines and alignment of the run. If the run has only logs, they are parsed and aligned now.
 
     Raises:
-        CommprofError: there are no logs, or they cannot be read.
+        CommprofError: There are no logs, or they cannot be read.
     """
     lines = _stored_alignment(run)
     if lines.states:
@@ -184,7 +194,7 @@ def _lines_of(run: RecordedRun) -> LogLines:
 
 
 def _stored_alignment(run: RecordedRun) -> LogLines:
-    """The lines and the alignment that the run stores; no states where it stores none."""
+    """Return the stored lines and alignment of the run. ``states`` is empty if no alignment is stored."""
     lines = LogLines()
     for part in run.parts("nccl_ops", LINE_COLUMNS):
         lines.add_printed(part)
@@ -194,7 +204,11 @@ def _stored_alignment(run: RecordedRun) -> LogLines:
 
 
 def _compare_flight(run: RecordedRun) -> tuple[int, int, tuple[str, ...]]:
-    """How many of the newest collectives of each rank and group the Flight Recorder lists as expected, of how many."""
+    """Compare the newest collectives of each rank and group with the list of the Flight Recorder.
+
+    Returns:
+        The number of entries that are listed as expected, the number of compared entries, and at most three problems.
+    """
     entries: dict[tuple[Any, ...], list[tuple[int, str]]] = defaultdict(list)
     for row in run.table("flight").to_pylist():
         if not row["is_p2p"] and row["op"] is not None:
@@ -218,9 +232,10 @@ def _compare_flight(run: RecordedRun) -> tuple[int, int, tuple[str, ...]]:
 def _newest(
     run: RecordedRun, most: Mapping[tuple[Any, ...], int]
 ) -> dict[tuple[Any, ...], list[Mapping[str, Any]]]:
-    """The last records of collectives on gloo, in order of issue: as many as ``most`` says of each rank and group.
+    """Return the last records of collectives on gloo for each rank and group, in order of issue.
 
-    The Flight Recorder does not list calls that gloo refused.
+    ``most`` gives the largest number of records. Calls that raised are left out, because the Flight Recorder does not
+    list calls that gloo refused.
     """
     newest: dict[tuple[Any, ...], list[Mapping[str, Any]]] = defaultdict(list)
     for part in run.parts("collectives", _LISTED):
@@ -236,9 +251,9 @@ def _newest(
 
 
 def _listed(record: Mapping[str, Any]) -> list[str]:
-    """How gloo lists a record: the operation, and how often.
+    """Return the operations that the Flight Recorder lists for one record on gloo.
 
-    A reduce_scatter is an all_reduce for each of its coalesced tensors, and for each rank where the chunks are a list.
+    A reduce_scatter is listed as one all_reduce for each coalesced tensor, or for each rank if its chunks are a list.
     """
     op = backends.execution(record["op"], 0, 2).op
     if record["op"] != Op.REDUCE_SCATTER:

@@ -1,4 +1,4 @@
-"""The issued level: every collective once, from the records, in classes that the ledger can judge."""
+"""The issued level: counts every collective once, from the records, in classes that the ledger compares."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ INIT_STEP: Final = -1
 
 
 class Message(NamedTuple):
-    """One class of collectives that the ledger treats as equal within a step.
+    """A set of collectives that the ledger treats as equal within a step.
 
-    ``in_evaluation``: issued in a forward pass after the optimizer had run, or before the first step.
-    ``in_group_of_script``: in a group that no runtime uses. ``outside``: between two steps.
-    ``exchanged_bytes``: of an all_to_all with splits, what all its ranks together send to others.
+    ``in_evaluation`` is true if the collective was issued in a forward pass after the optimizer ran, or before the
+    first step. ``in_group_of_script`` is true if no runtime uses the group. ``outside`` is true between two steps.
+    ``exchanged_bytes`` are the bytes that all ranks of an all_to_all with splits together send to other ranks.
     """
 
     purpose: str | None
@@ -42,20 +42,23 @@ class Message(NamedTuple):
 
     @property
     def wire_bytes(self) -> float:
-        """Mean bytes that a rank of the group sends: by the splits where there are any, else :func:`schema.wire_bytes`."""
+        """The mean number of bytes that a rank of the group sends.
+
+        The value is computed from the splits if there are any, and otherwise by :func:`schema.wire_bytes`.
+        """
         if self.exchanged_bytes is not None:
             return self.exchanged_bytes / self.group_size
         return wire_bytes(self.op, self.payload_bytes, self.group_size)
 
 
 class StepKey(NamedTuple):
-    """One training step of one attempt and what came after it; step -1 is the time before the first."""
+    """One training step of one attempt, with the time until the next step. Step -1 is before the first step."""
 
     attempt: int
     step: int
 
 
-# Steps that sent the same share one value, which must not be changed.
+# Steps with the same messages share one value, which must not be changed.
 Issued = dict[StepKey, dict[Message, int]]
 Executed: TypeAlias = Callable[[pa.Table], pa.Array]
 
@@ -64,13 +67,13 @@ COLUMNS: Final = tuple(dict.fromkeys((*OF_PRECOUNT, *_OF_RECORD)))
 
 
 def issued(tables: Iterable[pa.Table], survey: Survey, executed_ops: Executed | None = None) -> Issued:
-    """The messages of each step, counted, in order of step.
+    """Return the messages of each step with their counts, in order of step.
 
     Args:
-        tables: the records, with :data:`COLUMNS` at least.
-        survey: of the same records.
-        executed_ops: says what the backend ran for each of the records that count, null where that is not known;
-            default: it is known of none.
+        tables: The records, with at least the columns :data:`COLUMNS`.
+        survey: The survey of the same records.
+        executed_ops: A function that returns the executed operation of each record, null if not known. Default: no
+            executed operation is known.
     """
     messages: dict[Message, int] = {}
     counts = [_of_part(part, survey, executed_ops, messages) for part in tables]
@@ -83,7 +86,10 @@ def issued(tables: Iterable[pa.Table], survey: Survey, executed_ops: Executed | 
 def _of_part(
     part: pa.Table, survey: Survey, executed_ops: Executed | None, messages: dict[Message, int]
 ) -> pa.Table:
-    """How often each attempt and step of ``part`` sent each of ``messages``, as numbers; new ones are put among them."""
+    """Return how often each attempt and step of ``part`` sent each message.
+
+    Messages are represented by their numbers in ``messages``, to which new messages are added.
+    """
     part = by_last_step(part)
     rows = part.filter(pa.array(survey.counts(part)))
     columns = {name: rows[name] for name in _OF_RECORD}
@@ -106,10 +112,12 @@ def _of_part(
 
 
 def by_step(sums: pa.Table, messages: list[Message]) -> Iterator[tuple[StepKey, dict[Message, int]]]:
-    """The messages of each step, in order of step.
+    """Yield the messages of each step with their counts, in order of step.
 
     Args:
-        sums: columns attempt, step, message (the number of one of ``messages``) and count_all_sum, how often it was sent.
+        sums: A table with the columns attempt, step, message (an index into ``messages``) and count_all_sum (how often
+            the message was sent).
+        messages: The distinct messages.
     """
     attempt, step, message, count = (
         sums[name].to_numpy().astype(np.int64) for name in ("attempt", "step", "message", "count_all_sum")
@@ -135,7 +143,7 @@ def _counted(numbers: list[int], times: list[int], messages: list[Message]) -> d
 
 
 def step_text(keys: Iterable[StepKey]) -> str:
-    """``init``, ``4`` or ``0-3,7``; of the second attempt ``0-3 (attempt 1)``."""
+    """Return the steps as ``init``, ``4`` or ``0-3,7``, and for the second attempt as ``0-3 (attempt 1)``."""
     texts = []
     by_attempt: dict[int, list[int]] = defaultdict(list)
     for key in sorted(set(keys)):
@@ -153,7 +161,7 @@ def step_text(keys: Iterable[StepKey]) -> str:
 
 
 def step_list(keys: Iterable[StepKey]) -> str:
-    """``Step 4`` or ``Steps 0-3,7``; ``Before the first step``."""
+    """Return the steps as ``Step 4``, ``Steps 0-3,7`` or ``Before the first step``."""
     listed = set(keys)
     if listed == {StepKey(0, INIT_STEP)}:
         return "Before the first step"

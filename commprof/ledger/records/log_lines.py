@@ -1,4 +1,4 @@
-"""What NCCL ran for each record: the operations of the lines that an alignment found to be the record's."""
+"""Finds the operations that NCCL ran for each record, from the log lines that an alignment matched with the record."""
 
 from __future__ import annotations
 
@@ -30,20 +30,21 @@ _OF_RECORD: Final = ("rank", "attempt", "pid")
 
 
 class Writer(NamedTuple):
-    """A process of a log, as its lines name it."""
+    """A process that wrote lines of a log: the host and process id that its lines contain."""
 
     host: str | None
     pid: int
 
 
 class LogLines:
-    """Lines of a log and their records, added part by part: all lines first, then the alignment.
+    """The lines of a log and their records. Both are added in parts: first all lines, then the alignment.
 
     Attributes:
-        states: rows of the alignment by state.
-        writers: for each process of the log, its lines by state.
-        ambiguous_extra: at least so many of the ambiguous lines have no record.
-        pairs: lines that match a record: rank and process id of the record, and the process of the line.
+        states: The number of rows of the alignment by state.
+        writers: The number of lines by state for each process of the log.
+        ambiguous_extra: The smallest possible number of ambiguous lines without a record.
+        pairs: The number of lines that match a record, by the rank and process id of the record and the process of the
+            line.
     """
 
     def __init__(self) -> None:
@@ -56,11 +57,11 @@ class LogLines:
         self._ran = Lookup(np.bitwise_or)
 
     def add_printed(self, lines: pa.Table) -> None:
-        """Take in lines of the log: columns :data:`LINE_COLUMNS`. One line may name several operations."""
+        """Add lines of the log, with the columns :data:`LINE_COLUMNS`. One line may name several operations."""
         self._printed.add(lines, _PLACE, "line", self._bits(lines))
 
     def add_matches(self, matches: pa.Table) -> None:
-        """Take in rows of table ``matches``: columns :data:`MATCH_COLUMNS`."""
+        """Add rows of table ``matches``, with the columns :data:`MATCH_COLUMNS`."""
         for (state,), places in combinations(matches, ["state"]):
             self.states[state] += len(places)
         for (host, pid, rank, own, state), places in combinations(matches, list(_WRITTEN)):
@@ -75,7 +76,7 @@ class LogLines:
         self._ran.add(pairs, _OF_MATCH, "seq", np.where(another, self._first_of_each(printed), own))
 
     def executed_ops(self, records: pa.Table) -> pa.Array:
-        """What ran for each record, several operations joined by ``+``; null where no line is its own."""
+        """Return the operations that ran for each record, joined by ``+``. Null if no line matches the record."""
         ran, known = self._ran.find(records, _OF_RECORD, "seq")
         distinct, codes = np.unique(np.where(known, ran, 0), return_inverse=True)
         texts = ["+".join(self._named(bits)) or None for bits in distinct.tolist()]

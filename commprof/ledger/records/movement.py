@@ -1,14 +1,14 @@
-"""The moved level: the counters of each host, compared with the model of what its ranks sent in the same time.
+"""The moved level: compares the counters of each host with the modeled bytes that its ranks sent in the same time.
 
-The counters see the whole host, other processes included. On one host under gloo every byte that a rank sends passes the
-loopback interface. On several, what a rank sends to another host passes the other interfaces: each host is compared with
-the sum over its own ranks (:func:`backends.flows`). Where the spread of an operation over the ranks is not known, only the
-sum over all hosts is compared.
+The counters include the traffic of all processes of the host. On a single host with gloo, every byte that a rank sends
+passes the loopback interface. On several hosts, the bytes that a rank sends to a different host pass the other
+interfaces. Each host is compared with the sum over its own ranks (:func:`backends.flows`). If it is not known how the
+bytes of an operation are distributed over the ranks, only the sum over all hosts is compared.
 
-Headers of packets are subtracted if packets were counted. A deficit of up to 2 % of the model is tolerated, and a
-surplus of up to 2 % plus the backend's own headers and TCP's retransmissions (``Moved.allowed_bytes``). Bytes in TCP's
-send buffers at the first reading were issued before and may be counted after it; those at the last reading are not
-counted yet.
+Headers of packets are subtracted if packets were counted. A deficit of up to 2 % of the model is tolerated. A surplus
+is tolerated up to 2 % plus the backend's own headers and TCP's retransmissions (``Moved.allowed_bytes``). Bytes in
+TCP's send buffers at the first reading were issued before this reading and may be counted after it. Bytes in the send
+buffers at the last reading are not counted yet.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from commprof.ledger.records.sendings import Sending, Sendings
 ALL_DEVICES: Final = "all but lo"
 ALL_HOSTS: Final = "all hosts"
 TOLERANCE: Final = 0.02
-# Below this, headers of packets, barriers and connections dominate: the model does not predict the counters.
+# Below this size, the headers of packets, barriers and connections dominate, and the model is not accurate.
 LEAST_BYTES: Final = 1_000_000
 NO_READINGS: Final = "no counters were read during the run"
 UNKNOWN_HOSTS: Final = "the hosts of the ranks are not known"
@@ -36,27 +36,28 @@ SEVERAL_ATTEMPTS: Final = (
     "the job ran in {} attempts, and what the last collectives of a stopped one sent is not known"
 )
 NOT_GLOO: Final = "on one host only gloo's traffic passes the loopback interface"
-_HEADER_BYTES: Final = 66  # of a packet: Ethernet, IPv4, TCP with its times
-# Measured for each message: gloo's own header, with packet headers where packets are not counted. And TCP's
-# acknowledgment of a byte.
+_HEADER_BYTES: Final = 66  # headers of a packet: Ethernet, IPv4, TCP with timestamps
+# Measured bytes for each message: gloo's own header, and the same with packet headers if packets are not counted.
+# The last value is the measured number of TCP acknowledgment bytes per received byte.
 _WORDS_BYTES: Final = 150
 _MESSAGE_BYTES: Final = 300
 _ACKNOWLEDGED: Final = 0.0005
-_MOST_WORDS: Final = 0.009  # of what is sent; above, an excess proves nothing
-_SEGMENT_BYTES: Final = 1514  # of TCP on Ethernet, at most
-_START_BYTES: Final = 100_000  # connections and the store, where the readings are of the whole run
+_MOST_WORDS: Final = 0.009  # If headers exceed this share of the sent bytes, an excess proves nothing.
+_SEGMENT_BYTES: Final = 1514  # the largest frame of a TCP segment on Ethernet
+_START_BYTES: Final = 100_000  # traffic of connections and of the store, if the readings cover the whole run
 
 Span: TypeAlias = tuple[Mapping[str, Any], Mapping[str, Any]]
 
 
 class _Model:
-    """What the ranks of each host send to other hosts, and all hosts together.
+    """The modeled bytes that the ranks of each host send to other hosts, and the total of all hosts.
 
     Attributes:
-        sent, received, messages: of each host; messages in either direction.
-        total: of all hosts.
-        uneven: why it is not known what each host sends.
-        unknown: why not even the total is.
+        sent, received: The bytes that each host sends and receives.
+        messages: The number of messages that each host sends and receives.
+        total: The bytes that all hosts send.
+        uneven: The reason why the bytes of each host are not known, or None.
+        unknown: The reason why even the total is not known, or None.
     """
 
     def __init__(self, unknown: str | None = None) -> None:
@@ -68,7 +69,7 @@ class _Model:
         self.unknown = unknown
 
     def add(self, sending: Sending, places: Sequence[str], count: int) -> None:
-        """``count`` times ``sending``, between ranks on the hosts ``places``, several of which may be one."""
+        """Add ``count`` times ``sending`` between ranks on the hosts ``places``, which has one host per rank."""
         flows = backends.flows(sending.call)
         apart = len(set(places))
         if apart == 1 or flows.total == 0:
@@ -101,7 +102,7 @@ class _Model:
 
 
 class Movement(NamedTuple):
-    """Each host compared with the model; and their sum, where some host has no model of its own."""
+    """The comparison of each host with the model, and of all hosts together if some host has no model of its own."""
 
     hosts: tuple[Moved, ...]
     together: Moved | None = None
@@ -114,14 +115,17 @@ def moved(
     uncovered: Mapping[str, str],
     attempts: int = 1,
 ) -> Movement:
-    """What each host moved: over the training steps where readings were taken at steps, else over the run.
+    """Compare the bytes that each host moved with the model.
+
+    The comparison covers the training steps if readings were taken at steps, and the whole run otherwise.
 
     Args:
-        wire: the ``wire`` table.
-        sendings: what was sent in each step.
-        hosts: the host of every rank.
-        uncovered: host -> the part of the run that its readings do not cover.
-        attempts: of the job. What the last collectives of one that was stopped have sent is not known.
+        wire: The ``wire`` table.
+        sendings: The operations of each step.
+        hosts: The host of every rank.
+        uncovered: A clause for each host with the part of the run that its readings do not cover.
+        attempts: The number of attempts of the job. The bytes sent by the last collectives of a stopped attempt are not
+            known.
     """
     by_device: dict[tuple[str, str], list[Mapping[str, Any]]] = defaultdict(list)
     for row in wire.to_pylist():
@@ -156,9 +160,16 @@ def moved(
 
 
 class _Counted(NamedTuple):
-    """What the counters of one host say; ``steps``: the first reading was at the end of the first of them.
+    """The differences of the counters of one host between the first and the last reading.
 
-    ``queued``: bytes in TCP's send buffers at the first and at the last reading; None where they were not read.
+    Attributes:
+        host: The name of the host.
+        device: The interface.
+        steps: The steps at whose ends the first and the last reading were taken. None if the readings cover the run.
+        sent, received: The bytes that were sent and received.
+        resent: The bytes of retransmitted segments.
+        headers: The bytes of packet headers. None if packets were not counted.
+        queued: The bytes in TCP's send buffers at the first and at the last reading. None if they were not read.
     """
 
     host: str
@@ -192,18 +203,21 @@ def _counted(host: str, device: str, readings: Sequence[Sequence[Mapping[str, An
 
 
 def _queued(spans: Sequence[Span]) -> tuple[int, int | None]:
-    """Bytes in send buffers at the first and at the last reading; the last is not known of a killed process."""
+    """Return the bytes in send buffers at the first and the last reading.
+
+    The last value is not known if the process was killed.
+    """
     known = [
         [span[end]["queued_bytes"] for span in spans if span[end].get("queued_bytes") is not None]
         for end in (0, 1)
     ]
-    # All interfaces but the loopback have the same number. An older trace without it is compared by the counters alone.
+    # All interfaces except loopback have the same value. An older trace without the value is compared by counters only.
     first, last = (max(values, default=None) for values in known)
     return first or 0, 0 if first is None and last is None else last
 
 
 def _step_span(rows: Sequence[Mapping[str, Any]]) -> Span | None:
-    """The readings at the end of the first and of the last step that have one; None for less than two."""
+    """Return the readings at the end of the first and the last step with a reading. None if there are not two."""
     at_steps = sorted((row for row in rows if row.get("step") is not None), key=lambda row: row["time_ns"])
     if len(at_steps) < 2 or at_steps[0]["step"] >= at_steps[-1]["step"]:
         return None
@@ -216,7 +230,7 @@ def _difference(span: Span, name: str) -> int:
 
 
 def _on_one_host(sent: Mapping[Sending, int], hosts: Mapping[int, str]) -> _Model:
-    """What passes the loopback interface of the one host for ``sent``: all of it."""
+    """Return the model of the bytes that pass the loopback interface of a single host: all bytes of ``sent``."""
     model = _Model()
     (host,) = set(hosts.values())
     for sending, count in sent.items():
@@ -231,7 +245,7 @@ def _on_one_host(sent: Mapping[Sending, int], hosts: Mapping[int, str]) -> _Mode
 
 
 def _between_hosts(sent: Mapping[Sending, int], hosts: Mapping[int, str]) -> _Model:
-    """What crosses between hosts for ``sent``."""
+    """Return the model of the bytes of ``sent`` that pass between hosts."""
     model = _Model(None if hosts else UNKNOWN_HOSTS)
     for sending, count in sent.items():
         if set(sending.members) <= hosts.keys():
@@ -246,7 +260,10 @@ def _known(model: _Model, host: str) -> float | None:
 
 
 def _compared(one: _Counted, model: _Model, on_one: bool, left_out: str | None, stopped: str | None) -> Moved:
-    """One host compared with its model. Extra bytes on loopback are not judged: all programs of the host use it."""
+    """Compare one host with its model.
+
+    Extra bytes on loopback are not judged, because all programs of the host use this interface.
+    """
     if left_out is not None:
         return _row(one, None, None, left_out)._replace(when=PART)
     expected = model.sent.get(one.host, 0.0)
@@ -265,7 +282,10 @@ def _compared(one: _Counted, model: _Model, on_one: bool, left_out: str | None, 
 
 
 def _allowed(one: _Counted, expected: float, received: float, messages: float, start: int) -> float | None:
-    """Bytes that are sent in addition to ``expected``; None where they are so many that an excess proves nothing."""
+    """Return the bytes that may be sent in addition to ``expected``.
+
+    None means that these bytes are so many that an excess proves nothing.
+    """
     words = messages * (_WORDS_BYTES if one.headers is not None else _MESSAGE_BYTES)
     if one.headers is None:
         words += _ACKNOWLEDGED * received
@@ -297,7 +317,10 @@ def _compared_together(
     models: Mapping[tuple[int, int] | None, _Model],
     hosts: set[str],
 ) -> Moved | None:
-    """The sum over all hosts compared with the model, where some host has none of its own and all cover the same time."""
+    """Compare the sum over all hosts with the model, and return None if this is not needed or not possible.
+
+    The comparison is made if some host has no model of its own and the readings of all hosts cover the same time.
+    """
     spans = {one.steps for one in counted}
     if (
         all(row.expected_bytes is not None for row in rows)
@@ -318,7 +341,7 @@ def _compared_together(
         _sum(one.headers for one in counted),
         (sum(one.queued[0] for one in counted), _sum(one.queued[1] for one in counted)),
     )
-    # An algorithm that is not known may send more than the best one.
+    # An unknown algorithm may send more than the best algorithm, so an excess is not judged.
     allowed = None
     if model.uneven is None:
         messages = sum(model.messages.values()) / 2
@@ -332,14 +355,14 @@ def _sum(values: Iterable[int | None]) -> int | None:
 
 
 def is_short(row: Moved) -> bool:
-    """Whether less was moved than what was executed needs, and that is judged."""
+    """Return whether fewer bytes were moved than the executed operations need. False if a deficit is not judged."""
     if row.expected_bytes is None or row.queued_last_bytes is None:
         return False
     return _without_headers(row) + row.queued_last_bytes < row.expected_bytes * (1 - TOLERANCE)
 
 
 def is_long(row: Moved) -> bool:
-    """Whether more was moved than what was executed explains, and that is judged."""
+    """Return whether more bytes were moved than the executed operations explain. False if an excess is not judged."""
     if row.expected_bytes is None or row.allowed_bytes is None:
         return False
     certain = _without_headers(row) - row.queued_first_bytes

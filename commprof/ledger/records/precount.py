@@ -1,8 +1,8 @@
-"""A first pass over all records of a run, which decides how each of them is counted.
+"""A first pass over all records of a run, which determines how each record is counted.
 
-A collective counts at the lowest rank of its group that was recorded, a message at its send; a recv counts where no
-rank recorded a send in the group. The payload of an all_to_all may differ between the ranks, so the rounded mean
-counts. With unequal splits, the bytes that a rank keeps for itself may differ too; they are added up separately.
+A collective counts at the lowest recorded rank of its group, and a message counts at its send. A recv counts only if no
+rank of the group recorded a send. The payload of an all_to_all may differ between the ranks, so the rounded mean
+counts. With unequal splits, the bytes that a rank keeps for itself may differ too, and they are summed separately.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ GROUP: Final = ("attempt", "pg", "group_ranks")
 WITHIN_MODELS: Final = frozenset({Purpose.ACTIVATION, Purpose.PIPELINE})
 _PROCESS: Final = ("rank", "attempt", "pid")
 DEFAULT_GROUP: Final = "default_pg"
-# Purposes that scripts, too, may use in groups of their own.
+# Purposes that a script may use in its own groups.
 _OF_SCRIPTS: Final = frozenset(
     {None, Purpose.METRIC, Purpose.CHECKPOINT, Purpose.OTHER, Purpose.CONTROL, Purpose.OBJECT}
 )
 _PASSES: Final = frozenset({Phase.FORWARD, Phase.BACKWARD})
-_KNOWN, _NOT_KNOWN = 1, 2  # splits; of several ranks the largest counts
+_KNOWN, _NOT_KNOWN = 1, 2  # whether the splits are known; the largest value of all ranks counts
 COLUMNS: Final = (
     *GROUP,
     "group_desc",
@@ -51,7 +51,7 @@ COLUMNS: Final = (
 
 
 def by_last_step(part: pa.Table) -> pa.Table:
-    """``part``, where records between steps get the step before them, as the rules expect."""
+    """Return ``part``, where a record between steps gets the number of the step before, as the rules expect."""
     if "after_step" not in part.column_names:
         return part
     step = pc.coalesce(part["after_step"], part["step"])
@@ -59,7 +59,7 @@ def by_last_step(part: pa.Table) -> pa.Table:
 
 
 class Survey:
-    """What the records that were added say about each other."""
+    """The properties of all records of a run that are needed to count each record."""
 
     def __init__(self) -> None:
         self.records = 0
@@ -67,13 +67,13 @@ class Survey:
         self._speakers: dict[Group, int] = {}
         self._with_sends: set[Group] = set()
         self._of_runtime: set[Group] = set()
-        self._has_default = False  # otherwise the default group is not known
+        self._has_default = False  # whether records of the default group were found
         self._first_of_passes, self._last_of_optimizer = Lookup(np.minimum), Lookup(np.maximum)
         self._uneven_bytes, self._uneven_ranks = Lookup(np.add), Lookup(np.add)
         self._uneven_own_bytes, self._splits = Lookup(np.add), Lookup(np.maximum)
 
     def add(self, part: pa.Table) -> None:
-        """Take in some records: their columns :data:`COLUMNS`."""
+        """Add the records in ``part``, with the columns :data:`COLUMNS`."""
         part = by_last_step(part)
         self.records += len(part)
         self.backends |= {str(name) for (name,), _ in combinations(part, ["backend"]) if name}
@@ -102,7 +102,7 @@ class Survey:
             self._speakers[group] = min(rank, self._speakers.get(group, rank))
 
     def counts(self, part: pa.Table) -> Flags:
-        """Which records of ``part`` count for their collective or message."""
+        """Return which records of ``part`` count for their collective or message."""
 
         def counts_once(*key: Any) -> bool:
             *group, rank, op = key
@@ -113,11 +113,11 @@ class Survey:
         return where(part, [*GROUP, "rank", "op"], counts_once)
 
     def in_evaluation(self, rows: pa.Table) -> Flags:
-        """Whether each of ``rows`` was issued by an evaluation, judged by its rank's own order of phases.
+        """Return whether each of ``rows`` was issued by an evaluation, according to the order of phases on its rank.
 
-        Messages within a model (``WITHIN_MODELS``) outside of forward and backward need no such order. What the program
-        reads of parameters is outside of the passes from the end of one step until the next has sent something in a pass.
-        ``rows`` have the column ``purpose`` too.
+        Messages within a model (``WITHIN_MODELS``) outside of forward and backward passes count as evaluation without
+        regard to this order. An access to parameters counts as evaluation from the end of one step until a pass of the
+        next step sends something. ``rows`` must also have the column ``purpose``.
         """
         forward = where(rows, ["phase"], lambda phase: phase in (Phase.FORWARD, Phase.OTHER))
         last, has_last = self._last_of_optimizer.find(rows, _PROCESS, "step")
@@ -137,14 +137,14 @@ class Survey:
         return named | inference | forward & (ended | (numbers_of(rows, "step")[0] < 0))
 
     def in_group_of_script(self, rows: pa.Table) -> Flags:
-        """Whether each of ``rows`` was issued in a group that only the script uses, which the config does not mention.
+        """Return whether each of ``rows`` was issued in a group that only the script uses, and not the config.
 
-        No record of such a group has a purpose of training, and it is not the default group.
+        Such a group is not the default group, and none of its records has a purpose of training.
         """
         return where(rows, list(GROUP), lambda *group: self._has_default and group not in self._of_runtime)
 
     def payload_bytes(self, rows: pa.Table) -> Numbers:
-        """The payload of the collective or message of each of ``rows``."""
+        """Return the payload in bytes of the collective or message of each of ``rows``."""
         own, _ = numbers_of(rows, "payload_bytes")
         uneven = where(rows, ["op"], lambda op: op == Op.ALL_TO_ALL)
         if not uneven.any():
@@ -155,9 +155,9 @@ class Survey:
         return np.where(uneven & known, mean, own)
 
     def exchanged_bytes(self, rows: pa.Table) -> pa.Array:
-        """What all ranks together send to others, of the all_to_alls with splits among ``rows``; null of all else.
+        """Return the bytes that all ranks together send to other ranks, for each all_to_all with splits in ``rows``.
 
-        Null, too, where not every rank of the group was recorded, or the splits of one are not known.
+        The value is null for all other rows, and if a rank of the group has no record or its splits are not known.
         """
         splits, known = self._splits.find(rows, GROUP, "pg_seq")
         uneven = known & (splits == _KNOWN) & where(rows, ["op"], lambda op: op == Op.ALL_TO_ALL)
@@ -172,7 +172,10 @@ class Survey:
 
 
 def _own_bytes(rows: pa.Table) -> tuple[Numbers, Numbers]:
-    """What the rank of each of ``rows`` (all_to_alls) keeps of its own input; :data:`_KNOWN`, 0 where it has no splits."""
+    """Return the bytes that the rank of each of ``rows`` (all_to_alls) keeps of its own input, and a state.
+
+    The state is :data:`_KNOWN`, :data:`_NOT_KNOWN`, or 0 if the row has no splits.
+    """
     sizes, _ = numbers_of(rows, "payload_bytes")
     own_bytes = sizes // np.maximum(numbers_of(rows, "group_size")[0], 1)
     splits_state = np.zeros(len(rows), np.int64)
@@ -180,7 +183,7 @@ def _own_bytes(rows: pa.Table) -> tuple[Numbers, Numbers]:
     if all(rows[name].null_count == len(rows) for name in columns):
         return own_bytes, splits_state
     for (own, size, *splits), places in combinations(rows, ["group_rank", "group_size", *columns]):
-        # Input and output splits both have the rank's own chunk. An input without splits has equal chunks, set above.
+        # Both splits contain the rank's own chunk. An input without splits has equal chunks, which are set above.
         if not any(splits):
             continue
         sizes_of_ranks = (
@@ -197,7 +200,7 @@ def _parsed(text: str | None, group_size: int) -> tuple[int, ...] | None:
 
 
 def survey_of(tables: Iterable[pa.Table]) -> Survey:
-    """The survey of all records in ``tables``."""
+    """Return the survey of all records in ``tables``."""
     survey = Survey()
     for part in tables:
         survey.add(part)

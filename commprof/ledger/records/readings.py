@@ -1,7 +1,7 @@
-"""Assigns each collective to the readings of its host's counters around it: by time, not by the step of its record.
+"""Assigns each collective to the counter readings of its host before and after it, by time and not by recorded step.
 
-Where a runtime says that a step has ended, what the program sends afterwards belongs to the next step. The reading of the
-step comes later and includes it. Steps of several attempts have the same numbers.
+When a runtime reports the end of a step, the program's later messages belong to the next step. The reading for the step
+is taken later and includes these messages. Steps of several attempts have the same numbers.
 """
 
 from __future__ import annotations
@@ -16,26 +16,26 @@ import pyarrow.compute as pc
 
 from commprof.ledger.records.row_index import Numbers, combinations, numbers_of
 
-BEFORE_ALL: Final = -(1 << 31)  # no step: attempts before the last, which are between no two readings
+BEFORE_ALL: Final = -(1 << 31)  # the step of records of earlier attempts, which are not between two readings
 COLUMNS: Final = ("attempt", "rank", "issue_ns", "return_ns", "wait_end_ns")
 
 
 class StepReadings:
-    """When the counters of each host were read at steps in the last attempt, and for which steps.
+    """The times and steps of the counter readings that each host took at steps in the last attempt.
 
     Attributes:
-        wire: the ``wire`` table, where readings of attempts before the last have no step.
-        attempts: how many there were.
-        last: the number of the last of them.
+        wire: The ``wire`` table, where readings of attempts before the last one have no step.
+        attempts: The number of attempts.
+        last: The number of the last attempt.
     """
 
     def __init__(self, wire: pa.Table, clocks: pa.Table, hosts: Mapping[int, str]) -> None:
-        """Take in the readings.
+        """Prepare the readings.
 
         Args:
-            wire: the ``wire`` table.
-            clocks: the ``clocks`` table, which says when the processes of each host began.
-            hosts: the host of every rank in the last attempt.
+            wire: The ``wire`` table.
+            clocks: The ``clocks`` table, with the start times of the processes of each host.
+            hosts: The host of every rank in the last attempt.
         """
         attempts = set(clocks["attempt"].to_pylist())
         self.attempts = max(len(attempts), 1)
@@ -45,20 +45,21 @@ class StepReadings:
         self._readings = _by_host(self.wire)
 
     def steps(self, part: pa.Table) -> Numbers:
-        """Of each record of ``part`` the step of the first reading of its host after it.
+        """Return for each record of ``part`` the step of the first reading of its host after the record.
 
-        A record that was under way during a reading belongs to its own step, as far as its times allow. Of hosts
-        without two readings at steps the step stays what the record says.
+        A record that was in progress during a reading belongs to its recorded step, as far as its times allow. If a
+        host does not have two readings at steps, its records keep the recorded step.
 
         Args:
-            part: records, with :data:`COLUMNS` and ``step``, this being the last one before what is outside of steps.
+            part: Records with the columns :data:`COLUMNS` and ``step``. For a record outside of steps, ``step`` must be
+                the step before.
         """
         own, _ = numbers_of(part, "step")
         reading_steps = own.copy()
         issued, _ = numbers_of(part, "issue_ns")
         ended = issued
         for name in ("return_ns", "wait_end_ns"):
-            ended = np.maximum(ended, numbers_of(part, name)[0])  # 0 where it is not known
+            ended = np.maximum(ended, numbers_of(part, name)[0])  # 0 if the time is not known
         for (attempt, rank), places in combinations(part, ["attempt", "rank"]):
             if attempt != self.last:
                 reading_steps[places] = BEFORE_ALL
@@ -73,7 +74,7 @@ class StepReadings:
 
 
 def _of_attempt(wire: pa.Table, clocks: pa.Table, attempt: int) -> pa.Table:
-    """``wire`` without the steps of readings before the processes of ``attempt`` began."""
+    """Return ``wire``, where readings before the start of the processes of ``attempt`` have no step."""
     began: dict[str, int] = {}
     for row in clocks.filter(pc.equal(clocks["attempt"], attempt)).to_pylist():
         began[row["host"]] = min(began.get(row["host"], row["monotonic_ns"]), row["monotonic_ns"])
@@ -86,7 +87,10 @@ def _of_attempt(wire: pa.Table, clocks: pa.Table, attempt: int) -> pa.Table:
 
 
 def _by_host(wire: pa.Table) -> dict[str, tuple[Numbers, Numbers]]:
-    """Host -> times and steps of its readings at steps, where there are two; repeated steps keep the highest number."""
+    """Return the times and steps of the readings at steps of each host with at least two such readings.
+
+    If a step number is lower than an earlier one, the higher number is kept.
+    """
     taken: dict[str, dict[int, int]] = defaultdict(dict)
     rows: list[dict[str, Any]] = wire.select(["host", "kind", "time_ns", "step"]).to_pylist()
     for row in rows:

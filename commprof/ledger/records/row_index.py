@@ -1,4 +1,4 @@
-"""An index from a few columns and a number to a value, for many rows at once."""
+"""An index that maps a combination of columns and a number to a value, for many rows at once."""
 
 from __future__ import annotations
 
@@ -18,10 +18,12 @@ Names: TypeAlias = tuple[Any, ...]
 
 
 class Lookup:
-    """Numbers and their values for each combination of columns, such as a process; in arrays, as there may be millions.
+    """A map from a combination of columns, such as a process, and a number to a value.
+
+    The values are stored in arrays, because there may be millions.
 
     Args:
-        combine: reduces the values that were added under the same names and number to one.
+        combine: The ufunc that combines values which were added with the same key and number.
     """
 
     def __init__(self, combine: np.ufunc) -> None:
@@ -29,7 +31,10 @@ class Lookup:
         self._batches: dict[Names, list[tuple[Numbers, Numbers]]] = {}
 
     def add(self, rows: pa.Table, names: Sequence[str], number: str, values: Numbers) -> None:
-        """Keep ``values``, one for each of ``rows``, under its ``names`` and ``number``; not where that is null."""
+        """Store one of ``values`` for each of ``rows``, under the columns ``names`` and ``number``.
+
+        Rows whose ``number`` is null are skipped.
+        """
         numbers, known = numbers_of(rows, number)
         for key, places in combinations(rows, names):
             places = places[known[places]]
@@ -37,7 +42,7 @@ class Lookup:
                 self._batches.setdefault(key, []).append(self._combined(numbers[places], values[places]))
 
     def find(self, rows: pa.Table, names: Sequence[str], number: str) -> tuple[Numbers, Flags]:
-        """The value of each of ``rows``, and whether there is one."""
+        """Return the value of each of ``rows``, and whether a value was stored."""
         values, is_known = np.zeros(len(rows), np.int64), np.zeros(len(rows), bool)
         numbers, known = numbers_of(rows, number)
         for key, places in combinations(rows, names):
@@ -64,14 +69,14 @@ class Lookup:
 
 
 def numbers_of(rows: pa.Table, name: str) -> tuple[Numbers, Flags]:
-    """A column of integers, and where it is not null."""
+    """Return a column of integers with null as 0, and whether each value is not null."""
     column = rows[name].combine_chunks()
     known = column.is_valid().to_numpy(zero_copy_only=False)
     return pc.fill_null(column, 0).to_numpy(zero_copy_only=False).astype(np.int64, copy=False), known
 
 
 def combinations(rows: pa.Table, names: Sequence[str]) -> Iterator[tuple[Names, Numbers]]:
-    """Each combination of the columns ``names``, and the places of its rows, in their order."""
+    """Yield each combination of the columns ``names`` with the indices of its rows, in ascending order."""
     if not len(rows):
         return
     codes, keys = _coded(rows, names)
@@ -81,7 +86,7 @@ def combinations(rows: pa.Table, names: Sequence[str]) -> Iterator[tuple[Names, 
 
 
 def where(rows: pa.Table, names: Sequence[str], holds: Callable[..., bool]) -> Flags:
-    """Where ``holds`` is true of the columns ``names``; it is called once for each combination."""
+    """Return whether ``holds`` is true for the columns ``names`` of each row. It is called once per combination."""
     if not len(rows):
         return np.zeros(0, bool)
     codes, keys = _coded(rows, names)
@@ -90,7 +95,7 @@ def where(rows: pa.Table, names: Sequence[str], holds: Callable[..., bool]) -> F
 
 
 def each_for(rows: pa.Table, names: Sequence[str], value: Callable[..., str | None]) -> pa.Array:
-    """The text that ``value`` returns for the columns ``names`` of each row; it is called once for each combination."""
+    """Return the result of ``value`` for the columns ``names`` of each row. It is called once per combination."""
     if not len(rows):
         return pa.nulls(0, pa.string())
     codes, keys = _coded(rows, names)
@@ -98,7 +103,7 @@ def each_for(rows: pa.Table, names: Sequence[str], value: Callable[..., str | No
 
 
 def _coded(rows: pa.Table, names: Sequence[str]) -> tuple[Numbers, list[Names]]:
-    """The number of each row's combination of the columns ``names``, and the combinations in order of number."""
+    """Return the number of the combination of the columns ``names`` in each row, and all combinations by number."""
     chosen = rows.select(list(names))
     codes, first = numbered(chosen)
     return codes, [tuple(row.values()) for row in chosen.take(pa.array(first)).to_pylist()]

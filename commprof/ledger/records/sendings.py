@@ -1,5 +1,7 @@
-"""The operations of each step, with all values that their bytes depend on, for the comparison with the counters of each
-host."""
+"""The operations of each step, with all values that determine their bytes between hosts.
+
+They are needed for the comparison with the counters of each host.
+"""
 
 from __future__ import annotations
 
@@ -48,31 +50,34 @@ class Sending(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """Aggregated messages, in the steps and outside of them, by the last step before."""
+    """Aggregated messages within steps, and outside of steps by the step before."""
 
     in_steps: Issued
     outside: Issued
 
 
 class Sendings:
-    """How often each :class:`Sending` was sent in each step, and outside of the steps after it."""
+    """The number of times each :class:`Sending` was sent in each step, including the time outside of steps after it."""
 
     def __init__(self) -> None:
         self._steps: dict[int, Counter[Sending]] = defaultdict(Counter)
         self._outside: dict[int, Counter[Sending]] = defaultdict(Counter)
 
     def add(self, step: int, sending: Sending, count: int, is_outside: bool = False) -> None:
-        """``count`` times ``sending`` in ``step``, or outside of the steps after it."""
+        """Add ``count`` times ``sending`` in ``step``, or outside of steps after ``step``."""
         self._steps[step][sending] += count
         if is_outside:
             self._outside[step][sending] += count
 
     def between(self, steps: tuple[int, int] | None) -> Mapping[Sending, int]:
-        """What was sent between the readings of both ``steps``, each before the next begins; None: in the whole run."""
+        """Return the operations between the readings of both ``steps``, or of the whole run if ``steps`` is None.
+
+        The reading of a step is taken before the next step begins.
+        """
         return _between(self._steps, steps)
 
     def outside(self, steps: tuple[int, int] | None) -> Mapping[Sending, int]:
-        """What of that is outside of the steps: evaluations, checkpoints, and what follows the last step."""
+        """Return the part of :meth:`between` outside of steps: evaluations, checkpoints, and after the last step."""
         return _between(self._outside, steps)
 
 
@@ -91,15 +96,15 @@ def sendings(
     sums: Sums,
     readings: StepReadings,
 ) -> Sendings:
-    """What was sent until the reading of each step.
+    """Return the operations up to the reading of each step.
 
     Args:
-        tables: the records, with :data:`COLUMNS` at least. Records between steps count to the step before them:
-            the reading of that step comes later. Calls that raised sent no bytes.
-        survey: of the same records.
-        readings: of the counters at steps: the times of a record decide between which of them it is.
-        executed_ops: says what the backend ran for each record, null where that is not known.
-        sums: aggregated messages, without roots, receivers and splits.
+        tables: The records, with at least the columns :data:`COLUMNS`. Records between steps count for the step before,
+            because the reading of this step is taken later. Calls that raised sent no bytes.
+        survey: The survey of the same records.
+        executed_ops: A function that returns the executed operation of each record, null if not known.
+        sums: Aggregated messages, without roots, receivers and splits.
+        readings: The counter readings at steps. The times of a record determine the readings before and after it.
     """
     sent = Sendings()
     members: list[pa.Table] = []
@@ -129,12 +134,12 @@ def sendings(
 
 
 def _may_be_uneven(op: str, backend: str | None) -> bool:
-    """Whether the ranks of a collective may send or receive different amounts."""
+    """Return whether the ranks of a collective may send or receive different amounts."""
     return op == Op.ALL_TO_ALL or (op in _UNEVEN_BUT_ON_GLOO and not known(backend))
 
 
 def _has_chunks(part: pa.Table) -> Flags:
-    """Records of collectives whose ranks keep chunks of different sizes."""
+    """Return which records are reduce_scatters whose ranks keep chunks of different sizes."""
     splits = part["input_splits"]
     if splits.null_count == len(part):
         return np.zeros(len(part), bool)
@@ -156,7 +161,10 @@ def _add(sent: Sendings, row: Mapping[str, Any], count: int) -> None:
 
 
 def _ran(row: Mapping[str, Any]) -> str:
-    """What the backend ran, where it is one collective; gloo's own algorithms are in :mod:`backends`."""
+    """Return the executed operation if it is a single collective, and the issued operation otherwise.
+
+    The algorithms of gloo are modeled in :mod:`backends`.
+    """
     ran = row["executed_op"]
     return str(ran if ran in OPS and ran not in _P2P and row["op"] not in _P2P else row["op"])
 

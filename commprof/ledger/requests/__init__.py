@@ -1,1 +1,1 @@
-"""The requested level: what the config or the wrappers of a run request in each step."""
+"""The requested level: the messages that the config or the wrappers of a run request in each step."""

@@ -1,8 +1,9 @@
-"""The number of activations of a run, from its records: the one quantity that rules for shared models cannot predict.
+"""Determines the number of activations of a run from its records. Rules for shared models cannot predict this number.
 
-No single message decides. Most messages of a module determine how many rows it works on, and most micro-batches
-determine what passes between stages. The rules then predict every message, so a missing message or another size is
-detected. If most modules have another length in a step, all modules must have it.
+The number never depends on a single message. The majority of the messages of a module determines its number of rows,
+and the majority of micro-batches determines the messages between stages. The rules then predict every message, so a
+missing message or a wrong size is detected. If most modules have a different length in a step, all modules must have
+this length.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ from commprof.requested.parallel.axes import MODEL, SEQUENCE, Axes
 from commprof.requested.parallel.shared_modules import ModuleMessage
 from commprof.schema import Op, Phase, Purpose, format_ranks
 
-_LOSS_BYTES: Final = 4  # of a row
+_LOSS_BYTES: Final = 4  # bytes per row of the loss
 _SENT: Final = ("attempt", "step", "group_ranks", "group_rank", "phase", "module", "op", "payload_bytes")
 
 
 class _Kind(NamedTuple):
-    """Messages that are alike in each step."""
+    """The key of messages that are comparable between steps."""
 
     group_ranks: str
     phase: str
@@ -35,12 +36,12 @@ class _Kind(NamedTuple):
 
 @dataclass(frozen=True)
 class Observed:
-    """What the records show of activations.
+    """The activations that the records show.
 
     Attributes:
-        shapes: of a usual step.
-        scales: steps in which most modules have another number of rows, and how many times as many.
-        notes: remarks for the report.
+        shapes: The shapes of a usual step.
+        scales: The factor of the number of rows for each step in which most modules have an unusual number of rows.
+        notes: Remarks for the report.
     """
 
     shapes: Shapes = field(default_factory=Shapes)
@@ -49,13 +50,13 @@ class Observed:
 
 
 def observe(run: Records, axes: Axes, messages: Sequence[ModuleMessage], micro_batches: int) -> Observed:
-    """Read how many activations the modules along the model and the sequence axis have.
+    """Determine the activations of the modules along the model axis and the sequence axis from the records.
 
     Args:
-        run: whose records.
-        axes: of the ranks.
-        messages: what modules send by the rules.
-        micro_batches: of a step.
+        run: The run whose records are read.
+        axes: The axes of the ranks.
+        messages: The messages that modules send according to the rules.
+        micro_batches: The number of micro-batches of a step.
     """
     along = {axis: {format_ranks(list(line)) for line in axes.lines(axis)} for axis in (MODEL, SEQUENCE)}
     groups = along[MODEL] | along[SEQUENCE]
@@ -91,7 +92,7 @@ def observe(run: Records, axes: Axes, messages: Sequence[ModuleMessage], micro_b
 
 
 def _kind(row: Mapping[str, Any]) -> _Kind:
-    # A forward pass that is repeated in the backward pass is of that pass.
+    # A forward pass that is repeated in the backward pass has the phase backward.
     phase = Phase.BACKWARD if row["phase"] == Phase.BACKWARD else Phase.FORWARD
     return _Kind(row["group_ranks"], str(phase), row["module"] or "", row["op"])
 
@@ -121,7 +122,11 @@ def _modules(kinds: Mapping[_Kind, Counter[int]]) -> dict[str, list[tuple[_Kind,
 
 
 def _rows(sent: Mapping[_Kind, Counter[int]], messages: Sequence[ModuleMessage]) -> dict[str, int]:
-    """The rows of each module: the value of most of its messages, or of most messages of all where its own are split."""
+    """Return the most common number of rows, under ``ALL_MODULES``, and the number of each module that differs.
+
+    The number of a module is the most common number of its messages. If the number under ``ALL_MODULES`` is equally
+    common in these messages, the module is left out.
+    """
     row_counts: dict[str, Counter[int]] = defaultdict(Counter)
     for kind, sizes in sent.items():
         for each in messages:
@@ -143,12 +148,12 @@ def _rows(sent: Mapping[_Kind, Counter[int]], messages: Sequence[ModuleMessage])
 
 
 def _most_common(counts: Counter[Any]) -> Any:
-    """The value with the highest count; of several the first in order, so that the answer is deterministic."""
+    """Return the value with the highest count. If counts are equal, the first value in text order is returned."""
     return min(counts, key=lambda value: (-counts[value], str(value)))
 
 
 def _usual_counts(steps: Steps) -> dict[tuple[str, str, str], int]:
-    """How many messages of (group, module, op) most steps have."""
+    """Return the most common number of messages per step for each (group, module, op) that most steps contain."""
     count_frequencies: dict[tuple[str, str, str], Counter[int]] = defaultdict(Counter)
     present: Counter[tuple[str, str, str]] = Counter()
     for kinds in steps.values():
@@ -168,7 +173,7 @@ def _usual_counts(steps: Steps) -> dict[tuple[str, str, str], int]:
 def _calls(
     usual: Mapping[tuple[str, str, str], int], messages: Sequence[ModuleMessage], micro_batches: int
 ) -> dict[tuple[str, str], int]:
-    """How often the messages of each module and operation are sent in a micro-batch, where that is not once."""
+    """Return how often the messages of a module and operation are sent in a micro-batch, if this is not once."""
     wanted = Counter((each.module, str(each.op)) for each in messages)
     calls: dict[tuple[str, str], int] = {}
     for key, number in wanted.items():
@@ -182,7 +187,7 @@ def _calls(
 
 
 def _is_loss(kinds: Sequence[tuple[_Kind, Counter[int]]]) -> bool:
-    """Whether a module without parameters sends what a cross entropy does: one number for each row, then two."""
+    """Return whether a module without parameters sends messages of a cross entropy: one number per row, then two."""
     sizes: Counter[int] = Counter()
     for kind, own in kinds:
         if kind.op != Op.ALL_REDUCE or kind.phase != Phase.FORWARD:
@@ -204,7 +209,7 @@ def _loss_rows(sent: Mapping[_Kind, Counter[int]], module: str) -> int:
 
 
 def _others(steps: Steps, modules: Iterable[str], micro_batches: int) -> dict[str, list[tuple[str, int]]]:
-    """What modules without a rule send in a micro-batch: what they send in most steps."""
+    """Return the messages per micro-batch of modules without a rule: the messages that they send in most steps."""
     messages = {}
     for module in sorted(modules):
         seen: Counter[tuple[tuple[str, int, int], ...]] = Counter()
@@ -224,7 +229,10 @@ def _others(steps: Steps, modules: Iterable[str], micro_batches: int) -> dict[st
 
 
 def _exchanged(steps: Steps, groups: set[str], micro_batches: int) -> dict[str, Exchanged]:
-    """What each attention sends in a micro-batch: four messages forward, or a multiple, and the same ones backward."""
+    """Return the messages of each attention in a micro-batch.
+
+    An attention sends four messages, or a multiple, in the forward pass, and the same messages in the backward pass.
+    """
     seen: dict[str, Counter[tuple[int, ...]]] = defaultdict(Counter)
     twice: dict[str, Counter[int]] = defaultdict(Counter)
     for kinds in steps.values():
@@ -245,7 +253,11 @@ def _of_a_micro_batch(sizes: Counter[int], micro_batches: int) -> tuple[int, ...
 
 
 def _scales(steps: Steps) -> dict[StepKey, Fraction]:
-    """Steps in which more than half of all kinds of messages, and at least two, have the same other mean size."""
+    """Return the factor of the sizes for each step with unusual sizes.
+
+    In such a step, more than half of all kinds of messages, and at least two, differ from their usual mean size by the
+    same factor.
+    """
     means = {
         key: {
             kind: Fraction(sum(size * n for size, n in sizes.items()), sum(sizes.values()))

@@ -1,4 +1,4 @@
-"""What every step of a run should send, and which steps stopped before their end."""
+"""Determines the expected messages of every step of a run, and the steps that stopped before their end."""
 
 from __future__ import annotations
 
@@ -28,14 +28,15 @@ _AFTER_NORM: Final = frozenset({Purpose.PARAMETER_GATHER})
 def demands(
     run: RecordedRun, request: Request, steps: Issued, preceding: Mapping[Message, int] | None = None
 ) -> tuple[dict[StepKey, dict[Class, Want]], frozenset[StepKey], list[str]]:
-    """What each step should send, the steps that did not reach their end, and notes on both.
+    """Return the expected messages of each step, the steps that did not reach their end, and notes on both.
 
     Args:
-        run: what was recorded.
-        request: what its config asks for.
-        steps: what was issued.
-        preceding: where several engines share what was sent before the first step, which :func:`wanted_before` judges: what
-            was sent since the step before this one's.
+        run: The recorded run.
+        request: The request of its config.
+        steps: The issued messages of each step.
+        preceding: If the run has several engines, the messages of the step before the first step of this engine, and of
+            the time after it. The messages before the first step of the run are then judged for all engines together,
+            by :func:`wanted_before`.
     """
     if request.reason is not None:
         return {}, frozenset(), []
@@ -81,7 +82,8 @@ def demands(
                     partial.add(key)
                 elif key == keys[-1] and is_cut:
                     died.append(key)
-                same = tuple(map(id, expectations))  # the cache holds them, so that their ids stay unique
+                # The cache keeps these objects alive, so their ids stay unique.
+                same = tuple(map(id, expectations))
                 if same not in known:
                     known[same] = expectations, wants(expectations, request.world_size)
                 wanted[key] = known[same][1]
@@ -100,9 +102,10 @@ def demands(
 def _released(
     request: Request, key: StepKey, before: StepKey | None, skipped: Collection[StepKey]
 ) -> Released:
-    """What of the persistent parameters step ``key`` finds released; no rule needs it of the first one.
+    """Return the share of the persistent parameters that is released when step ``key`` begins.
 
-    After a skipped step that is all of them, unless the engine says that a checkpoint has gathered them again.
+    No rule needs the share for the first step. After a skipped step all persistent parameters are released, unless the
+    engine reports that a checkpoint gathered them again.
     """
     is_after_skip = before in skipped
     share = 0.0 if before is None else request.metrics.released.get(key, float(is_after_skip))
@@ -112,15 +115,15 @@ def _released(
 def of_recorded_groups(
     wanted: dict[StepKey, dict[Class, Want]], missing_ranks: Collection[int]
 ) -> tuple[dict[StepKey, dict[Class, Want]], list[str]]:
-    """Leave out what groups send whose ranks all left no records; a remark says how many groups these are.
+    """Leave out the expected messages of groups whose ranks all left no records. A remark gives the number of groups.
 
-    A collective is recorded by each rank of its group, so one of them is enough to know what the group sent.
+    Each rank of a group records a collective, so the records of one rank are enough.
     """
     if not missing_ranks:
         return wanted, []
     missing = frozenset(missing_ranks)
     unheard: dict[str, bool] = {}
-    judged: dict[int, dict[Class, Want]] = {}  # steps that want the same share one value
+    judged: dict[int, dict[Class, Want]] = {}  # Steps with equal expectations share one value.
     for classes in wanted.values():
         if id(classes) in judged:
             continue
@@ -141,7 +144,7 @@ def _shortened_steps(
     died: Sequence[StepKey],
     partial: Sequence[StepKey],
 ) -> list[str]:
-    """A sentence for each way in which steps sent less than others."""
+    """Return a sentence for each reason why steps sent fewer messages than others."""
     ways = (
         (overflowed, "ended at the overflow check, without norm and without gathers"),
         (skipped, "a gradient overflowed, as the engine reports, and the step was skipped"),
@@ -155,7 +158,7 @@ def _shortened_steps(
 
 
 def _ended(steps: pa.Table) -> dict[StepKey, bool]:
-    """The steps of the run, and whether all ranks ended them."""
+    """Return the steps of the run, with whether all ranks ended the step."""
     counts = steps.group_by(["attempt", "step"]).aggregate([("end_ns", "count"), ([], "count_all")])
     return {
         StepKey(row["attempt"], row["step"]): row["end_ns_count"] == row["count_all"]
@@ -166,15 +169,15 @@ def _ended(steps: pa.Table) -> dict[StepKey, bool]:
 def wanted_before(
     requests: Sequence[Request], key: StepKey, messages: Mapping[Message, int]
 ) -> tuple[dict[Class, Want], list[str]]:
-    """What should be sent before the first step, and remarks on it.
+    """Return the expected messages before the first step, and remarks on them.
 
-    A parameter that ``zero.Init`` has sharded is broadcast once less at stage 3. Where the engines do not say which were,
-    the messages show how many models were made within it.
+    At stage 3, a parameter that ``zero.Init`` sharded is broadcast one time less. If the engines do not publish these
+    parameters, the number of models that were constructed within ``zero.Init`` is inferred from the messages.
 
     Args:
-        requests: of the engines of the run, whose models are alike.
-        key: the time before the first step.
-        messages: what was sent in it.
+        requests: The requests of the engines of the run, whose models have the same parameters.
+        key: The key of the time before the first step.
+        messages: The messages that were sent in this time.
     """
     if all(each.construction is not None for each in requests):
         wanted = _sum_of([wants(each.expectations(key), each.world_size) for each in requests])
@@ -188,7 +191,7 @@ def wanted_before(
         for within_init in range(len(requests), 0, -1):
             wanted = _sum_of([*lean[:within_init], *plain[within_init:]])
             sent = attribution.attribute({key: dict(messages)}, {key: wanted}, frozenset())[key]
-            # Other messages of the script, such as an all_reduce, do not depend on how its models were made.
+            # Other messages of the script, such as an all_reduce, do not depend on how its models were constructed.
             if all(finding.closes for kind, finding in sent.items() if wanted.get(kind) != usual.get(kind)):
                 models = "a model" if len(requests) == 1 else f"{within_init} of {len(requests)} models"
                 verb = "needs" if within_init == 1 else "need"
@@ -211,7 +214,7 @@ def _construction_sentences(requests: Sequence[Request]) -> list[str]:
 
 
 def gathers_parameters(request: Request) -> bool:
-    """Whether its forward passes gather parameters, in an order that is recorded: stage 3."""
+    """Return whether forward passes gather parameters in a recorded order of modules, which is the case at stage 3."""
     configuration = request.configuration
     return request.wrapped is None and configuration is not None and configuration.stage == 3
 
@@ -219,11 +222,14 @@ def gathers_parameters(request: Request) -> bool:
 def _passes(
     request: Request, before: Mapping[Message, int], steps: Sequence[Mapping[Message, int]]
 ) -> Sequence[Sequence[Pass] | None]:
-    """What the micro-batches of ``steps`` do about the order of modules; ``before`` was sent before the first of them."""
+    """Return how the micro-batches of ``steps`` treat the order of modules.
+
+    ``before`` are the messages before the first of these steps.
+    """
     if not gathers_parameters(request):
         return [None] * len(steps)
     own = request.micro_steps * request.micro_batch_checks()
-    known: dict[int, tuple[int, int]] = {}  # steps that sent the same share one value
+    known: dict[int, tuple[int, int]] = {}  # Steps with equal messages share one value.
     for messages in (before, *steps):
         if id(messages) not in known:
             known[id(messages)] = (
@@ -237,7 +243,7 @@ def _passes(
 
 
 def _order_checks(messages: Mapping[Message, int], *, in_evaluation: bool) -> int:
-    """Broadcasts of ``trace_check`` in a group of the ranks that share parameters."""
+    """Return the number of broadcasts of ``trace_check`` in a group of ranks that share parameters."""
     counts: dict[str, int] = {}
     for message, count in messages.items():
         if (message.purpose, message.op) == (Purpose.TRACE_CHECK, Op.BROADCAST) and (
@@ -255,7 +261,7 @@ def _sum_of(several: Sequence[Mapping[Class, Want]]) -> dict[Class, Want]:
 
 
 def _add(wants: dict[Class, Want], more: Mapping[Class, Want]) -> None:
-    """Add what one engine sends when it is made to what others do."""
+    """Add the expected messages ``more`` of the construction of one engine to ``wants``."""
     for kind, want in more.items():
         if kind not in wants:
             wants[kind] = replace(want)
@@ -270,24 +276,24 @@ def _add(wants: dict[Class, Want], more: Mapping[Class, Want]) -> None:
 
 
 def _not_sent_after_overflow(key: StepKey, request: Request, steps: Issued) -> frozenset[Purpose]:
-    """The purposes that the end of a skipped step leaves out; empty for other steps.
+    """Return the purposes that are not sent at the end of a skipped step. The set is empty for other steps.
 
-    With an overflow check the messages tell that the step went no further. Without one the norm tells the engine, which
-    says so.
+    If there is an overflow check, the messages show that the step ended there. Otherwise the engine detects the
+    overflow from the norm and reports the skipped step.
     """
     configuration = request.configuration
     if configuration is None or not configuration.partitions:
         return frozenset()
     purposes = {message.purpose for message in steps.get(key, {})}
     if configuration.check_overflow and Purpose.OVERFLOW_CHECK in purposes:
-        # At stage 3 parameters are gathered before the check, too.
+        # At stage 3, parameters are also gathered before the check.
         after = _AFTER_CHECK if configuration.stage < 3 else _AFTER_CHECK - _AFTER_NORM
         return frozenset() if purposes & after else _AFTER_CHECK
     return _AFTER_NORM if key in request.metrics.skipped else frozenset()
 
 
 def _updated(steps: pa.Table) -> set[StepKey]:
-    """The steps in which the engine says that it updated the parameters: it publishes the norm of the gradients."""
+    """Return the steps in which the engine updated the parameters. It publishes the norm of the gradients then."""
     taken = steps.filter(pc.is_valid(steps["grad_norm"])).select(["attempt", "step"]).to_pylist()
     return {StepKey(row["attempt"], row["step"]) for row in taken}
 
@@ -295,9 +301,10 @@ def _updated(steps: pa.Table) -> set[StepKey]:
 def _of_stopped(
     partial: Collection[StepKey], wanted: Mapping[StepKey, dict[Class, Want]], steps: Issued
 ) -> dict[StepKey, dict[Class, Want]]:
-    """What steps that did not reach their end should have sent: the same as the step before, if that covers what they sent.
+    """Return the expected messages of steps that did not reach their end, if the step before covers their messages.
 
-    The passes of wrapped models that they began were not all recorded.
+    The expected messages are those of the step before, because not all passes of wrapped models in the stopped step
+    were recorded.
     """
     likely = {}
     for key in partial:
@@ -312,7 +319,10 @@ def _of_stopped(
 def _unfinished(
     expectations: Sequence[Expectation], messages: Mapping[Message, int], is_updated: bool
 ) -> bool:
-    """Whether the messages that end a step are missing: the script stopped within it. For an attempt's last step only."""
+    """Return whether the messages that end a step are missing, because the script stopped within the step.
+
+    The function applies only to the last step of an attempt.
+    """
     if not messages:
         return bool(expectations) and not is_updated
     ends = {row.purpose for row in expectations if row.when == "step"}

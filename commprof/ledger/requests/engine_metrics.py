@@ -1,9 +1,10 @@
-"""What an engine says of its steps that no message shows, from the metrics of the run.
+"""Reads facts about steps that an engine publishes in the metrics of the run, and that no message shows.
 
-* Steps that the optimizer skipped because a gradient overflowed: ranks that have the same gradients detect it without a
-  message.
-* At stage 3, how much of the persistent parameters a step finds released: the program may release them between steps, as
-  DeepSpeed's ``GatheredParameters`` does at its end, and the next forward pass, also of an evaluation, gathers them again.
+* Steps that the optimizer skipped because a gradient overflowed. Ranks with the same gradients detect the overflow
+  without a message.
+* At stage 3, the share of the persistent parameters that is released when a step begins. The program may release them
+  between steps, as DeepSpeed's ``GatheredParameters`` does at its end. The next forward pass, which may be part of an
+  evaluation, gathers them again.
 """
 
 from __future__ import annotations
@@ -17,23 +18,24 @@ import pyarrow.compute as pc
 from commprof.ledger.records.issued import StepKey
 
 COLUMNS: Final = ("attempt", "step", "name", "value")
-_OVERFLOW: Final = "overflow"  # 1 in a step that was not taken
-# How many there were before the step, those before a checkpoint too; none where 0.
+_OVERFLOW: Final = "overflow"  # 1 in a skipped step
+# The number of skipped steps before the step, including those before a checkpoint. There is no row if it is 0.
 _SKIPPED: Final = "skipped_steps"
-# Of the elements of persistent parameters, when the step began, or an evaluation after it; none where 0.
+# The released share of the elements of persistent parameters at the begin of the step, or of an evaluation after the
+# step. There is no row if it is 0.
 _RELEASED: Final = "released_share"
 _RELEASED_BEFORE_EVALUATION: Final = "evaluation_released_share"
 _NAMES: Final = (_OVERFLOW, _SKIPPED, _RELEASED, _RELEASED_BEFORE_EVALUATION)
 
 
 class EngineMetrics(NamedTuple):
-    """What the engine says of the steps of a run.
+    """The facts about the steps of a run that the engine published.
 
     Attributes:
-        skipped: the steps that were not taken since a gradient overflowed.
-        earlier: before each step, how many there had been; steps that have none before them are left out.
-        released: the share of the elements of persistent parameters that were released when each step began, above 0.
-        evaluated: the steps after which an evaluation found some of them released.
+        skipped: The steps that were skipped because a gradient overflowed.
+        earlier: The number of skipped steps before each step. Steps without skipped steps before them are left out.
+        released: The share of the elements of persistent parameters that was released when a step began, if above 0.
+        evaluated: The steps after which an evaluation found persistent parameters released.
     """
 
     skipped: frozenset[StepKey] = frozenset()
@@ -42,7 +44,7 @@ class EngineMetrics(NamedTuple):
     evaluated: frozenset[StepKey] = frozenset()
 
     def skipped_before(self, key: StepKey) -> int:
-        """How many steps before ``key`` were not taken."""
+        """Return the number of skipped steps before ``key``."""
         return self.earlier.get(key, 0)
 
 
@@ -50,7 +52,7 @@ NO_METRICS: Final = EngineMetrics()
 
 
 def engine_metrics_of(tables: Iterable[pa.Table]) -> EngineMetrics:
-    """Read the table ``metrics``, :data:`COLUMNS` of it, some rows at a time."""
+    """Read the facts from parts of the table ``metrics`` with the columns :data:`COLUMNS`."""
     skipped: set[StepKey] = set()
     earlier: dict[StepKey, int] = {}
     released: dict[StepKey, float] = {}

@@ -1,7 +1,7 @@
-"""Several engines of a run, one after the other: each requests what its own config says, in its own steps.
+"""The requested level of runs with several engines that train one after the other, each with its own config and steps.
 
-A program may call ``initialize`` again after training, with another number of micro-batches for instance. What such a
-call sends belongs to no step: it counts as sent before the first one.
+A program may call ``initialize`` again after training, for example with a different number of micro-batches. The
+messages of such a call belong to no step. They count as sent before the first step.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ Demands = tuple[dict[StepKey, dict[Class, Want]], frozenset[StepKey], list[str]]
 
 
 class Turn:
-    """The part of a run in which one engine trained, as a run of its own, whose first step is 0.
+    """The part of a run in which one engine trained, presented as a separate run whose first step is 0.
 
     Args:
-        run: all of it.
-        after: the last step before this engine was made; -1 for the first engine.
-        until: the last step before the next one was made.
-        entry: the entry of this engine in the manifest.
+        run: The whole run.
+        after: The last step before this engine was created, or -1 for the first engine.
+        until: The last step before the next engine was created.
+        entry: The entry of this engine in the manifest.
     """
 
     def __init__(self, run: RecordedRun, after: int, until: int, entry: Mapping[str, Any]) -> None:
@@ -63,11 +63,11 @@ class Turn:
         self.manifest.construction = entry.get("construction")
 
     def table(self, name: str) -> pa.Table:
-        """A table of the schema: its rows of these steps."""
+        """Return the rows of table ``name`` in the steps of this engine."""
         return self._own(self._run.table(name))
 
     def parts(self, name: str, columns: Sequence[str] | None = None) -> Iterator[pa.Table]:
-        """Columns of a table of the schema, some rows at a time: those of these steps."""
+        """Yield the rows of table ``name`` in the steps of this engine, in parts, with only ``columns`` if given."""
         if columns is None:
             yield from map(self._own, self._run.parts(name))
             return
@@ -77,7 +77,7 @@ class Turn:
             yield self._own(part).select(list(columns))
 
     def covers(self, key: StepKey) -> bool:
-        """Whether step ``key`` of the whole run is one of these."""
+        """Return whether step ``key`` of the whole run is a step of this engine."""
         return self.first <= key.step <= self._until
 
     def _own(self, rows: pa.Table) -> pa.Table:
@@ -100,7 +100,10 @@ class Turn:
 
 
 def turns_of(run: RecordedRun) -> list[Turn]:
-    """The parts of ``run`` in which its engines trained, in order; empty for a single engine, or several at once."""
+    """Return the parts of ``run`` in which its engines trained, in order.
+
+    The list is empty for a single engine, for engines that share steps, and for a run with several attempts.
+    """
     engines = run.manifest.engines
     if (
         not engines
@@ -113,13 +116,13 @@ def turns_of(run: RecordedRun) -> list[Turn]:
 
 
 def made_anew(rows: pa.Table) -> Flags:
-    """Which of ``rows`` were sent by a later call of initialize, within the steps or outside of them."""
+    """Return which of ``rows`` were sent by a repeated call of ``initialize`` after training had begun."""
     initialising = where(rows, ["phase"], lambda phase: phase == Phase.INIT)
     return initialising & (numbers_of(by_last_step(rows), "step")[0] >= 0)
 
 
 def before_steps(tables: Iterable[pa.Table]) -> Iterator[pa.Table]:
-    """Records, where those of initialize get the time before the first step."""
+    """Yield ``tables``, where records of repeated calls of ``initialize`` are moved before the first step."""
     for part in tables:
         anew = pa.array(made_anew(part))
         for name, at in (("step", INIT_STEP), ("after_step", None)):
@@ -133,12 +136,12 @@ def before_steps(tables: Iterable[pa.Table]) -> Iterator[pa.Table]:
 def demands_in_turn(
     run: RecordedRun, turns: Sequence[Turn], steps: Issued
 ) -> tuple[Request, Demands, list[Request]]:
-    """What the engines of ``run`` requested: as one request, as demands of all steps, and as the request of each.
+    """Return a joint request of all engines of ``run``, the expected messages of all steps, and each engine's request.
 
     Args:
-        run: of a single attempt.
-        turns: its engines.
-        steps: what was issued, with that of initialize before the first step.
+        run: A run with a single attempt.
+        turns: The parts of the run in which its engines trained.
+        steps: The issued messages. Messages of ``initialize`` are before the first step.
     """
     requests = [request_of(turn) for turn in turns]
     joint = copy(requests[-1])
@@ -186,9 +189,9 @@ def demands_in_turn(
 
 
 def _doubt_more(wanted: dict[StepKey, dict[Class, Want]]) -> None:
-    """Mark a surplus of messages of forward passes at stage 3 as doubtful: another engine may have sent it."""
+    """Mark a surplus of messages of forward passes at stage 3 as doubtful, because an idle engine may have sent it."""
     kinds = {kind for wants in wanted.values() for kind in wants if (kind.purpose, kind.op) in _OF_A_FORWARD}
-    known: dict[int, dict[Class, Want]] = {}  # steps that want the same share one value
+    known: dict[int, dict[Class, Want]] = {}  # Steps with equal expectations share one value.
     for key, wants in wanted.items():
         if id(wants) not in known:
             doubted = {kind: replace(wants.get(kind) or Want(kind.op), others=_REFERENCE) for kind in kinds}

@@ -1,9 +1,10 @@
-"""Evaluations at stage 3: a forward pass outside of training gathers the parameters too.
+"""Detects evaluations at stage 3, where a forward pass outside of training also gathers the parameters.
 
-What an evaluation sends comes after the optimizer of one step and before the forward of the next
-(``Message.in_evaluation``). Its amount distinguishes it from stray messages: it gathers all that does not stay gathered. The
-step after it neither gathers what is still there nor checks an order of modules that the evaluation checked
-(:mod:`commprof.ledger.requests.module_orders` explains what follows where the evaluation recorded that order).
+An evaluation sends its messages after the optimizer of one step and before the forward pass of the next step
+(``Message.in_evaluation``). The amount distinguishes these messages from stray messages, because an evaluation gathers
+all parameters that do not stay gathered. The next step does not gather parameters that are still gathered, and does not
+check an order of modules that the evaluation checked. :mod:`commprof.ledger.requests.module_orders` describes the
+consequences if the evaluation recorded this order.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ from commprof.ledger.requests.message_classes import Class, Want
 from commprof.schema import Op, Purpose
 
 PURPOSES: Final = frozenset({Purpose.PARAMETER_GATHER, Purpose.TRACE_CHECK})
-# Where ranks share a model, a forward pass outside of training sends what one within it does.
+# If ranks share a model, a forward pass outside of training sends the same messages as a forward pass of training.
 _OF_A_FORWARD: Final = frozenset({Purpose.ACTIVATION, Purpose.PIPELINE})
 
 Evaluated = dict[StepKey, dict[Class, Counter[Message]]]
-NOTHING: Final[dict[Class, Counter[Message]]] = {}  # was sent by an evaluation
+NOTHING: Final[dict[Class, Counter[Message]]] = {}  # no messages of an evaluation
 
 
 def of(
@@ -29,12 +30,12 @@ def of(
     wanted: Mapping[StepKey, Mapping[Class, Want]],
     certain: Set[StepKey] = frozenset(),
 ) -> Evaluated:
-    """What the evaluations after each step sent, by class; empty where there was none.
+    """Return the messages of the evaluations after each step by class. Empty for steps without an evaluation.
 
     Args:
-        classes: what each step sent.
-        wanted: what it should send.
-        certain: steps after which an evaluation gathered parameters, as the engine says.
+        classes: The issued messages of each step.
+        wanted: The expected messages of each step.
+        certain: Steps after which an evaluation gathered parameters, as reported by the engine.
     """
     least: dict[Class, int] = {}
     for each in {id(wants): wants for wants in wanted.values()}.values():
@@ -43,7 +44,7 @@ def of(
                 missing = max(0, want.least_of_a_pass - want.kept_bytes)
                 least[kind] = max(least.get(kind, 0), missing)
     shared = _classes_of_shared_models(wanted)
-    known: dict[int, dict[Class, Counter[Message]]] = {}  # steps that sent the same share one value
+    known: dict[int, dict[Class, Counter[Message]]] = {}  # Steps with equal messages share one value.
     for by_class in classes.values():
         if id(by_class) not in known:
             known[id(by_class)] = _gathered(by_class, least) | _of_shared_models(by_class, shared)
@@ -58,9 +59,9 @@ def of(
 def _gathered(
     by_class: Mapping[Class, Counter[Message]], least: Mapping[Class, int], *, is_certain: bool = False
 ) -> dict[Class, Counter[Message]]:
-    """What was sent outside of training, where it gathers at least what a forward pass must.
+    """Return the messages outside of training if they gather at least the bytes that a forward pass must gather.
 
-    Where all parameters stay gathered, it gathers none, and the check of an order of modules shows the pass.
+    If all parameters stay gathered, an evaluation gathers none. Then the check of an order of modules shows the pass.
     """
     outside = {
         kind: Counter({message: n for message, n in messages.items() if message.in_evaluation})
@@ -86,7 +87,7 @@ def _of_shared_models(
 
 
 def _classes_of_shared_models(wanted: Mapping[StepKey, Mapping[Class, Want]]) -> frozenset[Class]:
-    """What forward passes of a shared model send by the rules, the comparison of its first inputs included."""
+    """Return the classes that forward passes of a shared model send, including the comparison of the first inputs."""
     kinds = {kind for key, wants in wanted.items() if key.step > INIT_STEP for kind in wants}
     check = Purpose.TRACE_CHECK, Op.ALL_REDUCE
     return frozenset(
@@ -95,7 +96,7 @@ def _classes_of_shared_models(wanted: Mapping[StepKey, Mapping[Class, Want]]) ->
 
 
 def before(evaluated: Evaluated) -> Evaluated:
-    """What an evaluation between the step before each step and that step sent."""
+    """Return for each step the messages of an evaluation between the previous step and this step."""
     preceding: Evaluated = {}
     earlier: StepKey | None = None
     for key in sorted(evaluated):

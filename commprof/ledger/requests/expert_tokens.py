@@ -1,8 +1,9 @@
-"""What the layers of experts of a run should send in each step, by the tokens that the run published.
+"""Determines the expected messages of the layers of experts in each step, from the tokens that the run published.
 
-The table ``expert_loads`` says how many tokens each rank had in each forward pass, and how many of them chose each expert.
-The rules say how many slots that makes, and so the bytes (:mod:`commprof.requested.experts.layers`). Of the collectives only
-the element type is read, and only where the config does not say it: torch.autocast and the model's own casts decide it then.
+The table ``expert_loads`` contains the number of tokens of each rank in each forward pass, and how many of them chose
+each expert. The rules derive the number of slots and the bytes from these numbers
+(:mod:`commprof.requested.experts.layers`). Only the element type is read from the collectives, and only if the config
+does not determine it. In this case torch.autocast and the model's own casts determine the type.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ _LAYER: Final = (
 _PASS: Final = ("micro_step", "phase", "call", "layer")
 _CALL: Final = ("attempt", "step", *_PASS, "rank")
 OF_TYPES: Final = ("rank", "op", "purpose", "phase", "module", "dtype")
-_BATCH: Final = 4096  # rows
+_BATCH: Final = 4096  # number of rows that are converted at a time
 _UNSEEN: Final = "the tokens of ranks that left no records"
 _UNRECORDED: Final = "the tokens of this step, which were not recorded"
 
@@ -47,11 +48,12 @@ class ForwardPass(NamedTuple):
     """A forward pass of a layer on all ranks.
 
     Attributes:
-        micro_step: micro-batch within the step.
-        phase: a value of schema.Phase; backward where activation checkpointing repeats it.
-        call: number of the pass within the layer, the micro-batch and the phase.
-        layer: qualified name.
-        loads: of each rank that recorded it: its tokens, and those of them that chose its fullest expert.
+        micro_step: The micro-batch within the step.
+        phase: A value of schema.Phase. It is backward if activation checkpointing repeats the pass.
+        call: The number of the pass within the layer, the micro-batch and the phase.
+        layer: The qualified name of the layer.
+        loads: For each rank that recorded the pass: the number of its tokens, and the number of tokens that chose the
+            most loaded expert.
     """
 
     micro_step: int
@@ -61,20 +63,23 @@ class ForwardPass(NamedTuple):
     loads: Mapping[int, tuple[int, int]]
 
     def slots(self, layer: ExpertLayer, group: Sequence[int]) -> int:
-        """The slots of each expert for the tokens of a rank of ``group``, by those of its ranks that recorded the pass."""
+        """Return the slots of each expert for the tokens of one rank of ``group``.
+
+        Only the ranks of the group that recorded the pass are taken into account.
+        """
         loads = [self.loads[rank] for rank in group if rank in self.loads]
         tokens, fullest = (max(each) for each in zip(*loads, strict=True))
         return layer._replace(tokens=tokens).capacity if layer.drop_tokens else min(fullest, tokens)
 
 
 class _Pass(NamedTuple):
-    """A forward pass of a layer in one expert-parallel group, and its part of the backward pass."""
+    """A forward pass of a layer in one expert-parallel group, with its backward pass."""
 
     layer: str
     group: tuple[int, ...]
     slots: int
-    repeats: bool  # activation checkpointing runs it again in the backward pass
-    complete: bool  # the counts of all ranks of the group are known
+    repeats: bool  # whether it is the repetition of a pass by activation checkpointing in the backward pass
+    complete: bool  # whether the slots are known exactly
 
 
 @dataclass
@@ -82,11 +87,11 @@ class ExpertTokens:
     """The layers of experts of a run and their forward passes.
 
     Attributes:
-        layers: with the tokens of most forward passes.
-        ranks: of the run, and how they form groups.
-        parameters: of a rank.
-        item_bytes: of an element of a token.
-        passes: those of each step, of layers whose experts are on several ranks.
+        layers: The layers by name, with the most common number of tokens of a forward pass.
+        ranks: The ranks of the run and their groups.
+        parameters: The parameters of a rank.
+        item_bytes: The bytes of an element of a token.
+        passes: The passes of each step with their counts, for layers whose experts are on several ranks.
     """
 
     layers: Mapping[str, ExpertLayer]
@@ -97,7 +102,11 @@ class ExpertTokens:
     _known: dict[object, list[Expectation]] = field(default_factory=dict)
 
     def expected(self, key: StepKey, micro_steps: int) -> list[Expectation]:
-        """The messages of tokens of step ``key``, all its micro-batches together; none where no tokens were recorded."""
+        """Return the messages of tokens in step ``key``, summed over its micro-batches.
+
+        The list is empty if the run recorded no tokens. If only the tokens of this step were not recorded, the messages
+        are an estimate.
+        """
         if not self.passes or key.step < 0:
             return []
         passes = self.passes.get(key)
@@ -107,7 +116,7 @@ class ExpertTokens:
         return self._known[passes]
 
     def usual(self) -> list[Expectation]:
-        """The messages of a micro-batch with as many tokens as most, spread evenly over the experts."""
+        """Return the messages of a micro-batch with the usual number of tokens, divided evenly over the experts."""
         return (
             expected_tokens(self.layers.values(), self.parameters, self.item_bytes, self.ranks)
             if self.passes
@@ -134,17 +143,17 @@ def expert_tokens_of(
     ranks: RankGroups,
     collectives: Iterable[pa.Table] = (),
 ) -> ExpertTokens | None:
-    """The layers of experts of ``run``, and their forward passes; None where there are none.
+    """Return the layers of experts of ``run`` and their forward passes, and None if there are none.
 
     Args:
-        run: whose tables are read.
-        parameters: of a rank.
-        item_bytes: of an element of a token.
-        ranks: of the run.
-        collectives: the columns :data:`OF_TYPES` of the records, if these say the element types of tokens.
+        run: The run whose tables are read.
+        parameters: The parameters of a rank.
+        item_bytes: The bytes of an element of a token.
+        ranks: The ranks of the run and their groups.
+        collectives: The columns :data:`OF_TYPES` of the records, if the element types of tokens must be read from them.
 
     Raises:
-        RequestedError: the sizes of a layer do not fit together.
+        RequestedError: The sizes of a layer contradict each other.
     """
     described = {row["layer"]: row for row in run.table("expert_layers").to_pylist()}
     layers = {name: _layer(row) for name, row in described.items() if row["ep_size"] > 1 or _is_complete(row)}
@@ -179,7 +188,7 @@ def expert_tokens_of(
 
 
 def forward_passes(loads: pa.Table) -> dict[StepKey, list[ForwardPass]]:
-    """The forward passes of training in the table ``expert_loads``, by step and in the order in which they ran."""
+    """Return the forward passes of training in the table ``expert_loads``, by step and in the order of execution."""
     by_pass: dict[tuple[StepKey, int, str, int, str], dict[int, tuple[int, int]]] = {}
     for row in sorted(_calls(loads), key=lambda row: row["time_ns_min"]):
         place = StepKey(row["attempt"], row["step"]), *(row[name] for name in _PASS)
@@ -193,7 +202,10 @@ def forward_passes(loads: pa.Table) -> dict[StepKey, list[ForwardPass]]:
 def _element_bytes(
     collectives: Iterable[pa.Table], layers: Mapping[str, ExpertLayer]
 ) -> dict[str, tuple[int, int]]:
-    """Bytes of an element of the first two all_to_alls of each layer: of tokens, and of the results that return."""
+    """Return the bytes of an element in the first two all_to_alls of each layer.
+
+    The first all_to_all sends the tokens, and the second one returns the results.
+    """
     missing = {name for name, layer in layers.items() if layer.ep_size > 1}
     element_bytes: dict[tuple[int, str], list[int]] = defaultdict(list)
     sizes: dict[str, tuple[int, int]] = {}
@@ -232,7 +244,7 @@ def _estimated(rows: Sequence[Expectation], depends: str) -> list[Expectation]:
 
 
 def _calls(loads: pa.Table) -> list[dict[str, Any]]:
-    """The forward passes of training: tokens of each rank, and those of its fullest expert."""
+    """Return the forward passes of training, with the tokens of each rank and of its most loaded expert."""
     training = pc.and_(
         pc.greater_equal(loads["step"], 0), pc.not_equal(loads["phase"].cast(pa.string()), Phase.EVALUATION)
     )

@@ -1,4 +1,4 @@
-"""The order in which gradients arrived, from the buckets that a run published."""
+"""Determines the order in which gradients arrived, from the buckets that a run published."""
 
 from __future__ import annotations
 
@@ -18,19 +18,20 @@ _COLUMNS: Final = ("rank", "attempt", "step", "micro_step", "bucket", "parameter
 
 
 class Buckets(Protocol):
-    """What is needed of a run; ``commprof.trace.reader.Run`` has it."""
+    """The members of a run that this module uses. ``commprof.trace.reader.Run`` implements them."""
 
     def table(self, name: str) -> pa.Table:
-        """A table of the schema."""
+        """Return table ``name`` of the schema."""
 
     def parts(self, name: str, columns: Sequence[str] | None = None) -> Iterator[pa.Table]:
-        """Columns of a table of the schema, some rows at a time."""
+        """Yield the rows of table ``name`` in parts, with only ``columns`` if given."""
 
 
 def gradient_orders(run: Buckets) -> dict[StepKey, list[tuple[str, ...]]]:
-    """The order in which gradients arrived, for each micro-batch of a step, as the lowest rank published it.
+    """Return the order in which gradients arrived for each micro-batch of a step, as the lowest rank published it.
 
-    In a micro-batch in which the program stopped, only a part of them did. Then it is the order of the one before.
+    If the program stopped in a micro-batch, only a part of the gradients arrived. In this case the order of the
+    previous micro-batch is used.
     """
     lowest: int | None = None
     texts_by_micro_batch: dict[tuple[StepKey, int], list[tuple[int, str]]] = defaultdict(list)
@@ -62,11 +63,11 @@ def gradient_orders(run: Buckets) -> dict[StepKey, list[tuple[str, ...]]]:
 
 
 def _stopped(steps: pa.Table) -> set[StepKey]:
-    """The steps that a rank did not end."""
+    """Return the steps that at least one rank did not end."""
     open_steps = steps.filter(pc.is_null(steps["end_ns"])).select(["attempt", "step"]).to_pylist()
     return {StepKey(row["attempt"], row["step"]) for row in open_steps}
 
 
 def _trained(parameters: pa.Table) -> tuple[str, ...]:
-    """The names of the parameters that get gradients."""
+    """Return the names of the parameters that get gradients."""
     return tuple(parameters.filter(parameters["requires_grad"])["name"].to_pylist())

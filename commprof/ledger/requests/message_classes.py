@@ -1,6 +1,6 @@
-"""Classes of messages, and what the rules expect of each class in one step.
+"""Classes of messages, and the expectation for each class in one step.
 
-A class is a purpose, an operation and a group: the unit in which expected and issued messages are compared.
+A class is a purpose, an operation and a group. Expected and issued messages are compared class by class.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from commprof.schema import Purpose, format_ranks
 
 
 class Class(NamedTuple):
-    """The messages that one expectation covers: purpose, operation and group."""
+    """The purpose, the operation and the group of the messages that one expectation covers."""
 
     purpose: str | None
     op: str
@@ -24,24 +24,24 @@ class Class(NamedTuple):
 
 @dataclass
 class Want:
-    """What the rules expect of one class in one step."""
+    """The messages of one class that the rules expect in one step."""
 
     requested_op: str
     count: int = 0
     payload_bytes: int = 0
     exact: bool = True
     least_bytes: int = 0
-    estimated: bool = False  # the bytes are an estimate, too
-    most_bytes: float = 0  # of such an estimate
-    estimate: str = ""  # what it depends on, if not on the order of modules
-    in_each_pass: bool = False  # parameters are gathered in every forward, an evaluation's as well
-    least_of_a_pass: int = 0  # what one of those gathers at least
-    kept_bytes: int = 0  # of parameters that are gathered when the step ends, and stay so
-    others: str = ""  # who else may send some, so that more of it cannot be judged
+    estimated: bool = False  # whether the bytes are an estimate
+    most_bytes: float = 0  # upper bound of the estimate
+    estimate: str = ""  # what the estimate depends on, if this is not the order of modules
+    in_each_pass: bool = False  # whether every forward pass, also of an evaluation, gathers parameters
+    least_of_a_pass: int = 0  # lower bound of the bytes that such a forward pass gathers
+    kept_bytes: int = 0  # bytes of parameters that are gathered at the end of the step and stay gathered
+    others: str = ""  # other senders of this class, because of which a surplus cannot be judged
 
 
 def wants(expectations: Iterable[Expectation], world_size: int) -> dict[Class, Want]:
-    """The expectations of one step by class."""
+    """Sum the expectations of one step by class."""
     by_class: dict[Class, Want] = {}
     for row, ranks in ((each, ranks) for each in expectations for ranks in _groups(each, world_size)):
         want = by_class.setdefault(Class(row.purpose, row.issued_op, ranks), Want(row.requested_op))

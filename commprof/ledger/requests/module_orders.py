@@ -1,10 +1,12 @@
-"""The recorded order of modules at stage 3, where a program evaluates before that order is complete. Pure.
+"""Models the recorded order of modules at stage 3, if a program evaluates before this order is complete. Pure.
 
-A forward pass of the model without a recorded order records one (2 broadcasts of ``trace_check``); the next compares it
-between the ranks (6) and follows it; later ones follow it (0). An order that an evaluation has recorded has no backward
-pass: the micro-batch after it departs from it where its backward pass begins, and the next one records again. So after
-an evaluation before the first step, the messages of recording and comparing come one micro-batch later. The decisions
-where to release parameters were made along such an order and are kept, so gathers are an estimate from then on.
+A forward pass without a recorded order records an order (2 broadcasts of ``trace_check``). The next forward pass
+compares the order between the ranks (6 broadcasts) and follows the order. Later passes follow the order (0 broadcasts).
+
+An order that an evaluation recorded has no backward pass. The next micro-batch departs from this order at the begin of
+its backward pass, and the micro-batch after that records a new order. After an evaluation before the first step, the
+messages of recording and comparing are therefore sent one micro-batch later. The decisions where to release parameters
+were made with the order of the evaluation and are kept, so gathers are an estimate from then on.
 """
 
 from __future__ import annotations
@@ -13,12 +15,12 @@ import enum
 from collections.abc import Sequence
 from typing import Final
 
-RECORDING: Final = 2  # broadcasts of the pass that records an order
-COMPARING: Final = 6  # of the pass that compares it
+RECORDING: Final = 2  # number of broadcasts of the pass that records an order
+COMPARING: Final = 6  # number of broadcasts of the pass that compares the order
 
 
 class Order(enum.Enum):
-    """What is known of the order of modules when a pass begins."""
+    """The state of the order of modules when a pass begins."""
 
     NONE = "none"
     RECORDED = "recorded"
@@ -28,7 +30,7 @@ class Order(enum.Enum):
 
 
 class Pass(enum.Enum):
-    """What one micro-batch does about the order of modules."""
+    """The way in which one micro-batch treats the order of modules."""
 
     RECORDS = "records"
     COMPARES = "compares"
@@ -56,14 +58,14 @@ _BROADCASTS: Final = {
 def passes_of(
     micro_steps: int, evaluated: Sequence[int], sent: Sequence[int]
 ) -> list[tuple[Pass, ...] | None]:
-    """What the micro-batches of each step do; None where no evaluation has come between them and the usual.
+    """Return how the micro-batches of each step treat the order of modules. None if no evaluation has changed this.
 
-    Evaluations may be of several engines: what the steps send shows which of them evaluated.
+    Several engines may evaluate. The messages of the steps show which engine evaluated.
 
     Args:
-        micro_steps: of each step.
-        evaluated: broadcasts of ``trace_check`` that evaluations sent before each step.
-        sent: those that each step sent.
+        micro_steps: The number of micro-batches of each step.
+        evaluated: The number of broadcasts of ``trace_check`` that evaluations sent before each step.
+        sent: The number of these broadcasts that each step sent.
     """
     order, is_usual = Order.NONE, True
     passes_by_step: list[tuple[Pass, ...] | None] = []
@@ -79,9 +81,9 @@ def passes_of(
 
 
 def _possible(order: Order, evaluated: int) -> list[Order]:
-    """What may be known after evaluations that sent so many broadcasts; the likeliest first."""
+    """Return the possible states after evaluations that sent this number of broadcasts, the most likely state first."""
     if evaluated < RECORDING or order is Order.RECORDED:
-        return [order]  # the next pass compares an order that is recorded completely
+        return [order]  # An order that is recorded completely is compared by the next pass.
     complete = [Order.FORWARD_KNOWN] if evaluated >= RECORDING + COMPARING else []
     possible = [*complete, Order.FORWARD_RECORDED, Order.NONE]
     return [order, *possible] if order is Order.KNOWN else possible
@@ -90,7 +92,7 @@ def _possible(order: Order, evaluated: int) -> list[Order]:
 def _agreement(
     order: Order, number: int, micro_steps: int, evaluated: Sequence[int], sent: Sequence[int]
 ) -> tuple[bool, bool]:
-    """Whether step ``number``, and the one after it, sent what they do if that begins with ``order``."""
+    """Return whether step ``number`` and the next step sent the broadcasts that follow from a begin with ``order``."""
     passes, ends = _passes(order, micro_steps)
     following = number + 1
     return _broadcasts(passes) == sent[number], following == len(sent) or any(

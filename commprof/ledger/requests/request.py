@@ -1,7 +1,8 @@
-"""The requested level: what the config requests in each step, by the rules of ``commprof.requested``.
+"""The requested level: the messages that the config requests in each step, by the rules of ``commprof.requested``.
 
-No collective is read for it. The buckets that the runtime published only show the order in which gradients arrived,
-which decides how they are split, not how many bytes they are.
+The bytes of collectives are not read for this level, except for the activations of shared models. The buckets that the
+runtime published only show the order in which gradients arrived. This order determines how gradients are split, and
+not their bytes.
 """
 
 from __future__ import annotations
@@ -48,13 +49,13 @@ SHARED_STEPS: Final = (
     "the program trains several engines whose steps have the same numbers, as those of a GAN have, and nothing tells which "
     "engine issued what"
 )
-# Without zero_optimization such a config is stage 0.
-_OF_EXPERTS: Final = ".deepspeed_experts."  # in the names of their parameters
-HOST: Final = "host"  # what zero_runtime calls a group of the ranks of one host
-AXIS: Final = re.compile(r"axis \d+ of (?P<sizes>\d+(x\d+)*)")  # and one of those along an axis of a grid
-MOST_PARAMETERS: Final = 10_000_000  # more of one size is a damaged number
+_OF_EXPERTS: Final = ".deepspeed_experts."  # part of the names of parameters of experts
+HOST: Final = "host"  # the name that zero_runtime gives to a group of the ranks of one host
+AXIS: Final = re.compile(r"axis \d+ of (?P<sizes>\d+(x\d+)*)")  # the name of a group along an axis of a grid
+MOST_PARAMETERS: Final = 10_000_000  # A larger number of parameters of one size is damaged.
+# The config of a run with any of these keys is a config of DeepSpeed. Without zero_optimization it is stage 0.
 _DEEPSPEED_KEYS: Final = ("zero_optimization", "train_micro_batch_size_per_gpu", "train_batch_size")
-# Resolved by the engine in its effective config, or without influence on what is sent.
+# Keys that the engine resolves in its effective config, or that do not influence the messages.
 _RESOLVED: Final = (
     "gradient_reduction",
     "reduce_scatter_impl",
@@ -64,7 +65,7 @@ _RESOLVED: Final = (
 
 
 class RecordedRun(Protocol):
-    """What the ledger needs of a run; ``commprof.trace.reader.Run`` has it."""
+    """The members of a run that the ledger uses. ``commprof.trace.reader.Run`` implements them."""
 
     @property
     def path(self) -> Any:
@@ -72,33 +73,33 @@ class RecordedRun(Protocol):
 
     @property
     def manifest(self) -> Any:
-        """``commprof.trace.manifest.Manifest``."""
+        """The ``commprof.trace.manifest.Manifest`` of the run."""
 
     @property
     def health(self) -> Any:
-        """``commprof.trace.health.Health``."""
+        """The ``commprof.trace.health.Health`` of the run."""
 
     def table(self, name: str) -> pa.Table:
-        """A table of the schema."""
+        """Return table ``name`` of the schema."""
 
     def parts(self, name: str, columns: Sequence[str] | None = None) -> Iterator[pa.Table]:
-        """Columns of a table of the schema, some rows at a time."""
+        """Yield the rows of table ``name`` in parts, with only ``columns`` if given."""
 
 
 class WholeRun(RecordedRun, Protocol):
     """A run with all of its steps."""
 
     def without_records(self) -> RecordedRun:
-        """The same run with no row of ``collectives``."""
+        """Return the same run with an empty ``collectives`` table."""
 
 
 def last_attempt(run: RecordedRun) -> int:
-    """The number of the last attempt: those before it were stopped, whatever became of this one."""
+    """Return the number of the last attempt. All earlier attempts were stopped."""
     return max((entry["attempt"] for entry in run.manifest.ranks), default=0)
 
 
 def recorded_ranks(run: RecordedRun) -> Mapping[int, Set[int]]:
-    """The ranks of each attempt that have records; an attempt without any has none."""
+    """Return the ranks of each attempt that have records."""
     ranks: dict[int, set[int]] = defaultdict(set)
     for entry in run.manifest.ranks:
         if entry["records"]:
@@ -107,7 +108,7 @@ def recorded_ranks(run: RecordedRun) -> Mapping[int, Set[int]]:
 
 
 class Released(NamedTuple):
-    """How much of the persistent parameters a step finds released, from 0 to 1, and why."""
+    """The share of the persistent parameters that is released when a step begins (0 to 1), and who released them."""
 
     share: float = 0.0
     by: ReleasedBy = ""
@@ -117,7 +118,7 @@ NOTHING_RELEASED: Final = Released()
 
 
 class _Asked(NamedTuple):
-    """Arguments of ``zero.expected``, and the factor of activations compared with a usual step."""
+    """The arguments of ``zero_stages.expected``, and the factor of activations relative to a usual step."""
 
     order: tuple[str, ...] | None
     iteration: int | None
@@ -128,19 +129,30 @@ class _Asked(NamedTuple):
 
 @dataclass
 class Request:
-    """What a run requested, or ``reason``: why that is not known.
+    """The request of a run.
 
     Attributes:
-        config: the config that the rules read, and ``source``: where it comes from.
-        differences: keys in which the engine's own config is another than the file.
-        shared: how the ranks share the model; None where each has all of it.
-        host_ranks: ranks of each host, as the launcher reports them; None where that is not known.
-        grid: the axes along which the groups of the run go, outermost first; a single one where there are no such groups.
-        wrapped: the models that wrappers of torch train, where there is no engine; ``config`` is empty then.
-        metrics: what the engine says of its steps that no message shows.
-        costs: the costs that the run used to send messages along the axes; None where it published none.
-        construction: how the parameters were made, as the engine says; None where it does not.
-        experts: the layers of experts and their tokens; None where there are none.
+        reason: The reason why the request is not known. None if it is known.
+        config: The config that the rules read.
+        configuration: The config as the runtime reads it.
+        source: The source of the config.
+        differences: The keys whose values differ between the config file and the engine's own config.
+        parameters: The parameters of the model, with the experts of one rank only.
+        world_size: The number of ranks of the job.
+        backend: The backend of most records of the largest groups.
+        runtime: The runtime whose rules apply.
+        micro_steps: The number of micro-batches of a step.
+        orders: The order in which gradients arrived, by step and micro-batch.
+        notes: Remarks for the report.
+        shared: How the ranks share the model. None if each rank has the whole model.
+        wrapped: The models that wrappers of torch train, if there is no engine. ``config`` is empty in this case.
+        experts: The layers of experts and their tokens. None if there are no such layers.
+        host_ranks: The number of ranks of each host, from the groups of hosts or the launcher. None if not known.
+        grid: The sizes of the axes along which the groups of the run communicate, outermost first. One axis if there
+            are no such groups.
+        costs: The costs that the run used for sending messages along the axes. None if the run published no costs.
+        metrics: The facts about steps that the engine published and that no message shows.
+        construction: How the parameters were constructed, as reported by the engine. None if not reported.
     """
 
     reason: str | None = None
@@ -162,7 +174,7 @@ class Request:
     grid: tuple[int, ...] | None = None
     costs: object = None
     metrics: EngineMetrics = NO_METRICS
-    _kinds: dict[str, int] = field(default_factory=dict)  # of steps, and the first of each
+    _kinds: dict[str, int] = field(default_factory=dict)  # kind of steps -> the first step of this kind
     construction: Construction | None = None
     _rows: dict[_Asked, list[Expectation]] = field(default_factory=dict)
     _estimates: dict[tuple[object, ...], list[Expectation]] = field(default_factory=dict)
@@ -176,17 +188,18 @@ class Request:
         passes: Sequence[Pass] | None = None,
         released: Released = NOTHING_RELEASED,
     ) -> list[Expectation]:
-        """What step ``key`` should send; the time before the first step is step -1.
+        """Return the expected messages of step ``key``. Step -1 is the time before the first step.
 
         Args:
-            ordinal: number of the step since this attempt began: stage 3 sends more in its first two micro-batches.
-            zero_init: the model was made within ``zero.Init``, which broadcasts it once less at stage 3. Where the engine
-                says how each parameter was made, that counts.
-            passes: what each micro-batch does about the order of modules, where an evaluation has changed that.
-            released: what of the persistent parameters is released when the step begins.
+            key: The attempt and the step.
+            ordinal: The number of the step within its attempt. Stage 3 sends more in its first two micro-batches.
+            zero_init: Whether the model was constructed within ``zero.Init``, which broadcasts it one time less at
+                stage 3. Ignored if the engine published how each parameter was constructed.
+            passes: How each micro-batch treats the order of modules, if an evaluation has changed this.
+            released: The share of the persistent parameters that is released when the step begins.
 
         Raises:
-            CommprofError: the rules do not cover the config.
+            CommprofError: The rules do not cover the config.
         """
         if self.wrapped is not None:
             return self.wrapped.expected(key)
@@ -215,7 +228,7 @@ class Request:
         return expected
 
     def micro_batch_checks(self) -> int:
-        """Broadcasts of ``trace_check`` of a micro-batch that compares no order of modules."""
+        """Return the number of broadcasts of ``trace_check`` in a micro-batch that compares no order of modules."""
         rows = self._of_micro_batch(None, STEADY)
         return sum(row.count for row in rows if row.purpose == Purpose.TRACE_CHECK)
 
@@ -236,7 +249,10 @@ class Request:
     def _partly_released(
         self, order: tuple[str, ...] | None, iteration: int, released: Released
     ) -> list[Expectation]:
-        """What a micro-batch sends that finds a part of the persistent parameters ``released``: which, nothing tells."""
+        """Return the expected messages of a micro-batch if a part of the persistent parameters is ``released``.
+
+        The result is an estimate, because it is not known which parameters are released.
+        """
         key = order, iteration, released
         if key not in self._estimates:
             usual = {
@@ -254,7 +270,7 @@ class Request:
 
     @cached_property
     def _without_frozen(self) -> Request | None:
-        """The same of the trained parameters alone; None where there are no others or they are not gathered in passes."""
+        """The request with only the trained parameters. None if no parameter is frozen, or if the stage is not 3."""
         trained = [each for each in self.parameters if each.requires_grad]
         if (
             self.configuration is None
@@ -267,11 +283,11 @@ class Request:
     def _of_pass(
         self, does: Pass, order: tuple[str, ...] | None, number: int, released: Released
     ) -> list[Expectation]:
-        """What micro-batch ``number`` sends, by what it ``does`` about the order of modules."""
+        """Return the expected messages of micro-batch ``number``, which treats the order of modules as in ``does``."""
         is_first = not number
         opens_step = not number % self.micro_steps and not is_first
         steady = self._alike(max(number, STEADY))
-        # Until the step ends, what stays gathered has to be gathered by the micro-batch that compares the order.
+        # The micro-batch that compares the order must gather the parameters that stay gathered until the step ends.
         compares = steady if opens_step and self.micro_steps > 1 else 1
         gathers, checks = {
             Pass.RECORDS: (0, 0),
@@ -286,7 +302,7 @@ class Request:
             rows = [row for row in self._of_micro_batch(order, checks) if row.purpose == check]
             rows_of_pass = self._of_micro_batch(order, gathers, released)
             others = [row for row in rows_of_pass if row.purpose != check]
-            # What stays gathered from an earlier step need not be gathered by those that follow no order.
+            # A micro-batch that follows no order need not gather parameters that stayed gathered from an earlier step.
             there = 0 if gathers or is_first or released.share == 1 else self._kept_gather_bytes(order)
             self._estimates[key] = rows + [_as_estimate(row, there) for row in others]
         return self._estimates[key]
@@ -297,19 +313,19 @@ class Request:
         return sum(row.payload_bytes for row in gathers)
 
     def skips(self, key: StepKey) -> bool:
-        """Whether step ``key``, at stage 0, was not taken since a gradient overflowed; no message shows it."""
+        """Return whether step ``key`` at stage 0 was skipped because a gradient overflowed. No message shows this."""
         partitions = self.configuration is None or self.configuration.partitions
         return not partitions and self.shared is None and key in self.metrics.skipped
 
     @property
     def replicas(self) -> int:
-        """Ranks that reduce gradients with each other."""
+        """The number of ranks that reduce gradients with each other."""
         if self.shared is None:
             return self.world_size
         return self.shared.axes.size(DATA) * self.shared.axes.size(SEQUENCE)
 
     def _kind(self, key: StepKey) -> int | None:
-        """A micro-batch that sends the same as those of step ``key``, where steps are of several kinds; else None."""
+        """Return a micro-batch of the first step of the same kind as step ``key``. None if steps have no kinds."""
         step = self._counted(key)
         kind = zero_stages.kind_of_step(self.config, step) if self.runtime == "zero_runtime" else ""
         if not kind:
@@ -317,19 +333,19 @@ class Request:
         return self._kinds.setdefault(kind, step) * self.micro_steps
 
     def _counted(self, key: StepKey) -> int:
-        """The number by which the rules know step ``key``."""
+        """Return the number of step ``key`` in the rules."""
         return zero_stages.step_that_counts(self.config, key.step, self.metrics.skipped_before(key))
 
     def _alike(self, iteration: int) -> int:
-        """The first micro-batch that the rules treat as they treat number ``iteration``."""
+        """Return the first micro-batch that the rules treat in the same way as micro-batch ``iteration``."""
         steady = -(-STEADY // self.micro_steps) * self.micro_steps
         return iteration if iteration < steady else steady + iteration % self.micro_steps
 
     def rows(self) -> list[Expectation]:
-        """All that the rules ask for, by when it is sent, whatever order of gradients the run published.
+        """Return all expected messages with the time at which they are sent, without regard to the order of gradients.
 
         Raises:
-            CommprofError: the rules do not cover the config.
+            CommprofError: The rules do not cover the config.
         """
         if self.wrapped is not None:
             return self.wrapped.rows()
@@ -338,17 +354,17 @@ class Request:
 
     @property
     def unpredicted(self) -> Mapping[str, str]:
-        """Purposes that the rules do not predict, and why."""
+        """The purposes that the rules do not predict, with the reason."""
         return {} if self.wrapped is None else self.wrapped.unpredicted
 
     @property
     def unpublished(self) -> Mapping[str, str]:
-        """Purposes of which a step that did not reach its end may have sent more than was published, and why."""
+        """The purposes for which a stopped step may have sent more than was published, with the reason."""
         return {} if self.wrapped is None else self.wrapped.unpublished
 
     @property
     def parameters_text(self) -> str:
-        """How many parameters they are of: ``12 parameters``, of wrappers ``24 parameters of 2 models``."""
+        """The number of parameters as text: ``12 parameters``, or for wrappers ``24 parameters of 2 models``."""
         lists = [] if self.wrapped is None else self.wrapped.parameter_lists
         number = sum(map(len, lists)) if lists else len(self.parameters)
         models = f" of {len(lists)} models" if len(lists) > 1 else ""
@@ -356,7 +372,7 @@ class Request:
 
     @property
     def rules(self) -> str:
-        """Whose rules they are."""
+        """The name of the software whose rules apply: ``torch`` for wrappers, otherwise the runtime."""
         return "torch" if self.wrapped is not None else self.runtime
 
     def _expected(self, asked: _Asked) -> list[Expectation]:
@@ -400,7 +416,7 @@ class Request:
 
 
 def request_of(run: RecordedRun) -> Request:
-    """What ``run``'s config asks for."""
+    """Return the request of ``run``, from its config or from the arguments of its wrappers."""
     manifest = run.manifest
     if any(each.get("share_steps") for each in manifest.engines):
         return Request(reason=SHARED_STEPS)
@@ -446,10 +462,10 @@ def request_of(run: RecordedRun) -> Request:
 
 
 def _experts(run: RecordedRun, request: Request) -> ExpertTokens | None:
-    """The layers of experts.
+    """Return the layers of experts and their tokens, and None if there are no such layers.
 
     Raises:
-        CommprofError: the sizes of a layer do not fit together, or an earlier version recorded the run.
+        CommprofError: The sizes of a layer contradict each other, or an earlier version recorded the run.
     """
     if any(_OF_EXPERTS in each.name and each.ep_size is None for each in request.parameters):
         raise UnsupportedError(
@@ -464,7 +480,7 @@ def _experts(run: RecordedRun, request: Request) -> ExpertTokens | None:
 
 
 def _request_of_wrappers(run: RecordedRun) -> Request:
-    """What the arguments of the wrappers ask for, in which the program trains its models."""
+    """Return the request of the wrappers that train the models of ``run``, from their arguments."""
     request = Request(
         parameters=parameters_of(run.table("parameters")),
         world_size=run.manifest.world_size or run.health.ranks_expected or 1,
@@ -484,7 +500,7 @@ def _request_of_wrappers(run: RecordedRun) -> Request:
 
 
 def _as_runtime_reads(configuration: Configuration, runtime: zero_stages.Runtime) -> Configuration:
-    """DeepSpeed does not know ``gradient_reduction``, nor compression."""
+    """Return ``configuration`` as ``runtime`` reads it. DeepSpeed ignores ``gradient_reduction`` and compression."""
     if runtime == "zero_runtime":
         return configuration
     return configuration.as_deepspeed_reads()
@@ -493,7 +509,7 @@ def _as_runtime_reads(configuration: Configuration, runtime: zero_stages.Runtime
 def _chosen_config(
     written: Mapping[str, Any] | None, effective: Mapping[str, Any] | None
 ) -> tuple[Mapping[str, Any] | None, str, str | None]:
-    """The config to read, where it comes from, and why there is none."""
+    """Return the config to read, its source, and the reason if there is no config."""
     if written is not None and why_no_zero_config(written) is None:
         try:
             read_configuration(written)
@@ -508,14 +524,14 @@ def _chosen_config(
 
 
 def why_no_zero_config(config: Mapping[str, Any] | None) -> str | None:
-    """Why ``config`` is not one of ZeRO; None when it is."""
+    """Return the reason why ``config`` is not a ZeRO config, and None if it is one."""
     if config is None:
         return NO_CONFIG
     return None if any(key in config for key in _DEEPSPEED_KEYS) else NOT_ZERO
 
 
 def parameters_of(table: pa.Table) -> list[zero_stages.Parameter]:
-    """The rows of the ``parameters`` table as the rules take them: what the lowest rank holds."""
+    """Convert the rows of the ``parameters`` table for the rules. Only the experts of one rank are kept."""
     listed = [
         zero_stages.Parameter(*(row[name] for name in zero_stages.Parameter._fields))
         for row in table.to_pylist()
@@ -524,7 +540,10 @@ def parameters_of(table: pa.Table) -> list[zero_stages.Parameter]:
 
 
 def without_derived_reduction(effective: Mapping[str, Any]) -> dict[str, Any]:
-    """``effective`` without a gradient_reduction that follows from its other keys: the user need not have set it."""
+    """Return ``effective`` without its gradient_reduction if this value follows from the other keys.
+
+    The user need not have set such a value.
+    """
     section = effective.get("zero_optimization")
     if not isinstance(section, Mapping):
         return dict(effective)
@@ -540,7 +559,7 @@ def without_derived_reduction(effective: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _differences(request: Request, effective: Mapping[str, Any] | None) -> tuple[str, ...]:
-    """Keys that the engine read differently from the config, where that changes what should be sent."""
+    """Return the keys that the engine read differently from the config, if this changes the expected messages."""
     if effective is None:
         return ()
     engine = replace(
@@ -568,13 +587,17 @@ def _sums(rows: Sequence[Expectation]) -> set[tuple[str, str, int, int]]:
 
 
 def _host_ranks(groups: pa.Table, started: int | None) -> int | None:
-    """Ranks of each host: those of the groups that are called so, or as many as the launcher started here."""
+    """Return the number of ranks of each host.
+
+    The number is the size of the groups with the name ``HOST``, or the number of ranks that the launcher started on
+    this host.
+    """
     named = {row["group_size"] for row in groups.to_pylist() if row["group_desc"] == HOST}
     return named.pop() if len(named) == 1 else started
 
 
 def _grid(groups: pa.Table, world_size: int) -> tuple[int, ...]:
-    """The sizes of the axes that zero_runtime has named groups by, outermost first; one axis where there are none."""
+    """Return the sizes of the axes in the group names of zero_runtime, outermost first. One axis if there are none."""
     named = {
         match["sizes"] for row in groups.to_pylist() if (match := AXIS.fullmatch(row["group_desc"] or ""))
     }
@@ -583,13 +606,16 @@ def _grid(groups: pa.Table, world_size: int) -> tuple[int, ...]:
 
 
 def _costs(effective: Mapping[str, Any] | None) -> object:
-    """What the engine read in the files of ``communication.calibration``, as it says itself."""
+    """Return the costs that the engine read from the files of ``communication.calibration`` and published."""
     block = (effective or {}).get("communication")
     return block.get("measured_costs") if isinstance(block, Mapping) else None
 
 
 def _construction(entry: object, parameters: int) -> Construction | None:
-    """How the engine says that its parameters were made; None where it does not, or not of as many as ``parameters``."""
+    """Return how the parameters were constructed, as reported by the engine.
+
+    None if the engine reported nothing, or if the number of reported parameters is not ``parameters``.
+    """
     if not isinstance(entry, Mapping):
         return None
     sharded, unsharded = _sizes(entry.get("sharded")), _sizes(entry.get("whole"))
@@ -600,7 +626,7 @@ def _construction(entry: object, parameters: int) -> Construction | None:
 
 
 def _sizes(pairs: object) -> tuple[int, ...] | None:
-    """Sizes of pairs of a size and how many there are; None where it is no list of pairs."""
+    """Expand pairs of a size and a count to a list of sizes. None if ``pairs`` is not a list of pairs."""
     if not isinstance(pairs, list):
         return None
     sizes: list[int] = []
@@ -619,9 +645,9 @@ def _gather_bytes(rows: Iterable[Expectation]) -> int:
 
 
 def _as_far_as_frozen_modules_run(row: Expectation, least: int) -> Expectation:
-    """``row``, of gathers, down to the ``least`` bytes: a module whose parameters are all frozen may never run.
+    """Lower the lower bound of ``row`` to ``least`` bytes if it is a gather.
 
-    Which trained modules run is known by their gradients.
+    A module whose parameters are all frozen may never run. The trained modules that run are known from their gradients.
     """
     if row.purpose != Purpose.PARAMETER_GATHER:
         return row
@@ -635,7 +661,10 @@ def _as_far_as_frozen_modules_run(row: Expectation, least: int) -> Expectation:
 
 
 def _as_partly_released(row: Expectation, usual: int, share: float) -> Expectation:
-    """``row``, of gathers; bytes beyond the ``usual`` are of persistent parameters, a ``share`` of which was released."""
+    """Reduce the bytes of ``row`` if it is a gather, since only a ``share`` of the persistent parameters was released.
+
+    The bytes beyond ``usual`` belong to persistent parameters.
+    """
     if row.purpose != Purpose.PARAMETER_GATHER:
         return row
     added = max(0, row.payload_bytes - usual)
@@ -651,7 +680,7 @@ def _as_partly_released(row: Expectation, usual: int, share: float) -> Expectati
 
 
 def _as_estimate(row: Expectation, there: int) -> Expectation:
-    """``row``, of gathers, as an estimate of at least what it says but for the ``there`` bytes that are gathered already."""
+    """Return ``row`` as an estimate if it is a gather. Its lower bound excludes ``there`` bytes, already gathered."""
     if row.purpose != Purpose.PARAMETER_GATHER:
         return row
     least = max(0, row.least_bytes - there)
@@ -659,7 +688,7 @@ def _as_estimate(row: Expectation, there: int) -> Expectation:
 
 
 def _backend(tables: Iterable[pa.Table]) -> str:
-    """The backend of most records of the largest groups."""
+    """Return the backend of most records of the largest groups."""
     counts: Counter[tuple[int, str]] = Counter()
     for part in tables:
         for (backend, size), places in combinations(part, ["backend", "group_size"]):

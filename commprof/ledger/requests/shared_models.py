@@ -1,5 +1,7 @@
-"""The requested level of runs whose ranks share stages, sequences or tensors, by the rules of the axes and the
-activations of the run."""
+"""The requested level of runs whose ranks share stages, sequences or tensors.
+
+It is computed by the rules of the axes, with the activations that the run shows.
+"""
 
 from __future__ import annotations
 
@@ -27,13 +29,13 @@ USUAL: Final = Fraction(1)
 
 @dataclass(frozen=True)
 class SharedModel:
-    """How the ranks of a run share a model, and how many activations pass between them.
+    """The way in which the ranks of a run share a model, and the activations that they send to each other.
 
     Attributes:
-        axes: of the ranks.
-        activations: along the axes model and sequence.
-        crossings: from stage to stage.
-        notes: remarks for the report.
+        axes: The axes of the ranks.
+        activations: The activations along the model axis and the sequence axis.
+        crossings: The messages between the stages of the pipeline.
+        notes: Remarks for the report.
     """
 
     axes: Axes
@@ -42,7 +44,7 @@ class SharedModel:
     notes: tuple[str, ...] = ()
 
     def scale(self, key: StepKey) -> Fraction:
-        """How many times as many activations step ``key`` has as most."""
+        """Return the factor of the activations of step ``key`` relative to a usual step."""
         return self.activations.scales.get(key, USUAL)
 
     def expected(
@@ -53,16 +55,20 @@ class SharedModel:
         order: Sequence[str] | None,
         **keywords: Any,  # as expected_on_axes takes them
     ) -> list[Expectation]:
-        """What is sent by the rules, except what passes between stages.
+        """Return the messages that the rules predict, except the messages between stages.
 
         Raises:
-            CommprofError: the rules do not cover the config.
+            CommprofError: The rules do not cover the config.
         """
         shapes = replace(self.activations.shapes, scale=scale, wraps=self.crossings.wraps)
         return axis_rules.expected_on_axes(config, parameters, self.axes, shapes, order, **keywords)
 
     def once(self, key: StepKey, ordinal: int) -> list[Expectation]:
-        """What belongs to step ``key`` alone, the ``ordinal``-th of its attempt: shapes sent again, inputs compared."""
+        """Return the expected messages that depend on the individual step ``key``.
+
+        These are the messages between stages with headers of changed shapes, and the comparison of inputs in the first
+        step (``ordinal`` 0) of an attempt.
+        """
         expected = self.crossings.expected(key) if key.step > INIT_STEP else []
         check = axis_rules.input_check(self.axes)
         if check is not None and key.step > INIT_STEP and not ordinal:
@@ -77,17 +83,17 @@ def shared_model_of(
     parameters: Sequence[Parameter],
     world_size: int,
 ) -> SharedModel | None:
-    """How the ranks of ``run`` share its model, as its engine says; None where each has all of it.
+    """Return how the ranks of ``run`` share its model, as its engine reports. None if each rank has the whole model.
 
     Args:
-        run: whose records.
-        effective: the engine's own config, with the ranks along each axis under ``topology``.
-        config: that the rules read.
-        parameters: of all stages.
-        world_size: all ranks.
+        run: The run whose records are read.
+        effective: The engine's own config, with the number of ranks along each axis under ``topology``.
+        config: The config that the rules read.
+        parameters: The parameters of all stages.
+        world_size: The number of all ranks.
 
     Raises:
-        CommprofError: the axes cannot be read, or the groups are the script's own.
+        CommprofError: The axes cannot be read, or the script itself created the groups.
     """
     topology = (effective or {}).get("topology")
     if not isinstance(topology, Mapping):

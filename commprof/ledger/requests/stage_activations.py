@@ -1,8 +1,9 @@
-"""What passes between the stages of a pipeline, from its records.
+"""Determines the messages between the stages of a pipeline from the records.
 
-What most micro-batches send forward is what all must send; a gradient comes back for each tensor of floating point. A
-header with the shapes precedes the first activation and follows a change of shapes. Where shapes may always change, it
-precedes each micro-batch, and gradients must have the sizes of the activations of their step.
+All micro-batches must send forward the same tensors as the majority of micro-batches. Each floating-point tensor causes
+a gradient in the other direction. A header with the shapes is sent before the first activation and after a change of
+shapes. If shapes may always change, a header is sent before each micro-batch, and gradients must have the sizes of the
+activations of their step.
 """
 
 from __future__ import annotations
@@ -26,20 +27,20 @@ _SENT: Final = ("attempt", "step", "micro_step", "phase", "rank", "peer", "dtype
 _FLOATING: Final = ("float", "bfloat", "complex")
 
 Tensor = tuple[str, int]  # element type, bytes
-Pair = tuple[int, int]  # stages
+Pair = tuple[int, int]  # sending stage, receiving stage
 
 
 @dataclass(frozen=True)
 class Crossings:
-    """What passes between the stages in each step.
+    """The messages between the stages in each step.
 
     Attributes:
-        axes: of the ranks.
-        micro_batches: of a step.
-        forms: what a micro-batch sends, by step; a step that is not named sends what ``usual`` says.
-        usual: what most micro-batches send.
-        headers: bytes of the headers with shapes in a step.
-        changing: what is sent in steps whose micro-batches differ, all of them together.
+        axes: The axes of the ranks.
+        micro_batches: The number of micro-batches of a step.
+        usual: The tensors that most micro-batches send.
+        forms: The tensors that a micro-batch sends, by step. Other steps send the tensors of ``usual``.
+        headers: The bytes of each header with shapes in a step.
+        changing: The tensors of all micro-batches together, for steps whose micro-batches differ.
     """
 
     axes: Axes
@@ -51,12 +52,12 @@ class Crossings:
 
     @property
     def wraps(self) -> bool:
-        """Whether the last stage passes something on to the first, which has another part of the model."""
+        """Whether the last stage sends to the first stage, which then has a second part of the model."""
         last = self.axes.size(PIPE) - 1
         return last > 1 and any((last, 0) in forms for forms in (self.usual, *self.changing.values()))
 
     def expected(self, key: StepKey) -> list[Expectation]:
-        """What all stages together should send in step ``key``."""
+        """Return the expected messages of all stages together in step ``key``."""
         of_step = self.changing.get(key)
         forms = of_step if of_step is not None else self.forms.get(key, self.usual)
         expected = crossing_tensors(
@@ -84,7 +85,7 @@ class _MicroBatch(NamedTuple):
 
 
 def observe(run: Records, axes: Axes, micro_batches: int) -> Crossings:
-    """Read what the stages of the first replica send each other in training steps."""
+    """Determine the messages between the stages of the first replica in training steps from the records."""
     if axes.size(PIPE) == 1:
         return Crossings(axes, micro_batches)
     sent = _sent(run, axes.lines(PIPE)[0])
@@ -104,7 +105,7 @@ def observe(run: Records, axes: Axes, micro_batches: int) -> Crossings:
             form = _form(tensors for batch, tensors in own.items() if batch.key in segment)
             for key in segment:
                 forms[key][pair] = _crossing(form)
-            # Shapes that are sent again have changed, or the processes are new.
+            # Shapes are sent again only if they changed, or if the processes are new.
             first = segment[0]
             if before != (first.attempt, form):
                 headed_batches = [
@@ -117,7 +118,7 @@ def observe(run: Records, axes: Axes, micro_batches: int) -> Crossings:
 
 
 def _sent(run: Records, line: tuple[int, ...]) -> dict[_MicroBatch, Counter[Tensor]]:
-    """What each stage of ``line`` sent forward to the next one, by micro-batch."""
+    """Return the tensors that each stage of ``line`` sent forward to the next stage, by micro-batch."""
     stage_of = {rank: stage for stage, rank in enumerate(line)}
     tensors_by_batch: dict[_MicroBatch, Counter[Tensor]] = defaultdict(Counter)
     for row in counted(run, Purpose.PIPELINE, Op.SEND, _SENT):
@@ -133,14 +134,14 @@ def _has_header(tensors: Counter[Tensor]) -> bool:
 
 
 def _form(batches: Iterable[Counter[Tensor]]) -> Counter[Tensor]:
-    """What most of ``batches`` send, without headers."""
+    """Return the tensors that most of ``batches`` send, without headers."""
     seen = Counter(tuple(sorted(_without_header(each).items())) for each in batches)
     best = min(seen, key=lambda form: (-seen[form], len(form), form))
     return Counter(dict(best))
 
 
 def _without_header(tensors: Counter[Tensor]) -> Counter[Tensor]:
-    # One header for each part of the model that the stage has.
+    # A micro-batch has one header for each part of the model that the stage has.
     return Counter({tensor: n for tensor, n in tensors.items() if tensor != (_HEADER_DTYPE, HEADER_BYTES)})
 
 
@@ -153,14 +154,17 @@ def _crossing(form: Counter[Tensor]) -> Crossing:
 
 
 def _header_bytes(extra: Counter[Tensor]) -> list[int]:
-    """Sizes of the headers of one micro-batch and of the messages that may follow them, among its ``extra`` messages."""
+    """Return the sizes in bytes of the headers among the ``extra`` messages of a micro-batch.
+
+    The sizes of messages that may follow the headers are included.
+    """
     numbers = [size for dtype, size in extra.elements() if dtype == _HEADER_DTYPE]
     headers = [size for size in numbers if size == HEADER_BYTES]
     return [*headers, *(size for size in sorted(numbers) if size != HEADER_BYTES)][: 2 * len(headers)]
 
 
 def _segments(sent: Mapping[_MicroBatch, Counter[Tensor]]) -> list[list[StepKey]]:
-    """Steps between two headers, in order: in each of these shapes are the same."""
+    """Return the steps between two headers, in order. The shapes are the same in all steps of a segment."""
     segments: list[list[StepKey]] = []
     for key in sorted({batch.key for batch in sent}):
         has_header = any(_has_header(tensors) for batch, tensors in sent.items() if batch.key == key)
@@ -171,7 +175,7 @@ def _segments(sent: Mapping[_MicroBatch, Counter[Tensor]]) -> list[list[StepKey]
 
 
 def _crossings_by_step(sent: Mapping[_MicroBatch, Counter[Tensor]]) -> dict[StepKey, dict[Pair, Crossing]]:
-    """All that is sent in each step where shapes may always change."""
+    """Return the tensors of all micro-batches of each step, for a pipeline whose shapes may always change."""
     by_step: dict[StepKey, dict[Pair, Counter[Tensor]]] = defaultdict(lambda: defaultdict(Counter))
     for batch, tensors in sent.items():
         by_step[batch.key][batch.pair] += tensors

@@ -1,4 +1,4 @@
-"""Counts the records of one purpose within training steps by some columns, without those of evaluations."""
+"""Counts the records of one purpose in training steps by some columns, without records of evaluations."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ COUNT: Final = "count"
 
 
 class Records(Protocol):
-    """What is needed of a run; ``commprof.trace.reader.Run`` has it."""
+    """The members of a run that this module uses. ``commprof.trace.reader.Run`` implements them."""
 
     def parts(self, name: str, columns: Sequence[str] | None = None) -> Iterator[pa.Table]:
-        """Columns of a table of the schema, some rows at a time."""
+        """Yield the rows of table ``name`` in parts, with only ``columns`` if given."""
 
 
 def counted(run: Records, purpose: str, op: str | None, columns: Sequence[str]) -> list[dict[str, Any]]:
-    """How many records have each combination of ``columns``, under :data:`COUNT`.
+    """Return each combination of ``columns`` with its number of records, under the key :data:`COUNT`.
 
     Args:
-        run: whose records.
-        purpose: of the records.
-        op: their operation; None for any.
-        columns: of the table ``collectives``.
+        run: The run whose records are counted.
+        purpose: The purpose of the records.
+        op: The operation of the records. None for any operation.
+        columns: Columns of the table ``collectives``.
     """
     survey = survey_of(run.parts("collectives", OF_PRECOUNT))
     needed = list(dict.fromkeys((*OF_PRECOUNT, "purpose", *columns)))
@@ -48,7 +48,7 @@ def counted(run: Records, purpose: str, op: str | None, columns: Sequence[str]) 
 
 
 def _plain(table: pa.Table) -> pa.Table:
-    """``table`` with dictionary-encoded text decoded."""
+    """Return ``table`` with dictionary-encoded texts decoded."""
     for number, name in enumerate(table.column_names):
         column = table.column(number)
         if pa.types.is_dictionary(column.type):

@@ -1,8 +1,7 @@
-"""The requested level of runs whose models are wrapped by DistributedDataParallel or FSDP, by the rules of the
-wrappers.
+"""The requested level of runs whose models are wrapped by DistributedDataParallel or FSDP.
 
-Two inputs come from the run, because no argument determines them: the passes of each step and the order of the
-gradients.
+It is computed by the rules of the wrappers. Two inputs come from the run, because no argument determines them: the
+passes of each step and the order of the gradients.
 """
 
 from __future__ import annotations
@@ -34,9 +33,9 @@ NAMES: Final = {
     "zero_redundancy_optimizer": "ZeroRedundancyOptimizer",
 }
 
-_MODELS: Final = ("ddp", "fsdp", "fully_shard")  # the others wrap parts of models, or optimizers
+_MODELS: Final = ("ddp", "fsdp", "fully_shard")  # The other wrappers wrap parts of models, or optimizers.
 _SEVERAL: Final = "whose gradients are clipped is not known of several models"
-# What wrappers send in passes.
+# Purposes of the messages that wrappers send in passes.
 _OF_PASSES: Final = (
     Purpose.PARAMETER_GATHER,
     Purpose.GRADIENT_REDUCE,
@@ -48,14 +47,14 @@ _OF_PASSES: Final = (
     Purpose.PARAMETER_BROADCAST,  # ZeroRedundancyOptimizer
 )
 _UNPUBLISHED: Final = "the program stopped then, so not all passes that it began were recorded"
-_MOST_STEPS: Final = 10_000_000  # of an attempt; more is damage
+_MOST_STEPS: Final = 10_000_000  # A larger number of steps of an attempt is damaged.
 
 
 class Tables(Protocol):
-    """What is needed of a run; ``commprof.trace.reader.Run`` has it."""
+    """The members of a run that this module uses. ``commprof.trace.reader.Run`` implements them."""
 
     def table(self, name: str) -> pa.Table:
-        """A table of the schema."""
+        """Return table ``name`` of the schema."""
 
 
 class Rules(Protocol):
@@ -67,30 +66,30 @@ class Rules(Protocol):
 
     @property
     def unpredicted(self) -> Mapping[str, str]:
-        """Purposes that the rules do not predict, and why."""
+        """The purposes that the rules do not predict, with the reason."""
 
     def construction(self) -> list[Expectation]:
-        """What it sends when it is made."""
+        """Return the messages that the wrapper sends when it is constructed."""
 
     def passes(self, passes: str, state: Any) -> tuple[list[Expectation], Any]:
-        """What it sends in these passes, and the state after them."""
+        """Return the messages that the wrapper sends in ``passes``, and its state after these passes."""
 
 
 class _Model(NamedTuple):
     rules: Rules
     attempt: int
     rank: int
-    number: int  # of the model within its process
-    made_in: int  # the step in which it was made
-    passes: Mapping[int, str]  # by the first step that ran them
+    number: int  # the number of the model within its process
+    made_in: int  # the step in which the model was wrapped
+    passes: Mapping[int, str]  # the passes by the first step that ran them
 
 
 class WrappedModels:
-    """The wrapped models of a run, and what each step should send for them.
+    """The wrapped models of a run, and the expected messages of each step.
 
     Args:
-        models: of the first rank of each group.
-        last: the last step of each attempt.
+        models: The models of the first rank of each group.
+        last: The last step of each attempt.
     """
 
     def __init__(self, models: Sequence[_Model], last: Mapping[int, int]) -> None:
@@ -105,12 +104,12 @@ class WrappedModels:
 
     @property
     def last_passes(self) -> list[str]:
-        """The passes that each model ran in the last step that was different; empty where none were published."""
+        """The passes of each model after their last change. Empty if the model published no passes."""
         return [model.passes[max(model.passes)] if model.passes else "" for model in self._models]
 
     @property
     def parameter_lists(self) -> list[tuple[str, ...]]:
-        """The names of the parameters of each model that DDP or FSDP wraps; stages of a pipeline count as models."""
+        """The names of the parameters of each model that DDP or FSDP wraps. Each pipeline stage counts as a model."""
         lists: dict[tuple[int, tuple[str, ...]], None] = {}
         for model in self._models:
             rules = model.rules
@@ -128,7 +127,7 @@ class WrappedModels:
 
     @property
     def unpredicted(self) -> dict[str, str]:
-        """Purposes that the rules do not predict, and why."""
+        """The purposes that the rules do not predict, with the reason."""
         reasons_by_purpose: dict[str, dict[str, None]] = defaultdict(dict)
         for model in self._models:
             name = NAMES.get(model.rules.wrapper.kind, model.rules.wrapper.kind)
@@ -143,25 +142,25 @@ class WrappedModels:
 
     @property
     def unpublished(self) -> dict[str, str]:
-        """Purposes of which a step that did not reach its end may have sent more than was published, and why.
+        """The purposes for which a stopped step may have sent more than was published, with the reason.
 
-        A pass is published when it has ended, and the passes of a step when the next one begins; a unit of FSDP gathers
-        the next one while its own pass runs.
+        A pass is published after its end, and the passes of a step are published when the next step begins. In
+        addition, a unit of FSDP gathers the next unit while its own pass runs.
         """
         return dict.fromkeys(map(str, _OF_PASSES), _UNPUBLISHED)
 
     def expected(self, key: StepKey) -> list[Expectation]:
-        """What step ``key`` should send; the same list for steps that send the same.
+        """Return the expected messages of step ``key``. Steps with equal messages share one list.
 
         Raises:
-            RequestedError: the passes of a model are not known, or its arguments cannot be read.
+            RequestedError: The passes of a model are not known, or its arguments cannot be read.
         """
         if self._by_step is None:
             self._by_step = self._walk()
         return self._by_step.get(key, [])
 
     def rows(self) -> list[Expectation]:
-        """What is sent before the first step, and in the most common step."""
+        """Return the expected messages before the first step and in the most common step."""
         self.expected(StepKey(0, INIT_STEP))
         steps = [sent for key, sent in (self._by_step or {}).items() if key.step > INIT_STEP and sent]
         usual = Counter(map(id, steps)).most_common(1)
@@ -169,10 +168,12 @@ class WrappedModels:
         return [*first, *(next(sent for sent in steps if id(sent) == usual[0][0]) if usual else [])]
 
     def reductions(self) -> list[str]:
-        """The operations that reduce gradients in the most common step, in order of their wire bytes, then of their payload.
+        """Return the operations that reduce gradients in the most common step, those with the most wire bytes first.
+
+        Operations with equal wire bytes are ordered by their payload.
 
         Raises:
-            RequestedError: the passes of a model are not known, or its arguments cannot be read.
+            RequestedError: The passes of a model are not known, or its arguments cannot be read.
         """
         sums: dict[str, tuple[float, int]] = {}
         for row in self.rows():
@@ -197,7 +198,7 @@ class WrappedModels:
 
 
 def _of_steps(model: _Model, last: int) -> list[list[Expectation]]:
-    """What each step sends for one model, from the time before the first one on."""
+    """Return the expected messages of one model for each step, beginning with the time before the first step."""
     by_step: list[list[Expectation]] = []
     known: dict[tuple[str, Any], tuple[list[Expectation], Any]] = {}
     passes, state = "", None
@@ -212,10 +213,10 @@ def _of_steps(model: _Model, last: int) -> list[list[Expectation]]:
 
 @contextmanager
 def reading_wrappers() -> Iterator[None]:
-    """While tables of wrappers are read: errors of a damaged trace get a sentence.
+    """Convert errors that a damaged trace causes while tables of wrappers are read to RequestedError.
 
     Raises:
-        RequestedError: they cannot be read.
+        RequestedError: The tables cannot be read.
     """
     try:
         yield
@@ -230,14 +231,14 @@ def reading_wrappers() -> Iterator[None]:
 def wrapped_models_of(
     run: Tables, orders: Mapping[StepKey, Sequence[tuple[str, ...]]]
 ) -> WrappedModels | None:
-    """The wrapped models of ``run``; None where it published none.
+    """Return the wrapped models of ``run``, and None if the run published none.
 
     Args:
-        run: whose tables.
-        orders: names of parameters in the order in which their gradients arrived, by step and micro-batch.
+        run: The run whose tables are read.
+        orders: The names of parameters in the order in which their gradients arrived, by step and micro-batch.
 
     Raises:
-        RequestedError: the arguments of a wrapper cannot be read.
+        RequestedError: The arguments of a wrapper cannot be read.
     """
     rows = run.table("wrappers").to_pylist()
     if not rows:
@@ -269,7 +270,7 @@ def wrapped_models_of(
 
 
 def _speaks(row: Mapping[str, Any], rank: int) -> bool:
-    """Whether ``rank`` is the first of a group of the wrapper."""
+    """Return whether ``rank`` is the first rank of a group of the wrapper."""
     after = arguments_of(row["arguments"]).get("after_forward_ranks")
     groups = (row["group_ranks"], row["replica_ranks"], after)
     return any(rank == min(parse_ranks(text), default=-1) for text in groups if isinstance(text, str))

@@ -1,4 +1,4 @@
-"""Reads the sums that a rank wrote instead of records: the rows of ``aggregates``, and which steps were recorded."""
+"""Reads the sums that a rank wrote instead of records, as rows of ``aggregates``, and the steps with complete sums."""
 
 from __future__ import annotations
 
@@ -9,18 +9,20 @@ from commprof.trace.rank_files.events import Events
 from commprof.trace.rank_files.layout import SUM_FIELDS
 from commprof.trace.rank_files.steps import StepTable
 
-_IN_MEMORY: Final = 2  # steps whose sums a rank has not written yet
+_IN_MEMORY: Final = 2  # the number of steps whose sums a rank has not written yet
 
 
 def sums_of(
     events: Events, groups: Mapping[str, Mapping[str, Any]], steps: StepTable
 ) -> Iterator[dict[str, Any]]:
-    """The rows of the table, without the rank; a malformed line gives none. A row of an unknown group has no size.
+    """Yield the rows of ``aggregates`` of one rank, without the columns that name the process.
+
+    Malformed lines are skipped. If the group of a row is not known, its ranks and size are None.
 
     Args:
-        events: of one rank.
-        groups: its process groups, by name.
-        steps: its training steps.
+        events: The events of the rank.
+        groups: The process groups of the rank, by name.
+        steps: The training steps of the rank.
     """
     for line in events.rows["aggregate"]:
         step, sums = line.get("step"), line.get("sums")
@@ -42,10 +44,10 @@ def sums_of(
 
 
 def step_rows(events: Events, steps: StepTable) -> Iterator[Mapping[str, Any]]:
-    """The rows of ``steps``, without the end of those whose sums are missing.
+    """Yield the rows of ``steps``. If the sums of a step are missing, its end is None.
 
-    A rank writes the sums of a step when the next but one begins. Until it has ended its recording, those of its last two
-    steps are in its memory only, so what these steps sent is not known.
+    A rank writes the sums of step n when step n + 2 begins. Until the recording ends, the sums of the last two steps
+    are only in memory, so the traffic of these steps is not known.
     """
     is_missing = bool(events.rows["aggregate"] or _sums_only(events)) and events.last("end") is None
     known = len(steps.rows) - (_IN_MEMORY if is_missing else 0)
@@ -59,10 +61,11 @@ def _sums_only(events: Events) -> bool:
 
 
 def recorded_part(events: Events) -> dict[str, Any]:
-    """What of the run this rank was asked to record, for its entry in the manifest.
+    """Return the fields of the manifest entry that describe which part of the run this rank was asked to record.
 
-    ``options``: those that were not the defaults. ``outside``: collectives that its groups counted outside the steps to
-    record; None where they do not count, or all steps were to be recorded.
+    ``options`` are the options that differ from the defaults. ``outside`` is the number of collectives that the groups
+    of the rank counted outside the steps to record. It is None if the groups do not count, or if all steps were to be
+    recorded.
     """
     options = (events.last("begin") or {}).get("options")
     outside = (events.last("outside") or {}).get("collectives")

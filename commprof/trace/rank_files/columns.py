@@ -1,5 +1,4 @@
-"""The ``collectives`` table of one rank, part by part: records, joined with the interned values that they refer to, as
-columns.
+"""Builds the ``collectives`` table of one rank in parts: joins records with the interned values that they refer to.
 
 Text columns are dictionary-encoded (Arrow), because a rank has millions of records and few distinct values.
 """
@@ -23,11 +22,12 @@ from commprof.trace.tables import arrow_schema
 _NOT_P2P_ASYNC: Final = frozenset({"send", "recv", "send_object_list", "recv_object_list"})
 _IDENTITY: Final = ("rank", "attempt", "pid")
 _RAISED: Final = STATUSES.index(Status.RAISED)
-_MOST_VALUES: Final = 4096  # with more distinct values than these, a part gets a list of those that it has
+# With more distinct values than this, each part gets a dictionary of only the values that occur in the part.
+_MOST_VALUES: Final = 4096
 
 
 def encoded_schema() -> pa.Schema:
-    """The schema of ``collectives`` with every text as a dictionary."""
+    """Return the schema of ``collectives`` with dictionary-encoded text columns."""
     schema = arrow_schema("collectives")
     for index, item in enumerate(schema):
         if pa.types.is_string(item.type):
@@ -36,7 +36,14 @@ def encoded_schema() -> pa.Schema:
 
 
 class _Values(NamedTuple):
-    """One column of interned rows: values, or numbers of the distinct texts in ``dictionary``; and which are not null."""
+    """One column of interned rows.
+
+    Attributes:
+        values: The values, or for text the indices into ``dictionary``.
+        valid: For each row, whether the value is not null.
+        dictionary: The distinct texts. None if the column is not text.
+        kind: The Arrow type of the column.
+    """
 
     values: np.ndarray[Any, Any]
     valid: np.ndarray[Any, Any]
@@ -45,14 +52,14 @@ class _Values(NamedTuple):
 
 
 class _Places(NamedTuple):
-    """For each record the place of its row among the interned ones."""
+    """The index of the row of each record among the interned rows."""
 
     places: np.ndarray[Any, Any]
-    is_complete: bool  # every record has a row
+    is_complete: bool  # whether every record has a row
 
 
 class _Interned:
-    """Interned rows by their numbers, as columns that can be spread over records. A number without a row gives null."""
+    """Interned rows by number, as columns that can be expanded to records. A number without a row gives null."""
 
     def __init__(self, rows: Mapping[int, Mapping[str, Any]]) -> None:
         self._numbers = Numbers(np.fromiter(rows, np.int64, len(rows)))
@@ -60,12 +67,12 @@ class _Interned:
         self._columns: dict[str, _Values] = {}
 
     def places(self, numbers: np.ndarray[Any, Any]) -> _Places:
-        """Where the row of each number stands; behind all rows where there is none."""
+        """Return the index of the row of each number. If there is no row, the index is the number of rows."""
         places = self._numbers.places(numbers)
         return _Places(places, not len(places) or int(places.max()) < len(self._numbers))
 
     def spread(self, name: str, kind: pa.DataType, at: _Places) -> pa.Array:
-        """Column ``name`` of the rows ``at`` some places; null if a row has no value of this type."""
+        """Return column ``name`` of the rows at indices ``at``. A value that does not fit type ``kind`` is null."""
         if name not in self._columns:
             self._columns[name] = self._column(name, kind)
         values, valid, dictionary, _ = self._columns[name]
@@ -96,7 +103,7 @@ class _Interned:
         return _Values(np.asarray(encoded.indices.fill_null(0)), valid, dictionary, kind)
 
     def flags(self, test: Callable[[Mapping[str, Any]], bool]) -> np.ndarray[Any, Any]:
-        """What ``test`` says of each row, in the order of :meth:`places`."""
+        """Return the result of ``test`` for each row, in the order of the indices of :meth:`places`."""
         return np.array([test(row) for row in self._rows], bool)
 
 
@@ -108,12 +115,14 @@ def _fit(value: Any, kind: pa.DataType) -> Any:
 
 
 class CollectiveColumns:
-    """Makes the columns of one rank's ``collectives``.
+    """Builds the columns of ``collectives`` of one rank.
 
     Args:
-        signatures: the interned signatures, by number; so ``tags``, ``sites``, ``threads``.
-        groups: the process groups by name.
-        raised: signature and number of each call that raised.
+        identity: The rank, attempt and pid of the rank file.
+        signatures, tags, sites, threads: The interned rows by number.
+        groups: The process groups by name.
+        steps: The training steps of the rank.
+        raised: The signature and the number of each call that raised.
     """
 
     def __init__(
@@ -138,11 +147,11 @@ class CollectiveColumns:
         self._asked_async = self._signatures.flags(lambda row: bool(row.get("is_async")))
         self._is_p2p = self._signatures.flags(lambda row: bool(row.get("is_p2p")))
         raised = list(raised)
-        # Only where it is asked for: a job may have millions of signatures.
+        # Built only if a call raised, because a job may have millions of signatures.
         streams = {
             n: (str(row["pg"]), bool(row.get("is_p2p"))) for n, row in (signatures.items() if raised else ())
         }
-        # Of each stream with calls that raised: its signatures, and the numbers of those calls.
+        # For each stream with calls that raised: the signatures of the stream, and the numbers of these calls.
         self._raised = [
             (np.array([n for n, of in streams.items() if of == stream]), np.array(numbers))
             for stream, numbers in raised_numbers(raised, streams).items()
@@ -150,15 +159,19 @@ class CollectiveColumns:
         self._waits_itself = self._sites.flags(lambda row: str(row.get("api")) in _NOT_P2P_ASYNC)
 
     def tables(self, parts: Iterator[Part]) -> Iterator[pa.Table]:
-        """Each part as a table of :func:`encoded_schema`."""
+        """Yield each part as a table of :func:`encoded_schema`."""
         for part in parts:
             yield self.table(part.seq, part.records)
 
     def table(self, seq: np.ndarray[Any, Any], records: Fields) -> pa.Table:
-        """``records``, numbered ``seq`` in issue order, as a table of :func:`encoded_schema`.
+        """Return ``records`` as a table of :func:`encoded_schema`.
+
+        Args:
+            seq: The numbers of the records in issue order.
+            records: The fields of the records.
 
         Raises:
-            TraceError: a column that must be there cannot be filled.
+            TraceError: A column that must not be null has nulls.
         """
         columns = self._interned_columns(records)
         for name in _IDENTITY:
@@ -166,7 +179,7 @@ class CollectiveColumns:
         columns["seq"] = pa.array(seq.astype(np.int64))
         placed = self._steps.place(records["step"], records["issue_ns"], records["phase"])
         columns["after_step"] = pa.array(placed.after, mask=~placed.is_outside)
-        # What the reader knows better than the record; all other fields are taken as they are.
+        # The reader corrects these fields of the records. All other fields are used unchanged.
         corrected = {
             "step": placed.step,
             "phase": placed.phase,
@@ -183,7 +196,7 @@ class CollectiveColumns:
         return pa.Table.from_arrays([columns[name] for name in self._schema.names], schema=self._schema)
 
     def _issued_numbers(self, records: Fields) -> np.ndarray[Any, Any]:
-        """:func:`commprof.trace.rank_files.issue_order.issued_number` of each of ``records``."""
+        """Return :func:`commprof.trace.rank_files.issue_order.issued_number` for each record."""
         numbers = records["pg_seq"].copy()
         for signatures, raised in self._raised:
             mine = np.isin(records["signature"], signatures)
@@ -209,7 +222,7 @@ class CollectiveColumns:
         columns["api"] = self._sites.spread("api", text, site)
         columns["call_site"] = self._sites.spread("call_site", text, site)
         columns["thread"] = self._threads.spread("name", text, thread)
-        # send and recv wait by themselves, isend and irecv do not: the ProcessGroup method is the same.
+        # send and recv wait for completion, isend and irecv do not. Both use the same ProcessGroup method.
         waits_itself = self._is_p2p[signature.places] & self._waits_itself[site.places]
         is_async = self._asked_async[signature.places] & ~waits_itself
         columns["is_async"] = pa.array(is_async)
@@ -218,7 +231,7 @@ class CollectiveColumns:
 
 
 def _decoded(column: Column, values: np.ndarray[Any, Any]) -> pa.Array:
-    """A field of the record as ``column``; :data:`commprof.schema.RECORD_FIELDS` says how it is stored."""
+    """Return a field of the records as ``column``. :data:`commprof.schema.RECORD_FIELDS` defines its stored form."""
     if column.values:
         return pa.DictionaryArray.from_arrays(
             pa.array(values.astype(np.int32)), pa.array(list(column.values), pa.string())
@@ -229,14 +242,20 @@ def _decoded(column: Column, values: np.ndarray[Any, Any]) -> pa.Array:
 
 
 def wait_begin_ns(records: Fields) -> np.ndarray[Any, Any]:
-    """A call that is not asynchronous waits as soon as it has returned; the recorder keeps only the end of that wait."""
+    """Return the begin of the wait of each record in ns, or 0 if there is no wait.
+
+    For a synchronous call the recorder writes only the end of the wait. The wait begins when the call returns.
+    """
     at_once = (records["wait_end_ns"] != 0) & (records["wait_begin_ns"] == 0)
     return np.where(at_once, records["return_ns"], records["wait_begin_ns"])
 
 
 def _exposed(records: Fields, on_cpu: np.ndarray[Any, Any], is_async: np.ndarray[Any, Any]) -> pa.Array:
-    """As recorded; else, for tensors of the CPU, the time until the wait ended: from where it began if a handle was asked
-    for, from where the call began if that waited by itself. A host's wait says nothing about a device.
+    """Return the exposed time of each record in ns, or null if it is not known.
+
+    A recorded exposed time is used as it is. Otherwise, for CPU tensors, the exposed time ends with the wait. It begins
+    with the wait if the call is asynchronous, and with the call if the call is synchronous. For device tensors it is
+    null, because the wait of the host does not measure the device.
     """
     recorded = records["exposed_ns"]
     waited = (records["wait_end_ns"] != 0) & on_cpu & (recorded == 0)

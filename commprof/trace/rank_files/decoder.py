@@ -1,4 +1,4 @@
-"""A rank's two binary files as the tables of the schema."""
+"""Decodes the two binary files of a rank into the tables of the schema."""
 
 from __future__ import annotations
 
@@ -27,20 +27,22 @@ from commprof.trace.tables import conform
 
 _IDENTITY: Final = ("rank", "attempt", "pid")
 _COUNTED: Final = ("lost", "faults")
-_OP: Final = re.compile(r"[a-z][a-z0-9_]{,40}")  # what an operation of a later version may be named
+_OP: Final = re.compile(r"[a-z][a-z0-9_]{,40}")  # a plausible name of an operation of a later version
 
 
 @dataclass(frozen=True, slots=True)
 class RankTrace:
-    """What one rank recorded.
+    """The decoded recording of one rank.
 
     Attributes:
-        tables: its tables by name, without ``collectives``, which may be large.
-        entry: the entry of the manifest that sums it up.
-        begin: what its events file says about the process.
-        config: the config that the program published.
-        outside: after which steps it evaluated or saved: the phase.
-        engines: what it published of several engines; see :mod:`commprof.trace.rank_files.engines`.
+        identity: The rank, attempt, pid and part of the files.
+        tables: The tables of the rank by name, without ``collectives``, which may be large.
+        entry: The entry of the manifest that summarizes the recording.
+        begin: The ``begin`` line of the events file, which describes the process.
+        config: The last ``config`` line, with the config that the program published.
+        outside: The phase (evaluation or checkpoint) by the step that it followed.
+        engines: The engines that the program published if there are several. See
+            :mod:`commprof.trace.rank_files.engines`.
     """
 
     identity: RankFile
@@ -54,15 +56,17 @@ class RankTrace:
     _columns: CollectiveColumns
 
     def parts(self) -> Iterator[pa.Table]:
-        """The rows of ``collectives`` in issue order, some at a time, text as Arrow dictionaries. May be asked again.
+        """Yield the rows of ``collectives`` in issue order, in parts, with dictionary-encoded texts.
+
+        The method can be called repeatedly.
 
         Raises:
-            TraceError: the file cannot be read any more.
+            TraceError: The file can no longer be read.
         """
         return self._columns.tables(self._records.parts())
 
     def collectives(self) -> pa.Table:
-        """All rows of ``collectives``."""
+        """Return all rows of ``collectives``."""
         return conform("collectives", pa.concat_tables([encoded_schema().empty_table(), *self.parts()]))
 
 
@@ -70,19 +74,20 @@ def read_rank(stem: Path, elsewhere: Mapping[int, str] | None = None) -> RankTra
     """Decode ``<stem>.records`` and ``<stem>.events``.
 
     Args:
-        stem: of the two files.
-        elsewhere: after which steps other ranks evaluated or saved: the phase.
+        stem: The path of the two files without their suffix.
+        elsewhere: The phase (evaluation or checkpoint) of other ranks, by the step that it followed.
 
     Raises:
-        TraceError: the name is no rank file's, the files are another rank's, the records file is damaged beyond its tail, or
-            one of the two is missing so that nothing can be said of the other.
-        SchemaError: another version wrote it.
+        TraceError: The name is not the name of a rank file, the files belong to a different rank, the records file is
+            damaged before its tail, or one file is missing and the other one is not usable alone.
+        SchemaError: An incompatible version wrote the files.
     """
     identity = parse_stem(stem.name)
     if identity is None:
         raise TraceError(f"{stem.name} is not the name of a rank's file (rank-00000-0-<pid>)")
     events, signatures, records = _opened(stem, identity)
-    if _lacks_end(events, records):  # it may have ended between the two looks
+    # The rank may have ended after its events were read. In this case both files are read again.
+    if _lacks_end(events, records):
         events, signatures, records = _opened(stem, identity)
     tally = records.count()
     _check_pair(stem, events, signatures, records, tally)
@@ -110,7 +115,7 @@ def read_rank(stem: Path, elsewhere: Mapping[int, str] | None = None) -> RankTra
 
 
 def _opened(stem: Path, identity: RankFile) -> tuple[Events, dict[int, Mapping[str, Any]], Records]:
-    """The events of a rank, the signatures among them, and its records."""
+    """Return the events of a rank, its valid signatures, and its records."""
     path = stem.with_name(stem.name + EVENTS_SUFFIX)
     events = read_events(path)
     _check_owner(path, identity, events)
@@ -124,7 +129,7 @@ def _opened(stem: Path, identity: RankFile) -> tuple[Events, dict[int, Mapping[s
 
 
 def _lacks_end(events: Events, records: Records) -> bool:
-    """Whether the rank closed its records and its events do not say so, which were written before."""
+    """Return whether the records file is closed but the events file lacks its end line, which is written first."""
     totals = records.totals
     return totals is not None and not totals.get("stopped_reason") and events.last("end") is None
 
@@ -132,7 +137,7 @@ def _lacks_end(events: Events, records: Records) -> bool:
 def _check_pair(
     stem: Path, events: Events, signatures: Mapping[int, Any], records: Records, tally: Tally
 ) -> None:
-    """See that the two files together say what the rank recorded, and that this version knows it."""
+    """Raise an error if a file that the other file needs is missing, or if an operation is unknown to this version."""
     used = tally.records + tally.torn
     if used and events.last("begin") is None:
         raise TraceError(
@@ -155,7 +160,7 @@ def _check_pair(
 
 
 def _cut(stem: Path, events: Events, records: Records, tally: Tally) -> list[str]:
-    """Those of the rank's two files that lack their last part although the rank had written it."""
+    """Return the names of the rank's files that lack a last part that the rank had written."""
     written_records = whole_number((records.totals or {}).get("records")) or 0
     are_cut = {
         RECORDS_SUFFIX: written_records > tally.records + tally.torn,
@@ -165,12 +170,12 @@ def _cut(stem: Path, events: Events, records: Records, tally: Tally) -> list[str
 
 
 def _signatures(events: Events) -> dict[int, Mapping[str, Any]]:
-    """The valid signatures of known groups, by number. A row that several signatures share is checked once."""
+    """Return the valid signatures of known groups, by number. A row that several signatures share is checked once."""
     judged: dict[int, bool] = {}
     valid_rows = {}
     groups = _known_groups(_groups(events))
     for number, row in events.interned("signature").items():
-        if str(row.get("pg")) not in groups:  # wire bytes cannot be modelled without the size of the group
+        if str(row.get("pg")) not in groups:  # Wire bytes cannot be modeled without the size of the group.
             continue
         shared = row.like if isinstance(row, SplitSignature) else row
         is_whole = judged.get(id(shared))
@@ -182,7 +187,7 @@ def _signatures(events: Events) -> dict[int, Mapping[str, Any]]:
 
 
 def _step_table(events: Events, elsewhere: Mapping[int, str], records: Records) -> StepTable:
-    """The steps, with one look at the records where any of them must be asked for their ends."""
+    """Return the steps of the rank. If the end of a collective is needed, the records are read once for all windows."""
     asked: list[Window] = []
 
     def ask(start: int, stop: int | None) -> int | None:
@@ -209,7 +214,7 @@ def _check_owner(path: Path, identity: RankFile, events: Events) -> None:
 def _side_tables(
     identity: RankFile, events: Events, groups: Mapping[str, Mapping[str, Any]], steps: StepTable
 ) -> tuple[dict[str, pa.Table], int]:
-    """The tables beside ``collectives``, and how many rows did not fit them."""
+    """Return all tables except ``collectives``, and the number of rows that did not fit the tables."""
     same = dict(zip(_IDENTITY, identity, strict=False))
     here = {**same, "host": str((events.last("begin") or {}).get("host") or "")}
     rows: dict[str, Iterable[Mapping[str, Any]]] = {
@@ -244,7 +249,7 @@ def _groups(events: Events) -> dict[str, dict[str, Any]]:
 
 
 def _known_groups(groups: Mapping[str, Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
-    """Those of ``groups`` whose lines are undamaged: their ranks and size are known."""
+    """Return the groups whose lines are undamaged, so that their ranks and size are known."""
     columns = [
         column for column in COLLECTIVES.columns if column.source is Source.GROUP and column.since == 1
     ]
@@ -260,7 +265,7 @@ def _metric(row: Mapping[str, Any], steps: StepTable) -> dict[str, Any]:
     if isinstance(step, int):
         step = steps.void.get(step, step)
     try:
-        value = float(row.get("value", "nan"))  # not-a-number and infinity come as text
+        value = float(row.get("value", "nan"))  # NaN and infinity are stored as text.
     except (TypeError, ValueError, OverflowError):
         value = float("nan")
     return {**row, "step": step, "value": value}

@@ -1,4 +1,4 @@
-"""Engines that a program has made, to train one after the other or together. Pure."""
+"""Finds the engines of a program that creates several, to train one after the other or together. Pure functions."""
 
 from __future__ import annotations
 
@@ -11,12 +11,18 @@ _OF_PARAMETER: Final = ("name", "numel", "stages", "param_group", "requires_grad
 
 
 def engines_of(events: Events) -> list[dict[str, Any]]:
-    """What one rank published of several engines: the config of each, and after which step it was made.
+    """Return the engines that one rank published, if there are several. The list is empty for a single engine.
 
-    Each has ``after`` (a step; -1 for the first), ``config``, and ``same_model``: whether it has the parameters of those
-    before it; where it says how its parameters were made also ``construction`` (:func:`commprof.hooks.describe_config`);
-    where steps of several have one number also ``share_steps``. Of several that were made after the same step the last one
-    trains, where they share no steps; those of models like its own stand before it. Empty where there is a single one.
+    Each engine has these keys:
+
+    * ``after``: the step after which the engine was created, -1 if before the first step.
+    * ``config``: the config of the engine.
+    * ``same_model``: whether the engine has the same parameters as the first engines, or published none.
+    * ``construction``: how the parameters were constructed (:func:`commprof.hooks.describe_config`), if published.
+    * ``share_steps``: true if steps of several engines have the same number, otherwise absent.
+
+    If the engines share no steps and several were created after the same step, the last one trains. The list then
+    contains this engine, preceded by the engines with the same kind of model.
     """
     configs: dict[int, list[dict[str, Any]]] = defaultdict(list)
     for row in events.rows["config"]:
@@ -26,7 +32,7 @@ def engines_of(events: Events) -> list[dict[str, Any]]:
     published: dict[int, Counter[tuple[str, ...]]] = defaultdict(Counter)
     for row in events.rows["parameters"]:
         step = row.get("step")
-        # Text, since a damaged trace may hold anything.
+        # Converted to text, because values of a damaged trace may have any type.
         parameter_row = tuple(str(row.get(name)) for name in _OF_PARAMETER)
         published[max(step, -1) if isinstance(step, int) else -1][parameter_row] += 1
     share_steps = _share_steps(events.rows["step"])
@@ -45,16 +51,19 @@ def engines_of(events: Events) -> list[dict[str, Any]]:
 
 
 def _share_steps(rows: list[dict[str, Any]]) -> bool:
-    """Whether steps of several engines have one number: engines say when a step ends, and each says it once of a number."""
+    """Return whether steps of several engines have the same number.
+
+    Each engine reports the end of each step once, so a number that is reported twice belongs to two engines.
+    """
     told_steps = [row.get("step") for row in rows if row.get("ended") is True and row.get("is_told") is True]
     numbers = [step for step in told_steps if isinstance(step, int)]
     return len(set(numbers)) < len(numbers)
 
 
 def _alike(engines: list[dict[str, Any]], published: Counter[tuple[str, ...]]) -> list[dict[str, Any]]:
-    """Of the engines that were made after one step, those with a model like that of the one that trains, which is the last.
+    """Return the engines of one step that have the same kind of model as the engine that trains, which is the last one.
 
-    An engine without an optimizer publishes no parameters, only how many elements they have.
+    An engine without an optimizer publishes only the number of elements of its parameters, and not the parameters.
     """
     engines = sorted(engines, key=lambda row: row.get("has_optimizer") is not False)
     with_optimizer = [row for row in engines if row.get("has_optimizer") is not False]

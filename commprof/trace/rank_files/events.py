@@ -1,4 +1,4 @@
-"""Reading a rank's ``.events`` file: JSON lines; the last one may be truncated. Standard library only."""
+"""Reads the ``.events`` file of a rank: JSON lines, whose last line may be truncated. Standard library only."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _LARGEST_ID: Final = (1 << 32) - 1
 
 @dataclass(slots=True)
 class Events:
-    """The rows of one events file by kind, and how many lines could not be read."""
+    """The rows of one events file by kind, and ``torn``, the number of lines that could not be read."""
 
     rows: dict[str, list[Any]] = field(default_factory=lambda: {kind: [] for kind in EVENT_KINDS})
     torn: int = 0
@@ -31,16 +31,16 @@ class Events:
     )
 
     def interned(self, kind: str) -> dict[int, Mapping[str, Any]]:
-        """The interned rows of ``kind`` by id."""
+        """Return the interned rows of ``kind`` by id."""
         return self._interned[kind]
 
     def last(self, kind: str) -> dict[str, Any] | None:
-        """The last row of ``kind``."""
+        """Return the last row of ``kind``, or None."""
         rows = self.rows[kind]
         return rows[-1] if rows else None
 
     def add(self, line: bytes) -> None:
-        """Add one line. A malformed one counts in ``torn``; a kind that this version does not know is ignored."""
+        """Add one line. A malformed line increments ``torn``. A line of an unknown kind is ignored."""
         try:
             row = json.loads(line)
             kind = row.pop("kind")
@@ -63,17 +63,17 @@ class Events:
         number = row["id"]
         if type(number) is not int or not 0 < number <= _LARGEST_ID:
             raise ValueError("id")
-        # A number is given once: of two rows with one number, the first stood there when records began to name it.
+        # A number is assigned once. If two rows have the same number, records may already refer to the first row.
         if self._interned[kind].setdefault(number, row) != row:
             raise ValueError("id")
         self.rows[kind].append(row)
 
 
 def read_events(path: Path) -> Events:
-    """All rows of ``path``; none when there is no such file.
+    """Read all rows of ``path``. The result is empty if there is no such file.
 
     Raises:
-        TraceError: the file cannot be read.
+        TraceError: The file cannot be read.
     """
     try:
         with open_content(path) as stream:
@@ -90,7 +90,7 @@ def read_events(path: Path) -> Events:
 
 
 def parse_events(data: bytes) -> Events:
-    """The rows in ``data``. A malformed line is counted in ``torn`` and left out."""
+    """Parse the rows in ``data``. A malformed line is counted in ``torn`` and left out."""
     return _parse(io.BytesIO(data))
 
 

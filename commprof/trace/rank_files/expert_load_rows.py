@@ -1,4 +1,7 @@
-"""Reads how many tokens chose each expert: the rows of ``expert_loads``, from one line for each forward pass of a layer."""
+"""Reads the rows of ``expert_loads``, the number of tokens that chose each expert.
+
+The events file has one line for each forward pass of a layer of experts.
+"""
 
 from __future__ import annotations
 
@@ -17,19 +20,20 @@ from commprof.trace.tables import conform
 _MOST_EXPERTS: Final = 1 << 16
 _LARGEST_STEP: Final = (1 << 31) - 1
 _NUMBERS: Final = ("step", "micro_step", "phase", "time_ns", "capacity", "sent")
-_NO_STEP: Final = -(1 << 31)  # of after_step: null
+_NO_STEP: Final = -(1 << 31)  # represents null in after_step
 
 
 def load_rows(events: Events, steps: StepTable, process: Mapping[str, int]) -> Fitted:
-    """The table, and how many lines did not fit it.
+    """Return the ``expert_loads`` table of one rank, and the number of lines that did not fit the table.
 
     Args:
-        events: of one rank.
-        steps: its training steps.
-        process: rank, attempt and pid.
+        events: The events of the rank.
+        steps: The training steps of the rank.
+        process: The columns rank, attempt and pid.
     """
     lines = [line for line in map(_checked, events.rows["expert_load"]) if line is not None]
-    lines.sort(key=lambda line: int(line["time_ns"]))  # those of a device are written when they have arrived
+    # The line of a layer on a device is written late, when its counts arrive on the host.
+    lines.sort(key=lambda line: int(line["time_ns"]))
     left_out = len(events.rows["expert_load"]) - len(lines)
     numbers = {name: np.array([line[name] for line in lines], np.int64) for name in _NUMBERS}
     placed = steps.place(
@@ -60,18 +64,18 @@ def load_rows(events: Events, steps: StepTable, process: Mapping[str, int]) -> F
 
 
 def _calls(lines: list[dict[str, Any]], steps: np.ndarray[Any, Any], phases: np.ndarray[Any, Any]) -> Any:
-    """Which forward pass of its layer each line is, within the micro-batch and phase."""
+    """Return for each line the index of its forward pass within the layer, micro-batch and phase."""
     counted: dict[tuple[Any, ...], int] = {}
     calls = np.zeros(len(lines), np.int64)
     for number, (line, step, phase) in enumerate(zip(lines, steps.tolist(), phases.tolist(), strict=True)):
-        # Outside of all steps the recorded step still tells one evaluation from the next.
+        # Outside of all steps, the recorded step still distinguishes successive evaluations.
         key = (step, line["step"], line["micro_step"], phase, line["layer"])
         calls[number] = counted[key] = counted.get(key, -1) + 1
     return calls
 
 
 def _checked(line: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The line, if each of its values is what it must be."""
+    """Return the values of ``line`` if all of them are valid, and None otherwise."""
     layer, counts = line.get("layer"), line.get("counts")
     if not isinstance(layer, str) or not isinstance(counts, list) or not 0 < len(counts) <= _MOST_EXPERTS:
         return None

@@ -1,8 +1,8 @@
-"""Entries of torch's Flight Recorder as rows of the ``flight`` table. Standard library only.
+"""Converts entries of torch's Flight Recorder to rows of the ``flight`` table. Standard library only.
 
-gloo lists no sends and receives, and names what it really ran: its reduce_scatter is an all_reduce. torch 2.14 and newer
-record other backends (nccl2, custom ones) through hooks of the process group. The entries have the same form (version 2.10
-of the dump), with some names of their own: all_to_all_single, split, new_window.
+gloo lists no sends and receives. It lists the operation that it ran, so a reduce_scatter is listed as an all_reduce.
+torch 2.14 and newer record other backends (nccl2, custom ones) through hooks of the process group. These entries have
+the same form (version 2.10 of the dump), with some different names: all_to_all_single, split, new_window.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from commprof.schema import Op
 
-# The words after the backend's name without a leading ``_``. What is not here has no operation, as ``nccl:coalesced``.
+# The word after the name of the backend, without a leading ``_``. Other words have no operation (``nccl:coalesced``).
 OPERATIONS: Final[dict[str, Op]] = {
     "all_reduce": Op.ALL_REDUCE,
     "allreduce_coalesced": Op.ALL_REDUCE,
@@ -59,10 +59,10 @@ _ITEM_BYTES: Final[dict[str, int]] = {
 
 
 def flight_row(entry: Mapping[str, Any]) -> dict[str, Any]:
-    """One row of ``flight`` from an entry of torch's dump, less the columns that name the process.
+    """Convert an entry of torch's dump to a row of ``flight``, without the columns that name the process.
 
     Raises:
-        KeyError, ValueError: the entry is not of the form that torch writes (version 2.x of its dump).
+        KeyError, ValueError: The entry does not have the form that torch writes (version 2.x of its dump).
     """
     name, description = entry["process_group"]
     is_p2p = bool(entry["is_p2p"])
@@ -83,7 +83,7 @@ def flight_row(entry: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def operation_of(name: str) -> str | None:
-    """The operation that a backend's name stands for.
+    """Return the operation for a profiling name of a backend, or None if the name has no operation.
 
     >>> operation_of("nccl:_reduce_scatter_base"), operation_of("nccl:send 0->1"), operation_of("nccl:coalesced")
     ('reduce_scatter', 'send', None)
@@ -94,7 +94,7 @@ def operation_of(name: str) -> str | None:
 
 
 def bytes_of(sizes: Sequence[Sequence[int]] | None, dtypes: Sequence[str] | None) -> int | None:
-    """Bytes of tensors of these shapes and of torch's C++ dtype names; None where a dtype is not known."""
+    """Return the bytes of tensors with these shapes and C++ dtype names of torch. None if a dtype is not known."""
     if sizes is None or dtypes is None:
         return None
     if len(dtypes) != len(sizes):

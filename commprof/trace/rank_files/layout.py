@@ -1,8 +1,8 @@
 """Names and layout of a rank's files, shared by the writer and the decoder. Standard library only.
 
-A rank writes two files side by side. ``.records`` is a header of one page followed by ``schema.RECORD`` structs
-without gaps; it grows by whole segments, so its tail is zeros. ``.events`` is JSON lines, one object a line,
-whose ``kind`` is one of ``EVENT_KINDS``; a value is interned there before the first record that names it.
+A rank writes two files. ``.records`` has a header of one page, followed by ``schema.RECORD`` structs without gaps. It
+grows by whole segments, so its tail is zeros. ``.events`` has one JSON object per line, whose ``kind`` is one of
+``EVENT_KINDS``. An interned value is written there before the first record that refers to it.
 """
 
 from __future__ import annotations
@@ -20,20 +20,24 @@ from commprof.schema import RECORD, RECORD_FIELDS, SCHEMA_VERSION, record_offset
 MAGIC: Final = b"COMMPROF"
 # magic, schema version, header bytes, bytes of one record, rank, attempt, pid, seq of the first record
 HEADER: Final = struct.Struct("<8sIIIiiqq")
-# The rest of the first page is kept for the totals, so that they can be written when the disk is full: length, then JSON.
+# The rest of the first page is reserved for the totals, which can then be written even if the disk is full. The totals
+# are their length, followed by JSON.
 TOTALS_OFFSET: Final = 64
 _TOTALS_LENGTH: Final = struct.Struct("<I")
 
-# What is known of a call when it is issued, in the order in which the hot path hands it over. The tail is the end of the
-# record, which is equal in many records. The compiled slots rely on this: the issue time comes first, the number in the
-# group and the four interned values directly before the tail, and the commit word last (a test says so).
+# The fields that are known when a call is issued, in the order of the arguments on the hot path. The tail is the end of
+# the record, which is equal in many records. The compiled slots rely on this order (a test checks it): the issue time
+# is first, the number in the group and the four interned values are directly before the tail, the commit word is last.
 ISSUED: Final = ("issue_ns", "pg_seq", "signature", "tag", "call_site", "thread")
 TAIL_ISSUED: Final = ("step", "micro_step", "coalesce_id", "phase", "layer", "status", "captured", "commit")
 TAIL_OFFSET: Final = record_offset(TAIL_ISSUED[0])
 
 
 def _packer(names: Collection[str], begin: int, end: int) -> struct.Struct:
-    """Packs the fields called ``names`` of the record's bytes ``begin`` to ``end``; the others become zeros."""
+    """Return a struct that packs the fields ``names`` among the record's bytes ``begin`` to ``end``.
+
+    Other fields in this range become zeros.
+    """
     fields = [field for field in RECORD_FIELDS if begin <= record_offset(field.name) < end]
     return struct.Struct(
         "<" + "".join(field.code if field.name in names else f"{field.size}x" for field in fields)
@@ -42,22 +46,22 @@ def _packer(names: Collection[str], begin: int, end: int) -> struct.Struct:
 
 TAIL: Final = _packer(TAIL_ISSUED, TAIL_OFFSET, RECORD.size)
 ISSUE: Final = struct.Struct(f"{_packer(ISSUED, 0, TAIL_OFFSET).format}{TAIL.size}s")
-# The same for the compiled slots: what hatch_build.py defines for the compiler.
+# The macros that hatch_build.py defines when it compiles the slots, so that both versions use the same layout.
 C_MACROS: Final = {"RECORD_SIZE": RECORD.size, "RECORD_SEQUENCE": record_offset("pg_seq")}
 
 RECORDS_SUFFIX: Final = ".records"
 EVENTS_SUFFIX: Final = ".events"
 
-# What the ``kind`` of a line in the events file may be.
+# The possible values of ``kind`` of a line in the events file.
 EVENT_KINDS: Final[tuple[str, ...]] = (
-    "begin",  # who writes: rank, attempt, pid, host, world size, versions
-    "signature",  # interned: id and the columns whose source is SIGNATURE; or those of trace/rank_files/splits.py
+    "begin",  # the process that writes: rank, attempt, pid, host, world size, versions
+    "signature",  # interned: id and the columns whose source is SIGNATURE, or the fields of splits.py
     "tag",  # interned: id and the columns whose source is TAG
     "site",  # interned: id, call_site, api
     "thread",  # interned: id, name, ident
     "group",  # a process group that this rank is a member of
-    "step",  # a step or micro step begins, or a step ended; resources at that moment
-    "outside_step",  # an evaluation or a checkpoint begins; again, with its end, when training goes on
+    "step",  # a step or micro-batch begins, or a step ended; with the resources in use at this time
+    "outside_step",  # an evaluation or a checkpoint begins; repeated with its end when training resumes
     "metrics",
     "parameters",
     "expert_layers",
@@ -66,13 +70,13 @@ EVENT_KINDS: Final[tuple[str, ...]] = (
     "wrapper_passes",
     "buckets",
     "bucket",  # interned: id and what describes a gradient bucket
-    "flush",  # the bucket with this id was flushed: step, micro step, time
+    "flush",  # the bucket with this id was flushed: step, micro-batch, time
     "stalls",  # an interval in which C++ waited
     "config",
     "clock",  # monotonic and real-time clock read together
-    "clock_offset",  # how far this clock is from that of rank 0
+    "clock_offset",  # the offset between the clock of this host and the clock of rank 0
     "flight",  # an entry of torch's Flight Recorder
-    "stacks",  # the signal on which the process writes its stacks, and the file, below the run
+    "stacks",  # the signal on which the process writes its stacks, and the file, relative to the run
     "raised",  # a call raised: its signature and the pg_seq in its record
     "unseen",  # a self-check found collectives without records
     "outside",  # collectives issued outside the steps to record, so far
@@ -81,7 +85,7 @@ EVENT_KINDS: Final[tuple[str, ...]] = (
     "end",  # recording ended in an orderly way; totals
 )
 
-# What a row of sums holds: columns of the table ``aggregates``.
+# The fields of a row of sums: columns of the table ``aggregates``.
 SUM_FIELDS: Final = (
     "phase",
     "op",
@@ -99,7 +103,7 @@ SUM_FIELDS: Final = (
 
 
 class RankFile(NamedTuple):
-    """The identity of a rank's file, as its name says."""
+    """The identity of the files of a rank, as encoded in their name."""
 
     rank: int
     attempt: int
@@ -108,7 +112,7 @@ class RankFile(NamedTuple):
 
     @property
     def stem(self) -> str:
-        """File name without suffix."""
+        """The file name without suffix."""
         tail = "" if self.part == 1 else f"-{self.part}"
         return f"rank-{self.rank:05d}-{self.attempt}-{self.pid}{tail}"
 
@@ -118,7 +122,7 @@ _LARGEST_NUMBER: Final = 1 << 31
 
 
 def parse_stem(stem: str) -> RankFile | None:
-    """The inverse of :attr:`RankFile.stem`; ``None`` when ``stem`` is no such name.
+    """Return the identity in a :attr:`RankFile.stem`. Return ``None`` if ``stem`` is not the name of a rank file.
 
     >>> parse_stem("rank-00003-0-4711-2")
     RankFile(rank=3, attempt=0, pid=4711, part=2)
@@ -143,12 +147,12 @@ class Header(NamedTuple):
     first_seq: int
 
     def pack(self) -> bytes:
-        """The bytes of the header, without the padding to a whole page."""
+        """Return the bytes of the header, without the padding to a whole page."""
         return HEADER.pack(MAGIC, *self)
 
 
 def new_header(identity: RankFile, header_bytes: int, first_seq: int) -> Header:
-    """The header of a file that this version writes."""
+    """Return the header of a file that this version writes."""
     return Header(
         SCHEMA_VERSION,
         header_bytes,
@@ -161,11 +165,11 @@ def new_header(identity: RankFile, header_bytes: int, first_seq: int) -> Header:
 
 
 def parse_header(data: bytes, path: Path) -> Header:
-    """The header at the beginning of ``data``, the content of ``path``.
+    """Parse the header at the beginning of ``data``, the content of ``path``.
 
     Raises:
-        SchemaError: written by a version with another record.
-        TraceError: not a records file, or cut off within the header.
+        SchemaError: A version with a different record layout wrote the file.
+        TraceError: The file is not a valid records file, or is cut off within the header.
     """
     if len(data) < HEADER.size:
         raise TraceError(
@@ -193,13 +197,13 @@ def parse_header(data: bytes, path: Path) -> Header:
 
 
 def pack_totals(totals: Mapping[str, Any], room: int) -> bytes:
-    """The bytes of the totals in the first page; empty if they need more than ``room`` bytes."""
+    """Return the bytes of the totals for the first page. Empty if the totals need more than ``room`` bytes."""
     text = json.dumps(totals, separators=(",", ":"), default=str).encode()
     return _TOTALS_LENGTH.pack(len(text)) + text if len(text) + _TOTALS_LENGTH.size <= room else b""
 
 
 def parse_totals(data: bytes, header_bytes: int) -> dict[str, Any] | None:
-    """The totals in the first page of ``data``; None when the process ended without writing them."""
+    """Return the totals in the first page of ``data``. None if the process ended without writing totals."""
     if len(data) < TOTALS_OFFSET + _TOTALS_LENGTH.size:
         return None
     (length,) = _TOTALS_LENGTH.unpack_from(data, TOTALS_OFFSET)
@@ -214,7 +218,7 @@ def parse_totals(data: bytes, header_bytes: int) -> dict[str, Any] | None:
 
 
 def rank_files(directory: Path) -> list[tuple[RankFile, Path]]:
-    """The rank files of run directory ``directory``, each as identity and path without suffix, in order."""
+    """Return the identity and the path without suffix of each rank file in ``directory``, in order of identity."""
     paths: dict[RankFile, Path] = {}
     for path in directory.iterdir():
         if path.suffix in (RECORDS_SUFFIX, EVENTS_SUFFIX):

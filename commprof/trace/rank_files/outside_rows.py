@@ -1,4 +1,4 @@
-"""Checks rows from programs and files, which may be damaged, and converts them to tables of the schema."""
+"""Checks rows from programs and files, which may be damaged, and converts valid rows to tables of the schema."""
 
 from __future__ import annotations
 
@@ -13,18 +13,19 @@ from commprof.trace.manifest import MOST_RANKS
 from commprof.trace.tables import table_from_rows
 
 _BITS: Final = {"int8": 8, "int16": 16, "int32": 32, "int64": 64}
-_MOST_BYTES: Final = 1 << 50  # a larger message is a damaged number, and sums of such would not fit 64 bits
+# A larger message is a damaged number, and sums of such numbers would not fit 64 bits.
+_MOST_BYTES: Final = 1 << 50
 
 
 class Fitted(NamedTuple):
-    """The rows that fit a table, and how many did not."""
+    """The rows that fit a table, and the number of rows that do not."""
 
     table: pa.Table
     left_out: int
 
 
 def fitted(name: str, rows: Iterable[Mapping[str, Any]]) -> Fitted:
-    """``rows`` as table ``name`` of the schema, without those that do not fit it."""
+    """Convert ``rows`` to table ``name`` of the schema, without the rows that do not fit the table."""
     given_rows = list(rows)
     try:
         return Fitted(table_from_rows(name, given_rows), 0)
@@ -34,12 +35,12 @@ def fitted(name: str, rows: Iterable[Mapping[str, Any]]) -> Fitted:
 
 
 def fits_table(name: str, row: Mapping[str, Any]) -> bool:
-    """Whether every column of table ``name`` takes its value of ``row``."""
+    """Return whether ``row`` has a valid value for every column of table ``name``."""
     return all(fits(column, row.get(column.name)) for column in TABLES[name].columns)
 
 
 def fits(column: Column, value: Any) -> bool:
-    """Whether ``column`` takes ``value``."""
+    """Return whether ``value`` is valid in ``column``."""
     if value is None:
         return column.nullable
     if column.type == "bool":
@@ -63,7 +64,7 @@ def _is_text(value: str) -> bool:
 
 
 def is_signature(row: Mapping[str, Any]) -> bool:
-    """Whether ``row`` has all columns of a signature, with values that a collective can have."""
+    """Return whether ``row`` has all columns of a signature, with values that a collective can have."""
     if row.get("op") not in OPS:
         return False
     for column in COLLECTIVES.columns:
@@ -78,12 +79,12 @@ def is_signature(row: Mapping[str, Any]) -> bool:
 
 
 def whole_number(value: Any, low: int = 0, high: int = (1 << 63) - 1) -> int | None:
-    """``value`` when it is an integer between ``low`` and ``high``; else None."""
+    """Return ``value`` if it is an integer between ``low`` and ``high``, and None otherwise."""
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
         return None
     return value
 
 
 def world_size(value: Any) -> int | None:
-    """``value`` when it can be the number of ranks of a job; else None."""
+    """Return ``value`` if it is a possible world size of a job, and None otherwise."""
     return whole_number(value, 1, MOST_RANKS)

@@ -1,4 +1,4 @@
-"""Reads the records of one rank from its binary file part by part, so that memory does not grow with their number."""
+"""Reads the records of one rank from its binary file in parts, so that memory use does not grow with their number."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from commprof.trace.rank_files.layout import HEADER, parse_header, parse_totals
 
 RECORD_DTYPE: Final = np.dtype([(item.name, "<" + item.code) for item in RECORD_FIELDS])
 assert RECORD_DTYPE.itemsize == RECORD.size
-PART: Final = 1 << 18  # records read at a time
+PART: Final = 1 << 18  # number of records that are read at a time
 
 _LARGEST_HEADER: Final = 1 << 20
-_LARGE_HOLE: Final = 64 << 20  # the recorder reserves what it maps: its own files have no holes
-_BLOCK: Final = 4096  # records that fit the cache
-_MOST_TABULATED: Final = 1 << 20  # numbers below are looked up in a table, larger ones are searched for
+_LARGE_HOLE: Final = 64 << 20  # The recorder reserves the space that it maps, so its files have no holes.
+_BLOCK: Final = 4096  # number of records that fit into the CPU cache
+_MOST_TABULATED: Final = 1 << 20  # Smaller numbers are looked up in a table, larger numbers by binary search.
 _JUDGED: Final = ("commit", "phase", "layer", "status", "signature", "return_ns")
 _INCOMPLETE: Final = STATUSES.index(Status.INCOMPLETE)
 _RAISED: Final = STATUSES.index(Status.RAISED)
@@ -30,19 +30,20 @@ _RAISED: Final = STATUSES.index(Status.RAISED)
 
 _NEVER: Final = (1 << 63) - 1
 
-Window = tuple[int, int | None]  # from a moment to before another; null: to the end
+# A half-open interval of issue times in ns. If the end is None, the interval is unbounded.
+Window = tuple[int, int | None]
 Fields = dict[str, "np.ndarray[Any, Any]"]
 
 
 class Part(NamedTuple):
-    """Consecutive records of a rank: their numbers in issue order, and an array for each field."""
+    """Consecutive records of a rank: their numbers in issue order, and one array per field."""
 
     seq: np.ndarray[Any, Any]
     records: Fields
 
 
 class Tally(NamedTuple):
-    """Counts of the records of one rank by status. ``torn``: slots with data but no complete record."""
+    """The number of records of one rank by status. ``torn`` counts slots with data but without a complete record."""
 
     records: int = 0
     torn: int = 0
@@ -51,7 +52,7 @@ class Tally(NamedTuple):
 
 
 class Numbers:
-    """The sorted numbers of interned values, and the index of each."""
+    """The sorted numbers of interned values, and a lookup of the index of a number."""
 
     def __init__(self, numbers: np.ndarray[Any, Any]) -> None:
         self.ordered = np.sort(numbers.astype(np.int64))
@@ -65,7 +66,7 @@ class Numbers:
         return len(self.ordered)
 
     def places(self, numbers: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-        """The index of each of ``numbers``; ``len(self)`` for an unknown one."""
+        """Return the index of each of ``numbers``. The index of an unknown number is ``len(self)``."""
         if self._table is not None:
             tabulated: np.ndarray[Any, Any] = self._table[np.minimum(numbers, len(self._table) - 1)]
             return tabulated
@@ -76,26 +77,28 @@ class Numbers:
 
 
 class Records:
-    """The records of one rank file that were complete when :meth:`count` read it.
+    """The records of one rank file that were complete when :meth:`count` read the file.
 
     Args:
-        path: the ``.records`` file; one that is not there holds no records.
-        signatures: the numbers of the signatures that are known: a record that names another one is not complete.
+        path: The ``.records`` file. If the file does not exist, there are no records.
+        identity: The rank, attempt and pid that the header must contain.
+        signatures: The numbers of the known signatures. A record of an unknown signature is not complete.
 
     Raises:
-        TraceError: the file cannot be read, or is damaged beyond its tail.
-        SchemaError: another version wrote it.
+        TraceError: The file cannot be read, or its header is damaged or belongs to a different rank.
+        SchemaError: An incompatible version wrote the file.
     """
 
     def __init__(self, path: Path, identity: tuple[int, int, int], signatures: np.ndarray[Any, Any]) -> None:
         self.path = path
         self.totals: dict[str, Any] | None = None
-        # Signature and number of each call that raised; see :meth:`count`.
+        # The signature and the number of each call that raised. Filled by :meth:`count`.
         self.raised: list[tuple[int, int]] = []
         self._signatures = Numbers(signatures)
         self._first_seq = self._begin = self._slots = 0
         self._has_holes = False
-        self._whole: list[tuple[int, np.ndarray[Any, Any]]] = []  # per part: its first slot, one bit a slot
+        # For each part: its first slot, and one bit per slot that is set if the record is complete.
+        self._whole: list[tuple[int, np.ndarray[Any, Any]]] = []
         try:
             with open_content(path) as stream:
                 head = stream.read(_LARGEST_HEADER + HEADER.size)
@@ -117,7 +120,7 @@ class Records:
         self.totals = parse_totals(head, header.header_bytes)
 
     def count(self) -> Tally:
-        """Read the file once: find the complete records, and count them by status."""
+        """Read the whole file, find the complete records, and count them by status."""
         self._whole.clear()
         self.raised.clear()
         records = incomplete = used = 0
@@ -134,7 +137,10 @@ class Records:
         return Tally(records, used - records, len(self.raised), incomplete)
 
     def last_ends(self, windows: Iterable[Window]) -> dict[Window, int]:
-        """The end of the last collective that was issued within each window; windows without any are left out."""
+        """Return the last end time of the collectives issued in each window, in ns.
+
+        Windows without collectives are left out.
+        """
         ordered = sorted(set(windows))
         starts = np.array([start for start, _ in ordered], np.int64)
         stops = np.array([_NEVER if stop is None else stop for _, stop in ordered], np.int64)
@@ -148,11 +154,11 @@ class Records:
         return {window: end for window, end in zip(ordered, ends.tolist(), strict=True) if end}
 
     def parts(self) -> Iterator[Part]:
-        """The records that :meth:`count` found complete, in issue order, at most :data:`PART` at a time."""
+        """Yield the records that :meth:`count` found complete, in issue order, at most :data:`PART` at a time."""
         marked = dict(self._whole)
         for first, raw in self._raw():
             if first not in marked:
-                continue  # it was empty, and somebody still writes
+                continue  # The part was empty when it was counted, and a process still writes records.
             slots = np.flatnonzero(np.unpackbits(marked[first], count=len(raw)))
             fields = _split(raw, RECORD_DTYPE.names or ())
             if len(slots) < len(raw):
@@ -161,7 +167,7 @@ class Records:
                 yield Part(self._first_seq + first + slots, fields)
 
     def _raw(self) -> Iterator[tuple[int, np.ndarray[Any, Any]]]:
-        """The slots of the file, part by part, each with the number of its first slot. Skips holes in the file."""
+        """Yield the slots of the file in parts, with the number of the first slot of each part. Skips holes."""
         if not self._slots:
             return
         try:
@@ -175,7 +181,8 @@ class Records:
                     stream.seek(self._begin + first * RECORD.size)
                     data = stream.read(count * RECORD.size)
                     raw = np.frombuffer(data, RECORD_DTYPE, len(data) // RECORD.size)
-                    if len(raw) < count:  # cut off since it was opened: the parts stay where they are
+                    # If the file became shorter since it was opened, the part is padded to keep its position.
+                    if len(raw) < count:
                         raw = np.concatenate([raw, np.zeros(count - len(raw), RECORD_DTYPE)])
                     yield first, raw
                     first += count
@@ -183,13 +190,14 @@ class Records:
             raise TraceError(f"{self.path} cannot be read: {error.strerror}") from None
 
     def _next_part(self, descriptor: int, first: int) -> int:
-        """The part at or after slot ``first`` in which the file holds anything."""
+        """Return the first slot of the next part with data, at or after slot ``first``."""
         if not self._has_holes:
             return first
         try:
             data = os.lseek(descriptor, self._begin + first * RECORD.size, os.SEEK_DATA)
         except OSError as error:
-            return self._slots if error.errno == errno.ENXIO else first  # nothing but a hole follows
+            # ENXIO means that only a hole follows.
+            return self._slots if error.errno == errno.ENXIO else first
         return max(first, (data - self._begin) // RECORD.size // PART * PART)
 
     def _are_whole(self, fields: Fields) -> np.ndarray[Any, Any]:
@@ -202,7 +210,7 @@ class Records:
 
 
 def _last_used(first: int, raw: np.ndarray[Any, Any], is_whole: np.ndarray[Any, Any]) -> int:
-    """The slot after the last one of a part that holds anything; 0 where none does."""
+    """Return the number of the slot after the last slot with data in a part, or 0 if the part has no data."""
     if is_whole[-1]:
         return first + len(raw)
     others = np.flatnonzero(~is_whole)
@@ -215,7 +223,10 @@ def _last_used(first: int, raw: np.ndarray[Any, Any], is_whole: np.ndarray[Any, 
 
 
 def _split(raw: np.ndarray[Any, Any], names: Iterable[str]) -> Fields:
-    """The fields of ``raw`` as arrays of their own, a block at a time: a record is longer than a line of the cache."""
+    """Copy the fields ``names`` of ``raw`` into separate arrays.
+
+    The copy runs block by block, because a record is longer than a cache line.
+    """
     fields = {name: np.empty(len(raw), raw.dtype[name]) for name in names}
     for begin in range(0, len(raw), _BLOCK):
         block = raw[begin : begin + _BLOCK]
@@ -225,7 +236,7 @@ def _split(raw: np.ndarray[Any, Any], names: Iterable[str]) -> Fields:
 
 
 def completed_status(records: Fields) -> np.ndarray[Any, Any]:
-    """The status of each record: records are packed as incomplete, and a return time makes them ok."""
+    """Return the status of each record. A record is written as incomplete, and counts as ok if it has a return time."""
     status = records["status"].copy()
     status[(status == _INCOMPLETE) & (records["return_ns"] != 0)] = STATUSES.index(Status.OK)
     return status

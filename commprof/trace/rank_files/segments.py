@@ -1,9 +1,10 @@
-"""Slots for records in a mapped part of a rank's file, and the words that complete them.
+"""Slots for records in a memory-mapped part of a rank's file, and the words that complete the records.
 
 Standard library only.
 
-Note [slots]: the code that takes a slot, packs the record and reads the clock runs once per collective. So it exists in
-C as well (``_slots.c``): 0.15 us instead of 0.4. Both versions have the same interface.
+Note [slots]: the code that takes a slot, packs the record and reads the clock runs once per collective. For this reason
+it is also implemented in C (``_slots.c``), where it takes 0.15 us instead of 0.4 us. Both versions have the same
+interface.
 """
 
 from __future__ import annotations
@@ -27,17 +28,17 @@ DEVICE_BEGIN_WORD: Final = record_offset("device_begin_ns") // 8
 DEVICE_END_WORD: Final = record_offset("device_end_ns") // 8
 EXPOSED_WORD: Final = record_offset("exposed_ns") // 8
 STATE_WORD: Final = record_offset("phase") // 8
-_SIGNATURE_WORD: Final = record_offset("signature") // 8  # its lower half
+_SIGNATURE_WORD: Final = record_offset("signature") // 8  # The signature is the lower half of this word.
 _STATUS_SHIFT: Final = 8 * (record_offset("status") - record_offset("phase"))
-_COMPILED_VERSION: Final = 2  # the VERSION of _slots.c that does what this module says
+_COMPILED_VERSION: Final = 2  # the VERSION of _slots.c that implements the interface of this module
 
 
 def pack_tail(
     step: int, micro_step: int, coalesce_id: int, phase: int, layer: int, captured: bool = False
 ) -> bytes:
-    """The record's last bytes, from ``step`` to the commit word, which are equal in many records. Status: incomplete.
+    """Pack the tail of a record, from ``step`` to the commit word, with the status incomplete.
 
-    Numbers that do not fit their fields are clamped.
+    The tail is equal in many records. A step or micro-batch number that does not fit its field is clamped.
     """
     status = STATUSES.index(Status.INCOMPLETE)
     return TAIL.pack(_fit(step), _fit(micro_step), coalesce_id, phase, layer, status, captured, COMMIT)
@@ -48,7 +49,7 @@ def _fit(number: int) -> int:
 
 
 class Words(Protocol):
-    """A record's eight-byte words, numbered from the beginning of its segment."""
+    """The eight-byte words of records, numbered from the beginning of their segment."""
 
     def __getitem__(self, index: int) -> int: ...
 
@@ -69,11 +70,11 @@ _NOTHING: Final[Words] = _NoWords()
 
 
 class PythonSlots:
-    """Room for records in the first ``size`` bytes of a mapping; None: there is no room. See Note [slots].
+    """Slots for records in the first ``size`` bytes of a mapping. If it is None, there are no slots. See Note [slots].
 
     Attributes:
-        end: how many bytes there is room for.
-        words: the records' words, also when nothing is mapped any more; of who inherits from this.
+        end: The size of the slots in bytes.
+        words: The words of the records, which stay accessible after the mapping is released. A subclass sets them.
     """
 
     __slots__ = ("_mapping", "_offsets", "end", "words")
@@ -82,16 +83,16 @@ class PythonSlots:
 
     def __init__(self, mapping: mmap.mmap | None, size: int) -> None:
         self._mapping = mapping
-        # Hands out each offset once, to whichever thread asks.
+        # Returns each offset once, even if several threads take slots at the same time.
         self._offsets = itertools.count(0, RECORD.size)
         self.end = 0 if mapping is None else size // RECORD.size * RECORD.size
 
     def take(
         self, issue_ns: int, seq: int, signature: int, tag: int, site: int, thread: int, tail: bytes, /
     ) -> int:
-        """Write a record into the next slot; the index of its first word, or -1 where there is no room.
+        """Write a record into the next slot. Return the index of its first word, or -1 if no slot is left.
 
-        An ``issue_ns`` of 0 stands for now.
+        An ``issue_ns`` of 0 means the current time.
         """
         mapping = self._mapping
         offset = next(self._offsets)
@@ -103,29 +104,29 @@ class PythonSlots:
         return offset >> 3
 
     def stamp(self, index: int, /) -> None:
-        """Write the time that it is now into the word at ``index``."""
+        """Write the current time in ns into the word at ``index``."""
         self.words[index] = time.perf_counter_ns()
 
     @property
     def used(self) -> int:
-        """Bytes that hold records."""
+        """The size in bytes of the slots that were taken."""
         return min(count_of(self._offsets), self.end)
 
     def release(self) -> None:
-        """Let go of the mapping: no slot is left, and ``end`` is what was used."""
+        """Release the mapping. No slots are left, and ``end`` becomes the number of bytes that were used."""
         self.end = self.used
         self._mapping = None
 
 
 def _writes_records(module: ModuleType) -> bool:
-    """Whether the slots of ``module`` write the record that the schema declares: it may be older than the schema."""
+    """Return whether the slots of ``module`` write the record of the schema, since ``module`` may be outdated."""
     record = (1, 2, 3, 4, 5, 6, bytes(range(1, TAIL.size + 1)))
     mapping = mmap.mmap(-1, mmap.PAGESIZE)
     mapping.write(b"\xff" * mmap.PAGESIZE)
     slots = module.Slots(mapping, mmap.PAGESIZE)
     try:
         indices = [slots.take(*record) for _ in range(2)]
-    except ValueError:  # its tail has another length
+    except ValueError:  # The module expects a tail of a different length.
         return False
     finally:
         slots.release()
@@ -141,9 +142,10 @@ else:
 
 
 class Segment(Slots):
-    """A reserved part of the file, or of memory: room for records at the offsets 0, RECORD.size, ... below ``end``.
+    """A reserved part of the file or of memory, with slots at the offsets 0, RECORD.size, ... below ``end``.
 
-    ``words`` leads to the records, also when they are not mapped any more; so does the segment itself, less directly.
+    ``words`` gives access to the words of the records, even after the mapping is released. Indexing the segment itself
+    does the same, with one more call.
     """
 
     __slots__ = ("map",) if Slots is PythonSlots else ("map", "words")
@@ -160,15 +162,15 @@ class Segment(Slots):
         self.words[index] = value
 
     def let_go(self, words: Words) -> None:
-        """Unmap a full segment, now or when the last thread that still packs a record there has done so.
+        """Unmap a full segment as soon as no thread is packing a record in the segment.
 
-        ``words`` lead to its records from now on.
+        From now on, ``words`` gives access to its records.
         """
         self.words, self.map = words, None
         self.release()
 
     def close(self) -> bool:
-        """Unmap it at once; False when that cannot be, since another thread packs a record there just now."""
+        """Unmap the segment at once. Return False if another thread is packing a record in the segment."""
         words, mapping = self.words, self.map
         self.words, self.map = _NOTHING, None
         self.release()
@@ -182,16 +184,16 @@ class Segment(Slots):
         return True
 
 
-# The place of a dropped record.
+# The segment of dropped records.
 NO_WORDS: Final = Segment(None, 0)
 
-# Where a record lies, so that it can be completed: its segment, the index of its first word there, and whether its wait's
-# beginning is to be recorded (a call that is not asynchronous waits as soon as it has returned).
+# The location of a record that will be completed later: its segment, the index of its first word in the segment, and
+# whether the begin of its wait must be recorded. (The wait of a synchronous call begins when the call returns.)
 Token = tuple[Segment, int, bool]
 
 
 def mark_raised(token: Token) -> tuple[int, int]:
-    """Change the status of a record to ``raised``; returns its signature and its number in its group."""
+    """Change the status of a record to ``raised``. Return the signature of the record and its number in its group."""
     words, base, _ = token
     mask = 0xFF << _STATUS_SHIFT
     words[base + STATE_WORD] = (words[base + STATE_WORD] & ~mask) | STATUSES.index(
@@ -201,8 +203,8 @@ def mark_raised(token: Token) -> tuple[int, int]:
 
 
 def count_of(counter: Iterator[int]) -> int:
-    """The number that ``counter`` (an ``itertools.count``) hands out next, without taking it.
+    """Return the next number of ``counter`` (an ``itertools.count``) without advancing it.
 
-    From its text, ``count(5)`` or ``count(0, 104)``: pickling it, which would say the same, is deprecated.
+    The number is parsed from the repr, ``count(5)`` or ``count(0, 104)``, because pickling the counter is deprecated.
     """
     return int(repr(counter)[len("count(") : -1].partition(",")[0])

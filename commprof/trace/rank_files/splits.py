@@ -1,4 +1,4 @@
-"""Signatures of calls whose splits never repeat: stored as numbers of rows, from which sizes are computed. Pure."""
+"""Signatures of calls whose splits never repeat. They store numbers of rows, from which sizes are computed. Pure."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from commprof.schema import format_splits
 
-_MOST: Final = 1 << 50  # more is damage
+_MOST: Final = 1 << 50  # A larger number is damaged.
 _OWN: Final = (
     "id",
     "sizes",
@@ -23,15 +23,15 @@ _PLACES: Final = {name: place for place, name in enumerate(_OWN)}
 
 
 class SplitSignature(Mapping[str, Any]):
-    """The complete signature of such a call, in little memory: a long job has millions.
+    """The complete signature of a call with individual splits. It uses little memory, since a long job has millions.
 
     Args:
-        like: the signature that it shares all else with.
-        line: its own line: ``row_shapes`` and ``row_bytes`` of the output and of the input, how many ``rows`` these have,
-            and ``splits``: how many come from, and go to, each rank.
+        like: The signature that has the same values in all columns that do not depend on the splits.
+        line: The line of this signature. ``row_shapes``, ``row_bytes`` and ``rows`` (the number of rows) are given for
+            the output and the input. ``splits`` has the number of rows received from, and sent to, each rank.
 
     Raises:
-        ValueError, TypeError, KeyError: the line is damaged.
+        ValueError, TypeError, KeyError: The line is damaged.
     """
 
     __slots__ = ("_own", "like")
@@ -75,7 +75,7 @@ class SplitSignature(Mapping[str, Any]):
         return self.like[name] if place is None else self._own[place]
 
     def get(self, name: str, default: Any = None) -> Any:
-        """The value of ``name``."""
+        """Return the value of ``name``, or ``default``."""
         place = _PLACES.get(name)
         return self.like.get(name, default) if place is None else self._own[place]
 

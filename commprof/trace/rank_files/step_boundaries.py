@@ -1,8 +1,9 @@
 """Derives training steps, and evaluations and checkpoints between them, from the events of one rank.
 
-A step runs from the end of the one before it to the end of its last optimizer step. What lies between that and the next
-step's first pass is the next step's input, unless some rank evaluates or saves there: then the time until the last
-such pass, or the last collective after it, is outside all steps. Everything after the last step is outside too.
+A step lasts from the end of the previous step to the end of its last optimizer step. The time from there to the first
+pass of the next step is the input of the next step. If a rank evaluates or saves in this time, the time until the end
+of the last evaluation or checkpoint, or of the last collective after it, is outside all steps. The time after the last
+step is outside all steps, too.
 """
 
 from __future__ import annotations
@@ -28,21 +29,25 @@ class Pass:
 
     phase: str
     begin_ns: int
-    end_ns: int | None = None  # null: the process was killed in it
-    resume_ns: int | None = None  # training went on
+    end_ns: int | None = None  # None: the process was killed before the end
+    resume_ns: int | None = None  # the time at which training resumed
     passes: int = 1
-    has_trained: bool = False  # a pass of the step had begun before
+    has_trained: bool = False  # whether a training pass of the step had begun before
 
 
 @dataclass(slots=True)
 class Gap:
-    """From the end of step ``after`` (null: none has ended) to the first pass of the next.
+    """The time from the end of a step to the first pass of the next step.
 
     Attributes:
-        stop_ns: null where no step follows.
-        next_step: null where none follows.
-        phase: why it is outside all steps; null where it is the next step's input.
-        end_ns: the end of what is outside; null where the process was killed in it.
+        after: The step before the gap. None if no step has ended.
+        start_ns: The begin of the gap.
+        stop_ns: The end of the gap. None if no step follows.
+        next_step: The next step. None if no step follows.
+        passes: The evaluations and checkpoints in the gap.
+        phase: The phase, evaluation or checkpoint, that puts the gap outside all steps. None if the gap is the input
+            of the next step.
+        end_ns: The end of the time outside all steps. None if the process was killed before this end.
     """
 
     after: int | None
@@ -61,36 +66,44 @@ class Span:
     step: int
     begin: Row
     begin_ns: int
-    last: Row | None = None  # the row that says with what resources it ended
+    last: Row | None = None  # the row with the resources in use at the end of the step
     end_ns: int | None = None
     ends: list[Row] = field(default_factory=list)
-    next: Row | None = None  # the boundary after it; null where the process was killed
-    outside_ns: int = 0  # of evaluations and checkpoints within it
+    next: Row | None = None  # the boundary after the step; None if the process was killed
+    outside_ns: int = 0  # the duration of evaluations and checkpoints within the step
 
 
 @dataclass(slots=True)
 class Course:
-    """The steps of one rank in order, the gaps after them, and automatic steps that were none."""
+    """The steps of one rank in order, and the gaps between them.
+
+    Attributes:
+        spans: The steps.
+        gaps: The gaps before, between and after the steps.
+        void: Step numbers that turned out not to be steps, each with the step that replaces it (-1 for none).
+        passes: All evaluations and checkpoints.
+        ended_ns: The time at which the recording ended. None if it did not end.
+    """
 
     spans: list[Span]
     gaps: list[Gap]
     void: dict[int, int]
     passes: list[Pass]
-    ended_ns: int | None  # recording ended
+    ended_ns: int | None
 
 
 def course_of(events: Events, elsewhere: Mapping[int, str], last_end: LastEnd) -> Course:
-    """The steps that one rank's events describe.
+    """Return the steps that the events of one rank describe.
 
     Args:
-        events: of the rank.
-        elsewhere: what other ranks did after steps: evaluation or checkpoint.
-        last_end: when the last collective ended that was issued between two moments.
+        events: The events of the rank.
+        elsewhere: The phase (evaluation or checkpoint) of other ranks, by the step that it followed.
+        last_end: A function that returns the end of the last collective issued between two times, in ns.
     """
     rows = [{"step": None, **row} for row in events.rows["step"] if _is_boundary(row)]
     named = [row for row in rows if row["step"] is not None and not row.get("automatic") and not _is_end(row)]
     void: dict[int, int] = {}
-    if named:  # what the program names replaces what was found
+    if named:  # Steps that the program names replace steps that were detected automatically.
         first_ns = named[0]["time_ns"]
         automatic = {row["step"] for row in rows if row.get("automatic") and row["step"] is not None}
         void = dict.fromkeys(automatic - {row["step"] for row in named}, -1)
@@ -117,7 +130,7 @@ def course_of(events: Events, elsewhere: Mapping[int, str], last_end: LastEnd) -
 
 
 def is_time(value: object) -> bool:
-    """Whether ``value`` is a time in ns that a column holds; a damaged line may have any other."""
+    """Return whether ``value`` is a time in ns that fits a column. A damaged line may have any value."""
     return type(value) is int and -_TIME_LIMIT <= value < _TIME_LIMIT
 
 
@@ -141,7 +154,7 @@ def _spans(rows: Iterable[Row]) -> list[Span]:
                 current.ends.append(row)
         elif row["step"] is None or row.get("micro_step", 0) == 0:
             if current is not None and row["step"] == current.step:
-                continue  # another engine says so too
+                continue  # A second engine reports the same step.
             if current is not None:
                 current.next = row
             current = None
@@ -152,7 +165,7 @@ def _spans(rows: Iterable[Row]) -> list[Span]:
 
 
 def _passes(events: Events) -> list[Pass]:
-    """Evaluations and checkpoints in order. Each has an event when it begins, and another when it has ended."""
+    """Return evaluations and checkpoints in order. Each has one event at its begin and a second event after its end."""
     by_begin: dict[int, Pass] = {}
     for row in events.rows["outside_step"]:
         begin, phase = row.get("begin_ns"), row.get("phase")
@@ -167,7 +180,10 @@ def _passes(events: Events) -> list[Pass]:
 
 
 def _drop_empty_end(course: Course) -> None:
-    """A last boundary behind which nothing was trained ends the step before it, where steps are known to train."""
+    """Remove a last step in which nothing was trained. Its boundary then ends the step before it.
+
+    This applies only if an optimizer is known to have stepped in an earlier step.
+    """
     if len(course.spans) < 2 or not any(span.ends for span in course.spans[:-1]):
         return
     last = course.spans[-1]
@@ -178,7 +194,10 @@ def _drop_empty_end(course: Course) -> None:
 
 
 def _add_gap(course: Course, number: int, elsewhere: Mapping[int, str], last_end: LastEnd) -> None:
-    """The gap after span ``number``, or before the first; with it the end of that step and the begin of the next."""
+    """Add the gap after span ``number`` (-1: before the first span).
+
+    The function also sets the end of this span and the begin of the next span.
+    """
     span = course.spans[number] if number >= 0 else None
     after = course.spans[number + 1] if number + 1 < len(course.spans) else None
     if span is not None and not span.ends and after is None:
@@ -210,7 +229,11 @@ def _add_gap(course: Course, number: int, elsewhere: Mapping[int, str], last_end
 
 
 def _close_last(course: Course, span: Span) -> None:
-    """The end of a last step in which no optimizer stepped: that of the recording, unless steps end otherwise."""
+    """Set the end of a last step in which no optimizer stepped.
+
+    The step ends at its next boundary if this is the end of the recording, or if no step has an optimizer step.
+    Otherwise the end of the step stays unknown.
+    """
     if span.next is None:
         return
     if span.next.get("closed") or not any(each.ends for each in course.spans):
@@ -218,7 +241,7 @@ def _close_last(course: Course, span: Span) -> None:
 
 
 def _within(course: Course, span: Span | None, after: Span | None) -> list[Pass]:
-    """The evaluations and checkpoints after the end of ``span`` and before the first pass of ``after``."""
+    """Return the evaluations and checkpoints after the end of ``span`` and before the first pass of ``after``."""
     begin = -1 if span is None else (span.ends[-1]["time_ns"] if span.ends else None)
     inside = []
     for each in course.passes:
@@ -235,7 +258,7 @@ def _within(course: Course, span: Span | None, after: Span | None) -> list[Pass]
 
 
 def _end_of(span: Span, passes: Sequence[Pass]) -> tuple[int, bool]:
-    """When ``span`` ended, and whether its optimizer says so, not the next boundary."""
+    """Return the end of ``span`` in ns, and whether it is the end of its optimizer step and not the next boundary."""
     following = None if span.next is None or span.next["step"] is None else span.next["time_ns"]
     if not span.ends:
         assert following is not None
@@ -247,7 +270,7 @@ def _end_of(span: Span, passes: Sequence[Pass]) -> tuple[int, bool]:
 
 
 def _end_outside(gap: Gap, course: Course, last_end: LastEnd) -> None:
-    """The end of what is outside in ``gap``: of its last pass, or of the last collective in it."""
+    """Set the end of the time outside all steps in ``gap``: the end of its last pass or of its last collective."""
     if gap.passes and gap.passes[-1].end_ns is None:
         return
     if gap.phase is None:

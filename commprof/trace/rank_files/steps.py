@@ -1,4 +1,4 @@
-"""The tables ``steps`` and ``outside_steps`` of one rank, and the step of each of its records."""
+"""Builds the tables ``steps`` and ``outside_steps`` of one rank, and determines the step of each record."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from commprof.trace.rank_files.events import Events
 from commprof.trace.rank_files.step_boundaries import Course, Gap, LastEnd, Span, course_of, is_time
 
 _NO_STEP: Final = -1
-_UNKNOWN: Final = -(1 << 31)  # of after_step: null
+_UNKNOWN: Final = -(1 << 31)  # represents null in after_step
 _FURTHEST: Final = (1 << 63) - 1
 _OUTSIDE: Final = frozenset({Phase.EVALUATION, Phase.CHECKPOINT})
 _OUTSIDE_NUMBERS: Final = tuple(PHASES.index(phase) for phase in sorted(_OUTSIDE))
@@ -24,7 +24,7 @@ _Array = np.ndarray[Any, Any]
 
 
 class Placed(NamedTuple):
-    """Step and phase of each record; outside of all steps -1, with the step before it."""
+    """The step and phase of each record. Outside all steps, the step is -1 and ``after`` is the step before."""
 
     step: _Array
     after: _Array
@@ -33,22 +33,24 @@ class Placed(NamedTuple):
 
 
 class _Window(NamedTuple):
-    """Records issued from ``start`` to before ``stop`` have this step, whatever step they name."""
+    """An interval of issue times [start, stop) in ns whose records belong to ``step``, whatever step they name."""
 
     start: int
     stop: int
     step: int
     after: int
-    phases: tuple[tuple[int, int], ...]  # from when on which phase, for records that name none
+    phases: tuple[tuple[int, int], ...]  # begin and number of each phase, for records that name no phase
 
 
 @dataclass(frozen=True, slots=True)
 class StepTable:
-    """The rows of ``steps`` and ``outside_steps``.
+    """The rows of ``steps`` and ``outside_steps`` of one rank.
 
     Attributes:
-        void: steps that turned out to be none, each with the step that it belongs to.
-        outside: after which steps this rank evaluated or saved: the phase.
+        rows: The rows of ``steps``.
+        outside_rows: The rows of ``outside_steps``.
+        void: Step numbers that turned out not to be steps, each with the step that replaces it (-1 for none).
+        outside: The phase (evaluation or checkpoint) of this rank, by the step that it followed.
     """
 
     rows: list[dict[str, Any]]
@@ -56,12 +58,13 @@ class StepTable:
     void: dict[int, int]
     outside: dict[int, str]
     _windows: list[_Window]
-    _following: dict[int, int]  # what records name that is no step: the step that they are of, or -1
-    # Recorded step and phase of a record outside of all steps -> the step before it.
+    # A number in records that is not a step -> the step that the records belong to, or -1.
+    _following: dict[int, int]
+    # Recorded step and phase of a record outside all steps -> the step before the record.
     _after_of: dict[tuple[int, str], int | None]
 
     def place(self, steps: _Array, issue_ns: _Array, phases: _Array) -> Placed:
-        """Step and phase of each record, by its recorded step, time and phase."""
+        """Return the step and phase of each record from its recorded step, issue time in ns and phase."""
         step, phase = self._relabel(steps), phases.copy()
         after, is_outside = np.full(len(step), _UNKNOWN, np.int32), np.zeros(len(step), bool)
         if self._windows and len(step):
@@ -83,7 +86,7 @@ class StepTable:
         return Placed(step, after, is_outside & (after != _UNKNOWN), phase)
 
     def _phases_at(self, times: _Array) -> _Array:
-        """What collectives that name no phase belong to, by time."""
+        """Return the phase at each of ``times`` in ns, for collectives that name no phase."""
         changes = [
             change
             for window in self._windows
@@ -94,9 +97,10 @@ class StepTable:
         return phases
 
     def place_sum(self, step: int, phase: str) -> tuple[int, int | None]:
-        """The step of a sum over records of one recorded step and phase; -1 and the step before where it is outside.
+        """Return the step of a sum over records of one recorded step and phase, and the step before if it is outside.
 
-        Sums have no times: they follow the first evaluation or checkpoint that began in the same recorded step.
+        Outside all steps, the step is -1. Sums have no times, so a sum of an evaluation or checkpoint is assigned to
+        the first one that began in the same recorded step.
         """
         if phase in _OUTSIDE:
             return _NO_STEP, self._after_of.get((step, phase), self._before(step, step))
@@ -105,12 +109,15 @@ class StepTable:
         return placed, self._before(step, step - 1) if placed == _NO_STEP else None
 
     def _before(self, recorded: int, last: int) -> int | None:
-        """The step that what was recorded in ``recorded`` came after: ``last`` or one before it."""
+        """Return the last step that is not after ``last``, or None.
+
+        If ``recorded`` encodes a time after the end of a step, this step is used instead of ``last``.
+        """
         last = after_end(recorded) if recorded < _NO_STEP else last
         return max((row["step"] for row in self.rows if row["step"] <= last), default=None)
 
     def _relabel(self, steps: _Array) -> _Array:
-        """The step of each record, without the steps that were none."""
+        """Return the step of each record, where numbers that are not steps are replaced."""
         instead = self.void | self._following
         if not instead or not len(steps):
             return steps.copy()
@@ -123,7 +130,10 @@ class StepTable:
 
 
 def build_steps(events: Events, elsewhere: Mapping[int, str], last_end: LastEnd) -> StepTable:
-    """The steps that the events of one rank describe; see :func:`commprof.trace.rank_files.step_boundaries.course_of`."""
+    """Return the table of the steps that the events of one rank describe.
+
+    See :func:`commprof.trace.rank_files.step_boundaries.course_of` for the arguments.
+    """
     course = course_of(events, elsewhere, last_end)
     micro = _micro_steps(events.rows["step"])
     metrics = _metrics(events.rows["metrics"], course.void)
@@ -158,7 +168,7 @@ def build_steps(events: Events, elsewhere: Mapping[int, str], last_end: LastEnd)
 
 
 def _after_of(course: Course, events: Events) -> dict[tuple[int, str], int | None]:
-    """Recorded step and phase of each first evaluation and checkpoint, and the step that it came after."""
+    """Return the step before the first evaluation and checkpoint of each recorded step, by recorded step and phase."""
     rows_by_time = {row["time_ns"]: row for row in events.rows["step"] if is_time(row.get("time_ns"))}
     times = np.array(sorted(rows_by_time), np.int64)
     last_steps: dict[tuple[int, str], int | None] = {}
@@ -173,7 +183,7 @@ def _after_of(course: Course, events: Events) -> dict[tuple[int, str], int | Non
 
 
 def _recorded_after(row: Mapping[str, Any]) -> int:
-    """The step of records that follow ``row``, until the next."""
+    """Return the step that the recorder writes into records after ``row``, until the next row."""
     step = row.get("step")
     if type(step) is not int:
         return _NO_STEP
@@ -190,7 +200,7 @@ def _windows(course: Course) -> list[_Window]:
             windows.append(_Window(first, last, span.step, _UNKNOWN, ()))
     for gap in course.gaps:
         if gap.phase is None and gap.after is not None and gap.next_step == gap.after + 1:
-            continue  # its records say so already
+            continue  # The records already name the next step.
         stop = _FURTHEST if gap.stop_ns is None else gap.stop_ns
         after = _UNKNOWN if gap.after is None else gap.after
         is_outside = gap.phase is not None or gap.next_step is None
@@ -200,7 +210,7 @@ def _windows(course: Course) -> list[_Window]:
 
 
 def _phases(gap: Gap) -> tuple[tuple[int, int], ...]:
-    """What collectives that name no phase belong to: what ran last before them, else what comes."""
+    """Return the begin in ns and the number of each phase in ``gap``, for collectives that name no phase."""
     if gap.phase is None:
         return ()
     first = (gap.start_ns, PHASES.index(gap.phase))
@@ -208,7 +218,7 @@ def _phases(gap: Gap) -> tuple[tuple[int, int], ...]:
 
 
 def _following(spans: list[Span]) -> dict[int, int]:
-    """The steps that records may name which were issued after the end of one, and the steps that they are of."""
+    """Return the correct step by the step number that records name after the end of a step."""
     begun = {span.step for span in spans}
     following = {}
     for span, after in zip(spans, [*spans[1:], None], strict=False):
@@ -232,7 +242,8 @@ def _outside_rows(course: Course) -> list[dict[str, Any]]:
             rows.append(_outside_row(each.phase, gap.after, begin, end, each.passes))
             begin = begin if end is None else end
         if gap.phase is not None and not gap.passes and gap.end_ns is not None and gap.end_ns > begin:
-            rows.append(_outside_row(gap.phase, gap.after, begin, gap.end_ns, 0))  # while another rank did so
+            # Only another rank evaluated or saved in this time.
+            rows.append(_outside_row(gap.phase, gap.after, begin, gap.end_ns, 0))
             begin = gap.end_ns
         if gap.next_step is None and (not rows or rows[-1]["end_ns"] is not None or not gap.passes):
             rows.append(_outside_row(Phase.OTHER, gap.after, begin, course.ended_ns, 0))
@@ -268,7 +279,7 @@ def _difference(begin: Any, end: Any) -> int | None:
 
 
 def _metrics(rows: Iterable[Mapping[str, Any]], void: Mapping[int, int]) -> dict[int, dict[str, float]]:
-    """loss, grad_norm and loss_scale: the last value in the step; samples: their sum."""
+    """Return the metrics of each step: the last value of loss, grad_norm and loss_scale, and the sum of samples."""
     metrics: dict[int, dict[str, float]] = {}
     for row in rows:
         name, step = row.get("name"), row.get("step")

@@ -1,14 +1,15 @@
 """Writes a rank's two files from inside the training process. Standard library only.
 
-Records go straight into a shared mapping of the file, so a record is safe as soon as it is packed: the kernel keeps the
-page when the process is killed. Space is reserved with ``posix_fallocate`` before it is mapped; a store into a hole of
-a full file system would be a SIGBUS, which no except clause sees. File systems that cannot reserve get ``pwrite``.
+Records are written directly into a shared mapping of the file. A record is safe as soon as it is packed, because the
+kernel keeps the page if the process is killed. Space is reserved with ``posix_fallocate`` before it is mapped.
+Otherwise a store into a hole of a full file system would cause a SIGBUS, which no except clause can handle. On file
+systems that cannot reserve space, records are written with ``pwrite``.
 
-A full segment is unmapped, so that a long recording takes no more memory than a short one. Records in it that are
-completed later are written to the file.
+A full segment is unmapped, so a long recording needs no more memory than a short one. If a record of an unmapped
+segment is completed later, the words are written to the file.
 
-Nothing here raises into the caller once a file is open: writing stops, dropped records are counted, and
-``stopped_reason`` says why.
+Once a file is open, no error here raises into the caller. Instead, writing stops, dropped records are counted, and
+``stopped_reason`` gives the reason.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from commprof.trace.rank_files.layout import (
 from commprof.trace.rank_files.segments import NO_WORDS, Segment
 
 PAGE: Final = mmap.ALLOCATIONGRANULARITY
-# Segments of whole pages that hold whole records, so that records follow one another without gaps.
+# A segment has whole pages and whole records, so that records follow one another without gaps.
 SEGMENT_UNIT: Final = math.lcm(PAGE, RECORD.size)
 FIRST_SEGMENT_BYTES: Final = 256 << 10
 LARGEST_SEGMENT_BYTES: Final = 1 << 20
@@ -48,7 +49,7 @@ _CANNOT_RESERVE: Final = {errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS, errno.EN
 
 
 class _FiledWords:
-    """The words from ``start`` of a file that is not mapped there."""
+    """The words from offset ``start`` in a part of the file that is not mapped."""
 
     __slots__ = ("_file", "_start")
 
@@ -64,21 +65,21 @@ class _FiledWords:
 
 
 class Spill(Protocol):
-    """The destination of records beyond the size limit of the file."""
+    """The destination of records beyond the size limit of the records file."""
 
     def allows_records(self, size: int) -> bool:
-        """Whether the file may grow to ``size`` bytes."""
+        """Return whether the file may grow to ``size`` bytes."""
 
     def next_segment(self) -> Segment:
-        """A segment in memory instead of the file's next one."""
+        """Return a segment in memory, which is used instead of a next segment of the file."""
 
 
 class RecordFile:
     """The ``.records`` file of one rank.
 
-    The hot path takes slots of ``segment``; where that has no room it calls :meth:`append`, which grows the file, writes
-    through, or counts a loss. Once ``spill`` does not allow the file to grow, records go to its segments, and are none of
-    the file's.
+    The hot path takes slots of ``segment``. If no slot is left, it calls :meth:`append`, which grows the file, writes
+    the record with ``pwrite``, or counts a dropped record. Once ``spill`` does not allow the file to grow, records go
+    to the segments of ``spill`` and not to the file.
     """
 
     def __init__(
@@ -91,14 +92,14 @@ class RecordFile:
         self.stopped_reason: str | None = None
         self._lock = threading.RLock()
         self._descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
-        self._newest: Segment | None = None  # of the segments that were mapped
-        self._grown = 0  # how often
-        self._full_bytes = 0  # of the segments before the newest
+        self._newest: Segment | None = None  # the segment that was mapped last
+        self._grown = 0  # how often the file was grown
+        self._full_bytes = 0  # bytes of the segments before the newest one
         self._written = 0
         self._writes_through = False
         self._end = PAGE
         self.segment = NO_WORDS
-        self.on_segment: Callable[[], None] = _ignore  # called when another segment is open
+        self.on_segment: Callable[[], None] = _ignore  # called after a new segment is opened
         header = new_header(identity, PAGE, first_seq).pack()
         try:
             os.pwrite(self._descriptor, header.ljust(PAGE, b"\0"), 0)
@@ -108,7 +109,11 @@ class RecordFile:
             self._grow()
 
     def append(self, *fields: Any) -> tuple[Segment, int]:
-        """Store one record (the arguments of :meth:`Segment.take`, with the time) if the open segment has no room."""
+        """Store one record if the open segment has no free slot. Return its segment and the index of its first word.
+
+        Args:
+            fields: The arguments of :meth:`Segment.take`, with the issue time.
+        """
         with self._lock:
             while self.stopped_reason is None and not self._writes_through:
                 segment = self.segment
@@ -134,7 +139,7 @@ class RecordFile:
         return Segment(None, 0, _FiledWords(self, offset)), 0
 
     def read_word(self, offset: int) -> int:
-        """The eight bytes at ``offset`` of the file as a number; 0 where they cannot be read."""
+        """Return the eight bytes at ``offset`` of the file as a number, or 0 if they cannot be read."""
         try:
             value: int = _WORD.unpack(os.pread(self._descriptor, _WORD.size, offset))[0]
         except (OSError, struct.error):
@@ -142,11 +147,11 @@ class RecordFile:
         return value
 
     def write_word(self, offset: int, value: int) -> None:
-        """Complete a record in the file: ``value`` as the eight bytes at ``offset``."""
+        """Write ``value`` as the eight bytes at ``offset`` of the file, to complete a record."""
         self._write(_WORD.pack(value), offset)
 
     def _write(self, data: bytes, offset: int) -> bool:
-        """Write ``data`` at ``offset``; False, and recording stops, when that fails or is cut short."""
+        """Write ``data`` at ``offset``. If the write fails or is cut short, stop recording and return False."""
         try:
             done = os.pwrite(self._descriptor, data, offset)
         except OSError as error:
@@ -169,7 +174,7 @@ class RecordFile:
                 return
         try:
             os.posix_fallocate(self._descriptor, self._end, size)
-            # The pages at once, by one call: taking them one by one as they are first touched costs four times as much.
+            # One write allocates all pages. One page fault per page at the first access costs four times as much.
             os.pwrite(self._descriptor, bytes(size), self._end)
             mapping = mmap.mmap(self._descriptor, size, offset=self._end)
         except OSError as error:
@@ -183,7 +188,7 @@ class RecordFile:
         full, newest = self._newest, Segment(mapping, size)
         full_bytes = 0 if full is None else full.end
         filed = _FiledWords(self, self._end - full_bytes)
-        # No calls here, so that an exception of a signal handler comes before or after all of it.
+        # These statements make no calls, so an exception of a signal handler is raised before or after all of them.
         self._newest = self.segment = newest
         self._full_bytes += full_bytes
         self._end += size
@@ -193,13 +198,13 @@ class RecordFile:
             full.let_go(filed)
 
     def _allowed(self, spill: Spill, size: int) -> int:
-        """By how much the file may grow: ``size`` or what is left of it, in whole units; 0 where records spill."""
+        """Return by how many bytes the file may grow: at most ``size``, in whole units. 0 means that records spill."""
         while size and (self._spills or not spill.allows_records(self._end + size)):
             size = size // 2 // SEGMENT_UNIT * SEGMENT_UNIT
         return size
 
     def end_step(self) -> None:
-        """Begin a new segment for the records of the next step if records go to memory."""
+        """Open a new segment for the records of the next step if records go to memory."""
         with self._lock:
             if self._spill is not None and self._spills and self.stopped_reason is None:
                 self._open_segment(self._spill.next_segment())
@@ -209,7 +214,7 @@ class RecordFile:
         self.on_segment()
 
     def stop(self, reason: str) -> None:
-        """Stop recording: further records are counted in ``lost``. The first reason stays."""
+        """Stop recording. Further records are counted in ``lost``. The first ``reason`` is kept."""
         if self.stopped_reason is None:
             self.stopped_reason = reason
         self._writes_through = False
@@ -222,7 +227,7 @@ class RecordFile:
 
     @property
     def kept(self) -> int:
-        """Records in the file."""
+        """The number of records in the file."""
         used = 0 if self._newest is None else self._newest.used
         return self._written + (self._full_bytes + used) // RECORD.size
 
@@ -232,13 +237,13 @@ class RecordFile:
         if self._newest is not None and not self._written:
             end -= self._newest.end - self._newest.used
         try:
-            # While another thread packs a record, cutting under it would be a SIGBUS.
+            # If another thread is packing a record, truncating the file would cause a SIGBUS in that thread.
             if self._unmap() and end != self._end:
                 os.ftruncate(self._descriptor, end)
             if totals is not None:
                 os.pwrite(self._descriptor, pack_totals(totals, PAGE - TOTALS_OFFSET), TOTALS_OFFSET)
         except OSError:
-            pass  # the tail stays: zeros, which no reader takes for records
+            pass  # The tail of zeros stays. No reader treats zeros as records.
         self._close_descriptor()
 
     def drop(self) -> None:
@@ -268,17 +273,17 @@ def _reason(what: str, error: OSError) -> str:
     return f"could not {what} space in the trace: {error.strerror or error} ({code})"
 
 
-# One encoder for all lines: json.dumps makes a new one each time, which takes longer than most rows.
+# One encoder for all lines: json.dumps creates a new one at each call, which takes longer than encoding most rows.
 _encode: Final = json.JSONEncoder(separators=(",", ":"), default=str).encode
 
 
 def encode_row(kind: str, row: Mapping[str, Any]) -> bytes:
-    """A row of ``kind`` as a line of the events file."""
+    """Encode a row of ``kind`` as a line of the events file."""
     return _encode({"kind": kind, **row}).encode() + b"\n"
 
 
 class EventFile:
-    """The ``.events`` file of one rank: JSON lines, each written whole by one ``write``."""
+    """The ``.events`` file of one rank: JSON lines, each written by a single ``write``."""
 
     def __init__(self, stem: Path) -> None:
         self.path = stem.with_name(stem.name + EVENTS_SUFFIX)
@@ -290,11 +295,11 @@ class EventFile:
         self._descriptor = os.open(self.path, flags, 0o644)
 
     def write(self, kind: str, row: Mapping[str, Any]) -> bool:
-        """Append one line; False when it could not be written whole, after which nothing more is written."""
+        """Append one line. If it cannot be written completely, return False and write no further line."""
         return self.write_line(encode_row(kind, row))
 
     def write_line(self, line: bytes) -> bool:
-        """The same for a row that is a line already, or for several."""
+        """Append one or several encoded lines, like :meth:`write`."""
         with self._lock:
             if self.stopped_reason is not None:
                 self.lost += 1
@@ -315,7 +320,7 @@ class EventFile:
             return False
 
     def close(self) -> None:
-        """Close the file; its content does not change, also in a forked child."""
+        """Close the file without changing its content. This is safe in a forked child, too."""
         if self.stopped_reason is None:
             self.stopped_reason = "recording ended"
         if self._descriptor >= 0:
