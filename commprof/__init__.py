@@ -1,7 +1,7 @@
-"""commprof: records every collective of a training job, and explains it.
+"""commprof records every collective of a training job, and explains why it was issued.
 
 Most users need only the command line (``commprof run train.py``). A program can report more about
-itself with the hooks; each costs one flag test while nothing is recording::
+itself with the hooks. Each hook costs one flag test while nothing is recording::
 
     import commprof
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 else:
 
     def __getattr__(name):
-        """Import ``__version__`` when it is first read: one file fewer to load in every process that is recorded."""
+        """Import ``__version__`` only when it is first read, so that every recorded process loads one file less."""
         if name != "__version__":
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         from commprof import version
@@ -42,13 +42,13 @@ __all__ = ["__version__", "attach", "detach", "metric", "open", "phase", "record
 
 
 def open(path: "Path | str" = "latest") -> "OpenedRun":
-    """Open the run at ``path`` (default: the newest below ``traces/``).
+    """Open the run at ``path`` (default: the newest run below ``traces/``).
 
     Raises:
-        commprof.errors.TraceError: there is no such run, or it cannot be read.
-        ImportError: the packages of the ``analysis`` extra are not installed.
+        commprof.errors.TraceError: The run does not exist or cannot be read.
+        ImportError: The packages of the ``analysis`` extra are not installed.
     """
-    # Imported by name and only now: a program that is being recorded must not load pandas.
+    # The module is imported only here and by name, because a program that is being recorded must not load pandas.
     from importlib import import_module
 
     opened: OpenedRun = import_module("commprof.analysis.browse.notebook").OpenedRun(path)
@@ -56,11 +56,11 @@ def open(path: "Path | str" = "latest") -> "OpenedRun":
 
 
 class _Moved:
-    """The last finder of Python's import system: resolves the old names of modules that have moved."""
+    """A meta path finder that resolves the old names of modules that have moved. It runs after Python's finders."""
 
     @staticmethod
     def find_spec(name: str, path: object = None, target: object = None) -> "ModuleSpec | None":
-        """How to import the module that had ``name`` before it moved; None for all others."""
+        """Return the spec of the module that had ``name`` before it moved; None for all other names."""
         if not name.startswith(("commprof.", "zero_runtime.")) or name == "commprof.moved":
             return None
         from commprof.moved import spec_of
@@ -68,4 +68,4 @@ class _Moved:
         return spec_of(name)
 
 
-sys.meta_path.append(_Moved)  # type: ignore[arg-type]  # it has what Python calls
+sys.meta_path.append(_Moved)  # type: ignore[arg-type]  # it has the method that Python calls

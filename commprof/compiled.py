@@ -1,7 +1,7 @@
-"""Loads the parts that are compiled from C at installation; each has an equivalent Python version.
+"""Loads the modules that are compiled from C at installation. Each has an equivalent Python version.
 
-Both give the same results, byte for byte (a test checks that). The compiled parts of the recorder cost the training less
-time; the compiled scanner reads NCCL logs faster. Standard library only.
+Both versions give the same results, byte for byte (a test checks this). The compiled modules of the recorder slow down
+the training less. The compiled scanner reads NCCL logs faster. Standard library only.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import os
 from types import ModuleType
 from typing import Final
 
-# 0: use the Python parts although the compiled ones are installed.
+# The value 0 selects the Python versions although the compiled modules are installed.
 COMPILED_VARIABLE: Final = "COMMPROF_COMPILED"
 
 
@@ -19,13 +19,13 @@ def compiled(name: str, version: int) -> ModuleType | None:
     """Return the compiled module ``name`` if it is built, has this ``version``, and is not switched off; else None.
 
     Args:
-        name: of the module, in full.
-        version: its ``VERSION``; one that an older source was built from is not taken.
+        name: The full name of the module.
+        version: The required ``VERSION`` of the module. A module that was built from an older source is not used.
     """
     if os.environ.get(COMPILED_VARIABLE) == "0":
         return None
     try:
         module = importlib.import_module(name)
-    except Exception:  # not built, or built for something else: the Python part does the same
+    except Exception:  # not built, or built for another platform: the Python version is used
         return None
     return module if getattr(module, "VERSION", None) == version else None

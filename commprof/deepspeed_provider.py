@@ -1,7 +1,7 @@
-"""Chooses what ``import deepspeed`` gives a program: the installed DeepSpeed or zero_runtime (``commprof run --engine``).
+"""Chooses what ``import deepspeed`` imports: the installed DeepSpeed or zero_runtime (``commprof run --engine``).
 
-The environment carries the choice to every process of the command. Each process applies it at its first import of
-``deepspeed``. Standard library only; neither DeepSpeed is imported before that.
+The environment carries the choice to every process of the command. Each process applies the choice at its first import
+of ``deepspeed``. Neither implementation is imported earlier. Standard library only.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ PATHS_VARIABLE: Final = "COMMPROF_ENGINE_PATHS"
 PACKAGE: Final = "deepspeed"
 RUNTIME: Final = "zero_runtime"  # by name only: the profiler imports no runtime
 PYTHON_VARIABLE: Final = "COMMPROF_ENGINE_PYTHON"
-# The launcher `deepspeed`, of zero_runtime.
+# The directory that contains zero_runtime's launcher `deepspeed`.
 COMMANDS: Final = Path(__file__).parent / "launch" / "inject" / "commands"
 _OURS: Final = (RUNTIME, "commprof")
 
 
 class Engine(StrEnum):
-    """What ``import deepspeed`` means in a program."""
+    """The implementation that ``import deepspeed`` imports in a program."""
 
     AUTO = "auto"
     ZERO_RUNTIME = "zero_runtime"
@@ -38,8 +38,9 @@ def variables(engine: Engine | None, path: str = "") -> dict[str, str]:
     """Return the environment variables that carry the choice to the processes of a program.
 
     Args:
-        path: their PATH. If zero_runtime may be chosen, the directory of its launcher ``deepspeed`` is appended, for shell
-            scripts and launchers that start it.
+        engine: The choice; None if the command makes no choice, in which case there are no variables.
+        path: The PATH of the processes. If zero_runtime may be chosen, the directory of its launcher ``deepspeed`` is
+            appended, so that shell scripts and other launchers can start this launcher.
     """
     if engine is None:
         return {}
@@ -60,12 +61,15 @@ def variables(engine: Engine | None, path: str = "") -> dict[str, str]:
 
 
 def is_installed(directory: str) -> bool:
-    """Whether a script in ``directory`` would find DeepSpeed itself, run by this Python."""
+    """Return whether a script in ``directory``, run by this Python, would find the installed DeepSpeed."""
     return PathFinder.find_spec(PACKAGE, [directory, *sys.path]) is not None
 
 
 def install(environment: Mapping[str, str] = os.environ) -> None:
-    """Apply the choice in the environment to this process. Does nothing without one, or a second time."""
+    """Apply the choice in the environment to this process.
+
+    Does nothing if the environment contains no choice, or if the choice is already applied.
+    """
     chosen = environment.get(VARIABLE, "")
     if chosen not in list(Engine) or any(isinstance(finder, EngineFinder) for finder in sys.meta_path):
         return
@@ -77,11 +81,11 @@ def install(environment: Mapping[str, str] = os.environ) -> None:
 
 
 class EngineFinder:
-    """A meta path finder that decides what ``deepspeed`` is at its first import, and then removes itself.
+    """A meta path finder that resolves ``deepspeed`` at its first import, and then removes itself.
 
     Args:
-        engine: the choice.
-        environment: tells whether this process is rank 0, which prints the decision.
+        engine: The choice.
+        environment: The environment variables. They show whether this process is rank 0, which prints the decision.
     """
 
     def __init__(self, engine: Engine, environment: Mapping[str, str]) -> None:
@@ -95,7 +99,7 @@ class EngineFinder:
         """Return the spec of ``deepspeed``; None for all other names.
 
         Raises:
-            ModuleNotFoundError: the installed one is requested, and there is none.
+            ModuleNotFoundError: The installed DeepSpeed is requested, but no DeepSpeed is installed.
         """
         if name != PACKAGE or self._asking:
             return None
@@ -118,12 +122,12 @@ class EngineFinder:
         return spec
 
     def find_distributions(self, context: Any) -> Iterable[Any]:
-        """Return the distributions of ``deepspeed`` for importlib.metadata before it is imported."""
+        """Return the distributions of ``deepspeed`` for importlib.metadata before ``deepspeed`` is imported."""
         if (context.name or "").lower() != PACKAGE or self._asking:
             return []
         if self._engine is Engine.DEEPSPEED or self.find_spec(PACKAGE) is None:
             return []
-        # Consistent with the decision: if DeepSpeed itself is on the path, Python's own finder returns it.
+        # The result must be consistent with the decision: Python's own finder returns an installed DeepSpeed.
         find = getattr(sys.meta_path[0], "find_distributions", None)
         ours = type(sys.meta_path[0]).__module__.startswith(f"{RUNTIME}.")
         distributions: Iterable[Any] = find(context) if ours and find is not None else []
@@ -139,7 +143,7 @@ class EngineFinder:
 
 
 class _Beside:
-    """Finds zero_runtime and commprof in the command's paths, for a Python that has neither installed."""
+    """Finds zero_runtime and commprof in the paths of the command, for a Python in which neither is installed."""
 
     def __init__(self, paths: list[str]) -> None:
         self._paths = paths
@@ -147,12 +151,12 @@ class _Beside:
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: Any = None
     ) -> ModuleSpec | None:
-        """The spec of these two packages."""
+        """Return the spec of one of these two packages; None for all other names."""
         return PathFinder.find_spec(name, self._paths) if name in _OURS else None
 
 
 def missing(python: str) -> str:
-    """Return the message that no DeepSpeed is installed, and what to do."""
+    """Return the message that ``python`` has no DeepSpeed installed, with the remedy."""
     return (
         f"--engine deepspeed needs DeepSpeed, and {python} has none installed; install it, or use "
         "--engine zero_runtime, which provides its API"

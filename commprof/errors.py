@@ -3,7 +3,7 @@
 ::
 
     CommprofError            exit 1
-    ├── UsageError           exit 2    arguments, options, config files that cannot be used
+    ├── UsageError           exit 2    arguments, options or config files that cannot be used
     ├── TraceError           exit 1    a run directory that cannot be read or written
     │   └── SchemaError      exit 1    ... because it was written by another version
     ├── LogError             exit 1    an NCCL log that cannot be read
@@ -12,8 +12,8 @@
 
 Packages define their own errors as subclasses of these (``commprof.requested.errors``).
 
-A message says what happened, with values; what was expected; and what to do. The command line prints
-it on one line and exits; no traceback reaches the user.
+A message contains what happened, with values; what was expected; and what to do. The command line prints
+the message on one line and exits. The user sees no traceback.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ class MissingExtraError(CommprofError):
     """A package that belongs to one of commprof's extras is not installed.
 
     Args:
-        package: what was to be imported, for example ``"pandas"``.
-        extra: the extra that brings it, for example ``"analysis"``.
-        purpose: what it was needed for, for example ``"to read a run"``.
+        package: The package that could not be imported, for example ``"pandas"``.
+        extra: The extra that installs the package, for example ``"analysis"``.
+        purpose: The purpose for which the package is needed, for example ``"to read a run"``.
     """
 
     def __init__(self, package: str, extra: str, purpose: str) -> None:

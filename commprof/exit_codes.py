@@ -8,7 +8,7 @@ from typing import Final
 
 
 class ExitCode(IntEnum):
-    """What the command returns to the shell. ``commprof run`` returns the code of the program that it starts."""
+    """The exit code of the command. ``commprof run`` returns the exit code of the program that it starts."""
 
     DONE = 0
     FAILED = 1
@@ -24,9 +24,9 @@ class State(StrEnum):
 
     # Every issued byte is explained, and nothing expected is missing.
     CLOSED = "closed"
-    # A record has no explanation, an expectation has no record, or two sources contradict.
+    # A record has no explanation, an expectation has no record, or two sources contradict each other.
     MISMATCH = "mismatch"
-    # The request, or a part of what was issued, is not known.
+    # The request, or a part of the issued operations, is not known.
     UNKNOWN = "unknown"
 
 
@@ -51,12 +51,12 @@ MEANINGS: Final[dict[ExitCode, str]] = {
 
 
 def decide(contradictions: Collection[object], doubts: Collection[object], *, complete: bool = True) -> State:
-    """Decide the result of a comparison: a contradiction outranks a doubt, but only if the records are complete.
+    """Return the result of a comparison: a contradiction outranks a doubt, but only if the records are complete.
 
     Args:
-        contradictions: items without an explanation, missing items, differences between two sources.
-        doubts: items that are not known.
-        complete: no record was dropped or left out. Otherwise a gap may cause the contradiction.
+        contradictions: The items without an explanation, the missing items, and the differences between two sources.
+        doubts: The items that are not known.
+        complete: Whether no record was dropped or left out. Otherwise a gap may cause the contradiction.
     """
     if not complete:
         return State.UNKNOWN

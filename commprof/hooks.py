@@ -1,13 +1,13 @@
-"""Hooks by which a program or runtime tells the recorder its steps, phases, tags, buckets and metrics.
+"""Hooks with which a program or runtime reports its steps, phases, tags, buckets and metrics to the recorder.
 
-Standard library only. Without a recording each hook costs one flag test, so any runtime can call them
-on its hot paths. *What* was sent never comes from here: the recorder sees every collective itself, below
-the framework. The hooks only tell *why*: the step and phase, the bucket of a collective, and the
-operation that is intended.
+Standard library only. Without a recording each hook costs one flag test, so any runtime can call the hooks
+on its hot paths. The hooks do not report *what* was sent: the recorder observes every collective itself, below
+the framework. The hooks only report *why* a collective was issued: the step and phase, the bucket, and the
+intended operation.
 
-The position (step, micro step, phase) is process-wide, because autograd runs hooks on threads of its
-own that inherit neither context variables nor thread-locals. A tag belongs to one thread and covers exactly
-the collectives issued inside it.
+The position (step, micro-batch, phase) is process-wide, because autograd runs hooks on its own threads, which
+inherit neither context variables nor thread-locals. A tag belongs to one thread and applies to exactly the
+collectives that the thread issues inside the tag's block.
 """
 
 from __future__ import annotations
@@ -45,29 +45,29 @@ class Listener(Protocol):
     """The interface that the recorder implements. Methods must never raise and never block."""
 
     def on_step(self, step: int, micro_step: int) -> None:
-        """A new step (``micro_step`` 0) or micro step begins."""
+        """Handle the begin of a new step (``micro_step`` 0) or of a further micro-batch of the step."""
 
     def on_step_end(self) -> None:
-        """The step has ended: its last optimizer has stepped, or skipped the step."""
+        """Handle the end of the step: the last optimizer of the step has stepped, or skipped the step."""
 
     def on_micro_step(self, micro_step: int) -> None:
-        """The next collectives belong to another micro-batch of the same step, in any order."""
+        """Assign the next collectives to micro-batch ``micro_step`` of the current step; any order is allowed."""
 
     def on_phase(self, name: str) -> None:
-        """The phase changed."""
+        """Handle a change to phase ``name``."""
 
     def on_row(self, table: str, row: Mapping[str, Any]) -> None:
-        """One row of a side table: ``metrics``, ``parameters``, ``expert_layers`` or ``config``."""
+        """Handle one row of a side table: ``metrics``, ``parameters``, ``expert_layers`` or ``config``."""
 
     def on_expert_load(self, layer: str, counts: Any, capacity: int, tokens: int) -> None:
-        """A layer of experts has chosen the experts of its tokens."""
+        """Handle the expert choices of one forward pass of ``layer``."""
 
     def on_flush(self, content: bucket) -> None:
-        """A gradient bucket was flushed."""
+        """Handle the flush of a gradient bucket."""
 
 
 class Position:
-    """The position of the training: process-wide, read by the recorder for every collective."""
+    """The position of the training, which is process-wide. The recorder reads it for every collective."""
 
     __slots__ = ("micro_step", "phase", "step")
 
@@ -85,7 +85,7 @@ class _ThreadState:
     def __init__(self) -> None:
         self.current: tag | None = None
         self.outer: list[tag | None] = []
-        self.recorder_number = 0  # of the thread's name, while something records
+        self.recorder_number = 0  # the number of the thread's name in the current recording
 
 
 class _ThreadLocal(threading.local):
@@ -96,16 +96,16 @@ class _ThreadLocal(threading.local):
 position: Final = Position()
 _thread: Final = _ThreadLocal()
 _listener: Listener | None = None
-_has_stepped = False  # since somebody listens
+_has_stepped = False  # whether a step has begun since the listener was set
 
 
 def recording() -> bool:
-    """Whether this process is being recorded. Guard anything costlier than a hook call with this."""
+    """Return whether this process is being recorded. Use this to guard work that costs more than a hook call."""
     return _listener is not None
 
 
 def has_stepped() -> bool:
-    """Whether a step has begun since this recording started."""
+    """Return whether a step has begun since this recording started."""
     return _has_stepped
 
 
@@ -113,10 +113,11 @@ def attach(out: str | None = None, **options: Any) -> None:
     """Start recording this process, into run directory ``out``.
 
     ``commprof run`` does this automatically. Without ``out``, ranks started by one launcher share
-    ``traces/<script>-<time>/``. Options are those of ``commprof.recorder.process.recorder_options.Options``. A second call
-    does nothing. Never raises into the program: an error is printed once on stderr.
+    ``traces/<script>-<time>/``. The options are the fields of
+    ``commprof.recorder.process.recorder_options.Options``. A second call does nothing. This function never raises
+    into the program: an error is printed once on stderr.
     """
-    # Imported by name: the hooks are the lowest layer and must not depend on the recorder.
+    # The module is imported by name, because the hooks are the lowest layer and must not depend on the recorder.
     from importlib import import_module
 
     import_module("commprof.recorder.session").attach(out, **options)
@@ -131,7 +132,7 @@ def detach() -> None:
 
 
 def listen(listener: Listener | None) -> None:
-    """Make ``listener`` receive the hooks; ``None`` for no listener. For the recorder and tests."""
+    """Make ``listener`` receive all hook calls; ``None`` removes the listener. For the recorder and tests."""
     global _has_stepped, _listener
     _listener = listener
     _has_stepped = False
@@ -140,18 +141,19 @@ def listen(listener: Listener | None) -> None:
 class tag:  # noqa: N801 - reads as a statement: ``with tag("gradient_reduce", bucket=3):``
     """Tag the collectives that this thread issues inside this block.
 
-    A tag may be reused and entered many times; that is cheaper than creating one for each call.
+    A tag may be reused and entered many times. This is cheaper than creating a tag for each call.
 
     Args:
-        purpose: one of ``commprof.schema.PURPOSES``; anything else is recorded as ``other``.
-        bucket: number of the gradient bucket within its step (0, 1, ...).
-        owner: global rank that keeps the result (the destination), if there is one.
-        parameters: names of the parameters in the buffer, in its order.
-        intended_op: the intended collective, if another one is issued instead
+        purpose: One of ``commprof.schema.PURPOSES``; any other value is recorded as ``other``.
+        bucket: The number of the gradient bucket within its step (0, 1, ...).
+        owner: The global rank that keeps the result (the destination), if only one rank keeps the result.
+        parameters: The names of the parameters in the buffer, in the order in which the buffer contains them.
+        intended_op: The intended collective, if a different collective is issued instead
             (``reduce_scatter`` built from an all_to_all and a local sum).
-        bucket_bytes: bytes of the complete bucket; the collective may carry a part of it.
-        module: qualified name of the module that it is issued for.
-        padding_bytes: bytes of the payload (see ``payload_bytes`` in docs/schema.md) that are padding and carry no data.
+        bucket_bytes: The size of the complete bucket in bytes; the collective may carry only a part of the bucket.
+        module: The qualified name of the module for which the collective is issued.
+        padding_bytes: The bytes of the payload (see ``payload_bytes`` in docs/schema.md) that are padding and carry
+            no data.
     """
 
     __slots__ = (
@@ -201,14 +203,15 @@ class tag:  # noqa: N801 - reads as a statement: ``with tag("gradient_reduce", b
 
 
 def current_tag() -> tag | None:
-    """The innermost tag of this thread."""
+    """Return the innermost open tag of this thread, or None."""
     return _thread.state.current
 
 
 def step(n: int | None = None, micro_step: int = 0) -> None:
-    """Step ``n`` begins (default: the next one), at micro-batch ``micro_step`` of it.
+    """Begin step ``n`` (default: the next step) at its micro-batch ``micro_step``.
 
-    The step is -1 (initialization) before the first call, and after ``step(-1)``, which prepares another training.
+    The step is -1 (initialization) before the first call. ``step(-1)`` sets the step to -1 again, to prepare another
+    training.
     """
     global _has_stepped
     position.step = position.step + 1 if n is None else n
@@ -221,20 +224,21 @@ def step(n: int | None = None, micro_step: int = 0) -> None:
 class StepNumbers:
     """Numbers the steps of one engine.
 
-    Each engine counts from 0. If an engine is constructed after others have taken recorded steps, its steps could be
-    mistaken for theirs. So they continue the numbering, unless their own count is higher anyway, as after
-    ``load_checkpoint``. Engines that are constructed before the first step share the numbers, as they share the steps.
+    Each engine counts its steps from 0. If an engine is constructed after recorded steps of other engines, its steps
+    could be mistaken for the earlier steps. The new engine therefore continues the numbering, unless its own count is
+    already higher, for example after ``load_checkpoint``. Engines that are constructed before the first step share
+    the steps, and therefore also the numbers.
 
-    Steps that an engine repeats after it has loaded an earlier checkpoint get new numbers too.
+    Steps that an engine repeats after it has loaded an earlier checkpoint also get new numbers.
     """
 
     def __init__(self) -> None:
         self._after = position.step if has_stepped() else -1
         self._offset: int | None = None
-        self._last = -1  # step of the engine's own count
+        self._last = -1  # the latest step in the engine's own count
 
     def of(self, global_step: int) -> int:
-        """The number of step ``global_step`` of the engine."""
+        """Return the recorded number of step ``global_step`` of the engine."""
         if self._offset is None:
             self._offset = max(0, self._after + 1 - global_step)
         elif global_step < self._last:
@@ -244,18 +248,19 @@ class StepNumbers:
 
 
 def end_step() -> None:
-    """End the step, after its last optimizer step or without one (an overflow). What follows belongs to the next step.
+    """End the step, after its last optimizer step or without an optimizer step (an overflow).
 
-    For runtimes. Without it, a step that :func:`step` began lasts until the next call of :func:`step`.
+    Later collectives belong to the next step. This hook is for runtimes. If it is not called, a step that
+    :func:`step` began lasts until the next call of :func:`step`.
     """
     if _listener is not None:
         _listener.on_step_end()
 
 
 def micro_step(number: int) -> None:
-    """Set the micro-batch of the next collectives, for a pipeline that processes several in any order.
+    """Set the micro-batch of the next collectives, for a pipeline that processes micro-batches in any order.
 
-    Unlike :func:`step`, it does not begin anything.
+    Unlike :func:`step`, this hook does not begin a step or a micro-batch.
     """
     position.micro_step = number
     if _listener is not None:
@@ -270,10 +275,10 @@ def phase(name: str) -> None:
 
 
 def metric(name: str, value: float) -> None:
-    """Record a number of the current step, for example the loss.
+    """Record a value of the current step, for example the loss.
 
-    ``value`` must be a Python number: the profiler never calls ``.item()`` on a tensor, because that would
-    synchronize the device. Anything else is counted and not recorded.
+    ``value`` must be a Python number: the profiler never calls ``.item()`` on a tensor, because that call would
+    synchronize the device. Any other value is counted as refused and is not recorded.
     """
     if _listener is not None:
         _listener.on_row("metrics", {"name": name, "value": value})
@@ -282,10 +287,10 @@ def metric(name: str, value: float) -> None:
 def describe_parameters(rows: Iterable[Mapping[str, Any]]) -> None:
     """Publish the model's parameters, in the order of the optimizer's groups.
 
-    Each row: ``name``, ``shape`` (text, ``64x32``), ``dtype``, ``numel``, ``param_group``, ``requires_grad``,
-    ``module``, ``forward_index`` (position in ``model.named_parameters()``); where they are of interest also ``cut``,
-    ``whole_shape``, ``stages``, ``owner_types`` and ``ep_size``, as the table has them. The name of an expert's parameter
-    has the number of the expert among all experts of its layer.
+    Each row contains ``name``, ``shape`` (text, ``64x32``), ``dtype``, ``numel``, ``param_group``, ``requires_grad``,
+    ``module``, and ``forward_index`` (position in ``model.named_parameters()``). A row may also contain ``cut``,
+    ``whole_shape``, ``stages``, ``owner_types`` and ``ep_size``, which have the same meaning as in the table
+    ``parameters``. The name of an expert's parameter contains the number of the expert among all experts of its layer.
     """
     if _listener is not None:
         for row in rows:
@@ -293,12 +298,17 @@ def describe_parameters(rows: Iterable[Mapping[str, Any]]) -> None:
 
 
 def describe_expert_layers(rows: Iterable[Mapping[str, Any]]) -> None:
-    """Publish the layers of experts of an engine, once it is made.
+    """Publish the expert layers of an engine. Call this hook once, when the engine has been constructed.
 
-    Each row: ``layer`` (qualified name of the module), ``num_experts`` (of all ranks), ``ep_size`` (ranks that share them),
-    ``k`` (experts that each token is sent to), ``capacity_factor``, ``eval_capacity_factor``, ``min_capacity``,
-    ``drop_tokens``, ``hidden`` (elements of a token), ``expert_ranks`` (text, ``0,1``: global ranks of this rank's
-    expert-parallel group, in its order).
+    Each row contains:
+
+    - ``layer``: the qualified name of the module.
+    - ``num_experts``: the number of experts on all ranks together.
+    - ``ep_size``: the number of ranks that share the experts.
+    - ``k``: the number of experts that each token is sent to.
+    - ``capacity_factor``, ``eval_capacity_factor``, ``min_capacity``, ``drop_tokens``.
+    - ``hidden``: the number of elements of a token.
+    - ``expert_ranks``: the global ranks of this rank's expert-parallel group in group order (text, ``0,1``).
     """
     if _listener is not None:
         for row in rows:
@@ -306,25 +316,27 @@ def describe_expert_layers(rows: Iterable[Mapping[str, Any]]) -> None:
 
 
 def expert_load(layer: str, counts: Any, capacity: int, tokens: int) -> None:
-    """Publish how many tokens of this rank chose each expert of a layer. Call it once per forward of the layer.
+    """Publish how many tokens of this rank chose each expert of a layer. Call it once per forward pass of the layer.
 
     Args:
-        layer: qualified name of the module.
-        counts: integer tensor of shape (num_experts,): choices for each expert, before any are dropped. It may be on a
-            device: the recorder copies it without waiting for the device, and keeps no reference.
-        capacity: tokens that each expert takes from this rank; a Python integer, which costs no synchronization.
-        tokens: tokens of this rank that the gate has seen.
+        layer: The qualified name of the module.
+        counts: An integer tensor of shape (num_experts,) with the number of choices for each expert, before tokens
+            are dropped. The tensor may be on a device: the recorder copies it without waiting for the device, and
+            keeps no reference.
+        capacity: The number of tokens that each expert accepts from this rank. It must be a Python integer, because
+            reading a Python integer costs no synchronization.
+        tokens: The number of tokens of this rank that the gate processed.
     """
     if _listener is not None:
         _listener.on_expert_load(layer, counts, capacity, tokens)
 
 
 class bucket:  # noqa: N801 - as tag
-    """A gradient bucket that recurs in every step: described once, and reported each time it is flushed.
+    """A gradient bucket that recurs in every step. It is described once, and each flush is reported.
 
     Args:
-        row: ``bucket`` (number within the step), ``numel``, ``bytes``, ``capacity`` (elements), ``dtype``, ``owners``
-            (text), ``parameters`` (text), ``flush_reason``.
+        row: The description: ``bucket`` (number within the step), ``numel``, ``bytes``, ``capacity`` (elements),
+            ``dtype``, ``owners`` (text), ``parameters`` (text), ``flush_reason``.
     """
 
     __slots__ = ("interned", "row")
@@ -340,7 +352,7 @@ class bucket:  # noqa: N801 - as tag
 
 
 def describe_bucket(**row: Any) -> None:
-    """Publish a gradient bucket that is flushed now. For a recurring one, a reused :class:`bucket` is cheaper."""
+    """Publish a gradient bucket that is flushed now. For a recurring bucket, a reused :class:`bucket` is cheaper."""
     if _listener is not None:
         _listener.on_flush(bucket(**row))
 
@@ -356,13 +368,14 @@ def describe_config(
     """Publish the effective configuration of an engine, and the engine's name and version.
 
     Args:
-        config: the configuration.
-        engine: name and version.
-        numel: elements of the model's parameters.
+        config: The effective configuration.
+        engine: The name and version of the engine.
+        numel: The number of elements of all parameters of the model.
         has_optimizer: False for an engine that only evaluates and publishes no parameters.
-        construction: at stage 3, how parameters were made. ``sharded``: pairs of bytes and a count, of the parameters that
-            ``zero.Init`` has sharded since the last engine was made; ``whole``: of those of this model that it has not;
-            ``sharded_of_model``: how many of this model it has.
+        construction: At stage 3, how the parameters were constructed. ``sharded`` lists pairs of a size in bytes and
+            a count, for the parameters that ``zero.Init`` sharded since the previous engine was constructed. ``whole``
+            lists such pairs for the parameters of this model that ``zero.Init`` did not shard. ``sharded_of_model``
+            is the number of parameters of this model that ``zero.Init`` sharded.
     """
     if _listener is not None:
         row = {

@@ -1,6 +1,6 @@
-"""Old names of modules that have moved: they work for one release, with a DeprecationWarning.
+"""The old names of modules that have moved. They work for one release, with a DeprecationWarning.
 
-Standard library only. Imported only when a module of commprof or zero_runtime is not found under the given name.
+Standard library only. This module is imported only if a module of commprof or zero_runtime is not found by its name.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any, Final
 
-# Full names, and names below ``commprof``.
+# Names of zero_runtime are full names. All other names are relative to ``commprof``.
 MOVED: Final = {
     "align.agreement": "align.ranks.agreement",
     "align.arrivals": "align.ranks.rank_arrivals",
@@ -579,13 +579,13 @@ class Loader:
         self._spec = self._module.__spec__
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        """The module itself, not another one."""
+        """Return the module that is already imported under its new name."""
         return self._module
 
     def exec_module(self, module: ModuleType) -> None:
-        """Restore its spec, which importlib replaced; give the modules of a package their old names too.
+        """Restore the module's spec, which importlib replaced, and register a package's modules by their old names too.
 
-        Otherwise Python would find their files through the package's path, and load each a second time.
+        Otherwise Python would find the files of these modules through the package's path, and load each file again.
         """
         old = module.__spec__.name if module.__spec__ else ""
         module.__spec__ = self._spec
@@ -601,14 +601,14 @@ def spec_of(name: str) -> ModuleSpec | None:
         return None
     full = target if name.startswith("zero_runtime.") else f"commprof.{target}"
     _warn(name, full)
-    return ModuleSpec(name, Loader(full))  # type: ignore[arg-type]  # it has what importlib calls
+    return ModuleSpec(name, Loader(full))  # type: ignore[arg-type]  # it has the methods that importlib calls
 
 
 def attribute(room: str, name: str) -> Any:
-    """Attribute ``name`` of the module whose name the package ``room`` has now.
+    """Return attribute ``name`` of the moved module whose old name is now the name of the package ``room``.
 
     Raises:
-        AttributeError: the module has no such attribute.
+        AttributeError: The module has no such attribute.
     """
     target = f"commprof.{MOVED[room.removeprefix('commprof.')]}"
     module = importlib.import_module(target)

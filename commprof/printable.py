@@ -1,4 +1,4 @@
-"""Text for a terminal: escapes control characters of foreign text, quotes commands. Standard library only."""
+"""Functions for text on a terminal: escape control characters, quote commands. Standard library only."""
 
 from __future__ import annotations
 
@@ -7,12 +7,15 @@ import unicodedata
 
 
 def escaped(text: str, keep: str = "") -> str:
-    """``text`` with control characters, invisible ones and those that turn the direction of writing in Python's notation.
+    """Return ``text`` with its nonprintable characters replaced by Python escape sequences.
 
-    A terminal obeys some of them, and a reader sees none. JSON and CSV are not for terminals: they keep texts as they are.
+    These are control characters, invisible characters, and characters that change the direction of writing. A terminal
+    obeys some of them, and a reader sees none of them. JSON and CSV output is not escaped, because it is not written
+    for terminals.
 
     Args:
-        keep: control characters that belong to the layout.
+        text: The text to print.
+        keep: The control characters that belong to the layout and are kept.
     """
     if text.isprintable():
         return text
@@ -23,7 +26,7 @@ def escaped(text: str, keep: str = "") -> str:
 
 
 def command_line(*words: object) -> str:
-    """``commprof`` with ``words``, as it can be typed: a path with spaces is quoted for the shell."""
+    """Return a command line of ``commprof`` with ``words``, quoted for the shell, for example a path with spaces."""
     return shlex.join(["commprof", *map(str, words)])
 
 

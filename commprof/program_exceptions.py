@@ -1,4 +1,4 @@
-"""Exceptions of the program that come while the recorder's code runs. Standard library only."""
+"""Detects exceptions of the program that are raised while the recorder's code runs. Standard library only."""
 
 from __future__ import annotations
 
@@ -13,26 +13,31 @@ _OURS: Final = str(Path(__file__).parent) + os.sep
 
 
 def pass_on(error: BaseException) -> None:
-    """Raise ``error`` again if it is the program's.
+    """Raise ``error`` again if it is an exception of the program.
 
-    Python runs signal handlers between any two instructions, so one that raises (SIGALRM with a TimeoutError) may do it in
-    the recorder's code, and a trace function may as well. Without the recorder, the program would get that exception.
+    Python runs signal handlers between any two instructions. A handler that raises (SIGALRM with a TimeoutError) may
+    therefore interrupt the recorder's code. A trace function may do this as well. The recorder must not swallow the
+    exception, because the program would receive it if the recorder were not there.
     """
     if is_interruption(error):
         raise error
 
 
 def is_interruption(error: BaseException) -> bool:
-    """Whether ``error`` is of a signal handler or a trace function: it says nothing about the call that it interrupts."""
+    """Return whether a signal handler or a trace function raised ``error``.
+
+    Such an error is unrelated to the call that it interrupts.
+    """
     return isinstance(error, KeyboardInterrupt) or any(
         _interrupts(frame) for frame, _ in traceback.walk_tb(error.__traceback__)
     )
 
 
 def _interrupts(frame: FrameType) -> bool:
-    """Whether Python called the program's function of ``frame`` between two instructions, with the frame that it interrupts.
+    """Return whether ``frame`` runs a function of the program that Python called between two instructions.
 
-    A signal handler gets the number of the signal before it, a trace function the name of the event after it.
+    Python passes the interrupted frame to such a function. For a signal handler, the argument before the frame is the
+    number of the signal. For a trace function, the argument after the frame is the name of the event.
     """
     if frame.f_back is None or frame.f_code.co_filename.startswith(_OURS):
         return False

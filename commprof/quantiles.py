@@ -1,4 +1,4 @@
-"""Quantiles and tail probabilities of Student's t, for intervals of few values. Standard library only."""
+"""Quantiles and tail probabilities of Student's t, for confidence intervals of few values. Standard library only."""
 
 from __future__ import annotations
 
@@ -32,7 +32,10 @@ _T_975: Final = (
 
 
 def student_t(degrees: int) -> float:
-    """The 0.975 quantile of Student's t; past 20 degrees by the expansion of Abramowitz and Stegun 26.7.5."""
+    """Return the 0.975 quantile of Student's t.
+
+    For more than 20 degrees of freedom, use the expansion of Abramowitz and Stegun 26.7.5.
+    """
     if degrees <= len(_T_975):
         return _T_975[degrees - 1]
     z = NormalDist().inv_cdf(0.975)
@@ -45,9 +48,9 @@ def student_t(degrees: int) -> float:
 
 
 def t_tail(t: float, degrees: float) -> float:
-    """Probability that Student's t lies farther from 0 than ``t``: the regularised incomplete beta function.
+    """Return the probability that Student's t is farther from 0 than ``t``: the regularized incomplete beta function.
 
-    Abramowitz and Stegun 26.7.1; ``degrees`` need not be whole.
+    The formula is Abramowitz and Stegun 26.7.1. ``degrees`` need not be an integer.
 
     >>> round(t_tail(12.7062, 1), 4), round(t_tail(2.2281, 10), 4), t_tail(0.0, 3)
     (0.05, 0.05, 1.0)
@@ -60,7 +63,9 @@ def t_tail(t: float, degrees: float) -> float:
 
 
 def t_quantile(degrees: float) -> float:
-    """The 0.975 quantile of Student's t for ``degrees`` from 1 on that need not be whole, by bisection of :func:`t_tail`.
+    """Return the 0.975 quantile of Student's t, computed by bisection of :func:`t_tail`.
+
+    ``degrees`` is at least 1 and need not be an integer.
 
     >>> round(t_quantile(1), 3), round(t_quantile(3), 3)
     (12.706, 3.182)
@@ -73,7 +78,7 @@ def t_quantile(degrees: float) -> float:
 
 
 def _incomplete_beta(a: float, b: float, x: float) -> float:
-    """I_x(a, b) by its continued fraction (Abramowitz and Stegun 26.5.8), on the side where that converges quickly."""
+    """Return I_x(a, b) by its continued fraction (Abramowitz and Stegun 26.5.8), on the side of fast convergence."""
     if x <= 0 or x >= 1:
         return float(x >= 1)
     if x > (a + 1) / (a + b + 2):

@@ -1,4 +1,4 @@
-"""Durations and rates as people write them in options. Standard library only."""
+"""Parsers for durations and rates in options. Standard library only."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Final
 _TIMES: Final = {"ns": 1, "us": 1_000, "ms": 1_000_000, "s": 1_000_000_000, "min": 60_000_000_000}
 _DURATION: Final = re.compile(r"\s*(\d{1,15}(?:\.\d+)?)\s*(ns|us|ms|s|min)\s*")
 _PREFIXES: Final = {"": 1e0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12, "ki": 2**10, "mi": 2**20, "gi": 2**30}
-# Not Gb/s, which is gigabits to some and gigabytes to others.
+# Gb/s is not accepted, because it means gigabits to some people and gigabytes to others.
 _RATE: Final = re.compile(r"\s*(\d+(?:\.\d+)?(?:e\d+)?)\s*((?:[kKmMgG]i?|[tT])?)(bit(?:/s)?|B/s)\s*")
 
 
 def duration_ns(text: str) -> int | None:
-    """The nanoseconds that ``text`` says; None where it says none.
+    """Return the duration in ``text`` in nanoseconds; None if ``text`` is not a duration.
 
     >>> duration_ns("900ms"), duration_ns("1.5 s"), duration_ns("900")
     (900000000, 1500000000, None)
@@ -23,7 +23,7 @@ def duration_ns(text: str) -> int | None:
 
 
 def bytes_per_second(text: str) -> float | None:
-    """The rate that ``text`` says, in bytes per second and more than 0; None where it says none.
+    """Return the rate in ``text`` in bytes per second; None if ``text`` is not a rate greater than 0 (and below 1e18).
 
     >>> bytes_per_second("1.25GB/s"), bytes_per_second("10Gbit"), bytes_per_second("400 Gbit/s"), bytes_per_second("10Gb/s")
     (1250000000.0, 1250000000.0, 50000000000.0, None)

@@ -1,4 +1,7 @@
-"""The version of commprof; a module of its own, so that the modules that write it to files do not import the package."""
+"""The version of commprof.
+
+It has a module of its own, so that modules that write the version to files do not need the package's attributes.
+"""
 
 from __future__ import annotations
 

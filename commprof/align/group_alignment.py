@@ -181,11 +181,9 @@ class GroupAlignment:
             self._rows.add_expected(MISSING, expectation, places[of.reshape(-1) == number], reason)
 
     def _missing(self, process: RunProcess, line: Expected, line_number: int, line_count: int) -> str:
-        reason = "the log has no line for it at this place"
+        reason = "the log has no line for this record at this position"
         if line_count > 1:
-            reason = (
-                f"line {line_number + 1} of the {line_count} that it leaves ({line.op}) is not in the log"
-            )
+            reason = f"line {line_number + 1} of {line_count} expected for this record ({line.op}) is not in the log"
         torn = self._torn.get((process.pid, line.op), [])
         if torn:
             reason += f"; it may be a truncated line of this process: {', '.join(torn[:3])}"
@@ -288,8 +286,8 @@ def bounds_text(missing: int, extra: int) -> str:
 def either(records: int, lines: int) -> str:
     """Return the sentence for ``records`` and ``lines`` that may match each other in several ways."""
     return (
-        f"{records} expected and {lines} printed lines between certain neighbors match each other in several "
-        "ways: which was dropped or duplicated is not known"
+        f"{records} expected and {lines} printed lines, between lines with a certain match, match each other in "
+        "several ways: it is not known which of them were dropped or duplicated"
     )
 
 

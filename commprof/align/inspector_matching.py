@@ -190,7 +190,8 @@ def _choose(
     if fitting:
         names = ", ".join(stream.group.pg for stream in fitting)
         one.reason = (
-            f"the groups {names} issued the same operations, so it is not known which of them it serves"
+            f"the groups {names} issued the same operations, so it is not known to which of them the communicator "
+            "belongs"
         )
     else:
         difference = _first_difference(its, _lines_of(candidates[0], vocabulary))
@@ -220,11 +221,14 @@ def _first_difference(its: Sequence[InspectedCollective], lines: _Lines) -> str 
     for each in sorted(its, key=lambda one: (one.number, one.op)):
         of_op = lines.get(each.op, ())
         if each.number >= len(of_op):
-            return f"{each.op} number {each.number} of {each.payload_bytes:,} bytes has no record of the {len(of_op)}"
+            return (
+                f"{each.op} number {each.number} of {each.payload_bytes:,} bytes has no record: the group has only "
+                f"{len(of_op)} {each.op} records"
+            )
         if of_op[each.number].payload_bytes != each.payload_bytes:
             return (
-                f"{each.op} number {each.number} has {each.payload_bytes:,} bytes, the record "
-                f"{of_op[each.number].payload_bytes:,}"
+                f"{each.op} number {each.number} has {each.payload_bytes:,} bytes in the log and "
+                f"{of_op[each.number].payload_bytes:,} bytes in its record"
             )
     return None
 
@@ -287,5 +291,6 @@ def _notes(
     if alone and tied:
         yield (
             f"group(s) {', '.join(alone)} have no communicator in the logs: their messages may be below "
-            "the plugin's smallest size, or point-to-point only, or a communicator has another reason"
+            "the plugin's smallest size, or point-to-point only, or their communicator was not matched for the "
+            "reason that is given with it"
         )

@@ -16,8 +16,8 @@ STATES: Final = ("matched", "missing", "extra", "ambiguous", "torn")
 MATCHED, MISSING, EXTRA, LIKELY_EITHER, TORN = range(len(STATES))
 NOBODY: Final = -1
 UNCLEAR: Final = (
-    "torch turns this call into sends and receives whose sizes the record does not have; "
-    "its lines are not searched"
+    "torch turns this call into sends and receives, and the record does not have their sizes; "
+    "commprof does not look for their lines"
 )
 SILENT: Final = "nothing was sent: the call leaves no line"
 TORN_LINE: Final = "the line is truncated: its content is not known"

@@ -33,7 +33,8 @@ def notes(
         sentences += _of_jobs({process for process, _ in streams}, lines, world, states)
     elif streams and not states["torn"]:
         sentences.append(
-            "The log has no line of an operation: NCCL prints them with NCCL_DEBUG=INFO and NCCL_DEBUG_SUBSYS=INIT,COLL."
+            "The log has no lines of operations: set NCCL_DEBUG=INFO and NCCL_DEBUG_SUBSYS=INIT,COLL to make NCCL "
+            "print such lines."
         )
     if states["torn"]:
         sentences.append(
@@ -41,12 +42,12 @@ def notes(
         )
     if states["ambiguous"]:
         sentences.append(
-            f"{states['ambiguous']:,} records and lines are ambiguous: they have several equal partners, some of which were "
-            f"dropped or duplicated; the log does not show which. With them, {bounds.missing} lines are missing and "
-            f"{bounds.extra} are extra."
+            f"{states['ambiguous']:,} records and lines are ambiguous: they have several equal partners, and the "
+            "log does not show which partners were dropped or duplicated. Including the ambiguous rows, "
+            f"{bounds.missing} lines are missing and {bounds.extra} are extra."
         )
     if unclear:
-        sentences.append(f"{unclear} of the missing records do not determine the lines that they leave.")
+        sentences.append(f"{unclear} of the missing records do not show which lines the log should have.")
     return tuple(sentences)
 
 
@@ -90,7 +91,8 @@ def _of_jobs(
         )
     elif states["missing"] > states["matched"] and states["extra"]:
         sentences.append(
-            f"More is missing ({states['missing']:,}) than matches ({states['matched']:,}), and {states['extra']:,} lines "
-            "are extra: the log may be of another run, or of other processes."
+            f"More lines are missing ({states['missing']:,}) than match ({states['matched']:,}), and "
+            f"{states['extra']:,} "
+            "lines are extra: the log may be of another run, or of other processes."
         )
     return sentences

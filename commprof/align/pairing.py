@@ -91,7 +91,8 @@ def pair_communicators(
             fits[number] = groups
         else:
             pairing.reasons[number] = (
-                f"no group of rank {candidates[0].rank} has {line.nranks} ranks and this process as number {line.rank}"
+                f"no group of rank {candidates[0].rank} has {line.nranks} ranks with this process as rank "
+                f"{line.rank} of the group"
             )
     _Assignment(lines, fits, vocabulary, pairing).decide()
     return pairing

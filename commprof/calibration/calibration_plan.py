@@ -118,7 +118,7 @@ def parse_sizes(text: str) -> tuple[int, ...]:
 def _checked(text: str, sizes: Sequence[int]) -> tuple[int, ...]:
     distinct = tuple(sorted(set(sizes)))
     if not distinct:
-        raise UsageError(f"--sizes {text[:80]!r}: there is no size in it; {DEFAULT_SIZES} is an example")
+        raise UsageError(f"--sizes {text[:80]!r} contains no size; expected for example {DEFAULT_SIZES}")
     if len(sizes) > _MOST_SIZES:
         raise UsageError(f"--sizes {text[:80]}: more than {_MOST_SIZES} sizes; take a larger factor")
     return distinct
@@ -129,11 +129,11 @@ def _size(text: str, part: str) -> int:
     size = round(float(match[1]) * _UNITS[match[2]]) if match else 0
     if not match or size < 1:
         raise UsageError(
-            f"--sizes {text[:80]}: {part.strip()[:40]!r} is no size; 1024, 64K or 16MiB were expected"
+            f"--sizes {text[:80]}: {part.strip()[:40]!r} is not a size; expected for example 1024, 64K or 16MiB"
         )
     if size > LARGEST_BYTES:
         raise UsageError(
-            f"--sizes {text[:80]}: {part.strip()[:40]} is more than 64 GiB, which no run here sends"
+            f"--sizes {text[:80]}: {part.strip()[:40]} is more than 64 GiB, the largest size of a calibration"
         )
     return size
 

@@ -31,7 +31,7 @@ TIMEOUT_SECONDS: Final = 120
 _SIZE_NS: Final = 600_000_000  # time budget for the iterations of one operation and size
 _LEAST_ITERATIONS: Final = 5
 _NAME_BYTES: Final = 256  # length of a host name in messages between ranks
-_ANOTHER: Final = "another rank could not carry it out"
+_ANOTHER: Final = "another rank could not run the operation"
 _ENVIRONMENT: Final = ("NCCL_", "GLOO_", "OMP_", "TORCH_NCCL_")
 
 
@@ -168,8 +168,8 @@ class _Sweep:
         total = self._total(wrong)
         if total:
             raise CommprofError(
-                f"{self.backend} gave wrong data: {total} elements of {op} with {count} {self.plan.dtype} are not what was "
-                "sent. What such a machine reaches is no measure of anything; have it looked at"
+                f"{self.backend} delivered wrong data: {total} elements of {op} with {count} {self.plan.dtype} are "
+                "not what was sent. A calibration of this machine would be meaningless; have its hardware checked"
             )
         ready.sent.zero_()
         return ready, ""

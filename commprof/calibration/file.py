@@ -100,7 +100,7 @@ def check_target(path: Path, force: bool) -> None:
         pass
     except TraceError:
         raise UsageError(
-            f"{path} is no file of a calibration, and --force replaces nothing else; choose another --out"
+            f"{path} is not a calibration file, and --force replaces only calibration files; choose another --out"
         ) from None
 
 
@@ -214,4 +214,4 @@ def _text(value: Any) -> str:
 
 
 def _refuse_constant(name: str) -> float:
-    raise ValueError(f"{name} is no number of JSON")
+    raise ValueError(f"{name} is not a JSON number")

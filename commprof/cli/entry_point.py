@@ -64,7 +64,7 @@ def _wrong_with(entry: metadata.EntryPoint) -> str | None:
         return f"{entry.value} cannot be loaded ({_said(error)})"
     code = getattr(start, "__code__", None)
     if code is None or Path(code.co_filename).resolve() != Path(str(autoload.__file__)).resolve():
-        return f"it starts another commprof, {getattr(code, 'co_filename', start)!s}, than this one"
+        return f"it starts a different installation of commprof ({getattr(code, 'co_filename', start)!s})"
     return None
 
 

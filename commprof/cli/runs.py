@@ -148,8 +148,8 @@ def asked(texts: list[str], question: Callable[[list[Run]], Answer]) -> tuple[li
                 return runs, answer
         time.sleep(_PAUSE_S)
     raise TraceError(
-        f"{', '.join(map(str, paths))}: its files are being replaced, because it is being finalised at this moment. Try "
-        "again when its command has ended"
+        f"{', '.join(map(str, paths))}: another command is finalizing the run and replaces its files. Try again when "
+        "that command has exited"
     )
 
 

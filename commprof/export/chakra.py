@@ -121,8 +121,8 @@ def _one_process_each(run: Run, timed: OneClock) -> list[int]:
     twice = [rank for rank, after in pairwise(ranks) if rank == after]
     if twice:
         raise UsageError(
-            f"{run.path} has several processes of rank {twice[0]} (the job was restarted); a Chakra trace is that of "
-            "one process per rank. Export it as csv or perfetto"
+            f"{run.path} has several processes of rank {twice[0]} (the job was restarted); a Chakra trace has only "
+            "one process per rank. Export the run as csv or perfetto"
         )
     if not ranks:
         if len(run.table("aggregates")):
@@ -284,7 +284,7 @@ def _operation(
     if kind == _COLLECTIVE:
         if op not in _COLLECTIVES:
             raise TraceError(
-                f"{op!r} is no operation that this commprof knows; install the version that recorded it"
+                f"{op!r} is not an operation of this version of commprof; install the version that recorded it"
             )
         _attribute(node, "comm_type", int64_val=_COLLECTIVES[op])
         if row["peer"] >= 0:

@@ -111,7 +111,7 @@ def check_csv(out: Path | str, run: AnyRun | Sequence[AnyRun]) -> list[str]:
             sink = Sink(text)
             write_csv_parts(table.batches(), table.schema, cast(IO[bytes], sink))
             if sink.digest.hexdigest() != _digest(file):
-                problems.append(f"{file.name} is not what the run holds: {_first_difference(file, text)}")
+                problems.append(f"{file.name} differs from the run: {_first_difference(file, text)}")
     return problems
 
 
@@ -122,7 +122,7 @@ def _unlike(file: Path, entry: dict[str, Any]) -> str | None:
     if size != entry.get("bytes"):
         return f"{file.name} has {size:,} bytes, {PROVENANCE} says {entry.get('bytes'):,}"
     if _digest(file) != entry.get("sha256"):
-        return f"{file.name} was changed after the export: its checksum is another"
+        return f"{file.name} was changed after the export: its checksum is not that of {PROVENANCE}"
     return None
 
 
@@ -159,7 +159,7 @@ def _parting(mine: Iterator[list[str]], theirs: Iterator[list[str]]) -> str:
         number += 1
         a, b = next(mine, None), next(theirs, None)
         if a is None and b is None:
-            return "the same values are written in another way"
+            return "the values are equal, but they are formatted differently"
         if a is None or b is None:
             return f"it has {'fewer' if a is None else 'more'} rows, from row {number:,} on"
         if a != b:

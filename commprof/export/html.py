@@ -78,8 +78,8 @@ def _document(runs: Sequence[Run], to_set: Sequence[str]) -> Iterator[str]:
     yield '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
     yield f"<style>{_STYLE}</style>\n<script>{get_plotlyjs()}</script></head>\n<body>\n<h1>{_text(title)}</h1>\n"
     yield f'<p class="muted">Made by commprof {__version__}. payload: S of nccl-tests. '
-    yield "wire: modelled, per step what a rank of the job sends, the mean over all its ranks; of a whole run the mean that "
-    yield "a rank of each group sends, added up over its collectives, and the bytes of each message.</p>\n"
+    yield "wire: modelled bytes that a rank sends. Per step: the mean over all ranks of the job. For a whole run: "
+    yield "the mean over the ranks of each group, summed over its collectives, plus the bytes of each message.</p>\n"
     first = _comparison(runs) if len(runs) > 1 else _advice(to_set)
     of_runs = (
         _run(run, name, f"run-{place}") for place, (run, name) in enumerate(zip(runs, names, strict=True), 1)

@@ -119,7 +119,7 @@ def read_export(directory: Path) -> Export:
     """
     if not directory.is_dir():
         raise UsageError(
-            f"{directory} is no directory; that of an export in CSV was expected: "
+            f"{directory} is not a directory; expected the directory of an export in CSV. Make one: "
             f"{command_line('export', 'RUN...', '--out', directory)}"
         )
     comparison = _rows(directory / COMPARISON, paper_tables.NEEDED)
@@ -149,7 +149,7 @@ def _rows(file: Path, needed: Sequence[str], is_optional: bool = False) -> list[
             rows: list[Row] = list(reader)
     except FileNotFoundError:
         raise TraceError(
-            f"{file} is missing: figures are made of a whole export in CSV. Make one: "
+            f"{file} is missing: figures need a complete export in CSV. Make one: "
             f"{command_line('export', 'RUN...', '--out', file.parent)}"
         ) from None
     except (OSError, UnicodeDecodeError, csv.Error) as error:
@@ -157,7 +157,7 @@ def _rows(file: Path, needed: Sequence[str], is_optional: bool = False) -> list[
     missing = [name for name in needed if name not in (reader.fieldnames or ())]
     if missing:
         raise TraceError(
-            f"{file} has no column {', '.join(missing)}; it is no file of an export, or was changed"
+            f"{file} has no column {', '.join(missing)}; it is not a file of an export, or it was changed"
         )
     return rows
 

@@ -110,7 +110,7 @@ def rank_of(path: Path, dump: Mapping[str, Any]) -> int:
     )
     if number is None:
         raise LogError(
-            f"{path} does not say which rank it is of: its name was expected to end in the rank, as in trace_0"
+            f"{path} does not show its rank: expected a file name that ends in the rank, such as trace_0"
         )
     return int(number[1])
 

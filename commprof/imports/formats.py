@@ -67,7 +67,7 @@ def import_files(
     if len(formats) > 1:
         first = {each.format: each.path for each in reversed(recognised)}
         files_by_tool = ", ".join(f"{first[each]} is {each}" for each in formats)
-        raise LogError(f"the files are of several tools ({files_by_tool}); import those of one at a time")
+        raise LogError(f"the files are of several tools ({files_by_tool}); import the files of one tool")
     try:
         imported = _READERS[formats[0]]([(each.path, each.content) for each in recognised])
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
@@ -98,7 +98,7 @@ def inspector_logs(names: Sequence[str]) -> list[tuple[Path, InspectorLog]] | No
             return None
         if log is None:
             raise LogError(
-                f"{logs[0][0]} is a log of the NCCL Inspector and {file} is none; align with those of one tool at a time"
+                f"{logs[0][0]} is a log of the NCCL Inspector and {file} is not; align with the logs of one tool"
             )
         logs.append((file, log))
     return logs
@@ -192,8 +192,8 @@ def recognise(path: Path, wanted: Format | None = None) -> _Recognised:
     broken = _break_in(text) if value is None else None
     if broken is not None:
         raise LogError(
-            f"{path} ({len(data):,} bytes) is JSON that is cut or damaged at {broken}; copy it again, or let the tool write "
-            "it to its end"
+            f"{path} ({len(data):,} bytes) is JSON that is truncated or damaged at {broken}; copy it again, or let "
+            "the tool finish writing it"
         )
     expected = f"a {wanted} file" if wanted else f"a file of {', '.join(Format)}"
     raise LogError(

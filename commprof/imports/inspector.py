@@ -352,8 +352,8 @@ def _losses(logs: Sequence[tuple[Path, InspectorLog]]) -> Iterator[str]:
     newer = sorted({version for _, log in logs for version in log.versions if _is_newer(version)})
     if newer:
         yield (
-            f"version {', '.join(newer)} of the format is newer than what commprof knows (v4.0 to {_NEWEST}): what it adds "
-            "is not read"
+            f"version {', '.join(newer)} of the format is newer than those that commprof reads (v4.0 to {_NEWEST}): "
+            "its new fields are ignored"
         )
 
 
@@ -367,7 +367,10 @@ def _notes(logs: Sequence[tuple[Path, InspectorLog]], ranks: _Ranks, undated: in
     )
     yield "groups are NCCL's communicators; group_rank is the rank in the communicator"
     if not ranks.are_of_job:
-        yield "no communicator holds all processes, so the ranks are those within the largest one, or numbers in order"
+        yield (
+            "no communicator contains all processes, so the rank of a process is its rank in its largest "
+            "communicator, or its number in the order of host and pid"
+        )
     if undated:
         yield (
             f"{undated} operations have no begin time (NCCL_INSPECTOR_DUMP_VERBOSE was off): their begin "
@@ -385,7 +388,7 @@ def _left_out(
         names = ", ".join(f"{count} {name}" for name, count in sorted(unknown.items()))
         yield (
             f"{sum(unknown.values())} operations have names that commprof does not know and were left out: {names} (the "
-            "plugin writes Invalid for what it does not know itself)"
+            "plugin writes Invalid for operations that it does not recognize)"
         )
     for what, attribute in (
         (

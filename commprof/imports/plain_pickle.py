@@ -58,8 +58,8 @@ def read_plain_pickle(data: bytes) -> Any:
     except LogError:
         raise
     except (ValueError, IndexError, KeyError, TypeError, OverflowError, RecursionError) as error:
-        raise LogError(f"it is not a whole pickle: {str(error)[:200]}") from None
-    raise LogError("it is not a whole pickle: its end is missing")
+        raise LogError(f"the pickle is truncated or damaged: {str(error)[:200]}") from None
+    raise LogError("the pickle is truncated: its end is missing")
 
 
 class _Machine:
@@ -125,7 +125,7 @@ class _Machine:
     def _drop(self) -> Any:
         value = self._stack.pop()
         if value is _MARK:
-            raise ValueError("a mark stands where a value should")
+            raise ValueError("found a mark where a value was expected")
         return value
 
     def _tuple(self, size: int) -> None:
@@ -142,7 +142,7 @@ class _Machine:
     def _extend(self, values: list[Any]) -> None:
         target = self._stack[-1]
         if not isinstance(target, list):
-            raise TypeError("values are appended to what is no list")
+            raise TypeError("values are appended to an object that is not a list")
         target.extend(values)
 
     def _set_item(self) -> None:
@@ -152,11 +152,11 @@ class _Machine:
     def _update(self, items: dict[Any, Any]) -> None:
         target = self._stack[-1]
         if not isinstance(target, dict):
-            raise TypeError("items are set on what is no dictionary")
+            raise TypeError("items are set on an object that is not a dictionary")
         target.update(items)
 
 
 def _pairs(values: list[Any]) -> dict[Any, Any]:
     if len(values) % 2:
-        raise ValueError("a key is without its value")
+        raise ValueError("a key has no value")
     return dict(zip(values[::2], values[1::2], strict=True))

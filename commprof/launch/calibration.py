@@ -40,7 +40,7 @@ def calibrate(plan: Plan, ranks: int | None, out: Path, force: bool, say: Callab
         if ranks is not None:
             raise UsageError(
                 f"--nproc {ranks} was given, but this process is rank {here.rank} of {here.world_size} already "
-                f"({here.launcher}). Leave --nproc out, or unset the variables that say so"
+                f"({here.launcher}). Leave --nproc out, or unset the variables of this launcher"
             )
         _check_count(here.world_size)
         return carry_out(plan, out, force, member_of(os.environ, here.rank, here.world_size))

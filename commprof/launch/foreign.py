@@ -93,7 +93,7 @@ def run_foreign_rank(job: Job, place: Place, say: Callable[[str], None]) -> Fini
     if job.ranks is not None:
         raise UsageError(
             f"--nproc {job.ranks} was given, but this process is rank {place.rank} of {place.world_size} already "
-            f"({place.launcher}). Leave --nproc out, or unset the variables that say so"
+            f"({place.launcher}). Leave --nproc out, or unset the variables of this launcher"
         )
     parent = os.getppid()
     since_ns = 0 if job.out is None and is_unique(os.environ) else process_start_ns(parent) or 0

@@ -152,7 +152,7 @@ def check_program(program: Program) -> None:
     if program.kind is Kind.COMMAND:
         if shutil.which(program.target) is None:
             instead = (
-                " --engine zero_runtime starts its ranks without it" if program.target == DEEPSPEED else ""
+                " With --engine zero_runtime, ranks start without it" if program.target == DEEPSPEED else ""
             )
             raise UsageError(f"no such command: {program.target}. Is it installed, and on PATH?{instead}")
         return

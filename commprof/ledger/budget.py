@@ -41,7 +41,7 @@ def violations(run: WholeRun, budget: Budget) -> list[Violation]:
     """Return every limit of ``budget`` that ``run`` breaks, or that cannot be checked with the records of ``run``."""
     scopes = _scopes(_issued_by(run))
     broken_limits = [
-        Violation("records", f"{text}, so no limit can be shown to hold")
+        Violation("records", f"{text}, so no limit can be shown to be met")
         for text in gaps(run, sum(map(len, scopes.values())))
     ]
     wanted = {limit.scope for limit in budget.limits} | set(budget.allowed_ops)
@@ -169,8 +169,8 @@ def budget_of(run: WholeRun) -> str:
     missing = gaps(run, sum(map(len, scopes.values())))
     if missing:
         raise UsageError(
-            f"{run.path} meets no budget, so none is written: {'; '.join(missing)}. Record a complete run, without "
-            "--aggregate, --steps or --max-size"
+            f"{run.path} cannot be shown to meet a budget, so none is written: {'; '.join(missing)}. Record a "
+            "complete run, without --aggregate, --steps or --max-size"
         )
     verdict = verify(run)
     clean = not _not_requested(verdict)

@@ -68,8 +68,8 @@ def read_budget(path: Path) -> Budget:
         content = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise UsageError(
-            f"{path} cannot be read: {error.strerror}; --budget takes a TOML file, which "
-            f"{command_line('check', 'RUN', '--write-budget', path)} writes: the tightest budget that RUN meets"
+            f"{path} cannot be read: {error.strerror}; --budget takes a TOML file. To write the tightest budget "
+            f"that RUN meets: {command_line('check', 'RUN', '--write-budget', path)}"
         ) from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise UsageError(f"{path} is not valid TOML: {error}") from None

@@ -129,7 +129,8 @@ def verify(recorded: WholeRun) -> Verdict:
     doubts = [*unrecorded, *ran.doubts, *unsure, *(labels.doubts if request.reason is None else ())]
     if is_without_steps:
         doubts.append(
-            "the table of the training steps (steps.parquet) is missing, so what they lack is not known"
+            "the table of the training steps (steps.parquet) is missing, so it is not known which messages the "
+            "steps lack"
         )
     issued_bytes = sum(attribution.payload(messages) for messages in steps.values())
     explained_bytes = sum(
@@ -245,10 +246,14 @@ def _moved_otherwise(moved: Sequence[Moved]) -> list[str]:
         who = row.host if row.host == movement.ALL_HOSTS else f"host {row.host}"
         if movement.is_short(row):
             needed = round(row.expected_bytes or 0)
-            clauses.append(f"{who} moved {row.sent_bytes:,} bytes where what was executed needs {needed:,}")
+            clauses.append(
+                f"{who} moved {row.sent_bytes:,} bytes, but the executed collectives need {needed:,}"
+            )
         elif movement.is_long(row):
             explained = round(row.expected_bytes or 0)
-            clauses.append(f"{who} moved {row.sent_bytes:,} bytes where the records explain {explained:,}")
+            clauses.append(
+                f"{who} moved {row.sent_bytes:,} bytes, but the records explain only {explained:,}"
+            )
     return clauses
 
 

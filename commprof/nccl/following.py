@@ -259,7 +259,7 @@ def _source(file: _File) -> LogSource:
     name = f"{file.path} (until it was {file.gone})"
     source = LogSource(file.copy or file.path.with_name(".gone"), name)
     source.trouble = (
-        f"{file.path} was {file.gone} while it was followed: its content until then is called '{name}'."
+        f"{file.path} was {file.gone} while it was followed: its earlier content is listed as '{name}'."
     )
     return source
 

@@ -388,7 +388,7 @@ def over_worlds(plan: Plan, config: Mapping[str, Any], worlds: Iterable[int]) ->
         timed = (
             plan.timing.of(prediction, hosts)
             if fill
-            else f"hosts of {hosts.ranks} ranks do not make {world:,}"
+            else f"hosts of {hosts.ranks} ranks each do not add up to {world:,} ranks"
         )
         outcomes.append(
             WorldOutcome(world, dict(wire), prediction.parts, prediction.peak, timed, prediction.note)

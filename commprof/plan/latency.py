@@ -145,7 +145,11 @@ def by_calibration(sent: Sequence[Expectation], hosts: Hosts, calibration: Calib
         return None
     bound = "latency" if chunk.num_bytes < chunk.least_bytes else "bandwidth"
     ranks = chunk.most_ranks
-    limit = f"Up to {ranks:,} ranks it is bandwidth bound" if ranks > 1 else "It is so at any number of ranks"
+    limit = (
+        f"Up to {ranks:,} ranks it is bandwidth bound"
+        if ranks > 1
+        else "It stays latency bound at any number of ranks"
+    )
     return (
         f"The largest gradient message, {chunk.op} of {format_bytes(chunk.message_bytes)}, is "
         f"{format_bytes(chunk.num_bytes)} per owner at {chunk.group_size:,} ranks: {bound} bound. "

@@ -290,11 +290,12 @@ def _of_run(text: str, path: Path) -> Model:
     parameters = published(run.table("parameters"))
     if not parameters:
         raise UsageError(
-            f"--model {text}: the run published no parameters; expected one of an engine, DDP or FSDP"
+            f"--model {text}: the run published no parameters; expected a run that trains with an engine, DDP or FSDP"
         )
     if any(parameter.ep_size is not None for parameter in parameters):
         raise UsageError(
-            f"--model {text}: its model has experts, and a run does not say how many tokens they take elsewhere; "
+            f"--model {text}: its model has experts, and a run does not show how many tokens they get in another "
+            "job; "
             "use py:module:function"
         )
     numel, number = sum(parameter.numel for parameter in parameters), len(parameters)

@@ -272,8 +272,8 @@ def _check_files(zero: Mapping[str, Any], stage: int) -> None:
         if device == "nvme" and not path:
             name = f"zero_optimization.{key}"
             raise UsageError(
-                f"{name}.device is 'nvme' without nvme_path, and no engine starts so; set {name}.nvme_path to a folder on a "
-                "fast local disk"
+                f"{name}.device is 'nvme' without nvme_path, which no engine accepts; set {name}.nvme_path to a "
+                "folder on a fast local disk"
             )
 
 

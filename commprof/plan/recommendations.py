@@ -16,11 +16,11 @@ _REASONS: Final = {
     "only one": "it is the only setting",
     "only one fits": "it is the only setting that fits",
     "time": "its {timed} the least time",
-    "time and bytes": "its {timed} the least time; of those within 1 % of it, bytes and then memory decide",
+    "time and bytes": "its {timed} the least time; among settings within 1 % of it, bytes and then memory decide",
     "between hosts": "its hosts send the fewest bytes to other hosts",
     "per rank": "its ranks send the fewest bytes{hosts}",
-    "memory": "it needs the least memory, and sends as many bytes as the next one",
-    "nothing": "it is the first of several that send and hold the same",
+    "memory": "it needs the least memory, and sends the same bytes as the next setting",
+    "nothing": "it is the first of several settings with equal bytes and equal memory",
 }
 
 
@@ -143,7 +143,7 @@ def advice(candidates: Sequence[Candidate], capacity: int | None, of_steps: bool
     has_hosts = any(each.host_bytes for each in complete)
     reason = _REASONS[chosen.decided_by].format(
         timed="step takes" if of_steps else "messages take",
-        hosts=", and hosts send equally many to other hosts" if has_hosts else "",
+        hosts=", and the bytes to other hosts equal those of the next setting" if has_hosts else "",
     )
     to_hosts = f"{format_bytes(best.host_bytes)} per host to other hosts and " if has_hosts else ""
     return chosen.chosen, (

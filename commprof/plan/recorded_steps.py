@@ -36,13 +36,16 @@ class RecordedStep(NamedTuple):
     def text(self) -> str:
         """A description of the run and its times, for reports."""
         if not self.purposes:
-            return f"{self.path}: {self.compute_ns / 1e6:.1f} ms of computation per step, and no communication beside it"
+            return (
+                f"{self.path}: {self.compute_ns / 1e6:.1f} ms of computation per step, with no overlapped "
+                "communication"
+            )
         part = f"{self.least_hidden:.0%}"
         if self.most_hidden > self.least_hidden:
             part += f" to {self.most_hidden:.0%}"
         return (
-            f"{self.path}: {self.compute_ns / 1e6:.1f} ms of computation per step, and {part} of the communication for "
-            f"{' and '.join(self.purposes)} beside it"
+            f"{self.path}: {self.compute_ns / 1e6:.1f} ms of computation per step, which overlaps {part} of the "
+            f"communication for {' and '.join(self.purposes)}"
         )
 
 
@@ -94,7 +97,7 @@ def recorded_step(run: Run) -> RecordedStep:
     union = next((row for row in rows if row["purpose"] == _UNION), None)
     if union is None or union["exposed_ns"] is None or union["step_ns"] is None:
         raise UsageError(
-            f"--recorded is {run.path}, of which the exposed communication of a step is not known; give a run of several "
+            f"--recorded is {run.path}, but the exposed communication of a step is not known; give a run of several "
             "steps that was recorded with times"
         )
     others = [

@@ -125,8 +125,8 @@ class Promising(NamedTuple):
             command = command_line("calibrate", "--nproc", self.ranks, "--out", "calibration.json")
             sentences.append(
                 f"{_counted(self.uncalibrated)} not predicted, since the run has no messages of such sizes or operations. "
-                f"Measure them on the same hosts ({command}), and {WITH_CALIBRATION}; the dashboard finds it "
-                "beside the run."
+                f"Measure them on the same hosts ({command}), and {WITH_CALIBRATION}; the dashboard finds this file "
+                "in or beside the directory of the run."
             )
         others = [reason for _, reason in self.refused if WITH_CALIBRATION not in reason]
         if others:

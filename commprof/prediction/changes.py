@@ -160,8 +160,8 @@ def _check_gathers(program: Program, before: Sent, after: Sent) -> None:
         )
     if after.calls is not None and after.calls.unknown:
         raise UsageError(
-            f"when parameters are gathered with {after.calls.unknown} is not known, so it is not predicted; record a run of "
-            "that setting"
+            f"it is not known when parameters are gathered with {after.calls.unknown}, so that setting is not "
+            "predicted; record a run with it"
         )
     issued = sorted(program.messages[number].payload_bytes for number in gathered_in_passes(program))
     calls = before.calls
@@ -185,8 +185,8 @@ def _assumptions(after: Sent, assumed: Assumed) -> tuple[str, ...]:
         )
     if assumed.copy_ns:
         sentences.append(
-            f"assumed: filling gathered parameters costs {assumed.copy_ns:g} ns per byte beside their messages; the "
-            f"interval contains 0 to {2 * assumed.copy_ns:g}"
+            f"assumed: filling gathered parameters costs {assumed.copy_ns:g} ns per byte in addition to their "
+            f"messages; the interval contains 0 to {2 * assumed.copy_ns:g} ns"
         )
     return tuple(sentences)
 

@@ -382,7 +382,7 @@ class Durations:
             {each for other, sizes in self._sizes.items() if other[:2] == kind[:2] for each in sizes if each}
         )
         run = (
-            f"the run has messages of {sizes[0]:,} to {sizes[-1]:,} bytes of it"
+            f"the run has {op} messages of {sizes[0]:,} to {sizes[-1]:,} bytes"
             if sizes
             else "the run has no such message whose result a rank waited for"
         )
@@ -397,7 +397,7 @@ class Durations:
             "--out",
             "calibration.json",
         )
-        have = "" if self._calibration is None else ", and the calibration none of that size"
+        have = "" if self._calibration is None else ", and the calibration has none of that size"
         return (
             f"how long {op} of {size:,} bytes takes among {ranks} ranks is not known: {run}{have}. Measure it on the same "
             f"hosts, and {WITH_CALIBRATION}: {command}"

@@ -284,8 +284,8 @@ def predict_from(
         )
     if recorded.device != HOST:
         notes.append(
-            f"the run is of {recorded.device}: its steps are those of the GPUs' streams, and how far messages slow the "
-            "kernels beside them is assumed"
+            f"the run used {recorded.device}: its steps are those of the GPU streams, and the slowdown of kernels by "
+            "overlapping messages is assumed"
         )
     if assumptions.link.added_ns:
         notes.append("--latency is not validated: no link with another latency was measured")
@@ -450,7 +450,7 @@ def sent_messages(
         )
     if of_ddp := [key for key in setting if key in DDP_KEYS]:
         raise UsageError(
-            f"--set {', '.join(of_ddp)} is of DistributedDataParallel, which this run does not use"
+            f"--set {', '.join(of_ddp)} applies to DistributedDataParallel, which this run does not use"
         )
     used = config if config is not None else request.config
     return sent_by(request, request.config, recorded_world), sent_by(
@@ -560,10 +560,10 @@ def _why(base: Base, changed: Changed, answer: Simulated, sources: set[str]) -> 
         sentences += _overlap(base.plain, recorded, answer, changed.program)
     if gathered_again(recorded) and not gathered_again(changed.program):
         more = kept_bytes(recorded) / 2**20
-        sentences.append(f"each rank holds {more:,.1f} MiB of parameters more between the passes")
+        sentences.append(f"each rank keeps {more:,.1f} MiB more of parameters between the passes")
     elif gathered_again(changed.program) and not gathered_again(recorded):
         less = kept_bytes(changed.program) / 2**20
-        sentences.append(f"each rank holds {less:,.1f} MiB of parameters less between the passes")
+        sentences.append(f"each rank keeps {less:,.1f} MiB less of parameters between the passes")
     exposed_ns = base.of_run(answer.exposed_ns)
     for purpose, ns in exposed_ns.items():
         before = base.exposed_ns.get(purpose, 0.0)

@@ -322,8 +322,8 @@ def _with_most_common_program(
     common, count = known.most_common(1)[0]
     if count < LEAST_STEPS or 2 * count < len(numbers):
         raise UsageError(
-            f"only {count} of {len(numbers)} steps of {path} send the same; a prediction needs at least {LEAST_STEPS}, and "
-            "half of them: record more steps of one kind"
+            f"only {count} of {len(numbers)} steps of {path} send the same messages; a prediction needs at least "
+            f"{LEAST_STEPS} such steps, and at least half of all steps: record more steps of one kind"
         )
     chosen = [place for place, each in enumerate(uniform) if each == common]
     program = _with_token_sizes(

@@ -99,7 +99,8 @@ def sent_by(request: Request, config: Mapping[str, Any], world: int) -> Sent:
             continue  # the module calls below contain these gathers
         if not row.bytes_exact or row.estimate:
             raise UsageError(
-                f"the messages of {row.purpose} of this setting are known only about: {row.note or row.estimate}"
+                f"the messages of {row.purpose} of this setting are known only approximately: "
+                f"{row.note or row.estimate}"
             )
         groups = row.groups or groups_of(world, row.group_size)
         payloads = [sum(each) for each in row.payloads]

@@ -48,9 +48,9 @@ def on_stream(records: pd.DataFrame, path: str) -> pd.DataFrame:
         first = records[unknown].iloc[0]
         raise UsageError(
             f"{unknown.sum()} of {len(records)} messages of {path} have no times on the GPU's default stream (the first: "
-            f"{first['op']} for {first['purpose']}, step {first['step']}); what DistributedDataParallel waits for in "
-            "C++, what FSDP2 sends on streams of its own, CUDA graphs and --completion-every 0 are without, and such a run "
-            "cannot be predicted"
+            f"{first['op']} for {first['purpose']}, step {first['step']}), so the run cannot be predicted; these "
+            "times are missing for messages that DistributedDataParallel waits for in C++ or FSDP2 sends on its "
+            "own streams, in CUDA graphs, and with --completion-every 0"
         )
     issue = begin.astype(np.int64)
     records = records.assign(

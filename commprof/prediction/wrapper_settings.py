@@ -28,7 +28,7 @@ HOOKS: Final = (None, "allreduce_hook", "fp16_compress_hook", "bf16_compress_hoo
 _WITHOUT_EFFECT: Final = {
     "ddp.gradient_as_bucket_view": "it saves a copy of the gradients, {bytes:,} bytes per rank, and the time to copy them, "
     "which is not predicted",
-    "ddp.static_graph": "it spares the search for unused parameters",
+    "ddp.static_graph": "it avoids the search for unused parameters",
 }
 # The arguments that change computation or messages in a way that the run does not show.
 _ONLY_RECORDED: Final = {
@@ -64,7 +64,7 @@ def without_effect(setting: Mapping[str, Any], wrapped: WrappedModels | None) ->
         return []
     if wrapped is None or [each.wrapper.kind for each in wrapped.rules] != ["ddp"]:
         raise UsageError(
-            f"{', '.join(setting)} is of a single DistributedDataParallel, which this run does not train"
+            f"{', '.join(setting)} applies to a single DistributedDataParallel, which this run does not train"
         )
     arguments = wrapped.rules[0].wrapper.arguments
     if "ddp.static_graph" in setting and arguments.get("find_unused_parameters"):
@@ -158,8 +158,8 @@ def _with(
     sentences = (
         "assumed: the backward pass begins after a third of the compute between the last forward and the first backward "
         "message (half at most)",
-        f"assumed: filling gathered parameters costs {assumed.copy_ns:g} ns per byte beside their messages; the interval "
-        f"contains 0 to {2 * assumed.copy_ns:g}",
+        f"assumed: filling gathered parameters costs {assumed.copy_ns:g} ns per byte in addition to their messages; "
+        f"the interval contains 0 to {2 * assumed.copy_ns:g} ns",
     )
     return Changed(
         Program(
@@ -255,8 +255,8 @@ def _without(program: Program, steps: Sequence[Step], gone: set[int]) -> Changed
     if missing:
         (op, size, _), count = missing.most_common(1)[0]
         raise UsageError(
-            f"{KEY}=false cannot be predicted: {count} {op} of {size:,} bytes in the backward pass have none of that size "
-            "in the forward pass, so the parameters are not gathered there"
+            f"{KEY}=false cannot be predicted: {count} {op} of {size:,} bytes in the backward pass have no "
+            "counterpart in the forward pass, so the forward pass does not gather these parameters"
         )
     remaining = [number for number in range(len(program.messages)) if number not in gone]
     renumbered = {number: place for place, number in enumerate(remaining)}

@@ -1,22 +1,23 @@
-"""Starts recording without ``commprof run``: torch calls :func:`start` at the end of ``import torch``, in every process.
+"""Starts recording without ``commprof run``: torch calls :func:`start` at the end of ``import torch``.
 
-An entry point of the group ``torch.backends``. It does nothing unless ``COMMPROF=1`` is set, or the process was started
-below ``commprof run`` with ``python -I`` or ``-E``, which no other mechanism reaches. An exception here would make
-``import torch`` fail, so it raises none. It imports nothing but ``os`` before recording is requested.
+:func:`start` is an entry point of the group ``torch.backends``, so torch calls it in every process. It does nothing
+unless ``COMMPROF=1`` is set or the process runs below ``commprof run``. The second case matters for processes that
+were started with ``python -I`` or ``-E``, which no other mechanism reaches. :func:`start` raises no exception,
+because an exception would make ``import torch`` fail. It imports only ``os`` before recording is requested.
 """
 
 from __future__ import annotations
 
 import os
 
-SWITCH = "COMMPROF"  # 1 or 0; 0 keeps a process below commprof run out, too
+SWITCH = "COMMPROF"  # 1 or 0; 0 also excludes a process below commprof run
 OUT = "COMMPROF_OUT"  # the run directory, for all ranks
 _ON = ("1", "true", "yes", "on")
 _OFF = ("0", "false", "no", "off")
 
 
 def start() -> None:
-    """Record this process from its first process group on, if the environment asks for it. Never raises."""
+    """Record this process from its first process group on, if the environment requests it. Never raises."""
     try:
         asked = os.environ.get(SWITCH, "").strip().lower()
         below_run = bool(os.environ.get("COMMPROF_RUN"))

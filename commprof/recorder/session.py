@@ -1,8 +1,7 @@
-"""The recording of one process: from ``attach`` (or ``arm``, under ``commprof run``) until ``detach`` or the end of
-the program.
+"""The recording of one process, from ``attach`` (``arm`` under ``commprof run``) to ``detach`` or the program's end.
 
-It reads the environment, finds the run directory, opens the rank's files when the process is known to be a rank, and
-reports dropped records at the end. Nothing here raises into the program.
+The session reads the environment and finds the run directory. It opens the rank's files when the process is known to
+be a rank, and reports dropped records at the end. Nothing in this module raises into the program.
 """
 
 from __future__ import annotations
@@ -52,11 +51,13 @@ class Session:
     """One recording of one process.
 
     Args:
-        out: run directory; default: ``COMMPROF_RUN``, else one that all ranks of a launcher share, below ``traces/``.
-        options: how to record.
-        notes: what of the options is ignored; rank 0 says it, once, when its files are opened.
-        armed: by the environment, which forked children share: they are recorded too.
-        speaks: print at the end where the trace is, unless ``out`` named the directory.
+        out: The run directory. Default: ``COMMPROF_RUN``, or else a directory below ``traces/`` that all ranks of a
+            launcher share.
+        options: The options of the recording.
+        notes: Messages about ignored options. Rank 0 prints each message once, when its files are opened.
+        armed: Whether the environment requested the recording. Forked children inherit the environment, so they are
+            recorded too.
+        speaks: Whether to print at the end where the trace is, unless ``out`` named the directory.
     """
 
     def __init__(
@@ -96,15 +97,18 @@ class Session:
         self.clock_offsets = ClockOffsets(self.journal, self._clock_meeting)
         self.frameworks = Frameworks(self.journal, self.steps, self.interception.stalls)
         self.interception.kernels.tagger = self.frameworks.explain
-        self._folder = _working_directory()  # a program may change it before its ranks are known
+        # The program may change its working directory before its ranks are known.
+        self._folder = _working_directory()
         self.out = self._folder / out if out else None
-        self._refused: str | None = None  # why no file could be opened
+        self._refused: str | None = None  # the reason why no file could be opened
         self._lock = threading.RLock()
 
     def start(self, forked: bool = False) -> None:
-        """Start recording. Files are opened when torch.distributed is initialized, which may be now.
+        """Start recording. The files are opened when torch.distributed is initialized, or now if it already is.
 
-        A forked child inherits its parent's groups without being a rank: its files are opened at its first collective.
+        Args:
+            forked: Whether this process is a forked child. A forked child inherits the groups of its parent without
+                being a rank, so its files are opened at its first collective.
         """
         if self.selfcheck is not None:
             self.selfcheck.start()
@@ -132,18 +136,18 @@ class Session:
         self._close()
 
     def drop(self) -> None:
-        """In a forked child: close everything that belongs to the parent."""
+        """Close everything that belongs to the parent process; called in a forked child."""
         self.journal.drop()
         self.stacks.drop()
         self.clock_offsets.drop()
         self._unwatch()
 
     def abandon(self) -> None:
-        """It could not be started: take out what was put in place already, as far as that goes."""
+        """Remove the wrappers and hooks that are already installed, because the session could not be started."""
         try:
             self._unwatch()
         except Exception as error:
-            say(f"left behind in torch: {type(error).__name__}: {error}")
+            say(f"wrappers or hooks could not be removed from torch: {type(error).__name__}: {error}")
 
     def _unwatch(self) -> None:
         hooks.listen(None)
@@ -174,7 +178,7 @@ class Session:
             )
 
     def _complain(self, rank: int | str, lost: int, reason: str | None) -> None:
-        """Report once what is missing, if anything is."""
+        """Print one line about dropped and faulty records, if there are any."""
         problems = []
         if reason is not None or lost:
             problems.append(
@@ -212,10 +216,10 @@ class Session:
             "stopped_reason": opened.records.stopped_reason or opened.events.stopped_reason,
         }
 
-    # What the hooks tell (hooks.Listener).
+    # The methods of hooks.Listener.
 
     def on_step(self, step: int, micro_step: int) -> None:
-        """A step or micro step begins."""
+        """Begin a step or a micro-batch."""
         try:
             inside = self.window.enter(step)
             if step == BEFORE_THE_FIRST:
@@ -232,7 +236,7 @@ class Session:
             self.journal.fault(error)
 
     def on_step_end(self) -> None:
-        """The runtime says that the step has ended."""
+        """End the step, as reported by the runtime."""
         try:
             if self.window.is_open:
                 self.steps.tell_end()
@@ -240,18 +244,18 @@ class Session:
             self.journal.fault(error)
 
     def on_micro_step(self, micro_step: int) -> None:
-        """What comes is of another micro-batch."""
+        """Assign the next collectives to micro-batch ``micro_step``."""
         self.journal.enter_micro_step(micro_step)
 
     def on_phase(self, name: str) -> None:
-        """The phase changed."""
+        """Change to phase ``name``."""
         self.frameworks.loop.heard(name)
         if self.window.is_open:
             self.steps.hear_phase(name)
             self.journal.enter_phase(name)
 
     def on_row(self, table: str, row: Mapping[str, Any]) -> None:
-        """One row of a side table."""
+        """Write one row of a side table."""
         try:
             if table == "parameters":
                 self.frameworks.models.heard()
@@ -263,7 +267,7 @@ class Session:
             self.journal.fault(error)
 
     def on_expert_load(self, layer: str, counts: Any, capacity: int, tokens: int) -> None:
-        """A layer of experts has chosen the experts of its tokens."""
+        """Record how many tokens chose each expert in one forward pass of ``layer``."""
         try:
             if self.window.is_open:
                 self.experts.add(layer, counts, capacity, tokens)
@@ -271,17 +275,21 @@ class Session:
             self.journal.fault(error)
 
     def on_flush(self, content: hooks.bucket) -> None:
-        """A gradient bucket was flushed."""
+        """Record the flush of a gradient bucket."""
         try:
             if self.window.is_open:
                 self.steps.note_flush(content)
         except Exception as error:
             self.journal.fault(error)
 
-    # What the interception and the lifecycle tell.
+    # The callbacks of the interception and of the group lifecycle.
 
     def _on_init(self, pg: Any) -> None:
-        """torch.distributed is initialized, perhaps again and with other ranks; ``pg``: the group of all of them."""
+        """Handle an initialization of torch.distributed, possibly a repeated one with different ranks.
+
+        Args:
+            pg: The default process group, which contains all ranks.
+        """
         self.interception.groups.find(pg)
         opened = self.opened
         if opened is not None and opened.identity.rank != pg.rank():
@@ -291,7 +299,7 @@ class Session:
             )
 
     def _on_group(self, group: Group, pg: Any) -> None:
-        """A process group is seen for the first time: open the files if this is the first, and write it down."""
+        """Write the row of a process group at its first use; open the files if it is the first group."""
         with self._lock:
             if self.opened is None and self._refused is None:
                 self._open()
@@ -305,20 +313,27 @@ class Session:
             )
 
     def _resume(self) -> None:
-        """Recording begins within the run."""
+        """Begin to record at the first step of the step window."""
         self.journal.enter_phase(hooks.position.phase)
         self.interception.install()
         if self.selfcheck is not None:
             self.selfcheck.skip()
 
     def _pause(self) -> None:
-        """Recording ends within the run."""
+        """Stop recording after the last step of the step window."""
         self._check()
         self.interception.remove()
         self.steps.close()
 
     def _before_destroy(self, name: str | None, has_peers: bool) -> None:
-        """A group is about to go, or all of them. Of one among thousands only what is its own is looked at."""
+        """Handle that one group, or every group, is about to be destroyed.
+
+        For one group, check only this group, because the program may have thousands of groups.
+
+        Args:
+            name: The name of the group; None for all groups.
+            has_peers: Whether the other ranks take part, so that clock offsets can still be measured.
+        """
         self._check(only=name)
         if self.selfcheck is not None:
             self.selfcheck.stop(name)
@@ -335,10 +350,14 @@ class Session:
             self.selfcheck.forget(name)
 
     def _before_reconfigure(self, pg: Any) -> tuple[int, int]:
-        """The group is about to be given other members. Returns this process's rank in it, and its size."""
+        """Handle that the members of the group are about to change.
+
+        Returns:
+            The rank of this process in the group, and the size of the group, before the change.
+        """
         self._check(only=pg.group_name)
         self.window.count()
-        self.flight.write()  # its entries until now are of the group as it was
+        self.flight.write()  # the entries until now describe the group before the change
         return pg.rank(), pg.size()
 
     def _on_reconfigure(self, pg: Any, communicator: Any, before: tuple[int, int]) -> None:
@@ -398,12 +417,12 @@ def _makes_sums(options: Options) -> bool:
 def _working_directory() -> Path:
     try:
         return Path.cwd()
-    except OSError:  # it was deleted; an absolute path does not need it
+    except OSError:  # the directory was deleted; an absolute path does not need it
         return Path()
 
 
 def _relative(directory: Path) -> str:
-    """``directory`` as a person would type it."""
+    """Return ``directory`` relative to the working directory, or unchanged if the working directory was deleted."""
     try:
         return os.path.relpath(directory)
     except OSError:  # the working directory was deleted
@@ -411,7 +430,7 @@ def _relative(directory: Path) -> str:
 
 
 def say(text: str) -> None:
-    """One line for the person at the terminal, if there is one."""
+    """Print one line to stderr, with the prefix ``commprof:``. Never raises."""
     try:
         sys.stderr.write(f"commprof: {escaped(text)}\n")
     except Exception:
@@ -424,13 +443,15 @@ def _say_once(text: str) -> None:
         say(text)
 
 
-_said: Final[set[str]] = set()  # by this process and those that it was forked from
+# The messages that were printed by this process and by the processes that it was forked from.
+_said: Final[set[str]] = set()
 _session: Session | None = None
-_first_seq: Final = [0]  # records of earlier recordings of this process: seq goes on over them
+# The number of records in earlier recordings of this process. The column seq continues after these records.
+_first_seq: Final = [0]
 
 
 def current() -> Session | None:
-    """The recording of this process, if there is one."""
+    """Return the recording of this process, or None."""
     return _session
 
 
@@ -440,13 +461,15 @@ def attach(out: str | os.PathLike[str] | None = None, **options: Any) -> None:
 
 
 def arm(out: str | os.PathLike[str] | None = None, *, forked: bool = False, speaks: bool = False) -> None:
-    """Record this process as its environment asks, with ``COMMPROF_OPTIONS``, into ``out`` or ``COMMPROF_RUN``.
+    """Record this process into ``out`` or ``COMMPROF_RUN``, with the options in ``COMMPROF_OPTIONS``.
 
-    Called once torch.distributed has been imported. A process that never initialises it leaves no file.
+    This function is called after torch.distributed has been imported. A process that never initializes
+    torch.distributed writes no file.
 
     Args:
-        forked: this process is a forked child of one that was armed.
-        speaks: print at the end where the trace is, because no other process does.
+        out: The run directory; None for the default.
+        forked: Whether this process is a forked child of a process that was armed.
+        speaks: Whether to print at the end where the trace is, because no other process prints it.
     """
     options, notes = from_json(os.environ.get(OPTIONS_VARIABLE))
     _begin(out, options, notes, armed=True, forked=forked, speaks=speaks)
@@ -492,7 +515,10 @@ def _begin(
 
 
 def _after_fork() -> None:
-    """In a forked child: the parent's files are not ours. Where the environment asked, the child may be a rank itself."""
+    """Drop the parent's recording in a forked child, because the open files belong to the parent.
+
+    If the environment requested the recording, arm the child again, because the child may be a rank itself.
+    """
     global _session
     session, _session = _session, None
     _first_seq[0] = 0

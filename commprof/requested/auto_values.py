@@ -122,8 +122,8 @@ def _accumulation_reduce(config: Mapping[str, Any], parameters: Sequence[Paramet
     needed = whole_gradient_bytes(config, parameters)
     if limit is None:
         return "each", (
-            f"{name}: the start of the run decides by the free memory, of which whole gradients need {needed:,} bytes; each "
-            f"is assumed here, and {_LIMIT} decides before"
+            f"{name}: decided at the start of the run by the free memory (whole gradients need {needed:,} bytes); "
+            f"each is assumed here. Set {_LIMIT} to decide it before the run"
         )
     fits = needed <= limit
     relation = "within" if fits else "more than"
@@ -168,8 +168,8 @@ def _size(
             return None, f"{key}: the default, {default}, is assumed here; {error}"
     if costs is None:
         return None, (
-            f"{key}: the start of the run measures {rule}; the default, {default}, is assumed here, and --calibration or "
-            "communication.calibration.world decides before"
+            f"{key}: the start of the run measures {rule}; the default, {default}, is assumed here. Give "
+            "--calibration or communication.calibration.world to decide it before the run"
         )
     if op not in costs:
         return (

@@ -107,7 +107,7 @@ def item_bytes(dtype: str) -> int:
     """Return the bytes of one element of ``dtype``, a name with or without ``torch.``."""
     size = ITEM_BYTES.get(dtype.removeprefix("torch."))
     if size is None:
-        raise RequestedError(f"element type {dtype!r} is not known; known are: {', '.join(ITEM_BYTES)}")
+        raise RequestedError(f"element type {dtype!r} is not known; expected one of: {', '.join(ITEM_BYTES)}")
     return size
 
 

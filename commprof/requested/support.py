@@ -99,7 +99,7 @@ def _refuse_with_stage_3(
             raise UnsupportedError(f"zero_optimization.{name}", zero[name], quantised)
     secondary = count(zero, "zero_optimization.zero_hpz_partition_size", 1, least=0) or 1
     if secondary > 1 and world_size % secondary:
-        reason = f"it does not divide the {world_size} ranks, which the runtime refuses"
+        reason = f"the runtime refuses it, because it does not divide the {world_size} ranks"
         raise UnsupportedError("zero_optimization.zero_hpz_partition_size", secondary, reason)
     for prefix in ("stage3_", ""):
         key = f"zero_optimization.{prefix}module_granularity_threshold"
@@ -113,7 +113,7 @@ def _refuse_with_stage_3(
         raise UnsupportedError(
             "zero_optimization.mics_shard_size",
             zero["mics_shard_size"],
-            "the ranks then form shards of their own",
+            "parameters are then partitioned within groups of ranks",
         )
 
 

@@ -104,7 +104,7 @@ def _groups(situation: Situation) -> list[str]:
         lines.append(
             f"  and {len(even) - _MOST_GROUPS} more groups, in each of which all ranks are at the same collective"
         )
-    return lines or ["  no group has carried a collective"]
+    return lines or ["  no collective has been issued"]
 
 
 def _uneven(situation: Situation, standing: Standing) -> list[str]:

@@ -151,7 +151,7 @@ def spy(pid: int, blocking: bool = True) -> Stacks:
     try:
         return Stacks(PY_SPY, parse_spy(done.stdout, pid))
     except (ValueError, KeyError, TypeError):
-        return Stacks(None, problem="what py-spy printed is not the JSON that it is known to print")
+        return Stacks(None, problem="py-spy printed output that is not in its known JSON format")
 
 
 def explain_refusal(text: str) -> str:
@@ -159,7 +159,7 @@ def explain_refusal(text: str) -> str:
     if "ermission denied" in text or "ermission Denied" in text or "Operation not permitted" in text:
         return "py-spy was refused (it needs the same user, kernel.yama.ptrace_scope 0 or root; in a container SYS_PTRACE)"
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return f"py-spy failed: {lines[0] if lines else 'it said nothing'}"
+    return f"py-spy failed: {lines[0] if lines else 'it printed no error'}"
 
 
 def parse_spy(text: str, pid: int) -> tuple[Stack, ...]:
@@ -217,12 +217,12 @@ def ask_process(process: RankProcess, run: Path, answer: Mapping[str, Any] | Non
     try:
         number, file = int((answer or {})["signal"]), run / str((answer or {})["file"])
     except (KeyError, TypeError, ValueError):
-        return Stacks(None, problem="its recorder offers no stacks by faulthandler")
+        return Stacks(None, problem="its recorder cannot write stacks by faulthandler")
     if state_of(process) is State.STOPPED:
         return Stacks(None, problem="it is stopped, so it cannot write its stacks by faulthandler")
     if not catches(process.pid, number):
         return Stacks(
-            None, problem=f"it no longer catches signal {number}, on which it would write its stacks"
+            None, problem=f"it no longer catches signal {number}, which tells it to write its stacks"
         )
     begin = _size(file)
     try:

@@ -158,7 +158,7 @@ def _last_clause(situation: Situation, report: RankReport) -> str:
         return f"rank {report.rank} had issued nothing"
     last = calls[-1]
     site = f" at {short_site(last.site)}" if last.site else ""
-    text = f"the last that rank {report.rank} had issued is {situation.name(last)} of {situation.label_of(last)}{site}"
+    text = f"the last operation of rank {report.rank} is {situation.name(last)} of {situation.label_of(last)}{site}"
     further = [
         other.rank
         for other in situation.reports.values()
@@ -209,7 +209,7 @@ def _say_stuck(situation: Situation, wait: Wait) -> str:
     text = _waiting_clause(situation, wait)
     if wait.absent:
         who = ranks_text(wait.absent)
-        return f"{text}; whether {who} issued it is not known: no file of it can be read here"
+        return f"{text}; it is not known whether {who} issued it, because no file of {who} can be read here"
     members = [situation.reports[rank] for rank in wait.group.ranks if rank in situation.reports]
     halted = [
         r for r in members if r.state is State.STOPPED or (r.state is State.GONE and not situation.is_past)

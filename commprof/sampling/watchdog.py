@@ -128,7 +128,7 @@ class Watchdog:
             except (CommprofError, OSError):
                 continue  # the directory is being created, moved or finalized
             except Exception as error:  # after any error the job continues without a watchdog
-                self._say(f"watchdog: it has stopped: {type(error).__name__}: {error}")
+                self._say(f"watchdog: stopped after an error: {type(error).__name__}: {error}")
                 return
 
     def _look(self) -> None:

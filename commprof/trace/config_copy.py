@@ -28,13 +28,13 @@ def config_note(run: Path, config: Mapping[str, Any] | None) -> str | None:
     ours, theirs = _leaves(copy), _leaves(config)
     keys = [key for key in dict.fromkeys((*ours, *theirs)) if ours.get(key) != theirs.get(key)]
     listed = ", ".join(
-        f"{key} is {ours.get(key, 'absent')} there and {theirs.get(key, 'absent')} in run.json"
+        f"{key} is {ours.get(key, 'absent')} in {CONFIG_NAME} and {theirs.get(key, 'absent')} in run.json"
         for key in keys[:_MOST_KEYS]
     )
     more = f" and {len(keys) - _MOST_KEYS} more" if len(keys) > _MOST_KEYS else ""
     return (
-        f"{CONFIG_NAME} was edited after the run was recorded, or run.json was: {listed}{more}. What the run recorded, in "
-        "run.json, is read everywhere"
+        f"{CONFIG_NAME} or run.json was edited after the run was recorded: {listed}{more}. commprof always uses the "
+        "config in run.json"
     )
 
 

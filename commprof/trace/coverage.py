@@ -74,8 +74,8 @@ def _left_out(times: Sequence[int], spans: Sequence[_Span], state: str) -> str |
         last = max(unended, key=lambda span: span.end_ns)
         after = _seconds(times[-1] - last.end_ns)
         return (
-            f"rank {last.rank} was killed or left without ending, and the last reading was taken {after} after its last "
-            "record: what moved later is not counted"
+            f"rank {last.rank} was killed or exited without closing its recording, and the last reading was taken "
+            f"{after} after its last record: bytes that moved after this reading are not counted"
         )
     return None
 

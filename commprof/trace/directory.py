@@ -60,7 +60,10 @@ def claim_run_directory(script: str, now: datetime, traces: Path = TRACES) -> Pa
             path.mkdir(parents=True)
         except FileExistsError:
             if not path.exists():
-                raise TraceError(f"{path} cannot be created: a link of that name leads nowhere") from None
+                raise TraceError(
+                    f"{path} cannot be created: a symbolic link with this name exists, but its target does not. "
+                    "Remove it"
+                ) from None
         except OSError as error:
             raise TraceError(
                 f"{path} cannot be used for the run: {error.strerror}. Choose a directory that you may write to with --out"
@@ -120,7 +123,7 @@ def elsewhere(run: Path) -> Elsewhere | None:
         return Elsewhere(str(content["run"]), frozenset(map(str, content["collectives"])))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise TraceError(
-            f"{run / ELSEWHERE_NAME} does not say where the records lie ({error}); analyse the run again"
+            f"{run / ELSEWHERE_NAME} does not say where the records lie ({error}); run commprof analyse again"
         ) from None
 
 
@@ -152,8 +155,8 @@ def resolve(text: str | Path, traces: Path = TRACES) -> Path:
         runs = find_runs(traces)
         if not runs:
             raise TraceError(
-                f"there is no run in {traces}/, so nothing is the latest. Record one with: commprof run SCRIPT, or name "
-                "a run directory"
+                f"there is no run in {traces}/, and {LATEST!r} means the newest run there. Record one with: "
+                "commprof run SCRIPT, or name a run directory"
             )
         return max(runs, key=_started)
     if not path.exists():

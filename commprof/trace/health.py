@@ -146,7 +146,7 @@ def _notes(
         )
     if not entries:
         notes.append(
-            "no rank recorded anything: the program never initialised torch.distributed, was killed before that, or "
+            "no rank recorded anything: the program never initialized torch.distributed, was killed before that, or "
             "ran on another host"
         )
     unended = [entry["rank"] for entry in entries if not entry.get("ended")]
@@ -174,8 +174,8 @@ def _several_processes(entries: Sequence[Mapping[str, Any]]) -> list[str]:
         return []
     most = max(map(len, processes.values()))
     return [
-        f"{_ranks(several)}: {most} processes recorded as one rank (several jobs in one run?), and what a step sent is the "
-        "sum over them; record each job with a commprof run of its own"
+        f"{_ranks(several)}: {most} processes recorded as one rank (several jobs in one run?), so the traffic of a "
+        "step is the sum over these processes; record each job with its own commprof run"
     ]
 
 

@@ -172,7 +172,7 @@ def read_manifest(path: Path) -> Manifest:
         raise TraceError(f"{path} has no {MANIFEST_NAME}") from None
     except OSError as error:
         raise TraceError(
-            f"{file} cannot be read: {error.strerror}. Check its permissions, or copy the run to a place of yours"
+            f"{file} cannot be read: {error.strerror}. Check its permissions, or copy the run to your own directory"
         ) from None
     except (ValueError, RecursionError) as error:
         raise TraceError(
@@ -211,7 +211,7 @@ def _wrong_type(manifest: Manifest) -> str | None:
         if not isinstance(value, expected) or (expected is int and isinstance(value, bool)):
             return f"{item.name} is {type(value).__name__}, expected {expected.__name__}"
         if isinstance(value, int) and not -_LARGEST <= value < _LARGEST:
-            return f"{item.name} is {value}, which no clock, process or rank has"
+            return f"{item.name} is {value}, which is out of range"
     for name in ("command", "hosts", "notes", "tables"):
         if not all(isinstance(text, str) for text in getattr(manifest, name) or ()):
             return f"{name} holds something that is not text"
@@ -222,7 +222,7 @@ def _wrong_type(manifest: Manifest) -> str | None:
     if manifest.sweep is not None and not isinstance(manifest.sweep.get("point", {}), dict):
         return "sweep has a point that is not an object"
     if not all(map(_is_engine, manifest.engines)):
-        return "engines has an entry that is none"
+        return "engines has an entry that does not describe an engine"
     return next((f"ranks: {problem}" for entry in manifest.ranks if (problem := wrong_entry(entry))), None)
 
 

@@ -99,7 +99,8 @@ def require_tables(run: Path, manifest: Manifest, *names: str) -> None:
     for name in names:
         if name in (manifest.tables or ()) and not (run / f"{name}.parquet").exists():
             raise TraceError(
-                f"{name}.parquet of {run} is missing; it was written when the run was finalised or aligned; copy the run "
+                f"{name}.parquet of {run} is missing; it was written when the run was finalized or aligned; copy "
+                "the run "
                 "again with all its files"
             )
 
@@ -310,7 +311,7 @@ def _lock(run: Path, descriptor: int, kind: int) -> bool:
         except BlockingIOError:
             if time.monotonic() > deadline:
                 raise TraceError(
-                    f"{run} is being finalised by another process for more than {_LOCK_SECONDS} s; try again later"
+                    f"another process has been finalizing {run} for more than {_LOCK_SECONDS} s; try again later"
                 ) from None
             time.sleep(0.05)
         except OSError:

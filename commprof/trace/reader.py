@@ -181,8 +181,9 @@ class Run:
         there = elsewhere(self.path)
         if there is not None:
             raise TraceError(
-                f"every record is needed, and those of {self.path} lie at {there.place}/{COLLECTIVES_DIRECTORY}; copy or "
-                f"mount that directory as {self.path / COLLECTIVES_DIRECTORY}"
+                f"this needs every record of {self.path}, and the records are at "
+                f"{there.place}/{COLLECTIVES_DIRECTORY}; copy or mount that directory as "
+                f"{self.path / COLLECTIVES_DIRECTORY}"
             )
         pending = {trace.identity.stem for trace in self.pending}
         files = sorted((self.path / COLLECTIVES_DIRECTORY).glob("rank-*.parquet"))

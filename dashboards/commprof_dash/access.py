@@ -57,8 +57,8 @@ def guard(server: flask.Flask, access: Access) -> None:
         if name is None or not (name in _LOCAL_NAMES or name in access.hosts):
             return _refusal(
                 403,
-                f"This dashboard does not answer to the name {flask.request.host[:200]!r}. "
-                "Open it by the address that commprof printed.",
+                f"This dashboard does not accept the host name {flask.request.host[:200]!r}. "
+                "Open the address that commprof printed.",
             )
         if access.token is None:
             return None

@@ -66,7 +66,7 @@ def init_distributed(
         _refuse_ranks_of_accelerate(os.environ)
     if dist_init_required is False:
         raise ConfigError(
-            "dist_init_required is False, but torch.distributed is not initialised. Call "
+            "dist_init_required is False, but torch.distributed is not initialized. Call "
             "torch.distributed.init_process_group first, or leave dist_init_required out."
         )
     if auto_mpi_discovery and "RANK" not in os.environ and rank < 0 and init_method is None:
@@ -91,7 +91,7 @@ def _refuse_ranks_of_accelerate(environment: Mapping[str, str]) -> None:
     ranks = int(environment.get("WORLD_SIZE", "1"))
     if asked and ranks > 1 and not torch.cuda.is_available():
         raise ConfigError(
-            f"accelerate found no GPU, so it named no backend for these {ranks} ranks and would take each for the only one; "
+            f"accelerate found no GPU, so it chose no backend for these {ranks} ranks, and each would train alone; "
             "to train on CPUs, write Accelerator(kwargs_handlers=[InitProcessGroupKwargs(backend='gloo')]), or with Trainer "
             "PartialState(backend='gloo') before TrainingArguments(accelerator_config={'use_configured_state': True})"
         )
@@ -347,7 +347,7 @@ class DataParallelGroup:
     def __init__(self, group: ProcessGroup | None = None) -> None:
         if not dist.is_initialized():
             raise UsageError(
-                "torch.distributed is not initialised; call zero_runtime.init_distributed() first"
+                "torch.distributed is not initialized; call zero_runtime.init_distributed() first"
             )
         self.group = group
         self.rank = dist.get_rank(group)

@@ -68,7 +68,7 @@ def parser() -> argparse.ArgumentParser:
     add("-H", "--hostfile", default=None, help="file with a line 'HOST slots=N'; one host")
     add("-i", "--include", default="", help="devices to use: localhost:0,1")
     add("-e", "--exclude", default="", help="devices to leave out: localhost:3")
-    add("--num_nodes", type=int, default=-1, help="hosts; several with --no_ssh on each")
+    add("--num_nodes", type=int, default=-1, help="number of hosts; above 1, needs --no_ssh on each")
     add("--min_elastic_nodes", type=int, default=-1, help=argparse.SUPPRESS)
     add("--max_elastic_nodes", type=int, default=-1, help=argparse.SUPPRESS)
     add(
@@ -207,9 +207,9 @@ def parse_filter(text: str, names: Sequence[str]) -> tuple[int, ...] | None:
         )
     match = _HOST.match(text.strip())
     if match is None:
-        raise ConfigError(f"{text!r} is no choice of devices; expected localhost:0,1")
+        raise ConfigError(f"{text!r} is not a choice of devices; expected for example localhost:0,1")
     if match[1] not in names:
-        raise ConfigError(f"{text!r} names host {match[1]}; this one is {' or '.join(dict.fromkeys(names))}")
+        raise ConfigError(f"{text!r} names host {match[1]}; this host is {' or '.join(dict.fromkeys(names))}")
     return None if match[2] is None else tuple(sorted({int(each) for each in match[2].split(",")}))
 
 
@@ -223,7 +223,9 @@ def _slots(options: Any, known: int, hostname: str, listed: str) -> tuple[tuple[
         left_out = parse_filter(options.exclude, names)
         left = tuple(slot for slot in range(known or 1) if left_out is not None and slot not in left_out)
         if not left:
-            raise ConfigError(f"--exclude {options.exclude} leaves no device of {known or 1}")
+            raise ConfigError(
+                f"--exclude {options.exclude} leaves no device of {known or 1}; exclude fewer devices"
+            )
         return left, True
     return tuple(range(options.num_gpus if options.num_gpus > 0 else known or 1)), False
 

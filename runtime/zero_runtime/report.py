@@ -71,8 +71,8 @@ def lines(directory: Path, measured_bytes: int = 0) -> Iterator[tuple[str, str]]
 def _deepspeed() -> str:
     for distribution in metadata.distributions(name=DISTRIBUTION):
         if not isinstance(distribution, NamesDistribution):
-            return f"{distribution.version} is installed; `commprof run --engine` chooses"
-    return "is not installed; `commprof run --engine zero_runtime` gives its names"
+            return f"{distribution.version} is installed; `commprof run --engine` selects it or zero_runtime"
+    return "is not installed; `commprof run --engine zero_runtime` provides its names"
 
 
 def _version(name: str) -> str:

@@ -42,7 +42,7 @@ def test_replay_of_a_gpus_run(tmp_path):
     assert abs(answer.replay_error) < 0.01
     (unchanged,) = answer.settings
     assert unchanged.median_ns == pytest.approx(answer.recorded_ns, rel=0.01)
-    assert any("is of cuda" in note for note in answer.notes)
+    assert any("the run used cuda" in note for note in answer.notes)
     # The same exposed time as the report's, which does not use this room's code.
     reported = api.exposure_per_step(run).set_index("purpose")["exposed_ns"]
     assert len(answer.recorded_exposed_ns) == 3

@@ -84,8 +84,9 @@ def _recommendation(weighed: Weighed, counted: Sequence[Candidate]) -> str:
         return f"{head}: all send the same bytes, {_bytes(best[0])}, and its step is measurably shorter."
     least = next(one for one in counted if one.label in weighed.least)
     return (
-        f"Set {words} if the step time counts: its step is measurably shorter than that of {least.label}, which sends the "
-        f"least, {_bytes(least)}; it sends {_more(best[0], least)}. On a slower network the opposite may hold."
+        f"Set {words} if step time matters most: its step is measurably shorter than that of {least.label}, which "
+        f"sends the fewest bytes, {_bytes(least)}; {best[0].label} sends {_more(best[0], least)}. On a slower "
+        f"network, {least.label} may be faster."
     )
 
 
@@ -199,15 +200,16 @@ def _times(weighed: Weighed) -> list[str]:
         )
         low, high = sorted(abs(int(row[name])) for name in ("low_ns", "high_ns"))
         sentences.append(
-            f"{len(different)} of {len(verdicts)} pairs differ measurably in step time; the most: {fast} takes "
-            f"{format_ns(abs(int(row['difference_ns'])))} less than {slow} ({format_ns(low)} to {format_ns(high)})."
+            f"{len(different)} of {len(verdicts)} pairs differ measurably in step time; largest difference: {fast} "
+            f"takes {format_ns(abs(int(row['difference_ns'])))} less than {slow} ({format_ns(low)} to "
+            f"{format_ns(high)})."
         )
         slower_all = [label for label in weighed.recommended if label not in weighed.not_slower]
         if weighed.recommended and not slower_all:
             sentences.append("No other setting is measurably faster than the recommended one.")
     if unsure:
         sentences.append(
-            f"Of {unsure} of {len(verdicts)} pairs the step times cannot be compared, because there are too few repeats."
+            f"The step times of {unsure} of {len(verdicts)} pairs cannot be compared: they have too few repeats."
         )
     return sentences
 
@@ -227,7 +229,9 @@ def _losses(weighed: Weighed) -> list[str]:
     if len({steps for one in counted if one.losses for steps in one.steps_of_runs}) > 1:
         return ["The runs have different numbers of steps, so their losses are not compared."]
     rest = (
-        "" if len(known) == len(counted) else f" Of {len(counted) - len(known)} of them none was published."
+        ""
+        if len(known) == len(counted)
+        else f" {len(counted) - len(known)} of the settings published no loss."
     )
     low, high = min(known), max(known)
     near = (

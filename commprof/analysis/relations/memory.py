@@ -60,7 +60,7 @@ def limit_bytes() -> int:
         return max(_LEAST, memory_bytes() // _SHARE)
     match = re.fullmatch(r"(\d{1,18}(?:\.\d{1,9})?)\s*([a-z]*)", setting.lower())
     if match is None or match[2] not in _UNITS:
-        raise UsageError(f"{VARIABLE} is {setting[:60]!r}, which is no size; write for example 2GiB or 500MB")
+        raise UsageError(f"{VARIABLE} is {setting[:60]!r}, not a size; expected for example 2GiB or 500MB")
     return max(_LEAST, int(float(match[1]) * _UNITS[match[2]]))
 
 

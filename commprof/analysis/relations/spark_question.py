@@ -66,8 +66,8 @@ def query(session: SparkSession, run: Run, sql: str) -> pa.Table:
 
     if not hasattr(session, "_jsparkSession"):
         raise UsageError(
-            "a Spark server (sc://) does not show how it reads a question, so that nothing can be refused; give the "
-            "--master of a cluster (spark://...), or use --engine duckdb"
+            "a Spark server (sc://) does not show how it parses a query, so unsafe queries cannot be refused; give "
+            "the --master of a cluster (spark://...), or use --engine duckdb"
         )
     words = set(re.findall(r"\w+", sql.lower()))
     if words & _REFUSED:
@@ -79,7 +79,7 @@ def query(session: SparkSession, run: Run, sql: str) -> pa.Table:
         named = _named(session, sql)
         if named & _ON_ONE_MACHINE:
             raise UsageError(
-                f"Spark does not evaluate {min(named & _ON_ONE_MACHINE)!r}, which Python makes on one machine; "
+                f"Spark does not evaluate {min(named & _ON_ONE_MACHINE)!r}, which Python computes on one machine; "
                 "use --engine duckdb"
             )
         needed = {

@@ -42,7 +42,7 @@ def check_target(out: Path, force: bool) -> None:
     if not out.exists():
         return
     if not (out / PROVENANCE).is_file():
-        raise UsageError(f"{out} exists already and is no analysis; choose another --out")
+        raise UsageError(f"{out} exists already and is not an analysis; choose another --out")
     if not force:
         raise UsageError(f"{out} exists already; give --force to replace it, or another --out")
 

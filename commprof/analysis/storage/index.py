@@ -102,16 +102,16 @@ class Index:
                 message = _first_line(error)
         if self.path is None:
             raise TraceError(f"the index of {self.run} cannot be read: {message}")
-        again = f"answers need no index, and {command_line('finalise', self.run)} makes it again"
+        again = f"answers do not need the index, and {command_line('finalise', self.run)} rebuilds it"
         if _CORRUPT not in message:
             raise TraceError(f"{self.path} cannot be read: {message}. Remove it: {again}")
         _shelf.forget(self.run)
         try:
             self.path.unlink(missing_ok=True)
         except OSError as error:
-            do = f"Remove it, which was not possible here ({error.strerror}): {again}"
+            do = f"It could not be removed ({error.strerror}). Remove it: {again}"
         else:
-            do = f"It was removed. Ask again: {again}"
+            do = f"It was removed. Repeat the command: {again}"
         raise TraceError(f"{self.path} has a damaged block: {message}. {do}")
 
     def opened(self) -> Run:

@@ -179,7 +179,7 @@ def numbers_of_ops(names: Sequence[str]) -> Numbers:
     unknown = sorted({*names} - {*OPS})
     if unknown:
         raise TraceError(
-            f"{unknown[0]!r} is no operation that this commprof knows; install the version that recorded it"
+            f"{unknown[0]!r} is not an operation of this version of commprof; install the version that recorded the run"
         )
     return np.array([OPS.index(name) for name in names], np.int64)
 

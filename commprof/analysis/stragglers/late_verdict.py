@@ -123,7 +123,7 @@ def _late(late: LateRank, row: pd.Series, findings: Findings) -> str:
     came = f"Rank {late.rank} is a straggler{since}: it arrived last in {_share(row)}{error}"
     if not late.is_seen:
         return (
-            f"{came}; because of its own delay it alone was missing for {cost}. "
+            f"{came}; because of its own delay, it was the only missing rank for {cost}. "
             "Whether the others waited was not recorded."
         )
     return f"{came}; the others waited {cost} for its own delay."
@@ -235,7 +235,7 @@ def _elsewhere(findings: Findings, span_ns: int) -> list[str]:
     if rank is None or waited < _WORTH_SAYING * span_ns:
         return []
     return [
-        f"The others waited {_cost(waited, findings)} for rank {rank}, which is not late by its own delay: waits in other "
+        f"The others waited {_cost(waited, findings)} for rank {rank}, but not for its own delay: waits in other "
         "groups, in rooted collectives or for messages delayed it."
     ]
 
@@ -252,7 +252,7 @@ def _untold(findings: Findings, by_rank: Mapping[int, pd.Series], span_ns: int) 
         came = f"Rank {rank} arrived last in {_share(row)}"
         came += "" if since is None else f", and in nearly all from step {since} on"
         if pd.isna(row["others_waited_ns"]):
-            came += f"; it alone was missing for {_cost(waited, findings)}"
+            came += f"; it was the only missing rank for {_cost(waited, findings)}"
             came += ", and whether the others waited was not recorded"
         else:
             came += f"; the others waited {_cost(waited, findings)} for it"

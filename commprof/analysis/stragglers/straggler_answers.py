@@ -89,8 +89,8 @@ def _parts_within_limit(run: Run, steps: tuple[int, int] | None) -> Iterator[pa.
         rows += len(part)
         if rows * _ROW_BYTES > most:
             raise UsageError(
-                f"the arrivals of {run.path} take more than {rows * _ROW_BYTES >> 20:,} MiB in one frame, of {most >> 20:,} "
-                "MiB that commprof may use; ask for some steps (steps=(0, 99)), or take all with arrivals_parts"
+                f"the arrivals of {run.path} need more than {rows * _ROW_BYTES >> 20:,} MiB in one frame; commprof "
+                f"may use {most >> 20:,} MiB; request some steps, such as steps=(0, 99), or use arrivals_parts"
             )
         yield part
 

@@ -223,7 +223,7 @@ def notes(sizes: pd.DataFrame, calibration: Calibration | None, hosts: Sequence[
         sentences.append(
             f"The calibration has {calibration.world_size} ranks. Groups of {', '.join(map(str, scaled))} are "
             "compared with the "
-            "same bus bandwidth and latency, and are not called impossible by it."
+            "same bus bandwidth and latency, but times below that ceiling are not reported as impossible."
         )
     impossible, timed = int(sizes["impossible"].sum()), total - untimed
     if impossible * 5 > timed > 0:

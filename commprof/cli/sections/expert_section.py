@@ -24,7 +24,8 @@ _HEADINGS: Final = (
 _MOST_LAYERS: Final = 12
 _LEGEND: Final = (
     "imbalance: the largest number of tokens that chose one expert over the mean of the experts, in a training step over "
-    "all ranks; 1 is even. rank: the same of the experts of one rank. dropped: tokens beyond the capacity."
+    "all ranks; 1 is even. rank: the largest number of tokens for the experts of one rank over the mean of ranks. "
+    "dropped: tokens beyond the capacity."
 )
 
 
@@ -105,8 +106,8 @@ def _advice(summary: Mapping[str, Any], exchanged: Sequence[Mapping[str, Any]]) 
     between = [row["between_hosts_bytes"] for row in exchanged]
     if any(not rendering.is_missing(each) and each > 0 for each in between) and max(sizes, default=1) > 1:
         hints.append(
-            f"Tokens cross hosts. Try an ep_size (now {max(sizes)}) of at most the ranks of a host: then the experts of a "
-            "token are on its host, and each rank has more experts."
+            f"Tokens cross hosts. Try an ep_size (now {max(sizes)}) of at most the number of ranks per host: tokens "
+            "then stay on their host, and each rank has more experts."
         )
     return hints
 

@@ -18,9 +18,10 @@ _HEADINGS: Final = (
 _LEGEND: Final = (
     "exposed: time in which a rank's program was blocked on a collective, including waits for late ranks; concurrent waits "
     "count once; mean over the ranks, then median over these steps. of the step: exposed over the median time of the same "
-    "steps. Purposes overlap in time, and each is a median of its own: all is their union, not their sum. overlapped: time "
-    "in which collectives were under way and the program was blocked on none; <=: upper bound, because some end times are "
-    "not known. timed: records whose exposed time is known; >=: lower bound, because for some it is not known."
+    "steps. all: the union of the purposes, not their sum, because they overlap in time; each row is a separate "
+    "median. overlapped: time in which collectives were under way and the program was blocked on none; <=: upper "
+    "bound, because some end times are not known. timed: records whose exposed time is known; >=: lower bound, "
+    "because for some it is not known."
 )
 
 

@@ -46,7 +46,7 @@ def align_inspector(
 
     if run.table("nccl_algorithms").num_rows and not force:
         raise UsageError(
-            f"{run.path} holds the algorithms of an earlier log already; give --force to replace them"
+            f"{run.path} already contains the algorithms of an earlier log; give --force to replace them"
         )
     _check_whole(run)
     operations, notes = collectives_of(logs), remarks(logs)
@@ -74,7 +74,8 @@ def _keep(run: Run, alignment: InspectedAlignment) -> None:
     recorder = recording_process(run.path)
     if not alignment.algorithms:
         say(
-            f"no algorithm is stored in {run.path}: nothing matches, or the logs name none (version 4.2 does)"
+            f"no algorithm is stored in {run.path}: no collective of the logs matches a record, or the logs name no "
+            "algorithm (version 4.2 of their format does)"
         )
     elif recorder is not None:
         say(f"{run.path} is being recorded by {recorder}: no algorithm is stored in it yet")

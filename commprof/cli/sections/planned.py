@@ -86,9 +86,7 @@ def _expert_sentences(prediction: Prediction) -> list[str]:
             sentences.append(_load_sentence(each))
     if prediction.expert_memory:
         states = sum(part.device for part in prediction.expert_memory)
-        sentences.append(
-            f"Of the memory on the device, {shown(states)} are those of experts and their states."
-        )
+        sentences.append(f"Experts and their states take {shown(states)} of the memory on the device.")
     return sentences
 
 
@@ -105,8 +103,8 @@ def _load_sentence(load: Load) -> str:
     if layer.drop_tokens:
         text += f", and {100 * load.dropped_share:.1f} % of the choices are dropped"
     return (
-        f"{text}. Empty slots are sent and computed too. Of tokens alone the rank with the fullest expert has "
-        f"{load.busiest_rank:.2f} times the mean."
+        f"{text}. Empty slots are sent and computed too. Without empty slots, the rank with the fullest expert has "
+        f"{load.busiest_rank:.2f} times the mean number of tokens per rank."
     )
 
 

@@ -49,7 +49,7 @@ def _time_sentences(timed: StepTime, timing: Timing) -> list[str]:
     shown = rendering.duration
     source = f"Times are from {timing.source.text}." if timing.source else ""
     part = shown(timed.overlapping_ns) if timed.overlapping_ns else "nothing"
-    sent = f"{shown(timed.communication_ns)} of communication, of which {part} can overlap"
+    sent = f"{shown(timed.communication_ns)} of communication; {part} can overlap the"
     if timed.least_ns is None:
         return [
             f"A step has {sent} computation. Its time is not predicted without --step-compute or --recorded.",
@@ -57,7 +57,7 @@ def _time_sentences(timed: StepTime, timing: Timing) -> list[str]:
         ]
     narrowed = [] if timing.recorded is None else [f"Narrowed by {timing.recorded.text}."]
     return [
-        f"A step takes {_bounds(timed)}: {shown(timing.compute_ns)} of computation and {sent} it.",
+        f"A step takes {_bounds(timed)}: {shown(timing.compute_ns)} of computation and {sent} computation.",
         *narrowed,
         source,
     ]

@@ -133,7 +133,10 @@ def _is_generated(communicators: Sequence[Mapping[str, Any]]) -> bool:
 
 
 def _counts(counts: Mapping[str, int], bounds: Bounds) -> dict[str, Any]:
-    """Return the counts for JSON. Missing and extra are lower bounds if equal neighbors make the counts ambiguous."""
+    """Return the counts for JSON.
+
+    Missing and extra are lower bounds if equal neighboring operations make the counts ambiguous.
+    """
     certain = {"missing": bounds.missing_at_least, "extra": bounds.extra_at_least}
     return {**counts, **certain, **bounds._asdict(), "states": dict(counts)}
 

@@ -18,7 +18,10 @@ HELP_ORDER = 170
 
 
 def _place(text: str) -> tuple[str, bool]:
-    """Return the path of a local run (from a path or a ``file://`` URL) or another URL, and whether it is a URL."""
+    """Return the place of a run, and whether the place is a URL that is not local.
+
+    The place is a path if ``text`` is a path or a ``file://`` URL, and otherwise the URL.
+    """
     scheme, mark, rest = text.partition("://")
     if not mark:
         return text, False

@@ -101,7 +101,7 @@ def calibrate(
 
 
 def _show(calibration: Calibration) -> None:
-    """Latency and bandwidth of each operation."""
+    """Print the latency and the bandwidth of each operation."""
     fits = calibration.fits()
     rows = []
     for op, timings in calibration.timings.items():

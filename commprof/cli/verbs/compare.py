@@ -72,7 +72,7 @@ def comparison_of(runs: list[str]) -> dict[str, Any]:
 
 
 def _asked(runs: list[str]) -> tuple[dict[str, Any], bool]:
-    """Return the comparison of ``runs``, and whether it stays valid as long as their files do not change."""
+    """Return the comparison of ``runs``, and whether the result can be cached because all runs have ended."""
     with needed("analysis", "to compare runs"):
         from commprof.analysis import api
 
@@ -90,7 +90,7 @@ def _asked(runs: list[str]) -> tuple[dict[str, Any], bool]:
 
 
 def _several_trainings(runs: Sequence[Run]) -> list[str]:
-    """Return a sentence for each run with several trainings, of which its setting has one mean."""
+    """Return a sentence for each run with several trainings, because the comparison shows their common mean."""
     from commprof.analysis import api
 
     trainings = [(run.path.name, api.several_trainings(run)) for run in runs]
@@ -212,13 +212,19 @@ def comparison_table(
 
 
 def _measure(rows: Sequence[Mapping[str, Any]]) -> tuple[str, str]:
-    """Return the column of wire bytes to show, the same for all ``rows``, and the suffix of its heading."""
+    """Return the column of wire bytes to show for all ``rows``, and the suffix of the column heading.
+
+    The column is the issued bytes if one row has no known executed bytes, otherwise the executed bytes.
+    """
     unknown = any(rendering.is_missing(row[_EXECUTED]) for row in rows)
     return (_ISSUED, ", as issued") if unknown else (_EXECUTED, "")
 
 
 def _differ(row: Mapping[str, Any]) -> bool:
-    """Whether the backend sent other bytes than the issued operation would, or the executed bytes are not known."""
+    """Return whether the executed wire bytes differ from the issued wire bytes or are not known.
+
+    The result is False if the issued wire bytes are not known.
+    """
     if rendering.is_missing(row[_ISSUED]):
         return False
     return bool(_rounded(row[_EXECUTED]) != _rounded(row[_ISSUED]))
@@ -250,7 +256,7 @@ def operations_table(
 
 
 def _cell(row: Mapping[str, Any], sums: Mapping[str, Mapping[str, float]], name: str) -> Any:
-    """Return the sum of ``row``'s setting under ``name``; empty if the setting has no complete step."""
+    """Return the sum called ``name`` for the setting of ``row``; None if the setting has no complete step."""
     if rendering.is_missing(row[_ISSUED]):
         return None
     return _rounded(sums.get(str(row["label"]), {}).get(name, 0.0))

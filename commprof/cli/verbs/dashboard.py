@@ -101,7 +101,7 @@ def dashboard(
 
 
 def _leave(_signal: int, _frame: FrameType | None) -> NoReturn:
-    """End this process now; the process that computes an answer exits when its input ends.
+    """Exit this process immediately. The process that computes answers exits when its standard input is closed.
 
     A thread may be in the middle of a query. A normal exit of the interpreter would unwind that thread through a library's
     C++, which aborts. So this calls the cleanup functions itself and then skips the interpreter's exit.
@@ -144,7 +144,11 @@ def _listen(host: str, port: int) -> socket.socket:
 
 
 def _names(host: str, address: str) -> frozenset[str]:
-    """Return the host names that a browser may use: the listening address, and all names if it is the wildcard."""
+    """Return the host names that a browser may use for the dashboard.
+
+    These are ``host`` and the listening address. For a wildcard address, all names and addresses of this machine
+    are included.
+    """
     names = {host.lower(), address}
     if ipaddress.ip_address(address).is_unspecified:
         own = socket.gethostname()

@@ -39,7 +39,7 @@ class Format(StrEnum):
 # Formats whose files or directories contain only one run each.
 _OF_ONE_RUN = (Format.PERFETTO, Format.CHAKRA)
 _WITHOUT_TABLES = (*_OF_ONE_RUN, Format.HTML)
-_MOST_PREDICTED = 1_000_000  # the most records of a run for which a report predicts other settings
+_MOST_PREDICTED = 1_000_000  # the most records of a run from which the HTML report predicts other settings
 
 
 def export(
@@ -108,7 +108,7 @@ def export(
 
 
 def _each_apart(kind: Format, runs: list[Run], out: Path, force: bool) -> int:
-    """Export each of several runs into a directory of its own, which has the run's name."""
+    """Export each run into a separate directory below ``out`` that has the name of the run."""
     names = [run.path.name for run in runs]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
@@ -166,7 +166,10 @@ def _write(
 
 
 def _worth_trying(runs: list[Run]) -> list[str]:
-    """What a report of one run says about other settings: the changes worth trying, or why there are none."""
+    """Return sentences about the changes of settings that are worth trying, or the reason why there are none.
+
+    The result is empty for several runs. For a large run, the sentence names the command that predicts them.
+    """
     from commprof.analysis import api
     from commprof.prediction.api import promising
 
@@ -194,7 +197,10 @@ def _worth_trying(runs: list[Run]) -> list[str]:
 
 
 def _progress() -> Progress:
-    """Show on a terminal which file is being written; write nothing to a log."""
+    """Return a function that shows which file is being written.
+
+    The function does nothing if standard error is not a terminal.
+    """
     if not sys.stderr.isatty():
         return lambda name: None
 
@@ -227,7 +233,7 @@ def _check(directory: Path, runs: list[str]) -> int:
 
 
 def _sources(provenance: Path) -> list[str]:
-    """Return the paths of the runs of an export when it was written."""
+    """Return the paths that the runs of an export had when the export was written."""
     try:
         provenance_record: Any = json.loads(provenance.read_text("utf-8"))
         paths = [str(each["run"]["path"]) for each in provenance_record["runs"]]

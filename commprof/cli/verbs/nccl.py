@@ -36,7 +36,7 @@ LogsArgument = Annotated[
         show_default=False,
     ),
 ]
-# The singular and the plural of each kind of line, in the order of the output.
+# The singular and the plural name of each kind of line, in the order of the output.
 _TITLES: Final = {
     "coll": ("COLL line", "COLL lines"),
     "call": ("CALL line", "CALL lines"),
@@ -57,7 +57,7 @@ _TITLES: Final = {
 
 @nccl.callback()
 def _nccl() -> None:
-    """Keep ``parse`` a subcommand: with a single command, typer would drop its name."""
+    """Keep ``parse`` a subcommand. Without a callback, typer would drop the name of a single command."""
 
 
 @nccl.command("parse")
@@ -180,7 +180,10 @@ def _so_far(count: Followed) -> str:
 
 @contextlib.contextmanager
 def _live_line() -> Iterator[Callable[[str], None]]:
-    """Yield a function that replaces the status line on standard error; it shows nothing if that is no terminal."""
+    """Yield a function that replaces the status line on standard error.
+
+    The function does nothing if standard error is not a terminal.
+    """
     if not sys.stderr.isatty():
         yield lambda text: None
         return
@@ -196,7 +199,10 @@ def _live_line() -> Iterator[Callable[[str], None]]:
 
 
 def _total_bytes(logs: list[str]) -> int | None:
-    """Return the size of the named files in bytes; None if it is not known (standard input, patterns, directories)."""
+    """Return the total size of ``logs`` in bytes.
+
+    The result is None if one of them is not a regular file, for example standard input, a pattern or a directory.
+    """
     paths = [Path(log) for log in logs]
     return sum(path.stat().st_size for path in paths) if all(path.is_file() for path in paths) else None
 

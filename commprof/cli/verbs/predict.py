@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 HELP_ORDER = 100
 
 _RECORDED: Final = "as recorded"
-_MOST_RANKS: Final = 4_096  # there is a limit because each rank is simulated
+_MOST_RANKS: Final = 4_096  # limited because each rank is simulated
 RunsArgument = Annotated[
     list[str],
     typer.Argument(
@@ -176,7 +176,7 @@ def _show(answer: Prediction) -> None:
 
 
 def _show_promising(best: Promising, run: Path, calibration: Path | None) -> None:
-    """The changes worth trying, or why there are none."""
+    """Print the changes that are worth trying, or the reason why there are none."""
     from commprof.prediction.api import predict_command
 
     shown = rendering.duration

@@ -35,7 +35,7 @@ BY: Final = (
     "group_ranks",
     "group_size",
 )
-# The names of groups to which the program has given no name, from torch or from an import.
+# The names that torch or an import gives to a group if the program gives the group no name.
 _UNNAMED: Final = (rendering.MISSING, "default_pg", "undefined")
 _PADDING: Final = "padding_bytes"
 _BETWEEN: Final = "between_hosts_bytes"
@@ -65,7 +65,8 @@ _WHERE_ANY: Final = (
 )
 _IN_CALLS: Final = Heading("in calls", number=True)
 _MOST_HOSTS: Final = 8  # the most hosts that a sentence about stragglers names
-_MOST_COMPARED: Final = 1_000_000  # the most records; comparing the arrivals of so many takes a few seconds
+# The most records whose arrivals the report compares. The comparison of this many records takes a few seconds.
+_MOST_COMPARED: Final = 1_000_000
 LEGEND: Final = (
     "payload: S of nccl-tests. wire per member: modelled; the sum of the bytes that a rank of the group sends on average "
     "for each collective, and of the bytes of each message (counted at its send), for the operations that the backend ran "
@@ -114,7 +115,10 @@ def report(
 
 
 def _answers(run: Run) -> dict[str, Any]:
-    """Evaluate all answers of the report, which are its JSON, and the sentence about stragglers."""
+    """Return the data of the report.
+
+    The key ``answers`` contains the values that --json prints, and ``late`` the sentence about stragglers.
+    """
     with needed("analysis", "to analyse a run"):
         from commprof.analysis import api
         from commprof.analysis.storage.index import index_if_there
@@ -149,7 +153,10 @@ def _answers(run: Run) -> dict[str, Any]:
 
 
 def _expert_answers(run: Run) -> dict[str, Any]:
-    """Return the answers about experts, and about the all_to_alls: those of tokens if there are experts."""
+    """Return the answers about experts and about the imbalance of all_to_alls.
+
+    If the run has experts, only the all_to_alls that exchange tokens are examined.
+    """
     from commprof.analysis import api
 
     summary = api.expert_summary(run)
@@ -160,7 +167,10 @@ def _expert_answers(run: Run) -> dict[str, Any]:
 
 
 def _late(stragglers: pd.DataFrame | None) -> str | None:
-    """Return sentences about stragglers and the records examined; None if all were examined and no rank stands out."""
+    """Return sentences about stragglers and about the sample of records that was examined.
+
+    The result is None if all records were examined and there is no straggler.
+    """
     if stragglers is None:
         return f"not evaluated for more than {_MOST_COMPARED:,} records; api.stragglers(run) evaluates them."
     statement: str | None = stragglers.attrs["statement"]
@@ -178,7 +188,7 @@ def _late(stragglers: pd.DataFrame | None) -> str | None:
 
 
 def _sampled(stragglers: pd.DataFrame | None) -> dict[str, Any] | None:
-    """Return the sample that ``stragglers`` was computed from (steps, all steps, share); None for a complete run."""
+    """Return the sample that ``stragglers`` was computed from (steps, all steps, share); None without sampling."""
     if stragglers is None or "of_steps" not in stragglers.attrs:
         return None
     return {name: stragglers.attrs[name] for name in ("steps", "of_steps", "share")}
@@ -220,7 +230,7 @@ def title(facts: Mapping[str, Any]) -> str:
 
 
 def _trainings(trainings: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
-    """Return a line for each of several trainings: its steps and their time."""
+    """Return the label and the text of one line for each training: its steps and the time per step."""
     lines = []
     for number, each in enumerate(trainings, 1):
         time = rendering.duration(each["step_time_ns"])
@@ -273,7 +283,7 @@ def _steady_parts(
     steps: Sequence[Mapping[str, Any]],
     trainings: Sequence[Mapping[str, Any]],
 ) -> Iterator[Rows]:
-    """Yield the table of traffic per step, for each of several trainings, and the table of one-offs."""
+    """Yield a table of the mean traffic per step for each training, then the table of one-off traffic."""
     from commprof.analysis.traffic.steady_steps import TRAFFIC_KEY, steady_traffic, when
 
     one_offs: list[dict[str, Any]] = []
@@ -310,14 +320,14 @@ def _steady_parts(
 def _within(
     rows: Sequence[Mapping[str, Any]], training: Mapping[str, Any] | None
 ) -> Sequence[Mapping[str, Any]]:
-    """Return the rows of the steps of one training."""
+    """Return the rows of the steps of ``training``; all rows if ``training`` is None."""
     if training is None:
         return rows
     return [row for row in rows if training["first_step"] <= row["step"] <= training["last_step"]]
 
 
 def _sums(rows: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:
-    """Return the sums over ``rows``; executed bytes are not known if they are not known for one row."""
+    """Return the sums over ``rows``. The sum of executed bytes is None if one row has no known executed bytes."""
     sums: dict[str, float | None] = {
         name: sum(row[name] for row in rows) for name in ("collectives", "payload_bytes", "wire_bytes")
     }
@@ -326,7 +336,10 @@ def _sums(rows: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:
 
 
 def _sent(sums: Mapping[str, float | None], both: bool) -> tuple[str, ...]:
-    """Return the cells of payload and wire bytes; with ``both`` also those as issued, where they differ."""
+    """Return the cells of payload bytes and executed wire bytes.
+
+    With ``both``, add a cell for the issued wire bytes. The cell is empty if both numbers of wire bytes are equal.
+    """
     issued = ["wire_bytes"] if both else []
     return tuple(
         ""
@@ -399,7 +412,7 @@ def _table(
     steps: int,
     remark: Callable[[Mapping[str, Any]], str] = lambda row: "",
 ) -> Rows:
-    """Sum ``rows`` of traffic by purpose, operation and group, and divide by ``steps``.
+    """Return a table of ``rows`` of traffic, summed by purpose, operation and group and divided by ``steps``.
 
     A value that is not known for any of the rows is shown as a dash, not as 0.
     """
@@ -440,7 +453,7 @@ def _table(
 
 
 def _differ(sums: Mapping[str, float | None], steps: int) -> bool:
-    """Whether the backend sent other bytes than the issued operation would, or the executed bytes are not known."""
+    """Return whether the executed wire bytes differ from the issued wire bytes or are not known."""
     return sums[_EXECUTED] is None or round((sums["wire_bytes"] or 0.0) / steps) != round(
         (sums[_EXECUTED] or 0.0) / steps
     )

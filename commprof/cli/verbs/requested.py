@@ -149,5 +149,6 @@ def _messages(sent: Sequence[Any], world: int) -> Rows:
         Heading("sent by each rank", True),
         Heading(""),
     ]
-    # There is no total. A rank is in one group of each axis, so rows of several pipeline stages are of different ranks.
+    # A grouped table has no total. Rows of different pipeline stages concern different ranks, because a rank is
+    # in only one group of each axis.
     return Rows(headings, rows if grouped else [*rows, (), total], "messages per step")

@@ -38,10 +38,10 @@ class Progress(Protocol):
     """Reports which run of the sweep is in progress."""
 
     def begin(self, turn: Turn) -> None:
-        """``turn`` starts now."""
+        """Report that ``turn`` starts."""
 
     def end(self) -> None:
-        """It has ended."""
+        """Report that the current turn has ended."""
 
 
 @recording_options
@@ -163,7 +163,11 @@ def sweep(  # noqa: PLR0913 - a parameter for each option of the command
 
 
 def _predict(campaign: Campaign, run: str, calibration: Path | None) -> PredictionsFile:
-    """Predict all points from ``run``, which must not be a run that the sweep replaces."""
+    """Return predictions for all points of the sweep, computed from the recorded run ``run``.
+
+    Raises:
+        UsageError: the run is in the output directory of the sweep, so the sweep could replace the run.
+    """
     with needed("analysis", "to predict"):
         from commprof.calibration.file import read_calibration
         from commprof.launch.sweeps.sweep_predictions import predicted_points
@@ -238,7 +242,7 @@ def _compare(runs: Sequence[Path]) -> None:
 
 
 def _show_outcomes(predictions: PredictionsFile, results: Sequence[TurnResult]) -> None:
-    """Show predicted beside measured; then why a figure is missing."""
+    """Print a table of predicted and measured step times, then the reasons for missing values."""
     from commprof.cli import rendering
     from commprof.launch.sweeps.sweep_predictions import outcomes
 
@@ -272,7 +276,10 @@ def _show_outcomes(predictions: PredictionsFile, results: Sequence[TurnResult]) 
 
 @contextlib.contextmanager
 def _progress(total: int, output_is_shown: bool) -> Iterator[Progress]:
-    """Show a progress bar if standard error is a terminal that only commprof writes to, otherwise one line per run."""
+    """Yield a progress bar if standard error is a terminal that only commprof writes to.
+
+    Otherwise yield an object that prints one line per run.
+    """
     if not sys.stderr.isatty() or output_is_shown:
         yield _Lines(total)
         return

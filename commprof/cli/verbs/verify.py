@@ -96,9 +96,10 @@ def _tables(rows: Sequence[LedgerRow]) -> list[Rows]:
 
 
 def _is_apart(row: LedgerRow) -> bool:
-    """Whether no rule predicts the row and a mean over the steps would describe none of them.
+    """Return whether no rule predicts the row and its mean per step would describe no actual step.
 
-    Some of it was issued outside of the steps, or its count cannot be equal in all steps.
+    This is the case if some of its operations were issued outside of the steps, or if the number of operations
+    is not a multiple of the number of steps.
     """
     if not row.steps or row.requested_op is not None:
         return False

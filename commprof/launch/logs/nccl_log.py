@@ -147,7 +147,7 @@ def _losses(user_values: Mapping[str, str]) -> list[str]:
     sentences = []
     if rank < _LEVELS.index("INFO"):
         sentences.append(
-            f"{LEVEL}={user_values[LEVEL]} prints no line of an operation; unset it to have TRACE, which commprof requests"
+            f"{LEVEL}={user_values[LEVEL]} prints no lines of operations; unset it so that commprof sets TRACE"
         )
     elif rank < _LEVELS.index("TRACE"):
         sentences.append(
@@ -164,7 +164,9 @@ def _losses(user_values: Mapping[str, str]) -> list[str]:
 
 def _file_losses(pattern: str) -> list[str]:
     if pattern.startswith("/dev/"):
-        return [f"{FILE}={pattern} is no file, so the log is not kept; unset it to have it in the run"]
+        return [
+            f"{FILE}={pattern} is not a file, so the log is not kept; unset it to store the log in the run"
+        ]
     if "%p" not in pattern.replace("%%", ""):
         return [
             f"{FILE}={pattern} has no %p, so the processes of a host write over each other: lines are lost or interleaved"

@@ -92,7 +92,7 @@ def check_launch(program: Program, ranks: int | None) -> None:
     if here is not None:
         raise UsageError(
             f"this process is rank {here.rank} of {here.world_size} already ({here.launcher}), and a sweep starts ranks of "
-            "its own. Unset the variables that say so, or give commprof run to the launcher"
+            "its own. Unset the variables of this launcher, or start commprof run with the launcher"
         )
 
 

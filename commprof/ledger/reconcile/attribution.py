@@ -251,7 +251,7 @@ def _judge(
         return _estimated(finding, want, total)
     if not partial and want.payload_bytes - left_bytes <= total < want.payload_bytes:
         finding.explained_bytes = total
-        finding.remark = f"{finding.reason}: the evaluation before it had sent the rest"
+        finding.remark = f"{finding.reason}: the evaluation before this step had already sent the rest"
         return finding
     why = unpredicted.get(str(kind.purpose)) or want.others
     if total > want.payload_bytes and why:
@@ -284,8 +284,8 @@ def _estimated(finding: Finding, want: Want, total: int) -> Finding:
     finding.remark = f"{finding.reason}: an estimate, which depends on {depends}"
     if want.in_each_pass and want.most_bytes == math.inf and total > MOST_TIMES * want.payload_bytes > 0:
         finding.doubt = (
-            f"{finding.reason}; modules may have run that often, or other code may have sent a part of "
-            "these bytes"
+            f"{finding.reason}; modules may have run often enough to send all of these bytes, or other code may "
+            "have sent a part of them"
         )
     return finding
 

@@ -40,7 +40,7 @@ def remedy_sentence(
         return f"{WHAT_TO_SET}{stage}{_OWN_KEY}. It sends {_saved(issued)}."
     return (
         f"{WHAT_TO_SET}DeepSpeed has no reduce_scatter at stages 1 and 2. {_of_deepspeed(configuration)}"
-        f"For a reduce_scatter run the program with commprof run --engine zero_runtime and {stage}{_OWN_KEY}: "
+        f"For a reduce_scatter, run the program with commprof run --engine zero_runtime and {stage}{_OWN_KEY}: "
         f"{_saved(issued)}."
     )
 

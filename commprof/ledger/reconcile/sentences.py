@@ -236,9 +236,11 @@ def moved_sentence(row: Moved) -> str:
     if ratio < 1 and (row.queued_last_bytes or 0) > _MUCH * row.expected_bytes:
         text += f", and up to {row.queued_last_bytes:,} bytes waited in send buffers at the last reading"
     if ratio < 1 - movement.TOLERANCE and row.queued_last_bytes is None:
-        text += "; less is not judged, since how much waited in send buffers at the last reading is not known"
+        text += (
+            "; the difference is not judged, since bytes that waited in send buffers at the end are not known"
+        )
     if movement.is_short(row):
-        return text + "; less moved than the model has, so the executed level above is wrong."
+        return text + "; fewer bytes moved than the model predicts, so the executed level above is wrong."
     rest = row.sent_bytes - round(row.expected_bytes)
     if movement.is_long(row):
         return f"{text}; {rest:,} bytes more than the records explain: a message without a record, or another program."

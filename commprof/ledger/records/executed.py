@@ -58,7 +58,7 @@ def executed(run: RecordedRun, names: Iterable[str]) -> Executed:
     if not names:
         return Executed(_as_known, "not known: no record names its backend")
     agreed, of, problems = _compare_flight(run)
-    source = "the known behaviour of gloo"
+    source = "the known behavior of gloo"
     if of:
         source += f"; torch's Flight Recorder agrees on {agreed:,} of {of:,}"
     return Executed(_as_known, source, problems=problems)
@@ -273,5 +273,6 @@ def _compare_newest(listed: Sequence[str], expected: Sequence[str]) -> tuple[int
     return (
         same,
         length,
-        f"the Flight Recorder lists {newest[at]} where {records[at]} is known to run ({same} of {length} agree)",
+        f"the Flight Recorder lists {newest[at]} where gloo is expected to run {records[at]} ({same} of {length} "
+        "agree)",
     )

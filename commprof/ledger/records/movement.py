@@ -33,7 +33,7 @@ NO_READINGS: Final = "no counters were read during the run"
 UNKNOWN_HOSTS: Final = "the hosts of the ranks are not known"
 SEVERAL_RANKS: Final = "several ranks share a host, and it is not known how much crosses between hosts under "
 SEVERAL_ATTEMPTS: Final = (
-    "the job ran in {} attempts, and what the last collectives of a stopped one sent is not known"
+    "the job ran in {} attempts, and it is not known what the last collectives of a stopped attempt sent"
 )
 NOT_GLOO: Final = "on one host only gloo's traffic passes the loopback interface"
 _HEADER_BYTES: Final = 66  # headers of a packet: Ethernet, IPv4, TCP with timestamps

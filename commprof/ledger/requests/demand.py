@@ -150,7 +150,7 @@ def _shortened_steps(
         (skipped, "a gradient overflowed, as the engine reports, and the step was skipped"),
         (
             died,
-            "the last one of a program that did not end normally; absent messages do not count as missing",
+            "the last step of a program that did not end normally; absent messages do not count as missing",
         ),
         (partial, "did not reach its end; absent messages do not count as missing"),
     )

@@ -31,7 +31,7 @@ _SEVERAL_ENGINES: Final = (
     "The program made {count} engines, each after the one before it had trained; they begin at steps {steps}."
 )
 _REFERENCE: Final = (
-    "an engine that takes no step, such as the reference model of DPO, may have run its model in it"
+    "an engine that takes no step, such as the reference model of DPO, may have run its model in this step"
 )
 _IDLE: Final = "{count} of them took no step."
 _END: Final = 1 << 62

@@ -46,8 +46,8 @@ NO_CONFIG: Final = "no config was recorded"
 NOT_ZERO: Final = "the config is not one of DeepSpeed's: it has neither zero_optimization nor a batch size"
 NO_PARAMETERS: Final = "the run published no parameters, so nothing can be computed from their sizes"
 SHARED_STEPS: Final = (
-    "the program trains several engines whose steps have the same numbers, as those of a GAN have, and nothing tells which "
-    "engine issued what"
+    "the program trains several engines whose steps have the same numbers, as in a GAN, and the records do not "
+    "show which engine issued which collective"
 )
 _OF_EXPERTS: Final = ".deepspeed_experts."  # part of the names of parameters of experts
 HOST: Final = "host"  # the name that zero_runtime gives to a group of the ranks of one host
@@ -469,7 +469,9 @@ def _experts(run: RecordedRun, request: Request) -> ExpertTokens | None:
     """
     if any(_OF_EXPERTS in each.name and each.ep_size is None for each in request.parameters):
         raise UnsupportedError(
-            "ep_size", None, "an earlier version of commprof recorded this run with experts"
+            "ep_size",
+            None,
+            "an earlier version of commprof recorded this run, without the ep_size of its experts",
         )
     configuration = read_configuration(request.config)
     element_bytes = token_bytes(request.parameters, configuration.model_dtype, autocast_dtype(request.config))

@@ -34,7 +34,7 @@ NAMES: Final = {
 }
 
 _MODELS: Final = ("ddp", "fsdp", "fully_shard")  # The other wrappers wrap parts of models, or optimizers.
-_SEVERAL: Final = "whose gradients are clipped is not known of several models"
+_SEVERAL: Final = "the program has several models, and it is not known which of them clip their gradients"
 # Purposes of the messages that wrappers send in passes.
 _OF_PASSES: Final = (
     Purpose.PARAMETER_GATHER,
@@ -224,7 +224,7 @@ def reading_wrappers() -> Iterator[None]:
         raise
     except (TypeError, ValueError, LookupError, ArithmeticError) as error:
         raise RequestedError(
-            f"what the wrappers were given cannot be read: {type(error).__name__}: {error}"
+            f"the recorded arguments of the wrappers cannot be read: {type(error).__name__}: {error}"
         ) from error
 
 

@@ -399,7 +399,9 @@ def _apply_torch_line(communicator: Communicator, line: TorchCommLine) -> None:
 NO_INIT_LINE: Final = (
     "no init line for this communicator: NCCL_DEBUG_SUBSYS had COLL without INIT, or the log begins late"
 )
-NO_WORLD: Final = "no communicator of the log holds every process once, so no rank in it is a rank of the job"
+NO_WORLD: Final = (
+    "no communicator in the log contains every process once, so the ranks of the job are not known"
+)
 
 
 def _reason(communicator: Communicator) -> str | None:

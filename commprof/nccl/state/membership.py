@@ -16,8 +16,8 @@ from commprof.nccl.state.communicators import Communicator
 FamilyKey = tuple[object, ...]
 
 LOOK_ALIKE: Final = "other communicators have the same number of ranks, and no commId distinguishes them"
-REPEATED: Final = "two processes claim one rank with one commId: a log may be there twice"
-INCOMPLETE: Final = "not every rank of it is in the logs, and no commId shows its other members"
+REPEATED: Final = "two processes have the same rank and commId: a log may have been given twice"
+INCOMPLETE: Final = "not every rank of the communicator is in the logs, and no commId shows its other members"
 NO_PARENT: Final = "the communicator that it was split from has no init line"
 PARENT_UNKNOWN: Final = "the family of the communicator that it was split from is not known"
 RENUMBERED: Final = (

@@ -28,11 +28,11 @@ _ASK: Final = {
     LOOK_ALIKE: "NCCL prints a commId since 2.16; with an older one, log each process with CALL lines too "
     "(NCCL_DEBUG=TRACE, NCCL_DEBUG_SUBSYS=INIT,COLL,CALL, from 2.13), or align the log with a recorded run.",
     INCOMPLETE: f"Keep the log of every process: {ASK_FOR_FILES}.",
-    REPEATED: "Name each log once, and the logs of one start of the job at a time.",
+    REPEATED: "Name each log once, and only the logs of one start of the job.",
     NO_PARENT: "Log from the start of the job, with INIT among NCCL_DEBUG_SUBSYS.",
     PARENT_UNKNOWN: "Log from the start of the job, with INIT among NCCL_DEBUG_SUBSYS.",
     CUT_OUT: "Log from the start of the job, with INIT among NCCL_DEBUG_SUBSYS.",
-    RENUMBERED: "Keep the log of each start of the job by itself: a directory of its own in NCCL_DEBUG_FILE.",
+    RENUMBERED: "Write the logs of each start of the job to a separate directory, with NCCL_DEBUG_FILE.",
     CROWDED: f"Log each process by itself: {ASK_FOR_FILES}.",
 }
 
@@ -74,8 +74,8 @@ def remarks(findings: Findings, communicators: Iterable[Communicator] = ()) -> t
     if findings.repeated[0]:
         lines, repetitions = findings.repeated
         notes.append(
-            f"{lines:,} lines stand for {repetitions:,} similar ones, which Ray or syslog left out: operations among them "
-            f"are not counted. Set RAY_DEDUP_LOGS=0, or {ASK_FOR_FILES}."
+            f"{lines:,} lines stand for {repetitions:,} similar ones that Ray or syslog dropped: operations in "
+            f"dropped lines are not counted. Set RAY_DEDUP_LOGS=0, or {ASK_FOR_FILES}."
         )
     if findings.empty:
         notes.append("The log is empty.")
@@ -101,7 +101,7 @@ def remarks(findings: Findings, communicators: Iterable[Communicator] = ()) -> t
     if findings.ambiguous and not communicators:
         notes.append(
             f"{findings.ambiguous} communicators have the same number of ranks and no commId, so it is not known "
-            "which ranks share one."
+            "which ranks belong to the same communicator."
         )
     if _is_call_only(communicators):
         notes.append(
@@ -109,14 +109,14 @@ def remarks(findings: Findings, communicators: Iterable[Communicator] = ()) -> t
             "NCCL_DEBUG_SUBSYS next time."
         )
     notes.extend(
-        f"Global ranks are those of the largest communicator, of {world.nranks} ranks, of which the logs have "
-        f"{world.members}: they are right if no larger communicator existed."
+        f"Global ranks are the ranks in the largest communicator ({world.nranks} ranks, {world.members} of them in "
+        "the logs): they are right if no larger communicator existed."
         for world in findings.partial_worlds
     )
     if findings.types_hidden:
         notes.append(
-            "AllGather and Broadcast are printed as int8 by NCCL 2.7.3 to 2.21.5, whatever their type: where that may "
-            "be so, dtype is empty; bytes are right."
+            "NCCL 2.7.3 to 2.21.5 prints AllGather and Broadcast as int8, whatever their type: dtype is empty where "
+            "this may apply; bytes are right."
         )
     if findings.unknown_ops:
         names = ", ".join(f"{name} ({count})" for name, count in sorted(findings.unknown_ops.items()))

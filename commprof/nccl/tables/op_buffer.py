@@ -136,7 +136,7 @@ class RowStore:
             self._writer.write_table(table)
         except OSError as error:
             raise LogError(
-                f"cannot keep rows in {self._path().parent}: {error}; expected room there, or name another directory "
+                f"cannot write rows to {self._path().parent}: {error}; free space there, or name another directory "
                 "with TMPDIR"
             ) from error
         self._pending, self._pending_rows = [], 0

@@ -302,5 +302,7 @@ _ITEM_BYTES: Final = np.array([*(datatype.size for datatype in DATATYPES), 0], n
 _REDUCTION_NAMES: Final = (*REDUCTIONS, PRE_MULTIPLIED)
 
 NO_INIT_LINE: Final = "no init line for this communicator: NCCL_DEBUG_SUBSYS had COLL without INIT"
-NO_WORLD: Final = "no communicator of the log holds every process once, so no rank in it is a rank of the job"
+NO_WORLD: Final = (
+    "no communicator in the log contains every process once, so the ranks of the job are not known"
+)
 TORN_LINE: Final = "the line is truncated"

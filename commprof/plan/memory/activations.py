@@ -19,7 +19,7 @@ from commprof.requested.zero.gather_configuration import read_gather_configurati
 
 NO_MICRO_BATCH: Final = "the config sets no train_micro_batch_size_per_gpu"
 NO_SEQUENCE: Final = "give --sequence"
-NO_LAYERS: Final = "a run tells only the parameters of its model"
+NO_LAYERS: Final = "a run records only the parameters of its model"
 NO_INPUTS: Final = "give --sequence if its input is token ids, or let the function return (model, inputs)"
 # The number of values for each token in a layer of a transformer, as a multiple of its width: the values that
 # attention, feed-forward and the two norms keep, and the one-byte masks of two dropouts. Source: Korthikanti et al.
@@ -136,5 +136,5 @@ def _traced(
         with prints_on_stderr():
             spans = trace(module, inputs, dtype, autocast, is_sharded, weight_first)
     except TraceError as problem:
-        return None, f"{problem}; use a function of py: that returns (model, inputs)"
+        return None, f"{problem}; use --model py:module:function with a function that returns (model, inputs)"
     return Activations(tuple(spans), "of one traced pass", is_traced=True), ""

@@ -31,13 +31,11 @@ from commprof.requested.parameters import Parameter, in_model_order
 from commprof.schema import Op, Phase, Purpose
 
 _INSERTED = (
-    "assumed: where tokens would be exchanged the run does not show (ep_size 1); modules compute in the order of their "
-    "parameters and in proportion to the elements of their weight matrices, and the interval contains equal times of all "
-    "of them"
+    "assumed: modules compute in the order of their parameters and in proportion to the elements of their weight "
+    "matrices, since the run (ep_size 1) does not show where tokens would be exchanged; the interval contains "
+    "equal times of all modules"
 )
-_SLOTS = (
-    "assumed: what experts compute, between the two all_to_alls of their layer, takes as long for each slot"
-)
+_SLOTS = "assumed: the experts of a layer compute between its two all_to_alls, for the same time in each slot"
 
 
 class Exchanged(NamedTuple):

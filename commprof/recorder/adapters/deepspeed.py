@@ -93,8 +93,8 @@ class DeepSpeedAdapter:
         self._watch.stop()
         first, last = (".".join(map(str, version)) for version in (FIRST_VERSION, LAST_VERSION))
         message = (
-            f"DeepSpeed {text} is not one that commprof knows ({first} to {last}): its collectives are recorded without "
-            "purposes, parameters and configuration"
+            f"commprof does not support DeepSpeed {text} (only {first} to {last}): its collectives are recorded "
+            "without purposes, parameters and configuration"
         )
         self._journal.note(message)
         if os.environ.get("RANK", "0") == "0":
@@ -115,8 +115,8 @@ class DeepSpeedAdapter:
         if missing:
             shown = ".".join(map(str, self._version or ()))
             self._journal.note(
-                f"DeepSpeed {shown}: {len(missing)} of the methods that commprof knows are not in {module.__name__}, so "
-                f"collectives may stay without purpose: {', '.join(missing)}"
+                f"DeepSpeed {shown}: {module.__name__} lacks {len(missing)} of the methods that commprof wraps, "
+                f"so some collectives may have no purpose: {', '.join(missing)}"
             )
 
     def _wrap_method(self, module: ModuleType, method: Method) -> bool:

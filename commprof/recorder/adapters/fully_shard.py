@@ -300,7 +300,7 @@ def _is_idle(group: Any) -> bool:
 def _unpredicted(parameters: Sequence[Any], policies: set[Any]) -> str | None:
     """Return why the messages of a unit cannot be predicted from its arguments; None if they can be predicted."""
     if any(hasattr(each._sharded_local_tensor, "fsdp_pre_all_gather") for each in parameters):
-        return "a parameter has its own way to be gathered (fsdp_pre_all_gather)"
+        return "a parameter defines its own all-gather (fsdp_pre_all_gather)"
     if len(policies) > 1:
         return "its parameters have different mixed precision policies (param_dtype_override_fn)"
     return None

@@ -1,4 +1,4 @@
-"""Kernels in front of torch's operators, for collectives that no method of ProcessGroup shows."""
+"""Kernels in front of torch's operators, for collectives that do not pass through a method of ProcessGroup."""
 
 from typing import Any
 
@@ -6,5 +6,5 @@ from commprof.moved import attribute
 
 
 def __getattr__(name: str) -> Any:
-    """What the module had that was ``commprof.recorder.dispatcher``."""
+    """Return an attribute of the module that was called ``commprof.recorder.dispatcher`` before it moved."""
     return attribute(__name__, name)

@@ -1,4 +1,4 @@
-"""Keeps torch.compile from compiling commprof's functions that run between those of a program."""
+"""Keeps torch.compile from compiling commprof's functions that run between the functions of a program."""
 
 from __future__ import annotations
 
@@ -8,17 +8,19 @@ from types import CodeType, FunctionType, ModuleType
 from typing import Any, Final
 
 _PACKAGE: Final = __name__.partition(".")[0]
-# The recorder imports these packages and modules directly below commprof, nothing else of ours. A program may have imported
-# all of commprof to ask about its run: six times as many functions.
+# The recorder imports only these packages of commprof, and modules directly below commprof. A program may have imported
+# all of commprof to analyze its run, which is six times as many functions.
 _RECORDING: Final = frozenset({"recorder", "trace"})
-# The names of the modules that were passed to each skip_code. A fork inherits what torch has stored about their code.
+# The names of the modules that were passed to each skip_code. A forked process inherits the data that torch has stored
+# about the code of these modules.
 _kept: Final[dict[Callable[[CodeType], None], set[str]]] = {}
 
 
 def keep_from_compiler(eval_frame: ModuleType) -> None:
-    """Have ``torch._dynamo.eval_frame`` look past our functions: it would compile each as it comes, and find nothing in it.
+    """Make ``torch._dynamo.eval_frame`` skip our functions.
 
-    What a compiled function calls itself is compiled with it all the same.
+    Otherwise torch.compile would compile each of our functions when it is called, and find nothing to compile in it. A
+    function that a compiled function calls is still compiled together with this function.
     """
     skip: Callable[[CodeType], None] | None = getattr(eval_frame, "skip_code", None)
     if skip is not None:
@@ -27,7 +29,7 @@ def keep_from_compiler(eval_frame: ModuleType) -> None:
 
 
 def _own_codes(done: set[str]) -> Iterator[CodeType]:
-    """The code of all modules that are not in ``done``, where they are added."""
+    """Yield the code objects of all modules that are not in ``done``, and add these modules to ``done``."""
     seen: set[int] = set()
     for module in _modules(sys.modules[_PACKAGE]):
         name = module.__name__
@@ -39,8 +41,10 @@ def _own_codes(done: set[str]) -> Iterator[CodeType]:
 
 
 def _modules(module: ModuleType) -> Iterator[ModuleType]:
-    """``module`` and its imported submodules, of commprof only those that record. ``sys.modules`` is not searched: it may
-    hold thousands of modules, and a forked process copies the memory page of each that it looks at.
+    """Yield ``module`` and its imported submodules; of the packages of commprof, only those that record.
+
+    ``sys.modules`` is not searched, because it may contain thousands of modules. A forked process would copy the memory
+    page of each module that it accesses.
     """
     yield module
     if hasattr(module, "__path__"):
@@ -52,7 +56,10 @@ def _modules(module: ModuleType) -> Iterator[ModuleType]:
 
 
 def _codes_in(value: Any, seen: set[int]) -> Iterator[CodeType]:
-    """The code of a function, or of all methods of a class. ``seen``: classes that are done; one may hold itself."""
+    """Yield the code objects of a function, or of all methods of a class.
+
+    ``seen`` contains the ids of classes that are done, because a class may contain a reference to itself.
+    """
     if isinstance(value, FunctionType):
         yield from _with_inner(value.__code__)
     elif isinstance(value, (staticmethod, classmethod)):

@@ -1,6 +1,6 @@
-"""CUDA graphs: their collectives are issued once, while the graph is captured, and sent at each replay.
+"""Records collectives in CUDA graphs: they are issued once, while the graph is captured, and run at each replay.
 
-A record made during a capture says so (``captured``) and gets the number of replays afterwards (``replays``).
+A record from a capture is marked (``captured``), and later receives the number of replays (``replays``).
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from typing import Any, Final
 from commprof.schema import record_offset
 from commprof.trace.rank_files.segments import Words
 
-# The word that ends with the record's ``replays``: its upper half, on the little-endian machines that torch has CUDA for.
+# The word whose upper half is the record's ``replays``. torch supports CUDA on little-endian machines only.
 _REPLAYS_WORD: Final = record_offset("replays") // 8
 _REPLAYS_SHIFT: Final = 8 * (record_offset("replays") % 8)
 _LARGEST: Final = (1 << 31) - 1
 
 
 class CapturedGraph:
-    """The records of one graph, and how often it was replayed."""
+    """The records of one graph, and the number of its replays."""
 
     def __init__(self) -> None:
         self.records: list[tuple[Words, int]] = []
@@ -28,7 +28,7 @@ class CapturedGraph:
         self.written = 0
 
     def write(self) -> None:
-        """Bring the records up to the count of replays."""
+        """Write the current number of replays into the records."""
         if self.written != self.replays:
             self.written = self.replays
             for words, base in self.records:
@@ -36,10 +36,10 @@ class CapturedGraph:
 
 
 class CapturedGraphs:
-    """Follows captures and replays.
+    """Follows captures and replays of CUDA graphs.
 
     Args:
-        on_fault: called with exceptions of the recorder's own code.
+        on_fault: A function that is called with exceptions of the recorder's own code.
     """
 
     def __init__(self, on_fault: Callable[[Exception], None]) -> None:
@@ -63,19 +63,19 @@ class CapturedGraphs:
                 self._patched.append((kind, name, original, wrapper))
 
     def remove(self) -> None:
-        """Remove the wrappers, unless other code has wrapped ours since."""
+        """Remove the wrappers, unless other code has wrapped them since."""
         for kind, name, original, wrapper in self._patched:
             if vars(kind).get(name) is wrapper:
                 setattr(kind, name, original)
         self._patched.clear()
 
     def add(self, words: Words, base: int) -> None:
-        """A record was made while some stream was captured."""
+        """Add a record that was written while a stream was being captured."""
         if self._open is not None:
             self._open.records.append((words, base))
 
     def write(self) -> None:
-        """Bring every record up to the count of its graph's replays: once a step, and at the end."""
+        """Write the number of replays into the records of all graphs; called once per step and at the end."""
         for graph in self._graphs:
             graph.write()
 
@@ -106,7 +106,7 @@ class CapturedGraphs:
 
 
 def set_replays(words: Words, base: int, replays: int) -> None:
-    """Set the record's ``replays``, leaving its neighbour in the same word as it is."""
+    """Set the record's ``replays``, and keep the neighboring field in the same word unchanged."""
     index = base + _REPLAYS_WORD
     other = words[index] & ((1 << _REPLAYS_SHIFT) - 1)
     words[index] = min(replays, _LARGEST) << _REPLAYS_SHIFT | other

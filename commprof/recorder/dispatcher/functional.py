@@ -1,7 +1,7 @@
-"""Operators that issue collectives without ProcessGroup's methods, and the collectives of each of their calls.
+"""Operators that issue collectives without ProcessGroup's methods, and readers that return the collectives of a call.
 
-``_c10d_functional`` (DTensor, compiled code) is implemented in C++. Operators of frameworks send by themselves, outside of
-c10d.
+``_c10d_functional`` (DTensor, compiled code) is implemented in C++. Operators of frameworks communicate themselves,
+outside of c10d.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def _scattered(tensor: Any, size: int) -> Planned:
 
 
 def _in_place(method: str) -> Reader:
-    """(tensor or tensors, reduction or root, group)"""
+    """Return a reader of the arguments (tensor or tensors, reduction or root, group)."""
     known = METHOD[method]
     rooted = method == "broadcast"
 
@@ -40,7 +40,7 @@ def _in_place(method: str) -> Reader:
 
 
 def _all_gather(method: str) -> Reader:
-    """(input or inputs, group size, group, out=...)"""
+    """Return a reader of the arguments (input or inputs, group size, group, out=...)."""
     known = METHOD[method]
 
     def read(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sequence[Issued]:
@@ -53,7 +53,7 @@ def _all_gather(method: str) -> Reader:
 
 
 def _reduce_scatter(method: str) -> Reader:
-    """(input or inputs, reduction, group size, group, out=...)"""
+    """Return a reader of the arguments (input or inputs, reduction, group size, group, out=...)."""
     known = METHOD[method]
 
     def read(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sequence[Issued]:
@@ -67,7 +67,7 @@ def _reduce_scatter(method: str) -> Reader:
 
 
 def _all_to_all(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sequence[Issued]:
-    """(input, output split sizes, input split sizes, group)"""
+    """Read the arguments (input, output split sizes, input split sizes, group)."""
     tensor, output_rows, input_rows = args[0], args[1], args[2]
     output = Planned((sum(output_rows), *tensor.shape[1:]), tensor) if output_rows else tensor
     values = (output, tensor, output_rows, input_rows, CallOptions(None, None, True))
@@ -75,13 +75,13 @@ def _all_to_all(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sequence[Issu
 
 
 def _shard_dim_all_to_all(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sequence[Issued]:
-    """(input, gathered dimension, sharded dimension, group): as many elements out as in"""
+    """Read the arguments (input, gathered dimension, sharded dimension, group). Output and input have equal sizes."""
     tensor = args[0]
     return (Issued(METHOD["alltoall_base"], args[3], (tensor, tensor, CallOptions(None, None, True))),)
 
 
 def _message(method: str) -> Reader:
-    """(tensor, other side, tag, group)"""
+    """Return a reader of the arguments (tensor, peer, tag, group)."""
     known = METHOD[method]
 
     def read(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sequence[Issued]:
@@ -91,7 +91,7 @@ def _message(method: str) -> Reader:
 
 
 def _messages(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sequence[Issued]:
-    """(kinds, other sides, tags, tensors, group), a message each"""
+    """Read the arguments (kinds, peers, tags, tensors, group), which describe one message for each list position."""
     kinds = {"isend": METHOD["send"], "irecv": METHOD["recv"]}
     return [
         Issued(kinds[kind], args[4], ([tensor], peer))
@@ -99,7 +99,7 @@ def _messages(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sequence[Issued
     ]
 
 
-# Operators that C++ carries out by methods of ProcessGroup, without Python.
+# Operators that C++ implements with methods of ProcessGroup, without Python.
 FUNCTIONAL: Final[dict[str, Reader]] = {
     **{
         f"_c10d_functional::{operator}": reader
@@ -128,11 +128,11 @@ WAIT: Final = "_c10d_functional::wait_tensor"
 
 
 def _world_all_reduce(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sequence[Issued]:
-    """(tensor): a sum over all ranks"""
+    """Read the argument (tensor) of a sum over all ranks."""
     return (Issued(METHOD["allreduce"], None, ([args[0]], CallOptions("SUM", None, False)), False),)
 
 
-# Operators that send beside c10d: DeepSpeed's all_reduce of the ranks of one host, through shared memory.
+# Operators that communicate without c10d: DeepSpeed's all_reduce among the ranks of one host, through shared memory.
 FRAMEWORK: Final[dict[str, Reader]] = {
     "deepspeed::inference_all_reduce": _world_all_reduce,
     "deepspeed::inference_all_reduce_": _world_all_reduce,

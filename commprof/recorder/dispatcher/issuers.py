@@ -1,6 +1,7 @@
-"""Detects code that issues collectives from C++, below the methods of ProcessGroup: DDP's reducer and two more functions.
+"""Detects code that issues collectives from C++, below the methods of ProcessGroup: DDP's reducer and two functions.
 
-At their first use, kernels are installed in front of c10d's operators. A program without them gets no kernels.
+At the first use of this code, kernels are installed in front of c10d's operators. A program that does not use this code
+gets no kernels.
 """
 
 from __future__ import annotations
@@ -19,17 +20,18 @@ from commprof.recorder.training.reducer_waits import Stalls
 
 _CLASS: Final = "Reducer"
 _FUNCTIONS: Final = ("_broadcast_coalesced", "_verify_params_across_processes")
-_DETAILED_REBUILDS: Final = 3  # calls of a reducer, which begin with its first steps
-_REBUILD: Final = "_rebuild_buckets"  # of the reducer: before every forward pass, and does something once
+_DETAILED_REBUILDS: Final = 3  # the number of first calls of a reducer that are measured in detail
+# DDP calls this method of the reducer before every forward pass, but the method rebuilds the buckets only once.
+_REBUILD: Final = "_rebuild_buckets"
 
 
 class CppIssuers:
-    """Watches for the first use.
+    """Detects the first use of code that issues collectives from C++.
 
     Args:
-        on_first: called before it, once.
-        on_fault: called with what ``on_first`` raised.
-        stalls: notified when a function begins and ends in which C++ may wait.
+        on_first: A function that is called once, before the first use.
+        on_fault: A function that is called with an exception of ``on_first``.
+        stalls: The object that is notified when a function in which C++ may wait begins and ends.
     """
 
     def __init__(
@@ -42,7 +44,7 @@ class CppIssuers:
         self._patched: list[tuple[Any, str, Any, Any]] = []
 
     def install(self) -> bool:
-        """Watch from now on; False when this torch lacks one of them, so that its use would go unnoticed."""
+        """Install the wrappers; return False if this version of torch lacks a class or function to wrap."""
         reducer = getattr(_distributed_c10d, _CLASS, None)
         if reducer is not None:
             self._patch(reducer, "__init__")
@@ -56,11 +58,11 @@ class CppIssuers:
 
     @staticmethod
     def are_known() -> bool:
-        """Whether this torch has all of what is watched for."""
+        """Return whether this version of torch has all classes and functions that are wrapped."""
         return all(hasattr(_distributed_c10d, name) for name in (_CLASS, *_FUNCTIONS))
 
     def remove(self) -> None:
-        """Stop watching, unless other code has wrapped our wrapper since."""
+        """Remove the wrappers, unless other code has wrapped them since."""
         for owner, name, original, wrapper in self._patched:
             if vars(owner).get(name) is wrapper:
                 setattr(owner, name, original)
@@ -69,7 +71,7 @@ class CppIssuers:
     def _patch(self, owner: Any, name: str) -> None:
         original = vars(owner)[name]
         enter, leave, waits = self._stalls.enter, self._stalls.leave, name != "__init__"
-        # Calls by the reducer's address. It rebuilds once, in one of its first steps.
+        # The number of calls by the reducer's address. A reducer rebuilds its buckets once, in one of its first steps.
         calls: Counter[int] = Counter()
 
         @functools.wraps(original)
@@ -101,6 +103,6 @@ class CppIssuers:
 
 
 def reducer_is_alive() -> bool:
-    """Whether this process has a DistributedDataParallel module: its reducer was created before watching began."""
+    """Return whether this process has a DistributedDataParallel module, whose reducer was created before recording."""
     kind = torch.nn.parallel.DistributedDataParallel
     return any(issubclass(candidate, kind) for candidate in set(map(type, gc.get_objects())))

@@ -1,8 +1,8 @@
 """Records collectives that bypass the methods of ProcessGroup, with kernels in front of torch's operators.
 
-Each collective is recorded once: a recording method and a functional operator reach c10d's operators on their own thread. So
-a kernel of c10d (``operator_calls``) finds them among its calling frames and does not record. If it finds none, C++ has
-issued the collective.
+Each collective is recorded once. A recording method or functional operator calls c10d's operators on its own thread. A
+kernel of c10d (``operator_calls``) therefore finds it among the calling frames, and does not record the call again. If
+the kernel finds none, C++ has issued the collective.
 """
 
 from __future__ import annotations
@@ -33,14 +33,15 @@ from commprof.recorder.training.reducer_waits import Stalls
 from commprof.schema import LAYERS, Layer, Purpose
 from commprof.trace.rank_files.segments import RETURN_WORD, WAIT_BEGIN_WORD, WAIT_END_WORD, Token
 
-# What the dispatcher takes to call a kernel in Python and to go on from it, beside the kernel's own time (measured, bare).
+# The time (ns) that the dispatcher takes to call a kernel in Python and to continue from it, without the kernel's own
+# time (measured with an empty kernel).
 _CROSSING_NS: Final = 2_200
 _FRAMEWORK: Final = LAYERS.index(Layer.FRAMEWORK)
 _FUNCTIONAL: Final = LAYERS.index(Layer.FUNCTIONAL)
-# The gradient of a collective that gradients flow through.
+# The tag for the backward pass of a collective through which gradients flow.
 _ACTIVATION: Final = hooks.tag(Purpose.ACTIVATION.value)
 
-# Who to ask for a tag when C++ issues a collective that no block of the program tags: method, group, tensors.
+# Returns a tag for a collective that C++ issues outside the program's tag blocks. Arguments: method, group, tensors.
 Tagger = Callable[[Method, Group, Sequence[Any]], "hooks.tag | None"]
 
 _Call = tuple[Token, Group]
@@ -50,8 +51,8 @@ class KernelRecorder:
     """Creates the kernels of one recording.
 
     Args:
-        journal: what the records go to.
-        groups: the process groups of this process.
+        journal: The journal that receives the records.
+        groups: The process groups of this process.
     """
 
     def __init__(self, journal: Journal, groups: Groups) -> None:
@@ -64,34 +65,41 @@ class KernelRecorder:
         self.stalls = Stalls(journal)
         self.sites = CallSites(lambda row: journal.intern("site", row))
         self.sign = Signer(journal).sign
-        self._signatures: dict[str, dict[Any, int]] = {}  # by method
-        self._results = Results()  # of functional operators
+        self._signatures: dict[str, dict[Any, int]] = {}  # the known signatures, by method
+        self._results = Results()  # the results of functional operators
         self._operators = OperatorCalls(self)
 
     def replace_methods(self) -> None:
-        """No method of ProcessGroup records from now on: what they issue, the kernels of c10d record."""
+        """Let the kernels of c10d record from now on, instead of the methods of ProcessGroup."""
         self._operators.methods_record = False
 
     def wrap_method(self, method: Method, owner: type, original: Any, pending: dict[int, Token]) -> Any:
-        """What stands in for a method of ProcessGroup then; ``pending`` are the handles to be waited for."""
+        """Return a wrapper for a method of ProcessGroup that does not record; see :class:`OperatorCalls`.
+
+        Args:
+            method: The description of the method.
+            owner: The class ProcessGroup.
+            original: The method of torch.
+            pending: The table of handles without a wait.
+        """
         return self._operators.wrap_method(method, owner, original, pending)
 
     def observe_c10d(self, name: str) -> None:
-        """Record this operator of c10d, where nobody above it does.
+        """Record the calls of this operator of c10d that no layer above it records.
 
         Raises:
-            Exception: this torch takes no kernel for it, or its arguments are not as they were.
+            Exception: This version of torch accepts no kernel for the operator, or the operator has unknown arguments.
         """
         places = layout(arguments_of(name))
         self.kernels.put(name, lambda redispatch: self._operators.make(C10D[name], places, redispatch))
 
     def observe(self, operators: Mapping[str, Reader], layer: Layer) -> None:
-        """Record these operators, above which no layer records."""
+        """Record all calls of these operators, because no layer above them records."""
         for name, reader in operators.items():
             self._observe(name, reader, layer)
 
     def observe_waits(self, operator: str) -> None:
-        """Note when the results of functional operators are waited for, by ``operator``."""
+        """Record the waits for results of functional operators, which call ``operator``."""
         self.kernels.put(operator, self._make_wait)
 
     def remove(self) -> None:
@@ -118,7 +126,7 @@ class KernelRecorder:
                 self.cost_ns += _CROSSING_NS
                 try:
                     frame = get_frame(1)
-                except ValueError:  # no Python calls this: a thread of C++, as autograd has one for each GPU
+                except ValueError:  # no Python frame: autograd has a C++ thread for each GPU
                     frame = None
                 calls = issue(reader, layer, args, kwargs, frame)
             except Exception as error:
@@ -145,7 +153,7 @@ class KernelRecorder:
         kwargs: Mapping[str, Any],
         frame: FrameType | None,
     ) -> list[_Call]:
-        """One record for each collective of the call; none while torch only traces."""
+        """Write one record for each collective of the call, or no record while torch only traces."""
         begin = time.perf_counter_ns()
         tensor = _first_tensor(args)
         if tensor is not None and tensor.is_meta:
@@ -167,7 +175,7 @@ class KernelRecorder:
                 remember(signatures, key, number, most_known(method))
         extra = GLOO_EXTRA.get(method.name)
         if layer == _FRAMEWORK:
-            group.extra -= 1  # the group's backend has no part in it
+            group.extra -= 1  # the group's backend does not count this collective
         elif extra is not None and group.backend_for(None) == GLOO:
             group.extra += extra(group, values)
         seq = next(group.messages if method.is_p2p else group.collectives)
@@ -201,7 +209,7 @@ class KernelRecorder:
         )
 
     def _settle(self, calls: list[_Call], result: Any) -> None:
-        """The call has returned."""
+        """Complete the records of a call that has returned."""
         try:
             now = time.perf_counter_ns()
             tokens = [token for token, _ in calls]
@@ -235,7 +243,10 @@ class KernelRecorder:
         return wait
 
     def record_raised(self, calls: list[_Call], layer: int, error: BaseException) -> None:
-        """torch's own kernel raised ``error``. An interruption comes when the backend has the call already."""
+        """Mark the records of a call in which torch's own kernel raised ``error``.
+
+        An interruption is ignored, because it arrives when the backend already has the call.
+        """
         try:
             if is_interruption(error):
                 return

@@ -1,10 +1,12 @@
 """The kernels of c10d's operators: the fast path from a call of an operator to its record.
 
-The dispatcher takes 7 us to call a Python function and to continue. The code here takes less than half of that: the key of
-a known call consists of its tensors' shapes, its group and its scalars, and the call is not described again.
+The dispatcher takes 7 us to call a Python function and to continue. The code here takes less than half of this time,
+because a known call is found by its key and is not described again. The key consists of the tensors' shapes, the group
+and the scalars of the call.
 
-Note [reading a reduction]: here torch passes the reduction boxed, and unboxing it costs 2 us. In complete mode the
-function of torch.distributed has noted it; see Note [the reduction, from torch's own function].
+Note [reading a reduction]: torch passes the reduction to an operator in a box, and unboxing it costs 2 us. In complete
+mode, the stand-in for the function of torch.distributed has already noted the reduction; see Note [the reduction, from
+torch's own function].
 """
 
 from __future__ import annotations
@@ -35,49 +37,56 @@ if TYPE_CHECKING:
     from commprof.recorder.dispatcher.kernels import KernelRecorder
 
 C10D_LAYER: Final = LAYERS.index(Layer.C10D)
-# What the dispatcher takes to call a kernel in Python and to go on from it: groups, reductions and handles are put into
-# boxes and taken out again (measured, bare).
+# The time (ns) that the dispatcher takes to call a kernel in Python and to continue from it (measured with an empty
+# kernel). The time includes the boxing and unboxing of groups, reductions and handles.
 _CROSSING_NS: Final = 7_000
-# Nobody in Python waits for what C++ issues. Of one call in 31 the end is asked for: hardly a step has a multiple of that.
-# The same calls time our own code (CPU time: reading that clock is dear).
+# No Python code waits for collectives that C++ issues. The completion time is therefore recorded for one call in 31.
+# The number of calls in a step is rarely a multiple of 31, so the sampled calls vary. The same calls also measure the
+# CPU time of our own code, because reading this clock is expensive.
 _SAMPLE: Final = 31
 _ABSENT: Final = 99  # the position of an argument that an operator does not have
 _UNKNOWN: Final[Any] = object()
 _unbox_work: Final = getattr(Work, "unbox", None)
 
-# A call as it was seen before: signature, what numbers its calls, what gloo counts beyond one, whether the issuer goes on.
-# None: a call that sends nothing. A plain tuple, since unpacking it is half the cost of unpacking a named one.
+# A known call: signature, counter of the calls, the number that gloo counts in addition to one, and whether the issuer
+# continues before the collective is complete. None for a call that sends nothing. A plain tuple is used, because
+# unpacking it costs half as much as unpacking a named tuple.
 _Known = tuple[int, Any, int, bool]
 
 
 class ThreadCalls(threading.local):
-    """State of one thread that wrappers above the operators of c10d share with the kernels."""
+    """The state of one thread that is shared by the kernels and by the wrappers above the operators of c10d."""
 
     def __init__(self) -> None:
-        self.token: Token | None = None  # of the record that a kernel has made last
-        self.is_method = False  # a method of ProcessGroup that does not record is running
-        self.recorded = 0  # how many kernels that have recorded what reaches c10d below them are running
+        self.token: Token | None = None  # the token of the latest record by a kernel
+        self.is_method = False  # whether a method of ProcessGroup that does not record is running
+        self.recorded = 0  # the number of running kernels that have already recorded the calls below them
 
 
 class OperatorCalls:
     """Creates the kernels of c10d's operators.
 
     Args:
-        recorder: what the other kernels share with these.
+        recorder: The recorder of the other kernels, whose state is shared.
     """
 
     def __init__(self, recorder: KernelRecorder) -> None:
         self.functions = ApiFunctions()
         self.thread = ThreadCalls()
-        self.methods_record = True  # else only kernels stand above, and say so in ``thread``
+        # Whether methods of ProcessGroup record. Otherwise only other kernels record above these kernels, and
+        # ``thread`` shows whether one of them is running.
+        self.methods_record = True
         self._recorder = recorder
         self._frames = RecorderFrames()
 
     def wrap_method(self, method: Method, owner: type, original: Any, pending: dict[int, Token]) -> Any:
-        """What stands in for a method of ``owner``, ProcessGroup, that does not record: it takes the record to the handle.
+        """Return a wrapper for a method of ProcessGroup that does not record, but links the handle to the record.
 
         Args:
-            pending: the handles that nobody has waited for yet.
+            method: The description of the method.
+            owner: The class ProcessGroup.
+            original: The method of torch.
+            pending: The table of handles without a wait, which receives the returned handle.
         """
         self.functions.install(method.name)
         fault, thread = self._recorder.journal.fault, self.thread
@@ -102,7 +111,7 @@ class OperatorCalls:
         return carry
 
     def make(self, method: Method, places: Layout, redispatch: Redispatch) -> Callable[..., Any]:  # noqa: C901 - see below
-        """The kernel of the operator below ``method``, whose arguments lie at ``places``."""
+        """Return the kernel of the operator below ``method``, whose arguments are at the positions ``places``."""
         recorder, journal = self._recorder, self._recorder.journal
         thread, recorded_above = self.thread, self._frames.among
         groups, find_group = recorder.groups.known, recorder.groups.find
@@ -131,7 +140,7 @@ class OperatorCalls:
                 mine = thread
                 try:
                     frame = get_frame(1)
-                except ValueError:  # no Python calls this: a thread of C++, as autograd has one for each GPU
+                except ValueError:  # no Python frame: autograd has a C++ thread for each GPU
                     frame = None
                 recorder.cost_ns += crossing
                 # Stage 1: does a layer above record this call? If not, look it up by its key.
@@ -178,7 +187,7 @@ class OperatorCalls:
                     group.extra += extra
                     state = thread_local.state
                     tag = state.current
-                    if not mine.is_method:  # C++ has issued it, and will wait for it
+                    if not mine.is_method:  # C++ has issued the collective and will wait for it
                         issued()
                         if tag is None and recorder.tagger is not None:
                             tag = recorder.tagger(method, group, args)
@@ -203,14 +212,14 @@ class OperatorCalls:
             except Exception as error:
                 journal.fault(error)
                 segment = None
-            # Stage 3: torch's own kernel, whatever happened before.
+            # Stage 3: call torch's own kernel, even if the recorder failed.
             try:
                 result = redispatch(keyset, *args)
             except BaseException as error:
                 if segment is not None:
                     record_raised([((segment, base, is_async), group)], layer, error)
                 raise
-            # Stage 4: complete the record, and leave its place to the wrapper above.
+            # Stage 4: complete the record, and pass its position to the wrapper above.
             if segment is not None:
                 try:
                     segment.stamp(base + return_word)
@@ -232,10 +241,15 @@ class OperatorCalls:
         args: Sequence[Any],
         reduction: Any,
     ) -> _Known | None:
-        """What is to be known about a call whose like was not seen before.
+        """Return the entry of a new kind of call, and remember the entry if its key stays valid.
 
         Args:
-            reduction: whose address is part of the key, which is remembered only where that stays good.
+            method: The method of ProcessGroup above the operator.
+            reader: The reader of the operator's arguments.
+            calls: The table of known calls.
+            key: The key of the call.
+            args: The arguments of the operator.
+            reduction: The reduction whose address is part of the key; None if the key contains no address.
         """
         group: Group = key[0]
         (issued,) = reader(args, {})
@@ -252,7 +266,10 @@ class OperatorCalls:
         return known
 
     def _settle(self, token: Token, result: Any, blocks: bool) -> None:
-        """The call that was looked at closely has returned; see also ``blocks``: the issuer has waited all through it."""
+        """Complete the record of a sampled or blocking call that has returned.
+
+        If ``blocks`` is true, the issuer has waited during the whole call.
+        """
         words, base, _ = token
         if blocks:
             words[base + WAIT_BEGIN_WORD] = words[base]
@@ -263,7 +280,7 @@ class OperatorCalls:
 
 
 def _shape(value: Any) -> Any:
-    """What of a tensor, or of lists of tensors, a signature depends on."""
+    """Return the properties of a tensor, or of lists of tensors, on which a signature depends."""
     if type(value) is list:
         if len(value) == 1:
             return (_shape(value[0]),)
@@ -272,7 +289,7 @@ def _shape(value: Any) -> Any:
 
 
 def _is_planned(value: Any) -> bool:
-    """Whether torch only traces: tensors have no storage."""
+    """Return whether torch only traces, so that the tensors have no storage."""
     while type(value) is list:
         if not value:
             return False

@@ -1,6 +1,7 @@
-"""The operators of c10d, which every method of ProcessGroup calls: reads their arguments like those of the methods.
+"""The operators of c10d, which every method of ProcessGroup calls, and readers of their arguments.
 
-C++ issues them without a method: DDP's reducer, and the functional operators (``functional``).
+The readers return the arguments in the form of the methods' arguments. C++ calls these operators without a method of
+ProcessGroup in Python: DDP's reducer does this, and so do the functional operators (``functional``).
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from commprof.recorder.process_group.signatures import CallOptions
 
 METHOD: Final = {method.name: method for method in METHODS}
 
-# Operator of c10d: the method of ProcessGroup that calls it.
+# By operator of c10d: the method of ProcessGroup that calls the operator.
 C10D: Final[dict[str, Method]] = {
     f"c10d::{operator}": METHOD[method]
     for operator, method in {
@@ -42,7 +43,7 @@ C10D: Final[dict[str, Method]] = {
     }.items()
 }
 
-# What DDP's reducer and torch's two helpers beside it issue from C++.
+# The operators that DDP's reducer and two helper functions of torch call from C++.
 ISSUED_IN_CPP: Final = ("c10d::allreduce_", "c10d::broadcast_", "c10d::allgather_")
 
 
@@ -50,13 +51,14 @@ _SPLITS: Final = ("output_split_sizes", "input_split_sizes")
 
 
 class Issued(NamedTuple):
-    """One collective that a call of an operator issues.
+    """A collective that a call of an operator issues.
 
     Attributes:
-        method: the method of ProcessGroup that carries it out.
-        group: its process group: the box of one, its name, or None for that of all ranks.
-        values: tensors and options, as :func:`commprof.recorder.process_group.signatures.describe` takes them.
-        is_async: whether the issuer continues before it is complete.
+        method: The method of ProcessGroup that executes the collective.
+        group: The process group: a boxed ProcessGroup, its name, or None for the group of all ranks.
+        values: The tensors and options, in the form that
+            :func:`commprof.recorder.process_group.signatures.describe` accepts.
+        is_async: Whether the issuer continues before the collective is complete.
     """
 
     method: Method
@@ -69,23 +71,23 @@ Reader = Callable[[Sequence[Any], Mapping[str, Any]], Sequence[Issued]]
 
 
 class Layout(NamedTuple):
-    """The positions of an operator's arguments; None for an argument that it lacks."""
+    """The positions of an operator's arguments; None for an argument that the operator does not have."""
 
     group: int
     reduction: int | None
-    root: int | None  # of the root, or of the other side of a message
+    root: int | None  # the position of the root, or of the peer of a message
     asynchronous: int | None
-    splits: tuple[int, ...] = ()  # of the rows from and to each rank
+    splits: tuple[int, ...] = ()  # the positions of the rows from and to each rank
 
 
 def layout(arguments: Sequence[tuple[str, str]]) -> Layout:
-    """The layout of an operator of c10d, from the names and types of its schema.
+    """Return the layout of an operator of c10d, from the argument names and types of its schema.
 
     >>> layout([("tensors", "List[Tensor]"), ("process_group", "__torch__.torch.classes.c10d.ProcessGroup"), ("dst", "int")])
     Layout(group=1, reduction=None, root=2, asynchronous=None, splits=())
 
     Raises:
-        ValueError: it takes no process group.
+        ValueError: The operator takes no process group.
     """
     names = [name for name, _ in arguments]
     types = [kind.rpartition(".")[2] for _, kind in arguments]
@@ -106,7 +108,7 @@ def layout(arguments: Sequence[tuple[str, str]]) -> Layout:
 
 
 def takes_a_group(operator: str) -> bool:
-    """Whether ``operator``, of this torch, takes a process group."""
+    """Return whether ``operator`` takes a process group in this version of torch."""
     try:
         layout(arguments_of(operator))
     except (ValueError, RuntimeError):
@@ -115,7 +117,7 @@ def takes_a_group(operator: str) -> bool:
 
 
 def unknown_operators() -> list[str]:
-    """Operators of c10d that take a process group and are not in :data:`C10D`."""
+    """Return the operators of c10d that take a process group and are not in :data:`C10D`."""
     return [name for name in operator_names("c10d") if name not in C10D and takes_a_group(name)]
 
 
@@ -125,7 +127,10 @@ def tensor_arguments(method: Method) -> int:
 
 
 def read_c10d(method: Method, places: Layout) -> Reader:
-    """Return the reader of the arguments of the operator below ``method``. torch omits trailing ones with their defaults."""
+    """Return the reader of the arguments of the operator below ``method``.
+
+    torch omits trailing arguments that have their default values.
+    """
     tensors = tensor_arguments(method)
 
     def read(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sequence[Issued]:
@@ -145,7 +150,7 @@ def read_c10d(method: Method, places: Layout) -> Reader:
 
 
 def reduction_name(reduction: Any) -> str | None:
-    """Return ``SUM`` for a boxed ReduceOp, and for the text that functional operators take."""
+    """Return the name of a reduction (``SUM``), for a boxed ReduceOp or the text that functional operators take."""
     if reduction is None:
         return None
     if isinstance(reduction, str):

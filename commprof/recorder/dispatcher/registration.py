@@ -1,8 +1,8 @@
 """Registers Python kernels in front of torch's operators, calls torch's own kernels, and unregisters them.
 
-They use the dispatch key BackendSelect: it is active in every thread, in inference mode, under autograd and in compiled
-code, and no operator of c10d has a kernel there. torch's own kernels run next, on any device. The operator need not be
-defined yet.
+The kernels use the dispatch key BackendSelect. This key is active in every thread, in inference mode, under autograd
+and in compiled code, and no operator of c10d has a kernel for it. torch's own kernels run next, on any device. The
+operator need not be defined yet.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _KEY: Final = "BackendSelect"
 
 _GO_ON: Final = "redispatch_boxed"
 
-# Calls torch's own kernel: with the dispatcher's key set, then the operator's arguments.
+# Calls torch's own kernel. The arguments are the dispatcher's key set, and then the arguments of the operator.
 Redispatch = Callable[..., Any]
 
 
@@ -25,16 +25,19 @@ class Kernels:
     """The kernels of one recording."""
 
     def __init__(self) -> None:
-        self.operators: set[str] = set()  # those that have one
+        self.operators: set[str] = set()  # the operators that have a kernel
         self._libraries: dict[str, Library] = {}
 
     def put(self, operator: str, make: Callable[[Redispatch], Callable[..., Any]]) -> None:
-        """Put the kernel that ``make`` returns in front of ``operator`` (``c10d::allreduce_``), unless one is there.
+        """Register a kernel in front of ``operator`` (``c10d::allreduce_``), unless the operator already has one.
 
-        The kernel is called with the dispatcher's key set before the arguments, which must go on as they are.
+        Args:
+            operator: The name of the operator, without overload.
+            make: A function that returns the kernel. The kernel is called with the dispatcher's key set and then the
+                arguments, and must pass the arguments on unchanged.
 
         Raises:
-            Exception: this torch takes no such kernel, or has no way on from it.
+            Exception: This version of torch accepts no such kernel, or cannot continue from it to its own kernel.
         """
         if operator in self.operators:
             return
@@ -48,7 +51,7 @@ class Kernels:
         self.operators.add(operator)
 
     def remove(self) -> None:
-        """Unregister every kernel. Must run before the interpreter ends: torch would call into it."""
+        """Unregister every kernel. This must run before the interpreter ends, or torch would still call the kernels."""
         libraries = list(self._libraries.values())
         self._libraries.clear()
         self.operators.clear()
@@ -57,7 +60,7 @@ class Kernels:
 
 
 def bind_redispatch(operator: str) -> Redispatch:
-    """What goes on from our kernel of ``operator`` to torch's own."""
+    """Return a function that continues from our kernel of ``operator`` to torch's own kernel."""
     after = torch._C._dispatch_keyset_full_after(getattr(torch._C.DispatchKey, _KEY))
     go_on: Any = None
 
@@ -71,21 +74,21 @@ def bind_redispatch(operator: str) -> Redispatch:
 
 
 def operator_names(namespace: str) -> list[str]:
-    """The operators of ``namespace`` that this process knows now, without overloads."""
+    """Return the operators of ``namespace`` that are currently defined in this process, without overloads."""
     names: list[str] = getattr(torch._C, "_dispatch_get_all_op_names", list)()
     return sorted({name for name in names if name.startswith(f"{namespace}::") and "." not in name})
 
 
 def is_operator(name: str) -> bool:
-    """Whether this process knows an operator of that name now."""
+    """Return whether an operator called ``name`` is currently defined in this process."""
     return bool(torch._C._dispatch_has_kernel(name))
 
 
 def arguments_of(operator: str) -> list[tuple[str, str]]:
-    """The arguments of ``operator`` as its schema names them: name and type.
+    """Return name and type of each argument of ``operator``, according to its schema.
 
     Raises:
-        RuntimeError: there is no such operator.
+        RuntimeError: There is no such operator.
     """
     schema = torch._C._dispatch_find_schema_or_throw(operator, "").schema()  # type: ignore[attr-defined]
     return [(argument.name, str(argument.type)) for argument in schema.arguments]

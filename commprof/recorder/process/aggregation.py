@@ -1,8 +1,9 @@
-"""Records sums per step instead of each collective: for jobs of weeks, and beyond a size limit.
+"""Records sums per step instead of single collectives, for jobs that run for weeks, and beyond a size limit.
 
-The interception packs records as usual, but into memory. A step later, when their calls have returned and their waits have
-ended, they are summed by step, phase, operation, group and purpose. The sums of a step become one line of the events file.
-So the files do not grow with the number of collectives, and a killed process loses the sums of its last two steps.
+The interception packs records as usual, but into memory. The records are summed one step later, when their calls have
+returned and their waits have ended. The sums are by step, phase, operation, group and purpose, and the sums of a step
+become one line of the events file. The files therefore do not grow with the number of collectives. A killed process
+loses the sums of its last two steps.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ from commprof.trace.rank_files.segments import Segment
 from commprof.trace.rank_files.writer import SEGMENT_UNIT
 
 _SEGMENT_BYTES: Final = -(-(256 << 10) // SEGMENT_UNIT) * SEGMENT_UNIT
-# A program that marks no steps has its records added up once so many segments are full.
+# If a program marks no steps, its records are summed when this number of segments is full.
 _MOST_WAITING: Final = 4
-# ... and its sums written this often.
+# If a program marks no steps, its sums are written at this interval.
 _WRITE_INTERVAL_NS: Final = 60_000_000_000
 _RAISED: Final = STATUSES.index(Status.RAISED)
 _POSITIONS: Final = {field.name: number for number, field in enumerate(RECORD_FIELDS)}
@@ -36,19 +37,20 @@ _SIGNATURE, _TAG, _STEP, _PHASE, _STATUS, _COMMIT = (
 
 _OF_THE_CPU: Final = (None, "cpu")
 
-# Of the calls of one signature and tag, in one phase of one step: how many, time in them, time that the program stood still
-# for them as measured and of how many, time in their waits and of how many, and whether they are asynchronous; then of
-# those whose bytes are not the signature's: how many, and their bytes of input and of output.
+# The sums over the calls of one signature and tag in one phase of one step: the number of calls, the time in the calls,
+# the measured exposed time and the number of calls with such a time, the time in waits and the number of calls with
+# such a time, and whether the calls are asynchronous. The last three values are about the calls whose bytes are not in
+# the signature: their number, their input bytes and their output bytes.
 _Sums = list[int]
 
 
 class Aggregation:
-    """Provides segments in memory instead of a file's, and sums the records packed there.
+    """Provides segments in memory instead of segments of a file, and sums the records in them.
 
     Args:
-        journal: where the lines go, and which knows the interned values by their numbers.
-        from_the_start: keep no record; else as many as ``limit`` allows.
-        limit: what the files may hold.
+        journal: The journal, which receives the lines and provides the interned values by their numbers.
+        from_the_start: Whether to write no record at all. Otherwise, records are written as far as ``limit`` allows.
+        limit: The size limit of the files.
     """
 
     def __init__(self, journal: Journal, from_the_start: bool, limit: SizeLimit) -> None:
@@ -62,17 +64,17 @@ class Aggregation:
         self._once = journal.once = {}
         self._lock = threading.RLock()
         self._open: Segment | None = None
-        self._fresh: deque[Segment] = deque()  # full ones of this step
-        self._aged: deque[Segment] = deque()  # of the step before
+        self._fresh: deque[Segment] = deque()  # full segments of the current step
+        self._aged: deque[Segment] = deque()  # segments of the previous step
         self._sums: dict[tuple[int, int, int, int], _Sums] = {}
         self._next_write_ns = time.perf_counter_ns() + _WRITE_INTERVAL_NS
 
     def allows_records(self, size: int) -> bool:
-        """Whether the records file may grow to ``size`` bytes."""
+        """Return whether the records file may grow to ``size`` bytes."""
         return not self._from_the_start and self._limit.allows_records(size)
 
     def next_segment(self) -> Segment:
-        """Return room for the next records. Earlier ones are summed later: they may still be completed."""
+        """Return a segment for the next records. Earlier records are summed later, because they may be incomplete."""
         with self._lock:
             if not self._from_the_start:
                 self._limit.begin_sums()
@@ -80,7 +82,7 @@ class Aggregation:
                 if not self._open.used:
                     return self._open
                 self._fresh.append(self._open)
-            # New memory each time: code that still holds a place in the old memory completes its own record there.
+            # New memory is used each time, because calls in progress still complete their records in the old memory.
             self._open = Segment(mmap.mmap(-1, _SEGMENT_BYTES), _SEGMENT_BYTES)
             if len(self._fresh) + len(self._aged) > _MOST_WAITING:
                 self._fold(self._aged.popleft() if self._aged else self._fresh.popleft())
@@ -89,7 +91,10 @@ class Aggregation:
             return self._open
 
     def end_step(self) -> None:
-        """A step has ended, and the next has a segment of its own: add up the one before, and write its sums."""
+        """Sum the segments of the step before the one that has ended, and write the sums.
+
+        The segments of the ended step are summed one step later. The next step already uses a new segment.
+        """
         with self._lock:
             aged, self._aged, self._fresh = self._aged, self._fresh, deque()
             for segment in aged:
@@ -97,7 +102,7 @@ class Aggregation:
             self._write()
 
     def finish(self) -> None:
-        """Recording ends: add up and write everything."""
+        """Sum all segments and write all sums when recording ends."""
         with self._lock:
             waiting = [*self._aged, *self._fresh, *([] if self._open is None else [self._open])]
             self._aged, self._fresh, self._open = deque(), deque(), None
@@ -136,7 +141,7 @@ class Aggregation:
                 of_key[2] += record[_EXPOSED]
                 of_key[3] += 1
             elif wait_end:
-                # A synchronous call blocks the program all the time.
+                # A synchronous call blocks the program from the issue to the end of the wait.
                 of_key[4] += wait_end - (record[_WAIT_BEGIN] if of_key[6] else record[_ISSUE])
                 of_key[5] += 1
 
@@ -153,7 +158,10 @@ class Aggregation:
         self.cost_ns += time.perf_counter_ns() - begin
 
     def _combine(self, sums: Mapping[tuple[int, int, int], _Sums]) -> list[list[Any]]:
-        """The sums of one step as rows of ``SUM_FIELDS``: many signatures and tags share operation, purpose and group."""
+        """Return the sums of one step as rows of ``SUM_FIELDS``.
+
+        Many signatures and tags have the same operation, purpose and group, so their sums are combined.
+        """
         combined: dict[tuple[Any, ...], list[int | None]] = {}
         for (phase, signature_number, tag_number), values in sums.items():
             calls, host_ns, measured_ns, measured, waited_ns, waited, _, others, sent, received = values
@@ -167,7 +175,7 @@ class Aggregation:
                 signature.get("is_p2p"),
             )
             into = combined.setdefault(key, [0, 0, 0, 0, 0, None])
-            # What the host waits says nothing of a device.
+            # The waiting time of the host is not the waiting time of a device.
             on_cpu = signature.get("device") in _OF_THE_CPU
             exposed = measured_ns + (waited_ns if on_cpu else 0)
             added = (
@@ -175,7 +183,7 @@ class Aggregation:
                 *(
                     (calls - others) * signature.get(name, 0) + more
                     for name, more in (
-                        ("payload_bytes", sent),  # of an all_to_all its whole input
+                        ("payload_bytes", sent),  # the payload of an all_to_all is its whole input
                         ("input_bytes", sent),
                         ("output_bytes", received),
                     )

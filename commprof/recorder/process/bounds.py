@@ -11,9 +11,9 @@ from commprof.recorder.process.journal import Journal
 from commprof.recorder.process.recorder_options import BEFORE_THE_FIRST
 from commprof.recorder.process_group.groups import live_groups
 
-# Of the size limit, what records may fill before only sums are kept: the rest is for the sums.
+# The share of the size limit that records may use before only sums are written. The rest is for the sums.
 RECORDS_SHARE: Final = 0.8
-# ... and before torch's own list is left out, which is long and written last.
+# The share from which on torch's flight recorder dump is left out, because it is long and written last.
 FLIGHT_SHARE: Final = 0.9
 _ALWAYS_WRITTEN: Final = frozenset({"begin", "end", "note", "unseen", "outside", "clock", "group"})
 
@@ -21,13 +21,13 @@ _ALWAYS_WRITTEN: Final = frozenset({"begin", "end", "note", "unseen", "outside",
 class StepWindow:
     """Switches the recording on and off as the training enters and leaves the requested steps.
 
-    Outside of them no wrapper is installed. The number of collectives there follows from the groups' sequence numbers at
-    the edges, at no cost for the program.
+    Outside the requested steps no wrapper is installed. The number of collectives there is the difference of the
+    groups' sequence numbers, which costs the program nothing.
 
     Args:
-        bounds: the steps, half open; None: all of them, and initialisation.
-        journal: where the counts are written.
-        switch_on, switch_off: called where recording begins and ends within the run.
+        bounds: The half-open range of steps; None for all steps and initialization.
+        journal: The journal that receives the counts.
+        switch_on, switch_off: Functions that are called when recording begins and ends within the run.
     """
 
     def __init__(
@@ -51,13 +51,13 @@ class StepWindow:
         return first <= step and (end is None or step < end)
 
     def start(self, step: int) -> None:
-        """Recording is requested while the training is at ``step``."""
+        """Set the initial state; ``step`` is the current step of the training when recording is requested."""
         self.is_open = self._covers(step)
         if not self.is_open:
             self.outside.begin()
 
     def enter(self, step: int) -> bool:
-        """The training enters ``step``; whether it is recorded."""
+        """Enter ``step``, and return whether this step is recorded."""
         inside = self._covers(step)
         if inside and not self.is_open:
             self.is_open = True
@@ -70,7 +70,10 @@ class StepWindow:
         return inside
 
     def count(self) -> None:
-        """Write down what the groups have counted outside so far. Before groups are destroyed, and at the end, too."""
+        """Write the number of collectives outside the recorded steps so far.
+
+        This is also called before groups are destroyed, and at the end of the recording.
+        """
         if self.bounds is None:
             return
         self.outside.end()
@@ -80,18 +83,18 @@ class StepWindow:
 
 
 class OutsideCount:
-    """Collectives that groups counted while nothing was recorded, by their own sequence numbers."""
+    """The number of collectives while nothing is recorded, from the sequence numbers of the groups."""
 
     def __init__(self) -> None:
-        self.collectives: int | None = 0  # None: a group does not number what it issues
+        self.collectives: int | None = 0  # None: a group does not number its collectives
         self._since: dict[str, int] | None = None
 
     def begin(self) -> None:
-        """From here on nothing is recorded."""
+        """Begin to count, because nothing is recorded from now on."""
         self._since = {pg.group_name: sequence_number(pg) or 0 for pg in live_groups()}
 
     def forget(self, name: str | None) -> None:
-        """The group called ``name`` (None: every group) was destroyed; a new one of that name counts from 0."""
+        """Forget the destroyed group ``name`` (None: every group). A new group with this name counts from 0."""
         if self._since is None:
             return
         if name is None:
@@ -100,7 +103,7 @@ class OutsideCount:
             self._since.pop(name, None)
 
     def end(self) -> None:
-        """Up to here nothing was recorded. Groups made meanwhile began at 0."""
+        """End the count. Groups that were created since :meth:`begin` started at 0."""
         since, self._since = self._since, None
         if since is None:
             return
@@ -113,11 +116,11 @@ class OutsideCount:
 
 
 class SizeLimit:
-    """What a rank may write: its two files together, while it runs.
+    """The limit for the size of a rank's two files together, while the rank runs.
 
     Args:
-        most_bytes: of both files; None: any number.
-        journal: what writes them.
+        most_bytes: The limit for both files in bytes; None for no limit.
+        journal: The journal that writes the files.
     """
 
     def __init__(self, most_bytes: int | None, journal: Journal) -> None:
@@ -130,23 +133,27 @@ class SizeLimit:
             journal.allows_line = self.allows_line
 
     def allows_records(self, size: int) -> bool:
-        """Whether the records file may grow to ``size`` bytes."""
+        """Return whether the records file may grow to ``size`` bytes."""
         if self._most_bytes is None or size + self._events_bytes() <= RECORDS_SHARE * self._most_bytes:
             self._records_bytes = size
             return True
         return False
 
     def begin_sums(self) -> None:
-        """The records have used up their share: that is said once."""
+        """Write a note, once, that the records have used up their share of the limit."""
         if self._most_bytes is not None and not self._share_is_used:
             self._share_is_used = True
             self._journal.note(
-                f"from step {hooks.position.step} on only sums are kept, by step, operation, group and purpose: more "
-                f"records would leave no room for them in the {self._most_bytes:,} bytes that a rank may write (--max-size)"
+                f"from step {hooks.position.step} on, only sums are kept, by step, operation, group and purpose: "
+                f"more records would leave no room for them in the {self._most_bytes:,} bytes that a rank may write "
+                "(--max-size)"
             )
 
     def allows_line(self, kind: str) -> bool:
-        """Whether the events file may get another line; one that says how the recording went always may."""
+        """Return whether a line of ``kind`` may be written to the events file.
+
+        Lines about the recording itself are always allowed.
+        """
         if self._most_bytes is None or kind in _ALWAYS_WRITTEN:
             return True
         used = self._records_bytes + self._events_bytes()

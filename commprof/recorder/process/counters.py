@@ -18,19 +18,19 @@ from commprof import schema
 from commprof.program_exceptions import pass_on
 
 PROC_NET_DEV: Final = Path("/proc/net/dev")
-_SNMP: Final = "snmp"  # beside it: TCP's own counters
-_SOCKETS: Final = ("tcp", "tcp6")  # and its sockets
-# Of either list, some 7,000 sockets: what is longer takes too long to read.
+_SNMP: Final = "snmp"  # in the same directory: TCP's own counters
+_SOCKETS: Final = ("tcp", "tcp6")  # in the same directory: TCP's sockets
+# The size limit of each list of sockets, about 7,000 sockets. A longer list would take too long to read.
 _MOST_SOCKETS_BYTES: Final = 1 << 20
 _LISTENING: Final = "0A"
 _ONE: Final = bytes((0, 0, 0, 1))  # the end of ::1
-_MAPPED: Final = bytes((0, 0, 255, 255))  # before the four bytes of an IPv4 address within IPv6
+_MAPPED: Final = bytes((0, 0, 255, 255))  # precedes the four bytes of an IPv4 address within IPv6
 WIRE_VARIABLE: Final = "COMMPROF_WIRE"  # set to 1 by commprof run --wire
-WIRE_DIRECTORY: Final = "wire"  # in the run: one file of readings per host
+WIRE_DIRECTORY: Final = "wire"  # the directory in the run with one file of readings per host
 _INTERVAL_NS: Final = 500_000_000
-_READING_NS: Final = 2_000_000  # a reading takes some 0.1 ms
+_READING_NS: Final = 2_000_000  # an undisturbed reading takes about 0.1 ms
 _ATTEMPTS: Final = 3
-# The number of a rank on its host, as torchrun, Open MPI, MPICH and Slurm tell it.
+# The variables in which torchrun, Open MPI, MPICH and Slurm set the local rank.
 _LOCAL_RANK_VARIABLES: Final = (
     "LOCAL_RANK",
     "OMPI_COMM_WORLD_LOCAL_RANK",
@@ -40,9 +40,9 @@ _LOCAL_RANK_VARIABLES: Final = (
 
 
 class InterfaceCounters:
-    """Reads the counters of every interface of this network namespace, the loopback included.
+    """Reads the counters of every interface of this network namespace, including the loopback.
 
-    They belong to the whole machine: all processes, not only the training.
+    The counters include the bytes of all processes of the machine, not only of the training.
     """
 
     def __init__(
@@ -56,13 +56,14 @@ class InterfaceCounters:
         self._clock = clock
 
     def read(self, step: int | None = None, queued: bool = False) -> list[dict[str, Any]]:
-        """One row of ``schema.WIRE`` per interface; empty where the system has no such counters.
+        """Return one row of ``schema.WIRE`` per interface; an empty list if the system has no such counters.
 
         Args:
-            step: the training step that has just ended; None for a reading at intervals.
-            queued: also read the bytes that TCP queues, which takes some 3 ms.
+            step: The training step that has just ended; None for a reading that belongs to no step.
+            queued: Whether to also read the bytes that TCP queues, which takes about 3 ms.
         """
-        # Before the counters: what leaves meanwhile is then in both, so too much is allowed for rather than too little.
+        # The queues are read before the counters. Bytes that leave in between are in both readings, so the result is
+        # too high rather than too low.
         unsent = queued_bytes(self._source.parent) if queued else None
         try:
             text, now = self._text()
@@ -87,7 +88,7 @@ class InterfaceCounters:
         ]
 
     def _text(self) -> tuple[str, int]:
-        """What the system says, and when. Read again where this process was held up meanwhile, so that the time is right."""
+        """Return the text of the counters and its time. Read again after a delay, so that the time is right."""
         for _ in range(_ATTEMPTS):
             before = self._clock()
             text = _read(self._source)
@@ -98,19 +99,22 @@ class InterfaceCounters:
 
 
 class HostReadings:
-    """Reads the counters of this host into ``<run>/wire/``: before the first collective of this process, and after its last.
+    """Writes readings of this host's counters to ``<run>/wire/``.
 
-    One process of the host reads in between as well, at the boundaries of training steps: each of them, or one every
-    half second. That is the rank 0 of the host, and of several that take themselves for it, the one that has locked
-    the file. What step ``n`` moved is the reading of step ``n`` less the one before it. The first and the last at a step,
-    and the last of each process, have what TCP holds back as well.
+    Each process reads the counters before its first collective and after its last collective. One process of the host
+    also reads them at the boundaries of training steps: at every boundary, or at most once per half second. This
+    process is local rank 0. If several processes consider themselves local rank 0, it is the process that has locked
+    the file. The bytes that step ``n`` moved are the reading of step ``n`` minus the previous reading. The first and
+    the last reading at a step, and the last reading of each process, also contain the bytes that TCP queues.
 
-    Nothing here raises or waits: the first error ends the readings.
+    No method raises or waits. The first error ends the readings.
 
     Args:
-        directory: where the files are; made at the first reading.
-        every_step: read at each step, and say which.
-        is_first: a launcher says that this process is the first of its host; None where none says anything.
+        directory: The directory of the files, which is created at the first reading.
+        every_step: Whether to read at every step and write the number of the step.
+        is_first: Whether this process is the first process of its host according to the launcher; None if no launcher
+            provides this information.
+        counters: The object that reads the counters; None for the counters of this machine.
     """
 
     def __init__(
@@ -130,28 +134,28 @@ class HostReadings:
         self._next_ns = 0
 
     def open(self) -> None:
-        """No collective has been issued yet."""
+        """Write the first reading, before the first collective."""
         self._write(None)
 
     def begin(self, step: int, now: int = 0) -> None:
-        """Step ``step`` begins at ``now`` (perf_counter_ns), so the one before it has ended."""
+        """Begin step ``step`` at ``now`` (perf_counter_ns), so that the previous step has ended."""
         if self._between and (self._every_step or now >= self._next_ns):
             self._write(self._step if self._every_step else None, queued=self._every_step and self._step < 0)
             self._next_ns = now + _INTERVAL_NS
         self._step = step
 
     def go_back(self) -> None:
-        """No step has begun yet after all."""
+        """Reset to the state in which no step has begun."""
         self._step = -1
 
     def end_steps(self) -> None:
-        """The last step has ended that is to be recorded."""
+        """Write the reading of the last step that is recorded."""
         if self._between and self._every_step:
             self._write(self._step, queued=True)
         self._between = False
 
     def finish(self) -> None:
-        """The last collective of this process has ended."""
+        """Write the last reading, after the last collective of this process."""
         self._write(self._step if self._between and self._every_step else None, queued=True)
         self._usable = False
         if self._descriptor is not None:
@@ -166,38 +170,42 @@ class HostReadings:
                 self._descriptor, self._between = _open(self._directory, alone=self._between)
             rows = self._counters.read(step, queued)
             os.write(self._descriptor, "".join(json.dumps(row) + "\n" for row in rows).encode())
-        except Exception as error:  # the counters are optional: an error must not stop the training
+        except Exception as error:  # the counters are optional, so an error must not stop the training
             pass_on(error)
             self._usable = False
 
 
 def host_readings(environment: Mapping[str, str], run: Path) -> HostReadings:
-    """What reads the counters in this process, as its environment asks."""
+    """Return the object that reads the counters in this process, as configured by the environment."""
     every_step = environment.get(WIRE_VARIABLE) == "1"
     return HostReadings(run / WIRE_DIRECTORY, every_step, is_first_of_host(environment))
 
 
 def is_first_of_host(environment: Mapping[str, str]) -> bool | None:
-    """Whether a launcher says that this is the first of its processes on this host; None where none says anything."""
+    """Return whether this process has local rank 0 according to its launcher; None without such information."""
     local_rank = next((environment[name] for name in _LOCAL_RANK_VARIABLES if name in environment), None)
     return None if local_rank is None else local_rank == "0"
 
 
 def readings_file(directory: Path, of: str = "") -> Path:
-    """The file in ``directory`` for readings of this host; ``of`` tells several of one host apart."""
-    # Containers may share a host name; counters belong to the network namespace.
+    """Return the file in ``directory`` for readings of this host; ``of`` distinguishes several files of one host."""
+    # The name contains the network namespace, because containers may share a host name but not the counters.
     namespace = Path("/proc/self/ns/net").stat().st_ino
     return directory / f"{socket.gethostname().replace('/', '_')}-{namespace}{of and f'-{of}'}.jsonl"
 
 
 def _open(directory: Path, alone: bool) -> tuple[int, bool]:
-    """The descriptor of a file for this process, and whether it is the host's own, locked until the process ends.
+    """Return the descriptor of a file for this process, and whether this file is the file of the host.
+
+    The file of the host stays locked until the process ends.
 
     Args:
-        alone: the host's file is wanted, unless another process has locked it.
+        directory: The directory of the files.
+        alone: Whether to try the file of the host first. If another process has locked it, this process gets a file of
+            its own.
 
     Raises:
-        OSError: it cannot be written to.
+        OSError: The file cannot be written to.
     """
     directory.mkdir(parents=True, exist_ok=True)
     if alone:
@@ -208,7 +216,7 @@ def _open(directory: Path, alone: bool) -> tuple[int, bool]:
         except BlockingIOError:
             os.close(descriptor)
         except OSError:
-            return descriptor, True  # a file system without locks
+            return descriptor, True  # the file system does not support locks
     return _append_to(readings_file(directory, str(os.getpid()))), False
 
 
@@ -217,12 +225,12 @@ def _append_to(file: Path) -> int:
 
 
 def _read(file: Path, most: int | None = None) -> str:
-    """The text of ``file``.
+    """Return the text of ``file``.
 
     Raises:
-        OSError: it cannot be read, or has more than ``most`` bytes.
+        OSError: The file cannot be read, or has more than ``most`` bytes.
     """
-    # Twice as fast as a file object, and this is once a step.
+    # This runs once per step, and is twice as fast as a file object.
     descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
     try:
         blocks, size = [], 0
@@ -237,7 +245,7 @@ def _read(file: Path, most: int | None = None) -> str:
 
 
 def parse_net_dev(text: str) -> list[tuple[str, int, int, int]]:
-    """Device, bytes sent, bytes received and packets sent of each line of /proc/net/dev (see proc(5))."""
+    """Return device, bytes sent, bytes received and packets sent of each line of /proc/net/dev (see proc(5))."""
     rows = []
     for line in text.splitlines():
         device, colon, numbers = line.partition(":")
@@ -248,7 +256,7 @@ def parse_net_dev(text: str) -> list[tuple[str, int, int, int]]:
 
 
 def resent_segments(file: Path) -> int | None:
-    """The segments that TCP has sent again, by /proc/net/snmp (see proc(5)); None where that cannot be read."""
+    """Return the number of segments that TCP retransmitted, from /proc/net/snmp (see proc(5)); None on failure."""
     try:
         names, counts = (line.split() for line in _read(file).splitlines() if line.startswith("Tcp:"))
         return int(counts[names.index("RetransSegs")])
@@ -258,15 +266,15 @@ def resent_segments(file: Path) -> int | None:
 
 
 def queued_bytes(directory: Path) -> tuple[int, int] | None:
-    """Bytes that the host's programs have handed to TCP and no peer has acknowledged: for other hosts, and for this one.
+    """Return the bytes that the host's programs passed to TCP and that no peer has acknowledged.
 
-    Those that have left the interface and are not yet acknowledged are among them.
+    These include bytes that have left the interface but are not yet acknowledged.
 
     Args:
-        directory: has ``tcp`` and ``tcp6`` (see proc(5)); either may be absent.
+        directory: The directory that contains ``tcp`` and ``tcp6`` (see proc(5)); either file may be absent.
 
     Returns:
-        None where neither can be read, or one is too long.
+        The bytes for other hosts, and the bytes for this host. None if neither file can be read, or one is too long.
     """
     totals, is_readable = [0, 0], False
     for name in _SOCKETS:
@@ -283,7 +291,7 @@ def queued_bytes(directory: Path) -> tuple[int, int] | None:
             try:
                 local, remote = (address.partition(":")[0] for address in fields[1:3])
                 waiting = 0 if fields[3] == _LISTENING else int(fields[4].partition(":")[0], 16)
-                # A host's own addresses are reached through its loopback interface, whichever they are.
+                # A host reaches all its own addresses through the loopback interface.
                 totals[local == remote or _is_loopback(remote)] += waiting
             except (ValueError, IndexError):
                 continue
@@ -291,8 +299,8 @@ def queued_bytes(directory: Path) -> tuple[int, int] | None:
 
 
 def _is_loopback(address: str) -> bool:
-    """Whether ``address``, in the hexadecimal words of /proc/net/tcp and tcp6, is one of 127.0.0.0/8 or ::1."""
-    # The kernel prints each word as the number that its four bytes are on this machine.
+    """Return whether ``address``, in the hexadecimal form of /proc/net/tcp and tcp6, is in 127.0.0.0/8 or is ::1."""
+    # The kernel prints the four bytes of each word as a number in this machine's byte order.
     *before, last = (int(word, 16).to_bytes(4, sys.byteorder) for word in re.findall(".{8}", address))
     if before and before[-1] != _MAPPED:
         return last == _ONE and not any(map(any, before))

@@ -1,6 +1,6 @@
 """The journal of a rank: its two files, the interned values, and the position of the training.
 
-A journal exists as soon as recording is requested; its files are opened when the process is known to be a rank.
+A journal exists from the moment recording is requested. Its files are opened when the process is known to be a rank.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ from commprof.trace.rank_files.segments import (
 from commprof.trace.rank_files.writer import EventFile, RecordFile, encode_row
 
 _MOST_INTERNED: Final = 200_000
-_MOST_LETTERS: Final = 8_000_000  # in their texts: some 50 MB of calls with splits among 8 ranks
+# The most characters in the texts of interned rows: about 50 MB for calls with splits among 8 ranks.
+_MOST_LETTERS: Final = 8_000_000
 _MOST_ON_THEIR_WAY: Final = 256
 PROCESS_GROUP: Final = LAYERS.index(Layer.PROCESS_GROUP)
 _C10D: Final = LAYERS.index(Layer.C10D)
@@ -43,7 +44,13 @@ Place = tuple[Segment, bytes]
 
 
 class Once(NamedTuple):
-    """The bytes of an all_to_all whose splits do not repeat, and the signature that says all else."""
+    """An all_to_all whose splits do not repeat.
+
+    Attributes:
+        like: The number of a signature that is equal except for the splits and the bytes.
+        input_bytes: The bytes of the input.
+        output_bytes: The bytes of the output.
+    """
 
     like: int
     input_bytes: int
@@ -51,55 +58,60 @@ class Once(NamedTuple):
 
 
 class Journal:
-    """One rank's recording. Every method may be called from any thread and none raises. What is the program's leaves
-    :meth:`fault`.
+    """The records, events and interned values of one rank.
+
+    Every method may be called from any thread. No method raises an exception, except that :meth:`fault` and
+    :meth:`pass_on` raise exceptions of the program again.
 
     Args:
-        completion_every: of the calls that may be asked when they ended, one in so many is; 0: none, on no device.
+        completion_every: Record the completion time of every Nth sampled CPU call. 0 disables completion times on all
+            devices.
     """
 
     def __init__(self, completion_every: int = 1) -> None:
-        self.key = object()  # stands for this journal in a tag's cache
+        self.key = object()  # identifies this journal in a tag's cache
         self.records: RecordFile | None = None
         self.events: EventFile | None = None
         self._step, self._micro_step = hooks.position.step, hooks.position.micro_step
         self._phase = _phase_number(hooks.position.phase)
-        self.step_ends = 0  # how many ends of steps were told
-        self.ran_outside = False  # an evaluation or a checkpoint has begun since the last of them
+        self.step_ends = 0  # the number of reported ends of steps
+        self.ran_outside = False  # whether an evaluation or a checkpoint has begun since the last step end
         self._coalescing: set[str] = set()  # groups with an open coalescing block
-        self._has_accelerator = False  # some group has carried tensors of one
-        # What the hot path needs in one attribute: the open segment, and the tail that all records have now. Replaced as a
-        # whole when one of them changes.
+        self._has_accelerator = False  # whether a group has transferred tensors of an accelerator
+        # The data that the hot path needs, in one attribute: the open segment, and the current tail of all records. The
+        # tuple is replaced as a whole when one of the two changes.
         self.place: Place = (NO_WORDS, b"")
-        # Where calls are timed on a device too: the same, and what a compiled call asks for where to write its times.
+        # If calls are also timed on a device: the same data, and a function that returns to a compiled call where to
+        # write its times.
         self.timed_place: tuple[Segment, bytes, Callable[[int, Segment], Segment | bool | None]] | None = None
-        self.tails: dict[int, bytes] = {}  # by layer: the tail that all records of it have now
-        self.is_closing = False  # nothing may stop it then
+        self.tails: dict[int, bytes] = {}  # by layer: the current tail of all records of this layer
+        self.is_closing = False  # while True, no exception may interrupt the closing
         self.faults = 0
         self.first_fault: str | None = None
         self.raised = 0
-        self.lost = 0  # collectives for which there was no file
-        self.refused_metrics = 0  # metrics that were no Python numbers
+        self.lost = 0  # collectives that were issued while no file was open
+        self.refused_metrics = 0  # metrics whose value was not a Python number
         self.cost_samples = 0
         self.cost_ns = 0
         self.completion = Completions(completion_every)
         self.device_times = DeviceTimes(completion_every > 0, self.fault)
-        self.on_captured: Callable[[Words, int], None] | None = None  # told of each record of a CUDA graph
+        # A function that is called for each record of a CUDA graph.
+        self.on_captured: Callable[[Words, int], None] | None = None
         self._lock = threading.RLock()
         self.allows_line: Callable[[str], bool] | None = None  # whether a line of this kind may be written
         # Interned rows by number, for the aggregation.
         self.rows: dict[int, Mapping[str, Any]] | None = None
-        self.once: dict[int, Once] | None = None  # signatures of one record each, for the same
-        self._notes: list[str] = []  # said before there was a file
+        self.once: dict[int, Once] | None = None  # signatures with only one record, for the aggregation
+        self._notes: list[str] = []  # notes from before the files were opened
         self._thread_names = ThreadNames()
-        # States of the threads that were given a number, as long as these live.
+        # The states of the threads that have a number. The references are weak.
         self._threads: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
         self._interned: dict[tuple[Any, ...], int] = {}
         self._interned_letters = 0
         self._next_id = 1
 
     def open(self, records: RecordFile, events: EventFile) -> None:
-        """Keep everything from now on in these files."""
+        """Write everything from now on to these files."""
         self.records, self.events = records, events
         records.on_segment = self._refresh
         self._refresh()
@@ -116,12 +128,12 @@ class Journal:
         self.tails = {}
 
     def _times_of(self, signature: int, segment: Segment) -> Segment | bool | None:
-        """What a compiled call writes its times into; None: :meth:`append` has to make its record."""
-        # The tail of a record in a CUDA graph is another one, whether events are made or not.
+        """Return where a compiled call writes its times; None if :meth:`append` must write the record."""
+        # A record in a CUDA graph has a different tail, whether or not it has device events.
         return None if is_capturing() else self.device_times.begin(signature, segment)
 
     def moment(self) -> dict[str, int]:
-        """The position of the training as records have it now, and the time."""
+        """Return the position of the training that new records get, and the current time."""
         return {
             "step": self._step,
             "micro_step": self._micro_step,
@@ -130,18 +142,24 @@ class Journal:
         }
 
     def tail_of(self, layer: int) -> bytes:
-        """The tail that all records of ``layer`` have now."""
+        """Return the current tail of all records of ``layer``, and store it in ``tails``."""
         tails = self.tails
         tails[layer] = pack_tail(self._step, self._micro_step, 0, self._phase, layer)
         return tails[layer]
 
     def append(self, group: Group, *fields: int, layer: int = PROCESS_GROUP) -> tuple[Segment, int]:
-        """Keep one record (the fields of a slot before the tail), or count it as lost.
+        """Write one record, or count it as lost if no file is open.
 
-        For where the open segment has no room, while some group needs a closer look, and for the other layers.
+        The hot path calls this method if the open segment is full, or if a group needs special treatment. All layers
+        other than ``process_group`` always call it.
 
         Args:
-            layer: which mechanism saw the collective, as a position in ``LAYERS``.
+            group: The process group of the collective.
+            fields: The fields of a record before the tail.
+            layer: The layer that recorded the collective, as a position in ``LAYERS``.
+
+        Returns:
+            The segment of the record, and the position of the record in this segment.
         """
         if self.records is None:
             self.lost += 1
@@ -160,7 +178,7 @@ class Journal:
         return segment, base
 
     def mark_raised(self, token: Token) -> None:
-        """The call of this record raised. A line says so, for those who read only the end of the records."""
+        """Mark a record because its call raised, and write an event for readers of only the last records."""
         words, base, _ = token
         words[base + RETURN_WORD] = time.perf_counter_ns()
         signature, number = mark_raised(token)
@@ -168,7 +186,7 @@ class Journal:
             self.write("raised", {"signature": signature, "pg_seq": number})
 
     def look_closer(self, group: Group) -> None:
-        """``group`` has opened or closed a coalescing block, or was seen to carry tensors of an accelerator."""
+        """Update the state after ``group`` opened or closed a coalescing block, or first used an accelerator."""
         self._has_accelerator = self._has_accelerator or group.accelerated
         if group.coalesce_id:
             self._coalescing.add(group.name)
@@ -177,39 +195,42 @@ class Journal:
         self._refresh()
 
     def move(self, step: int, micro_step: int) -> None:
-        """The training is at this step now."""
+        """Set the step and micro-batch of the next records."""
         self.device_times.end_step()
         self._step, self._micro_step = step, micro_step
         self._refresh()
 
     @property
     def step(self) -> int:
-        """The step that records have now."""
+        """The step of new records."""
         return self._step
 
     def end_step(self, step: int) -> None:
-        """The step before ``step`` has ended."""
+        """End the step before ``step``; the next records belong to ``step``."""
         self.step_ends += 1
         self.ran_outside = False
         self.move(step, 0)
 
     def enter_micro_step(self, micro_step: int) -> None:
-        """The training is at another micro-batch of the same step now."""
+        """Set the micro-batch of the next records, within the same step."""
         self._micro_step = micro_step
         self._refresh()
 
     def enter_phase(self, name: str) -> None:
-        """The training is in this phase now; one that the schema does not know counts as ``other``."""
+        """Set the phase of the next records. A phase that is not in the schema counts as ``other``."""
         self._phase = _phase_number(name)
         self.ran_outside = self.ran_outside or name in (Phase.EVALUATION, Phase.CHECKPOINT)
         self._refresh()
 
     def write(self, kind: str, row: Mapping[str, Any]) -> bool:
-        """Append a line to the events file. When that fails no record is kept either: nobody could read it."""
+        """Append a line to the events file; return whether it was written.
+
+        If the file cannot be written, no further records are written either, because they would not be readable.
+        """
         return self.events is not None and self.write_line(kind, encode_row(kind, row))
 
     def write_line(self, kind: str, line: bytes) -> bool:
-        """The same for a row of ``kind`` that is a line already, or several of them."""
+        """Append one or more encoded lines of ``kind`` to the events file, in the same way as :meth:`write`."""
         events, records = self.events, self.records
         if events is None or (self.allows_line is not None and not self.allows_line(kind)):
             return False
@@ -227,14 +248,14 @@ class Journal:
             self.write("note", {"text": text})
 
     def intern(self, kind: str, row: Mapping[str, Any]) -> int:
-        """The number of a row of values, written to the events file at its first appearance."""
+        """Return the number of a row of values. A new row is written to the events file."""
         key = (kind, *row.values())
         with self._lock:
             number = self._interned.get(key)
             if number is None:
                 self._interned_letters += sum(len(value) for value in row.values() if isinstance(value, str))
                 if len(self._interned) > _MOST_INTERNED or self._interned_letters > _MOST_LETTERS:
-                    self._interned.clear()  # numbers go on, so old ones stay right
+                    self._interned.clear()  # the numbering continues, so old numbers remain valid
                     self._interned_letters = 0
                 number = self._next_id
                 self._next_id += 1
@@ -245,10 +266,13 @@ class Journal:
             return number
 
     def add_signature(self, like: int, line: str, input_bytes: int, output_bytes: int) -> int:
-        """The number of a signature that is not kept in memory: all but its splits is that of number ``like``.
+        """Write a signature that is not kept in memory, and return its number.
 
         Args:
-            line: what the events file says of it, after its number.
+            like: The number of a signature that is equal except for the splits and the bytes.
+            line: The rest of the signature's line in the events file, after the number.
+            input_bytes: The bytes of the input.
+            output_bytes: The bytes of the output.
         """
         with self._lock:
             number = self._next_id
@@ -257,8 +281,9 @@ class Journal:
         if once is not None:
             once[number] = Once(like, input_bytes, output_bytes)
             if self.records is not None and self.records.spills:
-                return number  # nobody will ask for its splits
-            if len(once) > _MOST_ON_THEIR_WAY:  # the file has their records, but for those of calls under way
+                return number  # only sums are written, and sums do not contain splits
+            # Older entries are not needed: their records are in the file, except for calls that are in progress.
+            if len(once) > _MOST_ON_THEIR_WAY:
                 with self._lock:
                     once.pop(next(iter(once)), None)
         if not self.write_line("signature", f'{{"kind":"signature","id":{number},{line}'.encode()) and once:
@@ -266,11 +291,11 @@ class Journal:
         return number
 
     def may_repeat(self, signature: int) -> bool:
-        """Whether another record may have this signature."""
+        """Return whether more than one record may have this signature."""
         return self.once is None or signature not in self.once
 
     def intern_tag(self, tag: hooks.tag) -> int:
-        """The number of a tag's content."""
+        """Return the number of a tag's content, and cache it in the tag."""
         purpose = tag.purpose if tag.purpose in PURPOSES else Purpose.OTHER.value
         number = self.intern(
             "tag",
@@ -289,7 +314,7 @@ class Journal:
         return number
 
     def intern_thread(self) -> int:
-        """The number of the current thread's name."""
+        """Return the number of the current thread's name, and cache it in the thread's state."""
         with self._lock:
             number = self.intern("thread", self._thread_names.row())
             state = hooks._thread.state
@@ -298,7 +323,10 @@ class Journal:
         return number
 
     def fault(self, error: BaseException) -> None:
-        """The recorder's own code failed: count it. It never reaches the training; what the program raised does."""
+        """Count an exception of the recorder's own code, which never reaches the training.
+
+        An exception of the program is raised again, unless the journal is closing.
+        """
         if not self.is_closing:
             pass_on(error)
         self.faults += 1
@@ -306,7 +334,7 @@ class Journal:
             self.first_fault = f"{type(error).__name__}: {error}"
 
     def pass_on(self, error: BaseException) -> None:
-        """Raise ``error`` again if it is the program's, without counting anything."""
+        """Raise ``error`` again if it is an exception of the program; do not count it."""
         pass_on(error)
 
     def close(self, totals: Mapping[str, Any]) -> None:
@@ -321,7 +349,7 @@ class Journal:
             self.events.close()
 
     def _forget_threads(self) -> None:
-        for reference in self._threads.valuerefs():  # without a lock, which a forked child might find taken
+        for reference in self._threads.valuerefs():  # without the lock, which may be locked in a forked child
             state = reference()
             if state is not None:
                 state.recorder_number = 0
@@ -341,5 +369,5 @@ def _phase_number(name: str) -> int:
 
 
 def is_capturing() -> bool:
-    """Whether the current stream records a CUDA graph."""
+    """Return whether the current stream is capturing a CUDA graph."""
     return _is_capturing is not None and torch.cuda.is_initialized() and bool(_is_capturing())

@@ -25,19 +25,19 @@ from commprof.trace.rank_files.writer import EventFile, RecordFile, Spill
 from commprof.version import __version__
 
 RUN_VARIABLE: Final = "COMMPROF_RUN"
-_AGENT: Final = "agent"  # in the manifest: the torchrun that started the job
+_AGENT: Final = "agent"  # the key in the manifest for the torchrun process that started the job
 
 
 class Rank(NamedTuple):
-    """Which rank this process is."""
+    """The rank of this process."""
 
     rank: int
     world_size: int
-    attempt: int  # restarts of an elastic job before this one
+    attempt: int  # the number of earlier restarts of an elastic job
 
 
 class Opened(NamedTuple):
-    """A rank's open files."""
+    """The open files of a rank."""
 
     directory: Path
     identity: RankFile
@@ -46,7 +46,7 @@ class Opened(NamedTuple):
 
 
 def this_rank() -> Rank:
-    """This process's rank: torch's word when it is initialised, else the launcher's."""
+    """Return this process's rank, from torch.distributed if it is initialized, or else from the launcher."""
     attempt = _number(os.environ.get("TORCHELASTIC_RESTART_COUNT"), 0)
     if dist.is_initialized():
         return Rank(dist.get_rank(), dist.get_world_size(), attempt)
@@ -59,16 +59,21 @@ def _number(text: str | None, default: int) -> int:
 
 
 def find_directory(out: str | os.PathLike[str] | None, rank: Rank, folder: Path) -> Path:
-    """The run directory: ``out``, else COMMPROF_RUN, else one below ``traces/`` that all ranks of a launcher share.
+    """Return the run directory.
 
-    Where the launcher gave the job a name, all ranks know it, on every host. Else the ranks of one launcher have one
-    parent, and the moment at which it started names the run for all of them. A shell may be the parent of one job after
-    another, and a name may be given again, so a directory that holds this rank already (of another process, and not of an
-    earlier attempt) is another job's: the next number is taken, by every rank alike.
+    This is ``out``, or else COMMPROF_RUN, or else a directory below ``traces/`` that all ranks of a launcher share. If
+    the launcher gave the job a name, all ranks on all hosts can read this name from their environment. Otherwise the
+    ranks of one launcher have the same parent process, and the start time of the parent names the run.
+
+    A shell may be the parent of several jobs in succession, and a name may be used again. A directory belongs to a
+    different job if it already contains files of this rank and attempt from a different process. In this case every
+    rank uses the next number as a suffix.
 
     Args:
-        folder: the working directory when recording was requested, which relative paths are relative to. The program may
-            have changed it since, each rank to another one.
+        out: The requested directory; None if none was requested.
+        rank: The rank of this process.
+        folder: The working directory at the time when recording was requested. Relative paths are resolved against it,
+            because each rank of the program may have changed its working directory since.
     """
     chosen = out or os.environ.get(RUN_VARIABLE)
     if chosen:
@@ -82,10 +87,12 @@ def find_directory(out: str | os.PathLike[str] | None, rank: Rank, folder: Path)
 
 
 def _is_claimed(directory: Path, rank: Rank) -> bool:
-    """Whether ``directory`` is this job's, among jobs that were started in the same second: that of the first who came.
+    """Return whether ``directory`` belongs to this job, among jobs that were started in the same second.
+
+    The directory belongs to the job that writes its manifest first.
 
     Raises:
-        OSError: it cannot be made or written to.
+        OSError: The directory cannot be created or written to.
     """
     agent = agent_of(os.environ)
     if agent is None:
@@ -116,13 +123,16 @@ def _belongs_to_another_job(directory: Path, rank: Rank) -> bool:
 
 
 def open_files(directory: Path, rank: Rank, first_seq: int, spill: Spill | None = None) -> Opened:
-    """Make the run directory, its manifest unless there is one, and both files of this process.
+    """Create the run directory, its manifest if it does not exist, and both files of this process.
 
     Args:
-        spill: takes the records that the file may not.
+        directory: The run directory.
+        rank: The rank of this process.
+        first_seq: The number of the first record.
+        spill: The object that receives the records that the file may not contain.
 
     Raises:
-        OSError: the directory cannot be made or written to.
+        OSError: The directory cannot be created or written to.
     """
     directory.mkdir(parents=True, exist_ok=True)
     _write_manifest(directory, rank)
@@ -134,7 +144,7 @@ def open_files(directory: Path, rank: Rank, first_seq: int, spill: Spill | None 
             try:
                 events = EventFile(stem)
             except FileExistsError:
-                pass  # an earlier recording of this process
+                pass  # the file belongs to an earlier recording of this process
             else:
                 return Opened(directory, identity, RecordFile(stem, identity, first_seq, spill), events)
         part += 1
@@ -157,7 +167,7 @@ def _write_manifest(directory: Path, rank: Rank) -> None:
 
 
 def begin_row(identity: RankFile, world_size: int, options: Mapping[str, Any]) -> dict[str, Any]:
-    """What the first line of the events file says about the process, and how it is recorded."""
+    """Return the first line of the events file, which describes the process and the options of the recording."""
     return {
         "schema_version": SCHEMA_VERSION,
         "commprof_version": __version__,

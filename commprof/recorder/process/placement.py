@@ -1,6 +1,7 @@
 """Reads rank, world size and job id of this process from the launcher's environment variables. Standard library only.
 
-Used before init_process_group, and for processes that never call it; afterwards torch's own values count.
+These values are used before init_process_group, and for processes that never call it. Afterwards the values of torch
+are used.
 """
 
 from __future__ import annotations
@@ -14,29 +15,29 @@ from typing import Final, NamedTuple
 
 from commprof.trace.process import start_ticks
 
-# Slurm numbers a batch script, an interactive shell and other steps that are no srun from here on.
+# Slurm uses step numbers from this value on for steps that srun did not start, such as batch scripts and shells.
 _FIRST_SPECIAL_STEP: Final = 0xFFFFFFF0
-_NO_IDS: Final = ("", "none", "static")  # what torchrun calls a job that was given no id
+_NO_IDS: Final = ("", "none", "static")  # the ids that torchrun uses for a job without an id
 
 
 class Place(NamedTuple):
-    """One process among those of a job that another launcher started."""
+    """The place of a process in a job that another launcher started."""
 
     rank: int
     world_size: int
-    launcher: str  # the variables that say so, for people
+    launcher: str  # the name of the launcher or of its variables, for messages
 
 
 class _Launcher(NamedTuple):
-    """The variables in which a launcher numbers its processes."""
+    """The environment variables in which a launcher sets rank and world size."""
 
     name: str
     rank: str
     world_size: tuple[str, ...]
 
 
-# torchrun's stand first: under srun or mpirun it starts the ranks. An MPI's stand before Slurm's: its daemons may be
-# what Slurm started.
+# The variables of torchrun come first, because torchrun starts the ranks under srun or mpirun. The variables of MPI
+# come before those of Slurm, because Slurm may have started only the daemons of MPI.
 _LAUNCHERS: Final = (
     _Launcher("RANK and WORLD_SIZE", "RANK", ("WORLD_SIZE",)),
     _Launcher("Open MPI", "OMPI_COMM_WORLD_RANK", ("OMPI_COMM_WORLD_SIZE",)),
@@ -49,8 +50,8 @@ _LAUNCHERS: Final = (
 def place(environment: Mapping[str, str]) -> Place | None:
     """Return the rank that a launcher gave this process; None without a launcher.
 
-    One process alone is a place only where RANK says so: a shell within a Slurm job, or what an MPI started once, is
-    free to start ranks of its own. Outside a step of ``srun`` Slurm's variables describe the allocation, not a process.
+    A single process has a rank only if RANK is set. A shell within a Slurm job, or a single process that MPI started,
+    may start ranks of its own. Outside a step of ``srun``, Slurm's variables describe the allocation, not a process.
     """
     for launcher in _LAUNCHERS:
         rank = _number(environment.get(launcher.rank))
@@ -65,9 +66,10 @@ def place(environment: Mapping[str, str]) -> Place | None:
 
 
 def job_id(environment: Mapping[str, str]) -> str | None:
-    """A name that all processes of this job share, on all hosts; None where none is. Fit for the name of a directory.
+    """Return a name that all processes of this job share, on all hosts; None if there is none.
 
-    Later jobs can have it where a person gave it, or where torchrun's ranks meet at the same address again.
+    The name can be used as the name of a directory. A later job can have the same name if a person chose the name, or
+    if the ranks of torchrun use the same rendezvous address again.
     """
     run_id = environment.get("TORCHELASTIC_RUN_ID", "")
     if run_id not in _NO_IDS and not (_is_made_up(run_id) and _is_on_one_host(environment)):
@@ -84,7 +86,7 @@ def job_id(environment: Mapping[str, str]) -> str | None:
 
 
 def _meeting_point(environment: Mapping[str, str]) -> str | None:
-    """Where the ranks of a job of torchrun's meet, which is on several hosts and was given no id."""
+    """Return the address and port of a torchrun job on several hosts, for a job without an id; None elsewhere."""
     groups = _number(environment.get("GROUP_WORLD_SIZE")) or 0
     if "TORCHELASTIC_RUN_ID" not in environment or groups < 2:
         return None
@@ -93,10 +95,12 @@ def _meeting_point(environment: Mapping[str, str]) -> str | None:
 
 
 def agent_of(environment: Mapping[str, str]) -> str | None:
-    """What tells a job of torchrun's on one host from all others there, restarts included; None elsewhere.
+    """Return a text that identifies a torchrun job on one host among all jobs there; None for all other jobs.
+
+    The text is the same after an elastic restart of the ranks.
 
     Args:
-        environment: of one of its ranks, all of which give the same.
+        environment: The environment of any rank of the job. All ranks give the same result.
     """
     if "TORCHELASTIC_RUN_ID" not in environment or not _is_on_one_host(environment):
         return None
@@ -105,7 +109,10 @@ def agent_of(environment: Mapping[str, str]) -> str | None:
 
 
 def starter(environment: Mapping[str, str]) -> int:
-    """The process that started the ranks of this host: torchrun, also past a shell in between; else the parent."""
+    """Return the id of the process that started the ranks of this host.
+
+    This is torchrun, even if there is a shell between torchrun and the rank. Without torchrun, it is the parent.
+    """
     pid, own = os.getppid(), f"TORCHELASTIC_RUN_ID={environment.get('TORCHELASTIC_RUN_ID')}".encode()
     try:
         while pid > 1 and own in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
@@ -116,7 +123,7 @@ def starter(environment: Mapping[str, str]) -> int:
 
 
 def _is_made_up(text: str) -> bool:
-    """Whether torchrun itself has made the id (--standalone), so that it tells a person nothing."""
+    """Return whether torchrun itself generated the id (--standalone), so that the id has no meaning for a person."""
     return re.fullmatch(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}", text) is not None
 
 
@@ -125,7 +132,7 @@ def _is_on_one_host(environment: Mapping[str, str]) -> bool:
 
 
 def is_unique(environment: Mapping[str, str]) -> bool:
-    """Whether no later job can have the :func:`job_id` of this one, so that a directory of that name is this job's."""
+    """Return whether no later job can have this job's :func:`job_id`, so that a directory of that name is its own."""
     return (job_id(environment) or "").startswith("slurm-")
 
 

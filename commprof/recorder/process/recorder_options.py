@@ -1,7 +1,7 @@
 """The options of a recording: their text forms, defaults and checks. Standard library only.
 
-Ranks get them as JSON in the environment. There an invalid value must never stop a training, so it is ignored and named in a
-note. The command line refuses it at once.
+Ranks receive the options as JSON in the environment. There, an invalid value must never stop a training, so it is
+ignored and a note names it. The command line refuses an invalid value immediately.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, Final
 
 OPTIONS_VARIABLE: Final = "COMMPROF_OPTIONS"
 SAMPLERS: Final = ("nvml", "interfaces", "proc", "stacks")
-BEFORE_THE_FIRST: Final = -1  # the step during initialisation
+BEFORE_THE_FIRST: Final = -1  # the step during initialization
 SMALLEST_MAX_BYTES: Final = 1_000_000
 
 _UNITS: Final = {
@@ -31,18 +31,20 @@ class Options:
     """The options of a session.
 
     Attributes:
-        steps: record steps ``first`` (-1: initialisation too) up to but not including ``end`` (None: to the end) only.
-        warmup: leave out initialisation and the first so many steps.
-        aggregate: keep sums over the collectives of each step, not the collectives.
-        max_bytes: of what a rank writes while it runs; sums are kept of what goes beyond it.
-        complete: record all operators of c10d, below all issuers, which is slower.
-        watchdog: seconds without progress after which all ranks are dumped; None: never.
-        samplers: which samplers run beside the training, of ``SAMPLERS``.
-        sample_every: seconds between their readings.
-        completion_every: record the completion time of every Nth sampled CPU call; 0: of none.
-        selfcheck: compare the groups' own counts with the records, once a step.
-        clocks: compare the clocks of the hosts, for which rank 0 listens on a port; nothing is sent in a job on one host.
-        quiet: do not print where the trace is. Dropped records are always reported.
+        steps: The steps to record: from ``first`` (-1: including initialization) up to but not including ``end`` (None:
+            to the end). None records all steps.
+        warmup: The number of first steps that are not recorded. If it is not 0, initialization is not recorded either.
+        aggregate: Whether to record sums over the collectives of each step instead of the single collectives.
+        max_bytes: The most bytes that a rank writes while it runs. Beyond this limit only sums are recorded.
+        complete: Whether to record all operators of c10d, below all issuers. This is slower.
+        watchdog: The seconds without progress after which all ranks are dumped; None for never.
+        samplers: The samplers that run beside the training, from ``SAMPLERS``.
+        sample_every: The sampling interval in seconds.
+        completion_every: Record the completion time of every Nth sampled CPU call; 0 records none.
+        selfcheck: Whether to compare the groups' own counts with the records once per step.
+        clocks: Whether to compare the clocks of the hosts. Rank 0 then listens on a port. In a job on one host, no data
+            is sent.
+        quiet: Whether to suppress the line that prints where the trace is. Dropped records are always reported.
     """
 
     steps: tuple[int, int | None] | None = None
@@ -60,14 +62,14 @@ class Options:
 
     @property
     def window(self) -> tuple[int, int | None] | None:
-        """The steps to record, half open, by ``steps`` and ``warmup`` together; None: all, initialisation too."""
+        """The half-open range of steps to record, by ``steps`` and ``warmup``; None: all, including initialization."""
         if self.steps is None and not self.warmup:
             return None
         first, end = self.steps or (BEFORE_THE_FIRST, None)
         return max(first, self.warmup if self.warmup else first), end
 
     def changed(self) -> dict[str, Any]:
-        """What differs from the defaults, as JSON values."""
+        """Return the options that differ from the defaults, as JSON values."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         shown = {name: value for name, value in values.items() if value != getattr(DEFAULTS, name)}
         if self.steps is not None:
@@ -77,12 +79,12 @@ class Options:
         return shown
 
     def to_json(self) -> str:
-        """The options as :func:`from_json` reads them."""
+        """Return the options in the form that :func:`from_json` reads."""
         return json.dumps(self.changed())
 
 
 def from_json(text: str | None) -> tuple[Options, tuple[str, ...]]:
-    """The options in ``text``, and a note for each part of it that is ignored. Never raises."""
+    """Return the options in ``text``, and a note for each part of the text that is ignored. Never raises."""
     try:
         content = json.loads(text or "{}")
         if not isinstance(content, dict):
@@ -93,7 +95,11 @@ def from_json(text: str | None) -> tuple[Options, tuple[str, ...]]:
 
 
 def from_mapping(content: Mapping[str, Any]) -> tuple[Options, tuple[str, ...]]:
-    """The options in ``content``, by their names, and a note for each that is ignored. Never raises."""
+    """Return the options in ``content``, and a note for each option that is ignored. Never raises.
+
+    Args:
+        content: The values of the options by their names.
+    """
     taken: dict[str, Any] = {}
     notes = []
     for name, value in content.items():
@@ -114,19 +120,21 @@ def from_mapping(content: Mapping[str, Any]) -> tuple[Options, tuple[str, ...]]:
 
 
 def describe_empty(options: Options) -> str:
-    """Why ``options`` leave no step to record."""
+    """Return the reason why ``options`` exclude every step."""
     end = options.steps[1] if options.steps is not None else None
     return f"the first {options.warmup} steps are left out, and recording ends before step {end}"
 
 
 def parse_steps(value: object) -> tuple[int, int | None] | None:
-    """``A:B`` as steps A up to but not including B, like a slice of Python; ``:B`` from the very start, ``A:`` to the end.
+    """Parse ``A:B``, which means steps A up to but not including B, like a slice in Python.
+
+    ``:B`` begins at the start of the program, including initialization. ``A:`` continues to the end.
 
     >>> parse_steps("10:20"), parse_steps("10:"), parse_steps(":20")
     ((10, 20), (10, None), (-1, 20))
 
     Raises:
-        ValueError: it is nothing of the kind, or holds no step.
+        ValueError: The value does not have this form, or the range contains no step.
     """
     if value is None:
         return None
@@ -149,19 +157,20 @@ def parse_steps(value: object) -> tuple[int, int | None] | None:
 
 
 def format_steps(steps: tuple[int, int | None]) -> str:
-    """The inverse of :func:`parse_steps`."""
+    """Return ``steps`` in the form that :func:`parse_steps` reads."""
     first, end = steps
     return f"{'' if first == BEFORE_THE_FIRST else first}:{'' if end is None else end}"
 
 
 def parse_size(value: object) -> int | None:
-    """A number of bytes: ``500MB`` (powers of 1000), ``2GiB`` (powers of 1024), ``1000000``.
+    """Parse a number of bytes: ``500MB`` (powers of 1000), ``2GiB`` (powers of 1024), ``1000000``.
 
     >>> parse_size("500MB"), parse_size("1.5 GiB"), parse_size(2_000_000)
     (500000000, 1610612736, 2000000)
 
     Raises:
-        ValueError: it is nothing of the kind, or less than a run needs for its own names.
+        ValueError: The value does not have this form, or is less than ``SMALLEST_MAX_BYTES``, which a run needs for the
+            names in its files.
     """
     if value is None:
         return None
@@ -179,10 +188,10 @@ def parse_size(value: object) -> int | None:
 
 
 def parse_count(value: object) -> int:
-    """A whole number of 0 or more, as number or text.
+    """Parse an integer of 0 or more, which is given as a number or as text.
 
     Raises:
-        ValueError: it is nothing of the kind.
+        ValueError: The value is not such an integer.
     """
     if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
         return value
@@ -192,10 +201,10 @@ def parse_count(value: object) -> int:
 
 
 def parse_seconds(value: object) -> float | None:
-    """A number of seconds above 0, as number or text.
+    """Parse a number of seconds greater than 0, which is given as a number or as text.
 
     Raises:
-        ValueError: it is nothing of the kind.
+        ValueError: The value is not such a number.
     """
     if value is None:
         return None
@@ -211,10 +220,13 @@ def parse_seconds(value: object) -> float | None:
 
 
 def parse_samplers(value: object) -> tuple[str, ...]:
-    """Names of samplers, as a list or as text with commas between them; each once, in the order of ``SAMPLERS``.
+    """Parse names of samplers, which are given as a list or as comma-separated text.
+
+    Returns:
+        The names without duplicates, in the order of ``SAMPLERS``.
 
     Raises:
-        ValueError: one is none.
+        ValueError: A name is not the name of a sampler, or there is no name.
     """
     names = value.split(",") if isinstance(value, str) else value
     if not isinstance(names, list | tuple):

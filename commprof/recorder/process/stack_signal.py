@@ -1,8 +1,8 @@
-"""Writes Python stacks on request: faulthandler on an otherwise unused real-time signal.
+"""Writes Python stacks on request, by means of faulthandler on an otherwise unused real-time signal.
 
-For a hung job in which no other process may read the stacks (ptrace is refused). faulthandler's handler takes no lock and
-allocates nothing, so it works while the program blocks in C++. ``commprof dump`` sends the signal, and only after it
-has checked that the process still catches it.
+This is for a hung job in which no other process may read the stacks (ptrace is refused). The handler of faulthandler
+takes no lock and allocates no memory, so it works while the program blocks in C++. ``commprof dump`` sends the signal,
+but only after it has checked that the process still catches the signal.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from typing import Any, Final
 from commprof.trace.directory import STACKS_DIRECTORY
 
 _STATUS: Final = Path("/proc/self/status")
-# Masks of signals that are caught, ignored, and blocked by the main thread; see proc(5).
+# The masks of the signals that are caught, ignored, and blocked by the main thread; see proc(5).
 _MASKS: Final = frozenset({"SigCgt", "SigIgn", "SigBlk"})
 
 
 class StackSignal:
-    """Has this process write the stack of every thread into a file when it gets one signal. Nothing here raises."""
+    """Makes this process write the stack of every thread to a file when it receives a signal. No method raises."""
 
     def __init__(self) -> None:
         self._number: int | None = None
@@ -30,10 +30,14 @@ class StackSignal:
         self._path: Path | None = None
 
     def install(self, run: Path, stem: str) -> dict[str, Any] | None:
-        """Take a signal and make the file; returns both, the file below ``run``, or None where that cannot be done.
+        """Register the handler for a free signal, and create the file.
 
         Args:
-            stem: name of the rank's files.
+            run: The run directory.
+            stem: The name of the rank's files without their suffix.
+
+        Returns:
+            The number of the signal, and the path of the file relative to ``run``. None if this is not possible.
         """
         number = free_signal(_STATUS)
         if number is None or not hasattr(faulthandler, "register"):
@@ -50,7 +54,7 @@ class StackSignal:
         return {"signal": number, "file": str(path.relative_to(run))}
 
     def remove(self) -> None:
-        """Give the signal back. A file that nobody asked anything of goes too."""
+        """Unregister the handler, and delete the file if it is empty."""
         path = self._path
         self.drop()
         if path is not None:
@@ -60,8 +64,8 @@ class StackSignal:
                 path.parent.rmdir()
 
     def drop(self) -> None:
-        """Give the signal back and leave the file alone: what a forked child does, whose parent writes there."""
-        # Python knows of a handler that the program has set since; faulthandler would take it out.
+        """Unregister the handler, but keep the file. A forked child calls this, because its parent uses the file."""
+        # If the program has set its own handler since, faulthandler must not remove this handler.
         if self._number is not None and not callable(signal.getsignal(self._number)):
             faulthandler.unregister(self._number)
         self._number = self._path = None
@@ -75,10 +79,10 @@ class StackSignal:
 
 
 def free_signal(status: Path) -> int | None:
-    """A real-time signal that is neither caught, ignored nor blocked; None where there is none, or that is not known.
+    """Return a real-time signal that is neither caught, ignored nor blocked; None if no such signal is known.
 
     Args:
-        status: the process's file of that name in /proc. It knows of handlers that were set outside Python, too.
+        status: The file ``status`` of the process in /proc. It also lists handlers that were set outside Python.
     """
     taken = 0
     try:
@@ -88,6 +92,6 @@ def free_signal(status: Path) -> int | None:
                 taken |= int(mask, 16)
     except (OSError, ValueError):
         return None
-    # The first and last few are those that programs choose by hand (SIGRTMIN+1, SIGRTMAX).
+    # The first and last few signals are excluded, because programs typically choose them (SIGRTMIN+1, SIGRTMAX).
     candidates = range(signal.SIGRTMAX - 3, signal.SIGRTMIN + 3, -1)
     return next((number for number in candidates if not taken >> (number - 1) & 1), None)

@@ -1,4 +1,4 @@
-"""Names the threads that issue collectives, as the trace shows them."""
+"""Assigns the names under which the trace shows the threads that issue collectives."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ _MOST_NATIVE: Final = 1000
 
 
 class ThreadNames:
-    """Names the threads of this process, so that the same thread always has the same name.
+    """Assigns names to the threads of this process, so that a thread always has the same name.
 
-    To Python a thread that C++ has started is a new one each time that it comes in, with a new name.
+    Python itself treats a thread that C++ started as a new thread, with a new name, each time it enters Python.
     """
 
     def __init__(self) -> None:
         self._native: dict[int, str] = {}
 
     def row(self) -> dict[str, Any]:
-        """The current thread: ``name``, and ``ident``, by which py-spy and faulthandler know it."""
+        """Return the row of the current thread: ``name``, and ``ident``, which py-spy and faulthandler also print."""
         thread = threading.current_thread()
         name = self._native_name() if isinstance(thread, threading._DummyThread) else thread.name
         return {"name": name, "ident": threading.get_ident()}

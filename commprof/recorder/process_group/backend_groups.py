@@ -1,4 +1,4 @@
-"""The process group of a Backend whose methods a program calls itself."""
+"""Finds the process group of a Backend whose methods a program calls directly."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from commprof.recorder.process_group.groups import Group, Groups, live_groups
 
 
 class BackendGroups:
-    """Finds the group of a Backend; one that belongs to no group of torch.distributed is its own.
+    """Finds the group of a Backend. A Backend that belongs to no group of torch.distributed is a group of its own.
 
-    Known by address while the object lives, as in :class:`~commprof.recorder.process_group.groups.Groups`: none is held.
+    Each Backend is identified by its address while the object is alive, and no reference is kept, as in
+    :class:`~commprof.recorder.process_group.groups.Groups`.
 
     Args:
-        groups: the process groups of this process.
-        on_forget: told of an address when its object dies.
+        groups: The process groups of this process.
+        on_forget: A function that is called with the address of a Backend when its entry is removed.
     """
 
     def __init__(self, groups: Groups, on_forget: Callable[[int], None]) -> None:
@@ -28,7 +29,7 @@ class BackendGroups:
         self._lone = 0
 
     def find(self, backend: Any) -> Group:
-        """The group that ``backend`` serves."""
+        """Return the group that ``backend`` belongs to."""
         address = id(backend)
         group = self._known.get(address)
         if group is None:
@@ -43,7 +44,7 @@ class BackendGroups:
         return group
 
     def retire(self, group: Group) -> None:
-        """A backend of ``group`` serves another group from now on."""
+        """Forget the backends of ``group``, because they belong to a different group from now on."""
         for address in [a for a, known in self._known.items() if known is group]:
             self._forget(address)
 
@@ -59,7 +60,7 @@ class BackendGroups:
 
 
 def group_of(backend: Any) -> Any:
-    """The live ProcessGroup that ``backend`` belongs to; None for one that was made by itself."""
+    """Return the live ProcessGroup that ``backend`` belongs to; None if the backend was created without a group."""
     for pg in live_groups():
         for device in getattr(pg, "_device_types", ()):
             try:

@@ -1,13 +1,15 @@
 """Notes the arguments of torch.distributed's functions for the wrapper of the ProcessGroup method that they call.
 
-Note [the reduction, from torch's own function]: a signature depends on the reduction. To read it from the options, with
-``asyncOp`` and the hash, takes a wrapper 0.5 us of the 2.5 us that a collective may cost. torch's function has the same
-values as arguments. So a stand-in replaces that function inside torch's logging wrapper (which also covers names
-imported earlier). It notes the values, calls torch's function, and clears the note: 0.1 us. The note contains the
-tensor. A wrapper uses the note only in a call with the same tensor object, so calls of other threads or from other
-places never use a wrong note. The note only contributes to the key of the table of known signatures; the columns of a
-signature always come from the options. A reduction is identified by its address. This is safe because the recorder
-keeps a reference to each enum value whose address is part of a key.
+Note [the reduction, from torch's own function]: a signature depends on the reduction. Reading the reduction from the
+options, with ``asyncOp`` and the hash, takes a wrapper 0.5 us of the 2.5 us that a collective may cost. torch's
+function has the same values as arguments. A stand-in therefore replaces torch's function inside torch's logging wrapper
+(this also works for names that were imported earlier). The stand-in notes the values, calls torch's function, and
+clears the note. This takes 0.1 us.
+
+The note contains the tensor. A wrapper uses the note only in a call with the same tensor object, so calls from other
+threads or other places never use a wrong note. The note is used only in the key of the table of known signatures. The
+columns of a signature are always read from the options. A reduction is identified by its address. This is safe because
+the recorder keeps a reference to each enum value whose address is part of a key.
 """
 
 from __future__ import annotations
@@ -23,19 +25,19 @@ from torch.distributed import c10d_logger, distributed_c10d
 _REDUCTIONS: Final = type(ReduceOp.SUM)
 _MOST_HELD: Final = 64
 
-# The tensor, the reduction, whether a handle is asked for, and what else the signature depends on.
+# The tensor, the reduction, whether a handle is requested, and the other values on which the signature depends.
 Asked = tuple[Any, Any, Any, Any]
 _NOTHING: Final[Asked] = (None, None, None, None)
 
 
 class ApiFunction(NamedTuple):
-    """One function of torch.distributed, as the wrapper of the method that it calls needs to know it.
+    """A function of torch.distributed, with the data that the wrapper of the called ProcessGroup method needs.
 
     Attributes:
-        name: its name.
-        code: its code.
-        stand_in: what stands in for it.
-        takes_none: whether it is content with None in the place of a handle that it would wait for at once.
+        name: The name of the function.
+        code: The code object of the function.
+        stand_in: The function that replaces it.
+        takes_none: Whether it accepts None instead of a handle for which it would wait immediately.
     """
 
     name: str
@@ -45,7 +47,7 @@ class ApiFunction(NamedTuple):
 
 
 class ApiFunctions:
-    """The stand-ins of one recording. ``latest[0]`` is what the function that was called last was asked for."""
+    """The stand-ins of one recording. ``latest[0]`` contains the noted arguments of the function that is running."""
 
     def __init__(self) -> None:
         self.latest: list[Asked] = [_NOTHING]
@@ -53,10 +55,11 @@ class ApiFunctions:
         self._replaced: list[tuple[Any, FunctionType, FunctionType]] = []
 
     def install(self, method: str) -> ApiFunction | None:
-        """Put a stand-in in place of the function that calls ProcessGroup's ``method`` all the time.
+        """Replace the function of torch.distributed that calls ProcessGroup's ``method`` with a stand-in.
 
-        None where there is no such function, or it is not as it was when this was written: with those arguments, and in
-        exactly one logging wrapper.
+        Returns:
+            The function. None if there is no such function, or if it is not as expected: with the arguments of the
+            stand-in, and within exactly one logging wrapper.
         """
         name, make = _FUNCTIONS.get(method, ("", _of_all_reduce))
         logged = getattr(distributed_c10d, name, None)
@@ -87,7 +90,7 @@ class ApiFunctions:
         self._replaced.clear()
 
     def hold(self, reduction: Any) -> bool:
-        """Whether the address of ``reduction`` may be part of a key: it is held from now on."""
+        """Keep a reference to ``reduction``; return whether its address may be part of a key."""
         if reduction is None:
             return True
         if type(reduction) is not _REDUCTIONS or len(self._reductions) > _MOST_HELD:
@@ -151,7 +154,7 @@ def _of_reduce_scatter(function: Any, latest: list[Asked]) -> Any:
     return reduce_scatter
 
 
-# By ProcessGroup method: the function of torch.distributed that calls it, and what makes its stand-in.
+# By ProcessGroup method: the function of torch.distributed that calls it, and the function that creates the stand-in.
 _FUNCTIONS: Final[dict[str, tuple[str, Callable[[Any, list[Asked]], Any]]]] = {
     "allreduce": ("all_reduce", _of_all_reduce),
     "broadcast": ("broadcast", _of_broadcast),
@@ -168,7 +171,10 @@ def _parameters(function: FunctionType) -> tuple[str, ...]:
 
 
 def _takes_none(method: str, function: FunctionType) -> bool:
-    """Whether ``function`` returns when ``method`` returns no handle: asked of itself, with a group that sends nothing."""
+    """Return whether ``function`` accepts that ``method`` returns no handle.
+
+    This is tested by a call with a group that sends nothing.
+    """
     silent = type("SilentGroup", (), {method: lambda self, *args: None})()
     names = _parameters(function)
     tensors = [torch.empty(0, device="cpu")] * (2 if names[1].startswith("input") else 1)

@@ -1,6 +1,7 @@
-"""Finds the call site of a collective: the first frame outside of torch, and the function of torch that it called.
+"""Finds the call site of a collective: the first frame outside torch, and the function of torch that this frame called.
 
-DeepSpeed, zero_runtime, accelerate and Lightning issue collectives in their own modules, whose frames are skipped, too.
+DeepSpeed, zero_runtime, accelerate and Lightning issue collectives in their own modules. The frames of these modules
+are also skipped.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ import torch
 
 _TORCH: Final = Path(torch.__file__).parent
 _INTERNAL_PREFIXES: Final = (f"{_TORCH}/", f"{Path(__file__).parents[2]}/", "<frozen", "<eval_with_key")
-_COMPILED: Final = "/torchinductor_"  # within the path of code that torch's compiler has written
-# What frameworks put between themselves and torch.distributed says nothing: the place is that of who calls it.
+_COMPILED: Final = "/torchinductor_"  # part of the path of code that torch's compiler generated
+# The modules of frameworks that only forward calls to torch.distributed. The call site is the caller of such a module.
 _FRAMEWORKS_DOORS: Final = (
     "/deepspeed/comm/",
     "/deepspeed/utils/nvtx.py",
@@ -46,7 +47,7 @@ _API_FILES: Final = frozenset(
     for name in ("distributed_c10d.py", "_functional_collectives.py", "nn/functional.py")
 )
 _FUNCTIONAL_FILE: Final = str(_TORCH / "distributed" / "_functional_collectives.py")
-# Between a functional collective and its kernel.
+# The files of the frames between a functional collective and its kernel.
 _OPERATOR_FILES: Final = frozenset(str(_TORCH / name) for name in ("_ops.py", "_library/autograd.py"))
 _STANDARD_WRAPPERS: Final = frozenset({"contextlib.py", "functools.py", "typing_extensions.py"})
 
@@ -57,14 +58,15 @@ API: Final = 2
 _MOST_CODES: Final = 20_000
 _MOST_SITES: Final = 50_000
 
-Key = tuple[int, int, int]  # addresses and offset: the program's code, instruction, torch's function
+# Address of the program's code, offset of the instruction, address of torch's function.
+Key = tuple[int, int, int]
 
 
 def is_of_autograd(frame: FrameType | None) -> bool:
-    """Whether ``frame``, the caller of a functional collective, is the backward pass of another one.
+    """Return whether ``frame``, the caller of a functional collective, is the backward pass of a different collective.
 
-    In torch 2.13 such a pass is a function in Python. Where it is one in C++, autograd's engine is the caller, or for a GPU
-    a thread that has no Python frame.
+    In torch 2.13 such a backward pass is a Python function. If it is a C++ function, the caller is autograd's engine,
+    or for a GPU a thread without a Python frame.
     """
     while frame is not None and frame.f_code.co_filename in _OPERATOR_FILES:
         frame = frame.f_back
@@ -77,10 +79,12 @@ def is_of_autograd(frame: FrameType | None) -> bool:
 
 
 class CallSites:
-    """Interned call sites. Keyed by the address of code objects, which are held so that an address is not reused.
+    """Interned call sites.
+
+    The keys contain the addresses of code objects. References keep these objects alive, so no address is reused.
 
     Args:
-        intern: writes one ``site`` row (``call_site``, ``api``) and returns its id.
+        intern: A function that writes one ``site`` row (``call_site``, ``api``) and returns the id of the row.
     """
 
     def __init__(self, intern: Callable[[dict[str, Any]], int]) -> None:
@@ -90,7 +94,7 @@ class CallSites:
         self._intern = intern
 
     def find(self, frame: FrameType | None) -> int:
-        """The site of the call that ``frame``, the caller of a ProcessGroup method, is part of."""
+        """Return the id of the call site. ``frame`` is the caller of the ProcessGroup method."""
         api: CodeType | None = None
         key: Key = (0, 0, 0)
         kinds = self.kinds
@@ -125,11 +129,11 @@ class CallSites:
         return kind
 
     def holds(self, code: CodeType) -> bool:
-        """Whether ``code`` is held, so that its address can stand for it."""
+        """Return whether there is a reference to ``code``, so that its address identifies it."""
         return id(code) in self.kinds
 
     def is_program(self, code: CodeType) -> bool:
-        """Whether ``code`` is the program's, and held."""
+        """Return whether ``code`` belongs to the program, and there is a reference to it."""
         return self.kinds.get(id(code)) == PROGRAM
 
     def _add(self, frame: FrameType | None, key: Key, api: CodeType | None) -> int:

@@ -1,12 +1,13 @@
-"""The fast path for collectives that torch.distributed's own functions issue, from the call to its record.
+"""The fast path for collectives that torch.distributed's own functions issue, from the call to the record.
 
-Signature, call site, group and counter are looked up together; see also Note [the reduction, from torch's own function].
+Signature, call site, group and counter are looked up by one key; see also Note [the reduction, from torch's own
+function].
 
 Note [waiting at once]: in a synchronous call, a function of torch.distributed calls ``wait`` as soon as the
 ProcessGroup's method has returned a handle. If the method returns None, the function assumes that the backend has
-waited already. So the wrapper calls ``wait`` itself and returns None. The program makes the same two calls in the same
-order, and the recorder needs no table of handles and no second wrapper. This is done only for functions of torch that
-were found to accept None in this way, and only while ``Work.wait`` is the method that it was when recording began.
+already waited. The wrapper therefore calls ``wait`` itself and returns None. The same two calls run in the same order,
+and the recorder needs no table of handles and no second wrapper. This is done only for functions of torch that accept
+None in this way, as a test call showed, and only while ``Work.wait`` is the same method as when recording began.
 """
 
 from __future__ import annotations
@@ -32,16 +33,17 @@ if TYPE_CHECKING:
 
 _MISSING: Final = object()
 _PLAIN: Final = frozenset({int, bool, type(None), torch.dtype})
-# One call in 251 times our own code (CPU time: reading that clock is dear). Odd, since segments hold multiples of 512.
+# One call in 251 measures the CPU time of our own code, because reading this clock is expensive. The number is odd,
+# because segments contain multiples of 512 records.
 COST_SAMPLE: Final = 251
-_MOST_VALUES: Final = 300_000  # in the keys of one table, some ten MB
-_LOOK_EVERY: Final = 32  # to count the values of a key takes longer than to add it
-# Without one, every tensor is on the CPU. As torch was built: to ask whether there is one now would start CUDA, and a
-# program that forks its ranks afterwards could not use it in them.
+_MOST_VALUES: Final = 300_000  # values in the keys of one table, about ten MB
+_LOOK_EVERY: Final = 32  # the size is checked only every 32 keys, because counting a key's values takes long
+# Without an accelerator, every tensor is on the CPU. The value depends on how torch was built. A query whether a device
+# exists would initialize CUDA, and a program that forks its ranks afterwards could not use CUDA in the ranks.
 _HAS_ACCELERATOR: Final = torch.accelerator.current_accelerator() is not None
 
-# A call as it is issued from one place in the program: signature, call site (0: to be found each time), group, what numbers
-# its calls. A plain tuple, since unpacking it is half the cost of unpacking a named one.
+# A call from one place in the program: signature, call site (0: searched at each call), group, counter of the calls. A
+# plain tuple is used, because unpacking it costs half as much as unpacking a named tuple.
 Known = tuple[int, int, Group, Any]
 
 
@@ -49,7 +51,7 @@ class DirectCalls:
     """Creates the wrappers for calls from torch.distributed's own functions; other calls use the general wrappers.
 
     Args:
-        wrappers: the general wrappers, and the state that both share.
+        wrappers: The general wrappers, and the state that is shared with them.
     """
 
     def __init__(self, wrappers: Wrappers) -> None:
@@ -63,7 +65,7 @@ class DirectCalls:
         self._functions.remove()
 
     def forget(self, address: int) -> None:
-        """The ProcessGroup at ``address`` is gone; another may get its address."""
+        """Forget the ProcessGroup at ``address``, which was deleted. A new object may get the same address."""
         for calls in self._calls:
             for key in [key for key in calls if key[0] == address]:
                 del calls[key]
@@ -73,7 +75,10 @@ class DirectCalls:
     def wrap(  # noqa: C901 - see below
         self, method: Method, owner: type, original: Any, entries: dict[int, Entry], general: Any
     ) -> Any:
-        """``method`` as a function of torch.distributed calls it; ``general`` for any other call of it."""
+        """Return a wrapper for calls of ``method`` by a function of torch.distributed.
+
+        The wrapper passes all other calls to ``general``.
+        """
         api = self._functions.install(method.name)
         if api is None:
             return general
@@ -105,7 +110,8 @@ class DirectCalls:
             asked, reduction, is_async, root = latest[0]
             if asked is not None and not rest and not kwargs and type(pg) is owner:
                 try:
-                    # What torch's function passes; a group of the program's own may pass on more, or less.
+                    # These are the arguments that torch's function passes. A group class of the program may pass on
+                    # more or fewer arguments.
                     if paired:
                         tensor = None if third is _MISSING else second
                     elif third is _MISSING and second is not _MISSING:
@@ -113,7 +119,8 @@ class DirectCalls:
                     else:
                         tensor = None
                     if tensor is asked:
-                        # Between the program and this stand torch's function, its stand-in and its logging wrapper.
+                        # The frames between the program and this call are torch's function, its stand-in and its
+                        # logging wrapper.
                         caller = get_frame(4)
                 except (TypeError, ValueError):
                     pass
@@ -139,7 +146,7 @@ class DirectCalls:
                     arguments = _given(first, second, third)
                     known = learn(method, entries, calls, pg, key, arguments, get_frame(1), api, reduction)
                 number, site, group, counter = known
-                # Stage 3: write the record, before the backend is called: a killed process has it.
+                # Stage 3: write the record before the backend is called, so that a killed process has the record.
                 mine = thread_local.state
                 thread = mine.recorder_number or journal.intern_thread()
                 tag = mine.current
@@ -162,7 +169,7 @@ class DirectCalls:
             except Exception as error:
                 journal.fault(error)
                 segment = None
-            # Stage 4: the program's own call, whatever happened before.
+            # Stage 4: make the program's own call, even if the recorder failed.
             try:
                 work = issue(pg, first, second, third) if paired else issue(pg, first, second)
             except BaseException as error:
@@ -239,10 +246,11 @@ class DirectCalls:
         api: ApiFunction,
         reduction: Any,
     ) -> Known:
-        """What is to be known about a call that is issued for the first time from its place in the program.
+        """Return the entry of a call at its first execution from a place in the program, and remember the entry.
 
-        The addresses in the key are sound while what they belong to is held, or watched by a weak reference. Where the
-        program calls torch through more of torch, the frame in the key is not the program's: its site is found each time.
+        An address in the key is valid while a reference keeps its object alive, or a weak reference watches it. If the
+        program calls torch through further functions of torch, the frame in the key is not a frame of the program. The
+        call site is then searched at each call.
         """
         _, group, counter, signatures = self._wrappers.enter(method, entries, pg)
         signature_key = key[1:-2]
@@ -263,7 +271,10 @@ class DirectCalls:
 
 
 def _caller(frame: FrameType, api: ApiFunction) -> CodeType | None:
-    """The code that called ``api``, where ``frame`` and those outside it are the function, its stand-in and its wrapper."""
+    """Return the code that called ``api``; None if the frames are not as expected.
+
+    The expected frames are, from ``frame`` outward, the function, its stand-in and its logging wrapper.
+    """
     stand_in = frame.f_back if frame.f_code is api.code else None
     if stand_in is None or stand_in.f_code is not api.stand_in.__code__ or stand_in.f_back is None:
         return None
@@ -272,12 +283,15 @@ def _caller(frame: FrameType, api: ApiFunction) -> CodeType | None:
 
 
 def _is_plain(values: tuple[Any, ...]) -> bool:
-    """Whether a key of ``values`` holds nothing but values, whatever a program has passed for a flag or a root."""
+    """Return whether ``values`` contains only plain values, because a program may pass any object as a flag or root."""
     return all(_is_plain(value) if isinstance(value, tuple) else type(value) in _PLAIN for value in values)
 
 
 def remember(known: dict[Any, Any], key: Any, value: Any, most: int = MOST_CALLS) -> None:
-    """Add to a table that is emptied when it has become too large: with long keys, of many splits, it holds fewer."""
+    """Add an entry to a table, and empty the table first if it is too large.
+
+    The limit is lower for long keys, which contain many splits.
+    """
     size = len(known)
     if size > most or (not size % _LOOK_EVERY and size * _values_in(key) > _MOST_VALUES):
         known.clear()

@@ -1,6 +1,6 @@
 """The process groups of this process, identified by name and rank list.
 
-The recorder never keeps a reference to a ProcessGroup, because the group would then outlive torch's teardown.
+The recorder never keeps a reference to a ProcessGroup, because the ProcessGroup would then outlive torch's teardown.
 """
 
 from __future__ import annotations
@@ -50,35 +50,35 @@ class Group:
     ):
         self.name = name
         self.desc = desc
-        self.ranks = ranks  # empty where torch does not say who the members are
+        self.ranks = ranks  # empty if torch does not report the members
         self.rank = rank
         self.size = len(ranks) if size is None else size
         self.backends = backends
-        self.addresses: set[int] = set()  # of its live ProcessGroups, in :class:`Groups`
-        self.accelerated = False  # it has carried tensors of a GPU
-        self.collectives = itertools.count()  # issue order, collectives
-        self.messages = itertools.count()  # issue order, sends and receives
-        self.coalesce_id = 0  # of the open coalescing block; 0 outside
-        # What the backend counts beyond one per call; see commprof.recorder.coverage.sequence.
+        self.addresses: set[int] = set()  # the addresses of its live ProcessGroups; see :class:`Groups`
+        self.accelerated = False  # whether the group has transferred tensors of a GPU
+        self.collectives = itertools.count()  # numbers the collectives in issue order
+        self.messages = itertools.count()  # numbers the sends and receives in issue order
+        self.coalesce_id = 0  # the number of the open coalescing block; 0 outside a block
+        # The number that the backend counts in addition to one per call; see commprof.recorder.coverage.sequence.
         self.extra = 0
-        self.raised = 0  # calls that raised, of which the backend may have counted some
+        self.raised = 0  # the number of calls that raised; the backend may have counted some of them
         self.unseen = 0
-        self.dispatched: DispatchCount | None = None  # by torch's hooks; see SelfCheck.add
+        self.dispatched: DispatchCount | None = None  # the count by torch's hooks; see SelfCheck.add
 
     def global_rank(self, group_rank: int | None) -> int:
-        """The global rank of the group's ``group_rank``; -1 for none or one that the group does not have."""
+        """Return the global rank of the group's ``group_rank``; -1 for None or a rank that is not in the group."""
         if group_rank is None or not 0 <= group_rank < len(self.ranks):
             return -1
         return self.ranks[group_rank]
 
     def backend_for(self, device_type: str | None) -> str | None:
-        """The backend that serves tensors on ``device_type``; the only or first one when the call has no tensor."""
+        """Return the backend for tensors on ``device_type``; the first backend if the call has no tensor."""
         if device_type in self.backends:
             return self.backends[device_type]
         return next(iter(self.backends.values()), None)
 
     def row(self) -> dict[str, Any]:
-        """The group as it stands in the events file."""
+        """Return the row of the group in the events file."""
         return {
             "pg": self.name,
             "group_desc": self.desc,
@@ -92,9 +92,12 @@ class Group:
 class Groups:
     """The process groups that this process has used, found by the address of a live ProcessGroup.
 
-    An address is good as a key only while its object lives, so a weak reference takes the entry out when it dies.
-    ``on_new`` gets the ProcessGroup as well, None where there is none.
-    ``on_forget`` is told, so that whoever keys by the same address can do the same.
+    An address is a valid key only while its object is alive. A weak reference removes the entry when the object dies.
+
+    Args:
+        on_new: A function that is called with a new group and its ProcessGroup; None if there is no ProcessGroup.
+        on_forget: A function that is called with an address when its entry is removed, so that other tables with this
+            key can also remove their entries.
     """
 
     def __init__(self, on_new: Callable[[Group, Any], None], on_forget: Callable[[int], None]) -> None:
@@ -102,7 +105,7 @@ class Groups:
         self._references: dict[int, weakref.ref[Any]] = {}
         self._by_name: dict[str, Group] = {}
         self._generations: dict[str, int] = {}
-        # See :meth:`renew`: by torch's name of the group.
+        # By torch's name of the group: its current name, and its first rank and size; see :meth:`renew`.
         self._renewed: dict[str, tuple[str, tuple[int, int]]] = {}
         self._all: list[Group] = []
         self._unnamed = 0
@@ -110,7 +113,7 @@ class Groups:
         self._on_forget = on_forget
 
     def find(self, pg: Any) -> Group:
-        """The group of ``pg``, read from torch at the first sight of it."""
+        """Return the group of ``pg``. At the first use of ``pg``, its attributes are read from torch."""
         address = id(pg)
         group = self.known.get(address)
         if group is not None:
@@ -118,7 +121,8 @@ class Groups:
         name = pg.group_name
         group = self._by_name.get(name)
         if group is not None and (group.rank, group.size) != (pg.rank(), pg.size()):
-            self.retire(name)  # by a function that the program had imported by name before recording began
+            # The old group was destroyed by a function that the program imported by name before recording began.
+            self.retire(name)
             group = None
         if group is None:
             group = self._read(pg, name or self._own_name())
@@ -132,16 +136,16 @@ class Groups:
         return group
 
     def named(self, name: str) -> Group:
-        """The group that torch calls ``name`` now."""
+        """Return the group that currently has ``name`` in torch."""
         group = self._by_name.get(name)
         return self.find(_resolve_process_group(cast("c10d.GroupName", name))) if group is None else group
 
     def world(self) -> Group:
-        """The group of all ranks."""
+        """Return the group of all ranks."""
         return self.find(c10d._get_default_group())
 
     def add(self, group: Group) -> None:
-        """Take up a group that is none of torch.distributed's."""
+        """Add a group that does not belong to torch.distributed."""
         self._all.append(group)
         self._on_new(group, None)
 
@@ -153,21 +157,21 @@ class Groups:
         self._on_forget(address)
 
     def _own_name(self) -> str:
-        """The name of a ProcessGroup that its program made itself and did not name: each is a group of its own."""
+        """Return a new name for a ProcessGroup that the program created without a name. Each is a separate group."""
         self._unnamed += 1
         return f"unnamed:{self._unnamed}"
 
     def unique_name(self, name: str) -> str:
-        """The name under which the group that torch calls ``name`` now is recorded."""
+        """Return the recorded name of the group that currently has ``name`` in torch."""
         group = self._by_name.get(name)
         return self._recorded_name(name) if group is None else group.name
 
     def every(self) -> list[Group]:
-        """Every group that was ever seen, destroyed ones included."""
+        """Return every group that this process has used, including destroyed groups."""
         return list(self._all)
 
     def retire(self, name: str | None = None) -> None:
-        """The group called ``name``, or every group, was destroyed; its name may come again for a new one."""
+        """Remove the destroyed group ``name`` (None: every group). A new group may get the same name in torch."""
         for retired in list(self._by_name) if name is None else [name]:
             group = self._by_name.pop(retired, None)
             if group is None:
@@ -178,15 +182,15 @@ class Groups:
             self._renewed.pop(renewed, None)
 
     def renew(self, pg: Any, communicator: Any, before: tuple[int, int]) -> Group | None:
-        """``pg`` was given other members in place: what it issues from now on belongs to another group of the trace.
+        """Handle that the members of ``pg`` changed in place. Later calls belong to a different group of the trace.
 
         Args:
-            pg: the ProcessGroup, which stays the same object and keeps its name.
-            communicator: names the new communicator, equally on all its members.
-            before: rank and size of ``pg`` before.
+            pg: The ProcessGroup, which stays the same object and keeps its name.
+            communicator: A text that names the new communicator, and that is equal on all its members.
+            before: The rank and the size of ``pg`` before the change.
 
         Returns:
-            The group that it was until now, if it had issued anything.
+            The group of the earlier calls; None if the recorder did not know the group.
         """
         name = pg.group_name
         group = self._by_name.pop(name, None) if name else self.known.get(id(pg))
@@ -206,9 +210,9 @@ class Groups:
             ranks = list(c10d.get_process_group_ranks(pg))
         except Exception as error:
             pass_on(error)
-            ranks = list(range(size))  # not made through torch.distributed
+            ranks = list(range(size))  # the group was not created through torch.distributed
         if name in self._renewed and self._renewed[name][1] != (rank, size):
-            ranks = []  # torch still says who the members were at first
+            ranks = []  # torch still reports the original members
         desc = getattr(pg, "group_desc", None)
         return Group(
             self._recorded_name(name),
@@ -226,12 +230,13 @@ class Groups:
 
 
 def _numbered(name: str, generation: int) -> str:
-    # torch counts names from 0 again after destroy_process_group; a second group of a name gets a suffix, on every rank.
+    # After destroy_process_group, torch numbers group names from 0 again. A second group with the same name therefore
+    # gets a suffix, on every rank.
     return name if generation == 1 else f"{name}#{generation}"
 
 
 def backends_by_device(pg: Any) -> dict[str, str]:
-    """Which backend of ``pg`` serves which device type, in torch's order."""
+    """Return the name of the backend of ``pg`` for each device type, in torch's order."""
     backends: dict[str, str] = {}
     for device in getattr(pg, "_device_types", ()):
         try:
@@ -242,13 +247,13 @@ def backends_by_device(pg: Any) -> dict[str, str]:
 
 
 def live_groups(name: str | None = None) -> list[Any]:
-    """Every ProcessGroup of this process that torch has registered, or the one called ``name``, if there is one.
+    """Return every ProcessGroup that torch has registered in this process, or only the ProcessGroup called ``name``.
 
-    For the moment only: never keep one.
+    Callers must not keep a reference to a ProcessGroup.
     """
     if name is None:
         return list(c10d._world.pg_names)
-    try:  # among thousands of groups, a search takes as long as hundreds of collectives
+    try:  # a search through thousands of groups would take as long as hundreds of collectives
         pg: Any = _resolve_process_group(cast("c10d.GroupName", name))
     except RuntimeError:
         return []

@@ -1,4 +1,4 @@
-"""Times the first wait for a handle, and writes its begin and end into the record of the collective."""
+"""Times the first wait for a handle, and writes the begin and end of the wait into the record of the collective."""
 
 from __future__ import annotations
 
@@ -10,35 +10,36 @@ from commprof.recorder.process_group.compiled_calls import compiled_call
 from commprof.trace.rank_files.segments import WAIT_BEGIN_WORD, WAIT_END_WORD, Token
 
 _MISSING: Final = object()
-_MOST_PENDING: Final = 4096  # handles that nobody waited for, remembered at most
+_MOST_PENDING: Final = 4096  # the most handles without a wait that are remembered
 
-# How a class of handles is waited for without going through our wrapper: the methods of the class that has ``wait``, what
-# that must still be, and the function beneath it.
+# How to wait for handles of a class without calling the recorder's wrapper: the methods of the class that defines
+# ``wait``, the wrapper that ``wait`` must still be, and the function that the wrapper calls.
 Direct = tuple[Mapping[str, Any], Any, Callable[[Any], Any]]
 
 
 class Waits:
-    """The handles that may be waited for, by address, each with the place of its record. No handle is held.
+    """The pending handles by address, with the positions of their records. No reference to a handle is kept.
 
     Args:
-        journal: counts faults.
-        pending: the table itself, where others share it.
+        journal: The journal, which counts faults.
+        pending: The table of pending handles, if it is shared with other wrappers; None for a new table.
     """
 
     def __init__(self, journal: Journal, pending: dict[int, Token] | None = None) -> None:
         self.pending: dict[int, Token] = {} if pending is None else pending
         self.direct: dict[type, Direct] = {}
         self._journal = journal
-        self._functions: dict[Any, Callable[[Any], Any]] = {}  # by our wrapper: what it calls
+        # By wrapper: the function that the wrapper calls.
+        self._functions: dict[Any, Callable[[Any], Any]] = {}
 
     def evict(self) -> None:
-        """Forget the oldest handles where there are too many."""
+        """Forget the oldest handles if there are too many."""
         pending = self.pending
         while len(pending) > _MOST_PENDING:
             pending.pop(next(iter(pending)), None)
 
     def wrap(self, owner: type, original: Any) -> Any:
-        """What stands in for ``original``, the ``wait`` of ``owner``: the first wait of each handle is timed."""
+        """Return a wrapper for ``original``, the ``wait`` of ``owner``. It times the first wait for each handle."""
         journal, take = self._journal, self.pending.pop
         begin_word, end_word = WAIT_BEGIN_WORD, WAIT_END_WORD
 
@@ -75,7 +76,10 @@ class Waits:
         return wrapper
 
     def find_direct(self, kind: type) -> Direct:
-        """How handles of class ``kind`` are waited for; of a class without a ``wait`` of ours the condition never holds."""
+        """Return how to wait for handles of class ``kind`` without calling the recorder's wrapper.
+
+        If the recorder has not wrapped the ``wait`` of this class, the condition in the result is never true.
+        """
         owner = next((each for each in kind.__mro__ if vars(each).get("wait") in self._functions), None)
         methods = {"wait": None} if owner is None else vars(owner)
         wrapper = methods["wait"] or _MISSING
@@ -84,9 +88,9 @@ class Waits:
 
 
 def _cannot_wait(work: Any) -> None:
-    raise TypeError(f"{type(work).__name__} has no wait of ours")
+    raise TypeError(f"{type(work).__name__} has no wait method that commprof wraps")
 
 
 def unbound(method: Any) -> Any:
-    """The function behind a method that pybind made: calling it takes less time."""
+    """Return the function behind a method that pybind created. Calling the function takes less time."""
     return getattr(method, "__func__", method)

@@ -1,16 +1,16 @@
 """Installs, extends and removes the layers that record collectives.
 
 =================  ==============================================================================================
-process_group      methods of ProcessGroup: torch.distributed, FSDP, DeepSpeed and zero_runtime issue through them
-backend            methods of Backend, for programs that call those themselves
-functional         operators of ``_c10d_functional``: DTensor, compiled code
-c10d               operators of c10d, for what C++ issues: three of them from the first use of DDP's reducer on; all
-                   of them ("complete") when requested, or after a group has counted more than was recorded
-framework          operators of a framework that sends beside c10d
+process_group      methods of ProcessGroup, which torch.distributed, FSDP, DeepSpeed and zero_runtime call
+backend            methods of Backend, for programs that call these methods directly
+functional         operators of ``_c10d_functional``, for DTensor and compiled code
+c10d               operators of c10d, for collectives issued by C++: three operators from the first use of DDP's
+                   reducer on; all operators ("complete") if requested, or if a group counted more than was recorded
+framework          operators of a framework that communicates without c10d
 =================  ==============================================================================================
 
-No method calls another through Python, and a kernel of c10d does not record calls that a layer above it records. So
-nothing is counted twice.
+No method calls another method through Python, and a kernel of c10d does not record calls that a layer above it records.
+Therefore no collective is counted twice.
 """
 
 from __future__ import annotations
@@ -44,10 +44,11 @@ class Interception:
     """The wrappers and kernels of one recording.
 
     Args:
-        journal: what the records go to.
-        open_group: called at the first sight of a process group, before anything of it is recorded.
-        complete: record c10d's operators, all of them and from the beginning, in place of methods and functional operators.
-        is_trial: nothing but a trial of the layers.
+        journal: The journal that receives the records.
+        open_group: A function that is called at the first use of a process group, before its first record.
+        complete: Whether to record all operators of c10d from the beginning, instead of methods and functional
+            operators.
+        is_trial: Whether this interception is only a trial of the layers.
     """
 
     def __init__(
@@ -81,11 +82,12 @@ class Interception:
         self.wrappers.forget(address)
 
     def install(self, forked: bool = False) -> None:
-        """Install every layer. Wrappers of other code stay below ours.
+        """Install every layer. Wrappers that other code installed earlier stay below the recorder's wrappers.
 
         Args:
-            forked: in a forked child. The reducers that it inherits cannot reduce there, and to look for them would copy
-                every page of the parent's objects, in each worker of a data loader.
+            forked: Whether this process is a forked child. A forked child does not search for inherited reducers. They
+                cannot reduce there, and the search would copy every memory page with objects of the parent, in each
+                worker of a data loader.
         """
         if not self._is_trial:
             self._heed_trial()
@@ -128,7 +130,7 @@ class Interception:
                 self._replace(kind, "wait", original, self.wrappers.wrap_wait(kind, original))
 
     def _heed_trial(self) -> None:
-        """Where this torch does not let a layer record as it should, look at all of c10d, or say what is missing."""
+        """Try the layers with this version of torch; record all of c10d, or write a note, if a layer does not work."""
         newer = newer_torch(torch.__version__)
         if newer is not None:
             self.journal.note(newer)
@@ -136,7 +138,7 @@ class Interception:
             silent = silent_layers(
                 lambda journal, complete: Interception(journal, _nobody, complete, is_trial=True)
             )
-        except Exception as error:  # this torch has no group to try it on
+        except Exception as error:  # this version of torch has no group for the trial
             if newer is not None:
                 self.journal.note(f"the layers could not be tried: {type(error).__name__}: {error}")
             return
@@ -147,7 +149,7 @@ class Interception:
             self.journal.note("so every operator of c10d is recorded instead")
 
     def complete(self) -> None:
-        """From now on record every operator of c10d that nothing above it records."""
+        """Record every operator of c10d from now on, except for calls that a layer above it records."""
         if self.is_complete:
             return
         self.is_complete = True
@@ -159,29 +161,30 @@ class Interception:
         self._observe_c10d([name for name in C10D if is_operator(name)])
 
     def follow(self) -> None:
-        """Once a step, and at the end: what has happened beside the calls that are recorded."""
+        """Write the data that does not come from recorded calls; called once per step and at the end."""
         self._graphs.write()
         self._beneath.look()
         self.stalls.write()
 
     def close_gap(self, group: Group) -> None:
-        """``group`` has counted collectives that were not recorded: look at all of c10d from now on, and say so."""
+        """Switch to complete mode and write a note, because ``group`` has counted collectives without a record."""
         if self.is_complete:
             return
         self.complete()
         self.journal.note(
-            f"from step {hooks.position.step} on every operator of c10d is recorded: group {group.desc or group.name} had "
-            f"counted {group.unseen} more than was recorded until then, and those are missing"
+            f"from step {hooks.position.step} on, every operator of c10d is recorded: group "
+            f"{group.desc or group.name} had counted {group.unseen} more collectives than were recorded until then, "
+            "and these are missing"
         )
 
     def renew(self, pg: Any, communicator: Any, before: tuple[int, int]) -> None:
-        """``pg`` was given other members in place; see :meth:`Groups.renew`."""
+        """Handle that the members of ``pg`` changed in place; see :meth:`Groups.renew`."""
         group = self.groups.renew(pg, communicator, before)
         if group is not None:
             self._backends.retire(group)
 
     def remove(self) -> None:
-        """Restore torch's methods, unless other code has wrapped ours since, and remove the kernels."""
+        """Remove the kernels, and the wrappers unless other code has wrapped them since."""
         self._issuers.remove()
         self._graphs.remove()
         self._stream_waits.remove()
@@ -195,7 +198,7 @@ class Interception:
         self.wrappers.remove()
 
     def _record_cpp_issuers(self) -> None:
-        """C++ is about to issue collectives."""
+        """Record the operators that C++ issues, because C++ is about to issue collectives."""
         self._observe_c10d(ISSUED_IN_CPP)
 
     def _observe_c10d(self, operators: Sequence[str]) -> None:
@@ -209,11 +212,13 @@ class Interception:
         self._attempt(WAIT, self.kernels.observe_waits, WAIT)
 
     def _attempt(self, what: str, observe: Callable[..., None], *args: Any) -> None:
-        """A torch that takes no kernel of ours costs that kernel's records, and no more."""
+        """Install a kernel. If this version of torch refuses the kernel, only its records are missing."""
         try:
             observe(*args)
         except Exception as error:
-            self.journal.note(f"not recorded by a kernel: {what} ({type(error).__name__}: {error})")
+            self.journal.note(
+                f"no kernel could be registered to record: {what} ({type(error).__name__}: {error})"
+            )
 
     def _wrap_methods(self, owner: type, wrap: Callable[[Any, type, Any], Any]) -> None:
         for method in METHODS:
@@ -252,12 +257,12 @@ class Interception:
                 self.journal.look_closer(group)
                 issued = count_of(group.collectives) - self._begun.pop(group.name, 0)
                 if issued > 1:
-                    # NCCL, the only backend that coalesces, counts the block as one.
+                    # NCCL, the only backend that coalesces, counts the block as one collective.
                     group.extra -= issued - 1
             except Exception as error:
                 self.journal.fault(error)
             work = original(pg, *args, **kwargs)
-            # The block's handle is of no single record. It may lie where one was that nobody waited for.
+            # The block's handle belongs to no single record. It may have the address of an earlier pending handle.
             self.wrappers.pending.pop(id(work), None)
             return work
 
@@ -269,7 +274,7 @@ def _nobody(group: Group, pg: Any) -> None:
 
 
 def _work_classes() -> list[type]:
-    """torch's class of handles and those of its subclasses that are torch's own."""
+    """Return torch's class of handles, and the subclasses that torch itself defines."""
     classes: list[type] = [Work]
     for kind in classes:
         subclasses: list[type] = kind.__subclasses__()

@@ -1,4 +1,4 @@
-"""Detects that process groups are created, destroyed, aborted or reconfigured, by wrapping the functions that do it."""
+"""Detects when process groups are created, destroyed, aborted or reconfigured, by wrapping torch's functions."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from commprof.recorder.process_group.python_groups import caller_of
 class GroupLifecycle:
     """Wraps ``init_process_group``, ``destroy_process_group``, ``_abort_process_group`` and ``reconfigure``.
 
-    ``shrink_group`` needs no wrapper: it destroys the old group, aborts others, and makes a new one.
+    ``shrink_group`` needs no wrapper, because it destroys the old group, aborts other groups, and creates a new group.
 
     Args:
-        on_init: called with one of the new groups.
-        before_destroy: called with the name of the group that will be destroyed (None: all of them) while it is still
-            there, and with whether its peers are expected to take part.
-        on_destroy: called with the name of the group that was destroyed, None for all.
-        before_reconfigure: called with a group that will be given other members in place.
-        on_reconfigure: called with that group, with what names its new communicator on all its members, and with what
-            ``before_reconfigure`` returned.
-        on_fault: called with what one of these raised.
+        on_init: A function that is called with one of the new groups.
+        before_destroy: A function that is called before a group is destroyed, with the name of the group (None: all
+            groups) and whether the other ranks of the group are expected to take part.
+        on_destroy: A function that is called with the name of the destroyed group (None: all groups).
+        before_reconfigure: A function that is called with a group before the members of the group change in place.
+        on_reconfigure: A function that is called after this change, with the group, with the name of its new
+            communicator, which is equal on all its members, and with the result of ``before_reconfigure``.
+        on_fault: A function that is called with an exception that one of these functions raised.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class GroupLifecycle:
         self._patched: list[tuple[Any, str, Any, Any]] = []
 
     def install(self) -> None:
-        """Put the wrappers in place. A program that has imported the functions by name before keeps torch's own."""
+        """Install the wrappers. A program that imported a function by name earlier keeps torch's function."""
         self._patch("init_process_group", self._wrap_init)
         self._patch("destroy_process_group", lambda original: self._wrap_destroy(original, True))
         self._patch("_abort_process_group", lambda original: self._wrap_destroy(original, False))
@@ -62,7 +62,7 @@ class GroupLifecycle:
                 self._patched.append((owner, "reconfigure", original, wrapper))
 
     def remove(self) -> None:
-        """Remove the wrappers, unless other code has wrapped ours since."""
+        """Remove the wrappers, unless other code has wrapped them since."""
         for owner, name, original, wrapper in self._patched:
             if vars(owner).get(name) is wrapper:
                 setattr(owner, name, original)

@@ -1,7 +1,7 @@
 """The methods of torch's ProcessGroup that are collectives, and the layout of their arguments.
 
-torch 2.14 has all of these names, 2.13 all but ``gather_single`` and ``gather_into_tensor``, 2.11 none of the ``*_single*``
-ones; the interception takes what it finds.
+torch 2.14 has all of these names. torch 2.13 has all names except ``gather_single`` and ``gather_into_tensor``. torch
+2.11 has none of the names with ``_single``. The interception wraps the methods that exist.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from commprof.schema import Op
 
 
 class Shape(Enum):
-    """How a method's positional arguments are laid out."""
+    """The layout of a method's positional arguments."""
 
     BUFFERS = auto()  # (tensors, opts): each tensor is read and written
     OUTPUTS_INPUTS = auto()  # (outputs, inputs, opts)
-    PEER = auto()  # (tensors, group rank of the other side, tag)
+    PEER = auto()  # (tensors, group rank of the peer, tag)
     ANY_PEER = auto()  # (tensors, tag)
     NONE = auto()  # (opts) or (timeout, ...)
 
@@ -31,12 +31,12 @@ class Method(NamedTuple):
 
     @property
     def is_p2p(self) -> bool:
-        """Whether it is a send or a receive."""
+        """Whether the method is a send or a receive."""
         return self.shape in (Shape.PEER, Shape.ANY_PEER)
 
     @property
     def blocks(self) -> bool:
-        """Whether it returns only when all ranks have arrived, and returns no handle."""
+        """Whether the method returns only when all ranks have arrived, and returns no handle."""
         return self.name == "monitored_barrier"
 
 

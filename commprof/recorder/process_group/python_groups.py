@@ -15,7 +15,7 @@ from typing import Any
 
 
 def caller_of(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function called ``name`` that calls ``function``, the method of a class of torch's, on what it is given."""
+    """Return a function called ``name`` that passes its arguments to ``function``, a method of a class of torch."""
 
     def call_beneath(group: Any, /, *args: Any, **kwargs: Any) -> Any:
         return function(group, *args, **kwargs)

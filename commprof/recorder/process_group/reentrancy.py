@@ -1,4 +1,4 @@
-"""Detects that an outer function of the recorder records a collective already, by the frames of the thread."""
+"""Detects, from the frames of the thread, that an outer function of the recorder already records a collective."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ _MOST_CODES: Final = 20_000
 
 
 class RecorderFrames:
-    """Whether one of the functions that record stands among the frames of the thread that asks.
+    """Detects whether a function that records is among the frames of the current thread.
 
-    The compiled ones, which have no frames, say themselves that they are running.
-    Known by file and name, not by identity: torch's compiler may run a copy of a function.
+    The compiled functions have no frames. They report themselves that they are running. The Python functions are
+    identified by file and name, not by identity, because torch's compiler may run a copy of a function.
     """
 
     def __init__(self) -> None:
         self._known: dict[int, bool] = {}
-        self._codes: list[CodeType] = []  # held, so that their addresses are not used again
+        self._codes: list[CodeType] = []  # references, so that the addresses of these objects are not reused
 
     def among(self, frame: FrameType | None) -> bool:
-        """Whether ``frame`` or one of those that called it records collectives."""
+        """Return whether ``frame`` or one of its callers records collectives."""
         if is_running():
             return True
         known = self._known

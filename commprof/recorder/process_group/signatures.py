@@ -1,6 +1,6 @@
 """Signatures: the values that are equal in all calls with the same tensors, group and arguments, described once.
 
-``freeze`` makes a key of a call's arguments that holds no tensor, and ``describe`` the columns of such calls.
+``freeze`` returns a key of a call's arguments that contains no tensor. ``describe`` returns the columns of such calls.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from commprof.schema import UNKNOWN_SPLITS, Op, format_splits
 
 _MISSING: Final = object()
 _OPTION_NAMES: Final = ("reduceOp", "rootRank", "rootTensor", "asyncOp")
-# Methods whose tensors are one for each rank of the group, and those that divide a single tensor by rows.
+# Methods with one tensor for each rank of the group, and methods that divide a single tensor by rows.
 _INPUT_LISTS: Final = frozenset({"alltoall", "reduce_scatter", "scatter"})
 _OUTPUT_LISTS: Final = frozenset({"alltoall", "allgather", "gather"})
 _SPLIT_BY_ROWS: Final = frozenset({"alltoall_base", "all_to_all_single"})
-# Of such calls so many are known again. Thousands of keys that never come back would cost more than they save: Python looks
-# at each of them again and again when it collects garbage.
+# The most calls of methods that divide by rows in one table. Thousands of keys that never recur would cost more than
+# they save, because Python visits each key at every garbage collection.
 _MOST_SPLITS: Final = 1000
 _MODULES_OF_TORCH: Final = ("torch.distributed.distributed_c10d", "torch._C._distributed_c10d")
 _REDUCTION: Final = ReduceOp
@@ -37,7 +37,7 @@ MOST_CALLS: Final = 20_000
 
 
 class Planned:
-    """A tensor that the collective itself will make: of this shape, with dtype and device of ``like``."""
+    """A tensor that the collective itself will create, with a given shape and the dtype and device of ``like``."""
 
     __slots__ = ("device", "dtype", "is_cpu", "shape")
 
@@ -48,16 +48,16 @@ class Planned:
         self.is_cpu = like.is_cpu
 
     def numel(self) -> int:
-        """Elements."""
+        """Return the number of elements."""
         return math.prod(self.shape)
 
     def element_size(self) -> int:
-        """Bytes of one element."""
+        """Return the bytes of one element."""
         return self.dtype.itemsize
 
 
 class CallOptions(NamedTuple):
-    """The options of a call that came without one of torch's options objects."""
+    """The options of a call that has none of torch's options objects."""
 
     reduction: str | None
     root: int | None  # group rank
@@ -65,13 +65,13 @@ class CallOptions(NamedTuple):
 
 
 def freeze(value: Any) -> Any:
-    """A hashable stand-in for an argument: equal for calls of equal signature, and holding no tensor."""
+    """Return a hashable key for an argument. It is equal for calls with equal signatures, and contains no tensor."""
     kind = type(value)
     return (FREEZERS.get(kind) or _freezer(kind))(value)
 
 
 def _freezer(kind: type) -> Callable[[Any], Any]:
-    """Return the freezer of a class. It is cached: the search takes longer than the rest of a record."""
+    """Return the freezer of a class, and cache it, because the search takes longer than the rest of a record."""
     freezer: Callable[[Any], Any]
     if issubclass(kind, (torch.Tensor, Planned)):
         freezer = freeze_tensor
@@ -80,9 +80,9 @@ def _freezer(kind: type) -> Callable[[Any], Any]:
     elif kind is type(None) or issubclass(kind, (int, bool, str, float)):
         freezer = _itself
     elif hasattr(kind, "tolist"):
-        freezer = _freeze_array  # of numpy: splits may come so
+        freezer = _freeze_array  # an array of numpy, which may contain splits
     elif kind.__module__ not in _MODULES_OF_TORCH:
-        freezer = _freeze_anything  # what one value of the class has for options, another may not have
+        freezer = _freeze_anything  # the values of the class may differ in the options that they have
     elif kind is _REDUCTION:
         freezer = _freeze_reduction
     elif kind is _REDUCTION_NUMBER:
@@ -97,7 +97,10 @@ def _freezer(kind: type) -> Callable[[Any], Any]:
 
 
 def freeze_tensor(value: torch.Tensor | Planned) -> Any:
-    """What :func:`freeze` makes of a tensor. ``device`` makes an object, which is dear to hash; most lie on the CPU."""
+    """Return the key of a tensor.
+
+    ``is_cpu`` is tested first, because most tensors are on the CPU. ``device`` creates an object that is slow to hash.
+    """
     return value.shape, value.dtype, value.is_cpu or value.device
 
 
@@ -108,7 +111,7 @@ def _freeze_sequence(value: Sequence[Any]) -> Any:
 
 
 def _are_numbers(values: Sequence[Any]) -> bool:
-    """Whether all are Python's own integers: of splits, most often."""
+    """Return whether all values are of type int, which is the usual case for splits."""
     return set(map(type, values)) == _INTEGERS
 
 
@@ -148,12 +151,12 @@ def _freeze_anything(value: Any) -> Any:
     return type(value).__name__, _reduce_op_name(value)
 
 
-# By class: what freezes its values. The compiled wrappers look here, too.
+# The freezers by class. The compiled wrappers use this table, too.
 FREEZERS: Final[dict[type, Callable[[Any], Any]]] = {}
 
 
 class _Buffers(NamedTuple):
-    """Sums over some tensors."""
+    """A list of tensors, with sums over the tensors."""
 
     tensors: list[torch.Tensor | Planned]
 
@@ -171,23 +174,25 @@ class _Buffers(NamedTuple):
 
 
 class _Call(NamedTuple):
-    """The arguments of one call, sorted by what they are."""
+    """The arguments of one call, sorted by their meaning."""
 
     outputs: _Buffers
     inputs: _Buffers
-    root: int | None  # group rank of the root or of the other side
+    root: int | None  # the group rank of the root or of the peer
     reduce_op: str | None
     is_async: bool
-    output_rows: Any = None  # a sequence of int: of the first dimension, from each rank of the group
-    input_rows: Any = None  # the same, to each rank
+    output_rows: Any = None  # a sequence of int: the rows received from each rank of the group
+    input_rows: Any = None  # a sequence of int: the rows sent to each rank of the group
 
 
 def describe(method: Method, group: Group, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """The columns of ``collectives`` whose source is the signature, ``api`` excepted.
+    """Return the columns of ``collectives`` whose source is the signature, except ``api``.
 
     Args:
-        args: the arguments after the process group.
-        kwargs: its keyword arguments.
+        method: The method that was called.
+        group: The process group.
+        args: The positional arguments after the process group.
+        kwargs: The keyword arguments.
     """
     call = _sort_arguments(method, args, kwargs)
     is_root = call.root is not None and call.root == group.rank
@@ -243,7 +248,7 @@ def _sort_arguments(method: Method, args: Sequence[Any], kwargs: Mapping[str, An
 
 
 def _split_rows(method: Method, rest: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Any]:
-    """How many rows of a single tensor come from and go to each rank, where the call says so."""
+    """Return the numbers of rows received from and sent to each rank; None for a list that the call does not have."""
     if method.name not in _SPLIT_BY_ROWS:
         return None, None
     row_counts = [value for value in rest[:2] if not isinstance(value, CallOptions)]
@@ -252,11 +257,11 @@ def _split_rows(method: Method, rest: Sequence[Any], kwargs: Mapping[str, Any]) 
 
 
 def _splits(buffers: _Buffers, rows: Any, is_list: bool, group_size: int) -> str | None:
-    """Bytes for each rank of the group as text; None where they are equal, or the call has no such parts."""
+    """Return the bytes for each rank of the group as text; None if the call has no such parts, or all are equal."""
     tensors = buffers.tensors
     if rows is not None:
         if any(isinstance(count, torch.Tensor) for count in rows):
-            return UNKNOWN_SPLITS  # to read them may wait for their device
+            return UNKNOWN_SPLITS  # reading the tensors may wait for their device
         (tensor,) = tensors
         row_bytes = math.prod(tensor.shape[1:]) * tensor.element_size()
         return format_splits([int(count) * row_bytes for count in rows])
@@ -268,7 +273,7 @@ def _splits(buffers: _Buffers, rows: Any, is_list: bool, group_size: int) -> str
 def _scalars(
     method: Method, rest: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[int | None, str | None, bool]:
-    """Root, reduction and whether a handle is asked for, from what follows the tensors."""
+    """Return the root, the reduction, and whether the call requests a handle, from the arguments after the tensors."""
     if method.shape is Shape.ANY_PEER:
         return None, None, True
     if method.shape is Shape.PEER:
@@ -304,7 +309,7 @@ class _Sizes(NamedTuple):
 
 
 def _measure(op: Op, call: _Call, is_root: bool, group_size: int) -> _Sizes:
-    """Elements and bytes by the conventions of the schema; S as in nccl-tests."""
+    """Return elements and bytes by the conventions of the schema; the payload is S as in nccl-tests."""
     inputs, outputs = call.inputs, call.outputs
     match op:
         case Op.ALL_REDUCE | Op.REDUCE:
@@ -354,35 +359,39 @@ def _sizes_text(method: Method, call: _Call) -> str | None:
 
 
 def _reduce_op_name(value: Any) -> str | None:
-    """``SUM`` for ``ReduceOp.SUM``, for the ReduceOp of an options object and for its enum alike."""
+    """Return the name of a reduction, for example ``SUM``; None if ``value`` is not a reduction.
+
+    The value may be ``ReduceOp.SUM``, the ReduceOp of an options object, or a value of the enum.
+    """
     kind = getattr(value, "op", value)
     name = getattr(kind, "name", None)
     return name if isinstance(name, str) and name.isupper() else None
 
 
 def most_known(method: Method) -> int:
-    """How many different calls of ``method`` a table may hold."""
+    """Return the most different calls of ``method`` that a table may contain."""
     return _MOST_SPLITS if method.name in _SPLIT_BY_ROWS else MOST_CALLS
 
 
 class _Template(NamedTuple):
-    """Calls that differ in nothing but how many rows come from and go to each rank."""
+    """The common values of calls that differ only in the numbers of rows received from and sent to each rank."""
 
-    signature: int  # of the first of them
-    line: str  # what all their lines say
-    row_bytes: tuple[int, int]  # of the output and of the input
-    timing: tuple[str, bool] | None  # what the times of a device need; None on the CPU
+    signature: int  # the number of the first call's signature
+    line: str  # the common part of the lines of these calls
+    row_bytes: tuple[int, int]  # the bytes of a row of the output, and of a row of the input
+    timing: tuple[str, bool] | None  # the device and ``is_async``, for device times; None on the CPU
 
 
 class Signer:
-    """Gives each call the number of its signature, which is written down when it first appears.
+    """Returns the number of each call's signature, and writes the signature when it first appears.
 
-    Note [splits that never repeat]: a mixture of experts sends other splits in each call. To describe such a call and to
-    intern what was found takes 50 us and more, so of an all_to_all_single with splits only the numbers of rows are written,
-    with the number of a signature that says all else. The reader works out the rest (``commprof.trace.rank_files.splits``).
+    Note [splits that never repeat]: a mixture of experts sends different splits in each call. To describe such a call
+    and to intern the description takes 50 us or more. For an all_to_all_single with splits, the signer therefore
+    writes only the numbers of rows, and the number of a signature that contains all other values. The reader computes
+    the rest (``commprof.trace.rank_files.splits``).
 
     Args:
-        journal: where signatures are written.
+        journal: The journal that receives the signatures.
     """
 
     def __init__(self, journal: Journal) -> None:
@@ -393,12 +402,14 @@ class Signer:
     def sign(
         self, method: Method, group: Group, args: Sequence[Any], kwargs: Mapping[str, Any], frozen: Any = None
     ) -> int:
-        """The number of a call's signature.
+        """Return the number of a call's signature.
 
         Args:
-            args: the arguments after the process group.
-            kwargs: its keyword arguments.
-            frozen: ``args``, frozen, where somebody has done that already.
+            method: The method that was called.
+            group: The process group.
+            args: The positional arguments after the process group.
+            kwargs: The keyword arguments.
+            frozen: The result of ``freeze(args)``, if the caller has already computed it.
         """
         if method.name not in _SPLIT_BY_ROWS or kwargs or len(args) < _WITH_SPLITS:
             return self._describe(method, group, args, kwargs)[0]
@@ -455,7 +466,7 @@ class Signer:
         return number, timing
 
 
-_WITH_SPLITS: Final = 4  # arguments: output, input, and the rows of each that come from and go to each rank
+_WITH_SPLITS: Final = 4  # the number of arguments with splits: output, input, output rows and input rows
 
 
 def _template(number: int, output: Any, input_: Any, timing: tuple[str, bool] | None) -> _Template:

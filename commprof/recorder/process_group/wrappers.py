@@ -1,9 +1,8 @@
-"""The general wrappers of ProcessGroup's and Work's methods. All of this is hot: it runs once per
-collective.
+"""The general wrappers of ProcessGroup's and Work's methods. This code is on the hot path: it runs once per collective.
 
-Rules: the caller's call is made exactly once with the caller's own arguments; its result and its exceptions pass
-through; faults of the recorder's own code are counted and never raised. It keeps no reference to a tensor, Work or
-ProcessGroup.
+A wrapper makes the caller's call exactly once, with the caller's own arguments, and passes on its result and its
+exceptions. Faults of the recorder's own code are counted and never raised. The wrappers keep no reference to a tensor,
+Work or ProcessGroup.
 """
 
 from __future__ import annotations
@@ -27,24 +26,25 @@ from commprof.recorder.process_group.python_groups import caller_of
 from commprof.recorder.process_group.signatures import FREEZERS, Signer, freeze, freeze_tensor, most_known
 from commprof.trace.rank_files.segments import RETURN_WORD, WAIT_BEGIN_WORD, WAIT_END_WORD, Token
 
-# What a call spends before its sample begins and after its end, measured once (benchmarks/recorder_cost.py shows the whole).
-# What the sampled call alone spends after its end, on cold code, says nothing about the others.
+# The time (ns) that a call spends outside its sampled part, measured once (see benchmarks/recorder_cost.py).
+# The time that a sampled call spends on its own sample runs on cold code, and is not representative of other calls.
 _UNSAMPLED_NS: Final = 900
 _UNSAMPLED_QUICK_NS: Final = 400  # the same for the compiled wrapper
 
-# One group, as one method sees it: the signature of a key, the group, what numbers its calls, all signatures. A plain
-# tuple, since unpacking it is half the cost of unpacking a named one.
+# The state of one method for one group: the lookup of a signature by its key, the group, the counter of its calls, and
+# all signatures. A plain tuple is used, because unpacking it costs half as much as unpacking a named tuple.
 Entry = tuple[Callable[[Any], "int | None"], Group, Any, "dict[Any, int]"]
 
 
 class Wrappers:
-    """Makes the wrappers of one recording.
+    """Creates the wrappers of one recording.
 
     Args:
-        journal: what the records go to.
-        find_group: the group of a ProcessGroup; called at the first call of each method on each group.
-        layer: what the records say about who saw them, as a position in ``LAYERS``.
-        pending: the handles that nobody has waited for yet, where others share them.
+        journal: The journal that receives the records.
+        find_group: A function that returns the group of a ProcessGroup. It is called at the first call of each method
+            on each group.
+        layer: The layer of the records, as a position in ``LAYERS``.
+        pending: The table of handles without a wait, if it is shared with other wrappers; None for a new table.
     """
 
     def __init__(
@@ -68,13 +68,13 @@ class Wrappers:
         self._direct = DirectCalls(self)
 
     def forget(self, address: int) -> None:
-        """The ProcessGroup at ``address`` is gone; another may get its address."""
+        """Forget the ProcessGroup at ``address``, which was deleted. A new object may get the same address."""
         for entries in self._entries:
             entries.pop(address, None)
         self._direct.forget(address)
 
     def wrap(self, method: Method, owner: type, original: Any) -> Any:
-        """What stands in for ``original``, the method of ``owner`` (ProcessGroup or Backend) that ``method`` describes."""
+        """Return a wrapper for ``original``, the method ``method`` of ``owner`` (ProcessGroup or Backend)."""
         entries: dict[int, Entry] = {}
         self._entries.append(entries)
         general = self._wrap_general(method, owner, original, entries)
@@ -88,7 +88,7 @@ class Wrappers:
         self.pending.clear()
 
     def enter(self, method: Method, entries: dict[int, Entry], pg: Any) -> Entry:
-        """The entry of ``pg``, made at its first call of ``method``."""
+        """Return the entry of ``pg``, which is created at the first call of ``method`` on ``pg``."""
         entry = entries.get(id(pg))
         if entry is None:
             group = self._find_group(pg)
@@ -98,7 +98,7 @@ class Wrappers:
         return entry
 
     def _wrap_general(self, method: Method, owner: type, original: Any, entries: dict[int, Entry]) -> Any:
-        """Any method, any arguments."""
+        """Return a wrapper that accepts any method and any arguments."""
         journal, issue, settle = self.journal, self.issue, self.settle
         get_frame, clock = sys._getframe, time.perf_counter_ns
         extra = GLOO_EXTRA.get(method.name)
@@ -110,7 +110,7 @@ class Wrappers:
         def call(pg: Any, /, *args: Any, **kwargs: Any) -> Any:
             token = None
             begin = clock()
-            # The record is written before the backend is called: a killed process has it.
+            # The record is written before the backend is called, so that a killed process has the record.
             try:
                 lookup, group, counter, signatures = self.enter(method, entries, pg)
                 seq = next(counter)
@@ -127,7 +127,7 @@ class Wrappers:
                 cost = 0 if seq % COST_SAMPLE else clock() - begin
             except Exception as error:
                 journal.fault(error)
-            # The program's own call, whatever happened before.
+            # Make the program's own call, even if the recorder failed.
             try:
                 work = (function if type(pg) is owner else beneath)(pg, *args, **kwargs)
             except BaseException as error:
@@ -164,11 +164,14 @@ class Wrappers:
         )
 
     def wrap_wait(self, owner: type, original: Any) -> Any:
-        """What stands in for ``original``, the ``wait`` of ``owner``, a class of handles."""
+        """Return a wrapper for ``original``, the ``wait`` method of ``owner``, a class of handles."""
         return self.waits.wrap(owner, original)
 
     def record_raised(self, pg: Any, token: Token | None, error: BaseException) -> None:
-        """The caller's call raised ``error``. An interruption comes when the backend has the call already."""
+        """Mark the record of a call that raised ``error``.
+
+        An interruption is ignored, because it arrives when the backend already has the call.
+        """
         try:
             if is_interruption(error):
                 return
@@ -181,12 +184,12 @@ class Wrappers:
 
 
 def _cost_of_reading(clock: Callable[[], int]) -> int:
-    """Nanoseconds between two reads of ``clock``, one right after the other."""
+    """Return the time in ns between two consecutive reads of ``clock``."""
     return min(-(clock() - clock()) for _ in range(20))
 
 
 def _record_block(journal: Journal, token: Token, start: int) -> None:
-    """A call that returns only when all ranks have arrived: the program waited all the time."""
+    """Write the wait of a call that returns only when all ranks have arrived: the wait is the whole call."""
     try:
         words, base, _ = token
         words[base + WAIT_BEGIN_WORD] = start
@@ -196,7 +199,7 @@ def _record_block(journal: Journal, token: Token, start: int) -> None:
 
 
 def _bind_count_extra(extra: Callable[[Group, Sequence[Any]], int]) -> Callable[[Group, Sequence[Any]], None]:
-    """The function that counts what gloo counts beyond one for a call."""
+    """Return a function that adds the number that gloo counts in addition to one for a call."""
 
     def count_extra(group: Group, args: Sequence[Any]) -> None:
         if group.backend_for(None) == GLOO:
@@ -206,7 +209,7 @@ def _bind_count_extra(extra: Callable[[Group, Sequence[Any]], int]) -> Callable[
 
 
 def _bind_settle(journal: Journal, waits: Waits, unsampled_ns: int) -> Callable[[Token, Any, int], None]:
-    """The function that completes a record when its call has returned."""
+    """Return a function that completes a record when its call has returned."""
     clock, pending = time.perf_counter_ns, waits.pending
 
     def settle(token: Token, work: Any, cost: int) -> None:
@@ -227,7 +230,7 @@ def _bind_settle(journal: Journal, waits: Waits, unsampled_ns: int) -> Callable[
 
 
 def _bind_issue(journal: Journal, sites: CallSites, layer: int) -> Callable[[Any, Group, int, int], Token]:
-    """The function that packs a record, for the methods that are not on the hot path."""
+    """Return a function that packs a record, for the methods that are not on the fast path."""
     find_site, clock = sites.find, time.perf_counter_ns
     thread_local, journal_key = hooks._thread, journal.key
 

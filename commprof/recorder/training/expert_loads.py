@@ -1,8 +1,8 @@
-"""Writes how many tokens chose each expert, as the layers of experts publish it, without waiting for a device.
+"""Writes how many tokens chose each expert, as published by the expert layers, without waiting for a device.
 
-Counts of a host are read at once. Those of a device are copied into pinned memory behind the work that computes them, and an
-event follows the copy. At later calls, and when recording ends, the event is asked whether the copy is complete; nothing
-waits for it.
+Counts in host memory are read immediately. Counts on a device are copied into pinned memory, in stream order after the
+work that computes them, and an event follows the copy. Later calls, and the end of the recording, query the event to
+find out whether the copy is complete. Nothing waits for the event.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ import torch
 from commprof.recorder.device.device_events import CudaEvents, Event, EventPool, EventSource
 from commprof.recorder.process.journal import Journal
 
-MOST_UNDER_WAY: Final = 512  # counts that are on their way from a device,
-_MOST_BYTES: Final = 4 << 20  # and the pinned memory for them
+MOST_UNDER_WAY: Final = 512  # copies of counts that are in progress
+_MOST_BYTES: Final = 4 << 20  # bytes of pinned memory for these copies
 MOST_EXPERTS: Final = 1 << 16
 _SOURCES: Final[dict[str, Callable[[], EventSource]]] = {"cuda": CudaEvents}
 
 
 class _Copy(NamedTuple):
-    """Counts on their way from a device."""
+    """A copy of counts from a device that is in progress."""
 
     row: dict[str, Any]
-    slot: torch.Tensor  # of the recorder's own memory
-    size: int  # numbers in it
+    slot: torch.Tensor  # the destination, in the recorder's own memory
+    size: int  # the number of counts in the slot
     event: Event
     pool: EventPool
 
@@ -38,8 +38,8 @@ class ExpertLoads:
     """Writes the lines of ``expert_loads``. No method waits for a device or keeps a tensor of the program.
 
     Args:
-        journal: where the lines go.
-        sources: what makes events, by type of device.
+        journal: The journal that receives the lines.
+        sources: The constructors of event sources, by device type.
     """
 
     def __init__(
@@ -49,20 +49,20 @@ class ExpertLoads:
         self._journal = journal
         self._sources = _SOURCES if sources is None else sources
         self._pools: dict[torch.device, EventPool] = {}
-        self._memory: torch.Tensor | None = None  # a row for each copy that may be under way
-        self._free: list[torch.Tensor] = []  # rows of it
+        self._memory: torch.Tensor | None = None  # one row for each copy that may be in progress
+        self._free: list[torch.Tensor] = []  # the free rows of the memory
         self._under_way: deque[_Copy] = deque()
-        self._missing: dict[str, int] = {}  # by reason
+        self._missing: dict[str, int] = {}  # the number of forward passes that are not recorded, by reason
         self._lock = threading.Lock()
 
     def reserve(self, num_experts: object) -> None:
-        """A layer of ``num_experts`` will run: get the memory for its counts now, since pinning memory takes a while."""
+        """Allocate the memory for a layer of ``num_experts`` before the layer runs, because pinning memory is slow."""
         if type(num_experts) is int and torch.cuda.is_initialized():
             with self._lock:
                 self._make_room(num_experts)
 
     def add(self, layer: str, counts: torch.Tensor, capacity: int, tokens: int) -> None:
-        """One forward pass of ``layer``; see :func:`commprof.hooks.expert_load`."""
+        """Record one forward pass of ``layer``; see :func:`commprof.hooks.expert_load`."""
         begin = time.perf_counter_ns()
         with self._lock:
             self._write_complete()
@@ -78,7 +78,7 @@ class ExpertLoads:
         self.cost_ns += time.perf_counter_ns() - begin
 
     def finish(self) -> None:
-        """Recording ends: write what has arrived, and say what is missing."""
+        """Write the counts that have arrived, and note the missing counts, when recording ends."""
         with self._lock:
             self._write_complete()
             if self._under_way:
@@ -91,7 +91,7 @@ class ExpertLoads:
         self._missing.clear()
 
     def _refusal(self, counts: object, capacity: object, tokens: object) -> str | None:
-        """Why these counts are not recorded; None if they are."""
+        """Return the reason why these counts cannot be recorded; None if they can."""
         if not isinstance(counts, torch.Tensor) or counts.dim() != 1 or counts.is_floating_point():
             return "the counts were not an integer tensor of one dimension"
         if type(capacity) is not int or type(tokens) is not int:
@@ -102,7 +102,7 @@ class ExpertLoads:
         return None if counts.numel() <= MOST_EXPERTS else f"there were more than {MOST_EXPERTS:,} experts"
 
     def _copy(self, row: dict[str, Any], counts: torch.Tensor) -> str | None:
-        """Begin to copy ``counts``; why that cannot be, or None."""
+        """Begin to copy ``counts``. Return the reason if this is not possible, or else None."""
         device, size = counts.device, counts.numel()
         pool = self._pools.get(device)
         if pool is None:
@@ -117,10 +117,10 @@ class ExpertLoads:
         return None
 
     def _make_room(self, size: int) -> bool:
-        """Whether there is a free slot of ``size`` numbers, once memory was got or replaced where that is needed."""
+        """Return whether there is a free slot for ``size`` counts; allocate or replace the memory if necessary."""
         if self._memory is None or self._memory.shape[1] < size:
             if self._under_way:
-                return False  # they are in the memory that would be replaced
+                return False  # copies in progress use the memory that would be replaced
             size = min(max(size, 1), MOST_EXPERTS)
             with torch.inference_mode(False):
                 self._memory = torch.empty(

@@ -1,4 +1,4 @@
-"""Writes when evaluations and checkpoints began and ended, according to the phases."""
+"""Writes the begin and end of evaluations and checkpoints, which are inferred from the phases."""
 
 from __future__ import annotations
 
@@ -13,21 +13,26 @@ TRAINING: Final = frozenset({Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER})
 
 
 class OutsideSteps:
-    """Writes a line where an evaluation or a checkpoint begins, and another once training goes on.
+    """Writes one line when an evaluation or a checkpoint begins, and a second line when it has ended.
 
-    One evaluation has many forward passes. It lasts from the first of them to the end of the last one before training or
-    another kind begins.
+    An evaluation has many forward passes. It begins with its first pass, and ends with the last pass before training
+    continues or before a checkpoint begins.
     """
 
     def __init__(self, journal: Journal) -> None:
         self._journal = journal
         self._phase: str | None = None
         self._begin_ns = 0
-        self._end_ns = 0  # 0 within a pass
+        self._end_ns = 0  # the end of the last pass; 0 within a pass
         self._passes = 0
 
     def hear(self, phase: str, has_trained: bool) -> None:
-        """The phase changes to ``phase``; ``has_trained``: the step that has begun last has had a phase of training."""
+        """Handle a change of the phase.
+
+        Args:
+            phase: The new phase.
+            has_trained: Whether the latest step has had a training phase.
+        """
         if phase in OUTSIDE:
             self._enter(phase, has_trained)
         elif self._phase is not None:
@@ -37,7 +42,7 @@ class OutsideSteps:
                 self._close(now)
 
     def finish(self) -> None:
-        """Recording ends."""
+        """Write the end of an open evaluation or checkpoint when recording ends."""
         if self._phase is not None:
             self._end_ns = self._end_ns or time.perf_counter_ns()
             self._close(None)

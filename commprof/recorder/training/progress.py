@@ -6,30 +6,31 @@ from collections.abc import Set
 
 
 class Progress:
-    """Steps and micro-batches of a loop of forward passes, backward passes and optimizer steps.
+    """The current step and micro-batch of a loop of forward passes, backward passes and optimizer steps.
 
-    A step ends when the optimizers have stepped, and the passes of the next begin with the next pass of training. A
-    further micro-batch begins with a forward pass that follows a backward pass while no optimizer has stepped.
+    A step ends when the optimizers have stepped. The next step begins with the next training pass. A further
+    micro-batch begins with a forward pass after a backward pass, if no optimizer has stepped in between.
 
     Args:
-        step: where it is already; -1 before the first step.
+        step: The current step; -1 before the first step.
     """
 
     def __init__(self, step: int = -1) -> None:
         self.step = step
         self.micro_step = 0
         self._due = True  # the next pass begins a step
-        self._backwards = 0  # since the last forward pass, with no optimizer step after it
+        # The number of backward passes since the last begin of a micro-batch or optimizer step.
+        self._backwards = 0
         self._cycle = OptimizerCycle()
         self._idle: set[int] = set()  # optimizers that stepped while nothing else happened
 
     @property
     def is_between_steps(self) -> bool:
-        """Whether a step has ended, and no pass of the next has begun."""
+        """Whether a step has ended and no pass of the next step has begun."""
         return self.step >= 0 and self._due
 
     def begin_forward(self) -> bool:
-        """A forward pass in training mode begins. True when with it a step or a micro-batch does."""
+        """Register a forward pass in training mode; return whether it begins a step or a micro-batch."""
         if self.begin_pass():
             return True
         if not self._backwards:
@@ -39,7 +40,7 @@ class Progress:
         return True
 
     def begin_pass(self) -> bool:
-        """A pass begins, forward or backward. True when with it a step does."""
+        """Register the begin of a forward or backward pass; return whether it begins a step."""
         self._idle.clear()
         if not self._due:
             return False
@@ -49,21 +50,24 @@ class Progress:
         return True
 
     def end_backward(self) -> None:
-        """A backward pass has ended."""
+        """Register the end of a backward pass."""
         self._backwards += 1
 
     def end_optimizer(self, optimizer: int, all_optimizers: Set[int] = frozenset()) -> bool:
-        """An optimizer has stepped. True when with that a step begins, since the program shows no passes.
+        """Register the step of an optimizer.
 
         Args:
-            optimizer: what stands for it.
-            all_optimizers: the optimizers of the program.
+            optimizer: A number that identifies the optimizer.
+            all_optimizers: The numbers of all optimizers of the program.
+
+        Returns:
+            True if the optimizer step itself begins a training step. This is the case if no passes are observed.
         """
         self._backwards = 0
         if not self._due:
             self._due = self._cycle.ends_with(optimizer, all_optimizers)
             return False
-        # Some programs let a new optimizer step once, with no gradients, to make its state: that is no training step.
+        # Some programs let a new optimizer step once without gradients, to create its state. This is no training step.
         if optimizer not in self._idle:
             self._idle.add(optimizer)
             return False
@@ -74,29 +78,32 @@ class Progress:
 
 
 class OptimizerCycle:
-    """Which optimizer's step ends an iteration, where a program has several: learned from the rounds that they make.
+    """Learns which optimizer's step ends an iteration in a program with several optimizers.
 
-    A round begins when an optimizer steps that has stepped in this one, or the first one of the round before. It ends when
-    those have stepped that step between two steps of the one that began it; in the first round, all that there are.
-    The first step of an optimizer that did not exist in the first round ends an iteration too: a second training begins.
+    The steps of the optimizers form rounds. A new round begins when an optimizer steps that has already stepped in the
+    current round. The members of the new round are the optimizers that stepped between the last two steps of the
+    optimizer that began it. The round ends when all its members have stepped. The members of the first round are all
+    optimizers of the program. The first step of an optimizer that did not exist in the first round also ends an
+    iteration, because a second training begins.
     """
 
     def __init__(self) -> None:
         self._first: int | None = None
         self._round: set[int] = set()
         self._members: set[int] | None = None
-        self._ended = False  # in this round
-        self._existed: set[int] = set()  # in the first round
-        self._last: dict[int, int] = {}  # when each optimizer stepped last, in steps of any
+        self._ended = False  # whether an iteration has ended in the current round
+        self._existed: set[int] = set()  # the optimizers that existed in the first round
+        self._last: dict[int, int] = {}  # the last step of each optimizer, as a value of ``_time``
         self._time = 0
 
     def ends_with(self, optimizer: int, all_optimizers: Set[int] = frozenset()) -> bool:
-        """Whether the step that ``optimizer`` has just made ends an iteration.
+        """Return whether the latest step of ``optimizer`` ends an iteration.
 
-        At most once in a round, apart from the first steps of later optimizers.
+        This is true at most once per round, apart from the first steps of optimizers that were created later.
 
         Args:
-            all_optimizers: the optimizers of the program; used in the first round only.
+            optimizer: The number of the optimizer that has just stepped.
+            all_optimizers: The numbers of all optimizers of the program. They are used in the first round only.
         """
         self._existed |= all_optimizers
         is_later = self._ended and optimizer not in self._existed and optimizer not in self._last

@@ -11,7 +11,7 @@ from torch.optim.optimizer import Optimizer
 
 from commprof import hooks
 
-# What wrappers put between the parts of a name.
+# The words that wrappers insert into the names of parameters.
 _WRAPPERS: Final = frozenset(
     {"_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module", "_flat_param"}
 )
@@ -19,22 +19,22 @@ _OPAQUE: Final = frozenset({"deepspeed"})
 
 
 class Parameter(NamedTuple):
-    """A parameter as the model was written: whole, under its own name."""
+    """A parameter as the model defines it: with its full shape and its own name, before any wrapper changed it."""
 
     name: str
     shape: Sequence[int]
     dtype: torch.dtype
     numel: int
     requires_grad: bool
-    keys: tuple[int, ...]  # the ``id`` of what an optimizer may hold for it
-    ep_size: int | None = None  # of an expert's parameter: ranks that share the experts
+    keys: tuple[int, ...]  # the ids of the tensors that an optimizer may contain for this parameter
+    ep_size: int | None = None  # for an expert's parameter: the number of ranks that share the experts
 
 
 class Models:
-    """Publishes the parameters of the models that are trained, once, unless the program does.
+    """Publishes the parameters of the trained models once, unless the program publishes them itself.
 
     Args:
-        on_fault: called with what went wrong.
+        on_fault: A function that receives the exception if publishing fails.
     """
 
     def __init__(self, on_fault: Callable[[Exception], None]) -> None:
@@ -44,19 +44,19 @@ class Models:
         self._speaking = False
 
     def saw(self, module: torch.nn.Module) -> None:
-        """``module`` runs in training, and no other module around it."""
+        """Register that ``module`` runs in training as the outermost module."""
         if self.published or any(each() is module for each in self._models):
             return
-        # An engine of a version that its adapter refuses: what it has done to its parameters is not known.
+        # Exclude an engine of a version that the adapter refuses, because its changes to the parameters are not known.
         if type(module).__module__.partition(".")[0] not in _OPAQUE:
             self._models.append(weakref.ref(module))
 
     def heard(self) -> None:
-        """Somebody has published parameters."""
+        """Register that parameters were published, by the program or by this object."""
         self.published = self.published or not self._speaking
 
     def publish(self, optimizers: Iterable[Optimizer] = ()) -> None:
-        """Publish what was seen, with the groups of ``optimizers`` numbered through."""
+        """Publish the registered models. The parameter groups of all ``optimizers`` are numbered consecutively."""
         if self.published:
             return
         self.published = self._speaking = True
@@ -73,7 +73,7 @@ class Models:
 
 
 def distinct(models: Sequence[torch.nn.Module]) -> list[Parameter]:
-    """The parameters of all ``models``; with several, each name begins with the class of its model."""
+    """Return the parameters of all ``models``. If there are several models, each name begins with the model's class."""
     parameters: list[Parameter] = []
     seen: set[tuple[int, str]] = set()
     for number, model in enumerate(models):
@@ -89,7 +89,7 @@ def distinct(models: Sequence[torch.nn.Module]) -> list[Parameter]:
 
 
 def parameters_of(model: torch.nn.Module) -> list[Parameter]:
-    """The parameters of ``model`` in its order. What FSDP 1 keeps flat is told as it was before."""
+    """Return the parameters of ``model`` in the model's order, with the original parameters of FSDP 1's flat ones."""
     flat: dict[int, list[Parameter]] = {}
     for path, module in model.named_modules():
         handle = getattr(module, "_handle", None)
@@ -110,7 +110,7 @@ def parameters_of(model: torch.nn.Module) -> list[Parameter]:
                     (id(parameter),),
                 )
             )
-    # Where FSDP 1 leaves the names in the model, their order is known; else it is that of the units.
+    # If FSDP 1 keeps the original names in the model, their order is known. Otherwise the order of the units is used.
     order = {plain_name(name, model): number for number, (name, _) in enumerate(model.named_parameters())}
     return sorted(ordered, key=lambda each: order.get(each.name, len(order)))
 
@@ -131,15 +131,16 @@ def _flattened(module: str, flat: Any) -> Iterator[Parameter]:
 
 
 def trains(module: torch.nn.Module) -> bool:
-    """Whether ``module``, or what it wraps, is in training mode.
+    """Return whether ``module`` or one of its children is in training mode.
 
-    Lightning changes the mode of the model within a wrapper and not the wrapper's; a program may train the last layer alone.
+    The children matter in two cases. Lightning changes the mode of the model within a wrapper, but not the mode of the
+    wrapper. A program may also train only the last layer.
     """
     return module.training or any(child.training for child in module.children())
 
 
 def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
-    """The module that DDP or torch.compile was given."""
+    """Return the module within the wrappers of DDP and torch.compile, or ``model`` itself if there is no wrapper."""
     while True:
         inner = getattr(model, "_orig_mod", None)
         if inner is None and hasattr(model, "reducer"):
@@ -150,7 +151,7 @@ def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
 
 
 def plain_name(name: str, model: torch.nn.Module | None = None) -> str:
-    """``name`` without what wrappers have put into it; ``model`` is the module that it was read from.
+    """Return ``name`` without the words that wrappers inserted. ``model`` is the module that contains the name.
 
     >>> plain_name("_orig_mod.layers.0._fsdp_wrapped_module.weight")
     'layers.0.weight'
@@ -162,11 +163,11 @@ def plain_name(name: str, model: torch.nn.Module | None = None) -> str:
 
 
 def parameter_rows(parameters: Sequence[Parameter], group_of: Mapping[int, int]) -> Iterator[dict[str, Any]]:
-    """Rows of ``parameters``, in the order of the optimizer's groups, those that it has not last.
+    """Yield the rows of ``parameters`` in the order of the optimizer's groups; parameters without a group come last.
 
     Args:
-        parameters: in the model's order.
-        group_of: the optimizer's group by the ``id`` of the parameter, in the optimizer's order.
+        parameters: The parameters in the model's order.
+        group_of: The number of the optimizer's group by the ``id`` of the parameter, in the optimizer's order.
     """
     index: dict[int, list[int]] = {}
     for number, parameter in enumerate(parameters):

@@ -1,16 +1,18 @@
 """Bounds the time that C++ waits for collectives: DDP's reducer at the end of a backward pass, and functions of torch.
 
-No recorded method is called when they wait. But autograd runs the callbacks that were queued during a backward pass in
-the order in which they were queued, and the reducer queues its wait after its last bucket. So a callback that is queued
-at the first bucket runs just before that wait, and a second one, which the first queues, runs just after it.
+No recorded method is called for these waits. Autograd runs the callbacks that are queued during a backward pass in
+queue order, and the reducer queues its wait after its last bucket. A callback that is queued at the first bucket
+therefore runs just before the wait. This callback queues a second callback, which runs just after the wait.
 
-Between the two callbacks the thread waits and copies gradients. The waiting time has bounds. The upper bound is the
-time in which the thread was on no processor. The lower bound is the time in which it slept: the upper bound minus the
-time in which it was ready to run but had no processor. If other threads copy too, or may hold Python's lock, the thread
-may have slept for them. Their running time and their waits for a processor are then subtracted as well.
+Between the two callbacks the thread waits and copies gradients, so only bounds of the waiting time are known. The upper
+bound is the time in which the thread was on no processor. The lower bound is the time in which the thread slept: the
+upper bound minus the time in which the thread was ready to run but had no processor. If other threads also copy, or may
+hold Python's lock, the thread may have slept for these threads. Their running time and their waits for a processor are
+then also subtracted.
 
-If the collectives are on a device, its stream waits and not the thread. The wait lies between two events, which enclose the
-copies too, so its length is an upper bound. When the row is written depends on when the device reaches them.
+If the collectives are on a device, the stream of the device waits instead of the thread. Two events enclose the wait
+and the copies, so the time between the events is an upper bound. The row is written after the device has reached both
+events.
 """
 
 from __future__ import annotations
@@ -30,16 +32,23 @@ from commprof.recorder.process.journal import Journal
 
 BACKWARD: Final = "backward"
 _NO_TASK: Final = -1
-_MOST_OPEN: Final = 64  # backward passes, nested in each other or ended by an exception
-_MOST_THREADS: Final = 64  # others of which the times are read
-_MOST_WAITING: Final = 512
-_SLACK_NS: Final = 10_000  # what reading the clocks takes itself
+_MOST_OPEN: Final = 64  # open backward passes, which are nested or ended with an exception
+_MOST_THREADS: Final = 64  # threads of the process whose times are read
+_MOST_WAITING: Final = 512  # rows that are not yet written
+_SLACK_NS: Final = 10_000  # the time that reading the clocks takes
 _graph_task: Final = getattr(torch._C, "_current_graph_task_id", lambda: _NO_TASK)
 _running_node: Final = getattr(torch._C, "_current_autograd_node", lambda: None)
 
 
 class Moment(NamedTuple):
-    """The clocks of a thread. ``off_ns``: for how long it was neither working nor waiting, at most; None: not known."""
+    """The clocks of a thread at one point in time, in ns.
+
+    Attributes:
+        wall_ns: The time of ``time.perf_counter_ns``.
+        cpu_ns: The CPU time of the thread.
+        off_ns: The total time that does not count as waiting although the thread was not running, see
+            :func:`_off_ns`; None if it is not known.
+    """
 
     wall_ns: int
     cpu_ns: int
@@ -50,20 +59,20 @@ class Stalls:
     """Writes the rows of ``stalls``.
 
     Args:
-        journal: where the lines go.
+        journal: The journal that receives the rows.
     """
 
     def __init__(self, journal: Journal) -> None:
         self.cost_ns = 0
         self._journal = journal
-        self._rows: list[dict[str, Any]] = []  # not yet written
+        self._rows: list[dict[str, Any]] = []  # rows that are not yet written
         self._issued = 0
-        self._since = 0  # the first collective that nobody has waited for, as far as is known
+        self._since = 0  # the time of the first collective for which no wait is known yet; 0 if there is none
         self._in_functions = 0
-        self._open: set[int] = set()  # backward passes
+        self._open: set[int] = set()  # the ids of the backward passes that are followed
 
     def issued(self) -> None:
-        """C++, or a communication hook, is about to issue a collective for which C++ waits."""
+        """Register that C++ or a communication hook is about to issue a collective for which C++ waits."""
         self._issued += 1
         if self._in_functions:
             return
@@ -77,7 +86,7 @@ class Stalls:
             self._journal.fault(error)
 
     def _follow(self, task: int) -> None:
-        """Be called back at the end of this backward pass."""
+        """Queue the callbacks that enclose the wait at the end of this backward pass."""
         if len(self._open) >= _MOST_OPEN:
             self._open.clear()
         self._open.add(task)
@@ -85,28 +94,38 @@ class Stalls:
         if _running_node() is not None:
             self._queue(lambda: self._begin(task))
             return
-        # Autograd has come to its callbacks: a static graph is reduced only there in its first step, and waited for at once.
+        # Autograd is already running its callbacks. In its first step, a static graph is reduced in a callback, and the
+        # reducer waits immediately.
         moment = self._now()
         self._queue(lambda: self._end(task, moment))
 
     def enter(self, detailed: bool = True) -> tuple[int, Moment]:
-        """A function of torch begins that may issue collectives and wait for them.
+        """Begin a function of torch that may issue collectives and wait for them.
 
         Args:
-            detailed: worth some microseconds more, without which there is no lower bound.
+            detailed: Whether to spend some microseconds on the times that a lower bound requires. Otherwise the lower
+                bound is 0.
+
+        Returns:
+            The state for :meth:`leave`.
         """
         self._in_functions += 1
         return self._issued, self._now(detailed)
 
     def leave(self, entered: tuple[int, Moment], place: str) -> None:
-        """It has returned or raised."""
+        """End the function of torch, which has returned or raised; write a row if it issued collectives.
+
+        Args:
+            entered: The result of :meth:`enter`.
+            place: The value of the column ``place``.
+        """
         self._in_functions -= 1
         issued, moment = entered
         if self._issued > issued:
             self._add(place, moment.wall_ns, moment, self._now(moment.off_ns is not None))
 
     def write(self) -> None:
-        """Write what was added since the last time."""
+        """Write the rows that were added since the last call."""
         rows, self._rows = self._rows, []
         for row in rows:
             self._journal.write("stalls", row)
@@ -146,13 +165,13 @@ class Stalls:
             self._journal.fault(error)
 
     def _add_device(self, row: dict[str, Any], begin_ns: int, end_ns: int) -> None:
-        """The wait of ``row`` lasted from ``begin_ns`` to ``end_ns`` on a device."""
+        """Write ``row`` for a wait that lasted from ``begin_ns`` to ``end_ns`` on a device."""
         times = {"device_begin_ns": begin_ns, "device_end_ns": end_ns}
         bounds = {"exposed_low_ns": 0, "exposed_high_ns": max(0, end_ns - begin_ns)}
         self._journal.write("stalls", {**row, **times, **bounds})
 
     def _row(self, place: str, since_ns: int, begin_ns: int) -> dict[str, Any]:
-        """What is known of a row when the wait begins. ``since_ns``: 0 if it is not known."""
+        """Return the columns of a row that are known when the wait begins. ``since_ns`` is 0 if it is not known."""
         return {
             "step": hooks.position.step,
             "place": place,
@@ -186,23 +205,26 @@ class Stalls:
 
 
 class _Accounts:
-    """The kernel's accounts of this process's threads, kept open: opening one takes ten times as long as reading it."""
+    """The kernel's ``schedstat`` files of this process's threads.
+
+    The files stay open, because opening a file takes ten times as long as reading it.
+    """
 
     def __init__(self) -> None:
         self.pid = os.getpid()
         self._descriptors: dict[int, int] = {}
 
     def read(self, thread: int) -> tuple[int, int]:
-        """:func:`_parsed` of ``thread``.
+        """Return the times of ``thread``, in the form of :func:`_parsed`.
 
         Raises:
-            OSError, ValueError: this kernel does not say, or the thread has ended.
+            OSError, ValueError: The kernel does not provide the times, or the thread has ended.
         """
         descriptor = self._descriptors.pop(thread, None)
         if descriptor is not None:
             try:
                 line = os.pread(descriptor, 128, 0)
-            except OSError:  # the thread has ended, and another one has its number
+            except OSError:  # the thread has ended, and a new thread has its number
                 os.close(descriptor)
             else:
                 self._descriptors[thread] = descriptor
@@ -213,7 +235,7 @@ class _Accounts:
         return _parsed(os.pread(descriptor, 128, 0))
 
     def keep(self, threads: Collection[int]) -> None:
-        """Close the accounts of all but ``threads``."""
+        """Close the files of all threads except ``threads``."""
         for thread in self._descriptors.keys() - threads:
             os.close(self._descriptors.pop(thread))
 
@@ -225,7 +247,12 @@ _thread: Final = threading.local()
 
 
 def _off_ns() -> int | None:
-    """Time in which this thread was ready and found no processor, and what others took for which it may have slept."""
+    """Return the total time (ns) that does not count as waiting although this thread was not running.
+
+    This includes the time in which this thread was ready to run but had no processor. It also includes the running time
+    of all threads for which this thread may have slept, and their waits for a processor. None if the times cannot be
+    read.
+    """
     try:
         accounts: _Accounts | None = getattr(_thread, "accounts", None)
         if accounts is None or accounts.pid != os.getpid():  # a forked child has other threads
@@ -245,7 +272,7 @@ class _TooManyError(Exception):
 
 
 def _others(own: int) -> list[int]:
-    """The threads for which this one may sleep: those that compute with it, and those of Python."""
+    """Return the threads for which this thread may sleep: threads that compute with it, or else threads of Python."""
     if torch.get_num_threads() > 1:
         threads = [int(task) for task in os.listdir("/proc/self/task")]  # noqa: PTH208 - twice as fast
     elif threading.active_count() > 1:
@@ -259,6 +286,6 @@ def _others(own: int) -> list[int]:
 
 
 def _parsed(line: bytes) -> tuple[int, int]:
-    """Nanoseconds that a thread ran, and that it was ready and waited for a processor."""
+    """Return the time that a thread ran, and the time that it was ready and waited for a processor, both in ns."""
     ran, waited, _ = line.split()
     return int(ran), int(waited)

@@ -1,4 +1,4 @@
-"""Writes step boundaries with resources, and the rows that a program publishes about itself."""
+"""Writes step boundaries with the process's resources, and the rows that a program publishes about itself."""
 
 from __future__ import annotations
 
@@ -25,37 +25,38 @@ _PAGE: Final = os.sysconf("SC_PAGE_SIZE")
 
 
 class Steps:
-    """Writes a row at each step boundary, and what a program publishes about itself.
+    """Writes a row at each step boundary, and the rows that a program publishes about itself.
 
     Args:
-        check: run at each boundary before the new step begins.
+        journal: The journal that receives the rows.
+        check: A function that is called at each boundary before the new step begins.
     """
 
     def __init__(self, journal: Journal, check: Callable[[], None]) -> None:
         self.journal = journal
         self.cost_ns = 0
-        self.readings: HostReadings | None = None  # of the host's counters
+        self.readings: HostReadings | None = None  # the readings of the host's interface counters
         self._check = check
         self._buckets = BucketRows(journal)
         self._next_clock_ns = 0
         self._explicit = False
         self._automatic_call = False
-        self._is_automatic = False  # the last boundary was not named by the program
+        self._is_automatic = False  # whether the last boundary was inferred, not reported by the program
         self._starting = False
         self._outside = OutsideSteps(journal)
         self._phase = hooks.position.phase
-        self._has_trained = False  # a phase of training was named in this step
+        self._has_trained = False  # whether a training phase was reported in this step
         self._may_have_ended = False
-        self._end_is_told = False  # by the program's runtime: nothing needs to be concluded
-        # The row of the step in which recording began, until the step has ended.
+        self._end_is_told = False  # whether the runtime reports the ends of steps, so that none is inferred
+        # The row of the step in which recording began. It is written when this step has ended.
         self._pending_row: dict[str, Any] | None = None
 
     def explicit(self) -> bool:
-        """Whether the program names its steps itself."""
+        """Return whether the program reports its steps itself."""
         return self._explicit
 
     def start(self, is_recorded: bool = True) -> None:
-        """The files are open: write the current position of the training, if it is to be recorded."""
+        """Write the current position of the training after the files were opened, if this position is recorded."""
         self._write_clock(time.perf_counter_ns())
         if is_recorded and hooks.position.step >= 0:
             begin = self.begin_automatic if self._is_automatic else self.begin
@@ -64,7 +65,7 @@ class Steps:
             self._starting = False
 
     def begin(self, step: int, micro_step: int) -> None:
-        """Step ``step`` begins, or a further micro step of it."""
+        """Begin step ``step``, or a further micro-batch of this step."""
         now = time.perf_counter_ns()
         self._hear()
         self._buckets.write()
@@ -73,7 +74,7 @@ class Steps:
             if self.readings is not None:
                 self.readings.begin(step, now)
             self._has_trained = False
-            # A phase that is still in force is that of the step before: to leave it ends nothing.
+            # A phase that is still active belongs to the previous step, so the end of this phase ends no step.
             self._phase = ""
         self._may_have_ended = False
         self.journal.move(step, micro_step)
@@ -94,7 +95,10 @@ class Steps:
         self.cost_ns += time.perf_counter_ns() - now
 
     def hear_phase(self, phase: str) -> None:
-        """The phase changes. Where only the steps' begins are named, an optimizer that has stepped may have ended one."""
+        """Handle a change of the phase.
+
+        If the program reports only the begins of steps, the end of an optimizer phase may be the end of the step.
+        """
         self._outside.hear(phase, self._has_trained)
         before, self._phase = self._phase, phase
         if phase in TRAINING:
@@ -106,10 +110,11 @@ class Steps:
             self.end(is_told=False)
 
     def end(self, is_told: bool = True) -> None:
-        """The step has ended; what follows belongs to the next one. The last call before the next step counts.
+        """End the step. Later collectives belong to the next step. The last call before the next step counts.
 
         Args:
-            is_told: else it is concluded from an optimizer's step, and the step may reach to the next one's begin.
+            is_told: Whether the end was reported. Otherwise it is inferred from the end of an optimizer phase, and the
+                step may last until the begin of the next step.
         """
         now = time.perf_counter_ns()
         step = hooks.position.step
@@ -127,12 +132,12 @@ class Steps:
         self.cost_ns += time.perf_counter_ns() - now
 
     def tell_end(self) -> None:
-        """The program's runtime says that the step has ended."""
+        """End the step, as reported by the program's runtime."""
         self._end_is_told = True
         self.end()
 
     def go_back(self) -> None:
-        """What comes is initialisation again: of a training of its own, where no step of this recording has begun."""
+        """Return to initialization, because the program prepares another training, of which no step has begun."""
         self._pending_row = None
         self.journal.move(BEFORE_THE_FIRST, 0)
         if self.readings is not None:
@@ -149,13 +154,13 @@ class Steps:
             self._explicit = True
 
     def pass_by(self, step: int, micro_step: int) -> None:
-        """A step begins that is not to be recorded."""
+        """Begin a step that is not recorded."""
         self._hear()
         self._write_pending_row()
         self.journal.move(step, micro_step)
 
     def close(self) -> None:
-        """The last step that is to be recorded has ended."""
+        """Write the end of the last step that is recorded."""
         self._outside.finish()
         if self.readings is not None:
             self.readings.end_steps()
@@ -167,7 +172,7 @@ class Steps:
         )
 
     def finish(self) -> None:
-        """Recording ends: the last step's resources and the clocks."""
+        """Write the resources at the end of the last step, and the clocks, when recording ends."""
         now = time.perf_counter_ns()
         self._outside.finish()
         self._buckets.write()
@@ -179,7 +184,7 @@ class Steps:
             self.readings.finish()
 
     def note_row(self, table: str, row: Mapping[str, Any]) -> None:
-        """Write one published row, with the step and the time."""
+        """Write one published row with the current step and time."""
         now = time.perf_counter_ns()
         content = dict(row)
         if table == "metrics":
@@ -193,7 +198,7 @@ class Steps:
         self.cost_ns += time.perf_counter_ns() - now
 
     def note_flush(self, bucket: hooks.bucket) -> None:
-        """Keep that ``bucket`` was flushed, with the step and the time; written when the next step begins."""
+        """Register a flush of ``bucket`` with the step and the time. The row is written when the next step begins."""
         now = time.perf_counter_ns()
         self._buckets.add(bucket, hooks.position.step, hooks.position.micro_step, now)
         self.cost_ns += time.perf_counter_ns() - now
@@ -203,7 +208,7 @@ class Steps:
         self.journal.write("clock", {**read_clocks()._asdict(), "clock": clock_identity()})
 
     def begin_automatic(self, step: int, micro_step: int) -> None:
-        """Step ``step`` begins, or a further micro step of it, though the program does not say so."""
+        """Begin step ``step``, or a further micro-batch of this step, which was inferred, not reported."""
         try:
             self._automatic_call = True
             hooks.step(step, micro_step)
@@ -214,10 +219,10 @@ class Steps:
 
 
 def _resources() -> dict[str, int | None]:
-    """Resident memory, memory allocated on the device, and CPU time of the process, now."""
+    """Return the current resident memory (bytes), memory allocated on the device (bytes), and CPU time (ns)."""
     rss = None
     try:
-        # Four times as fast as a file object, and this is once a step.
+        # This runs once per step, and is four times as fast as a file object.
         descriptor = os.open("/proc/self/statm", os.O_RDONLY | os.O_CLOEXEC)
         try:
             rss = int(os.read(descriptor, 128).split()[1]) * _PAGE
@@ -229,9 +234,9 @@ def _resources() -> dict[str, int | None]:
 
 
 def _device_bytes() -> int | None:
-    """Bytes that tensors have on the current device; None: no device is used.
+    """Return the bytes that tensors occupy on the current device; None if no device is used.
 
-    Not torch.cuda.memory_allocated, which takes 0.5 ms, because it flattens and sorts all statistics first.
+    torch.cuda.memory_allocated is not used. It takes 0.5 ms, because it flattens and sorts all statistics first.
     """
     if not torch.cuda.is_initialized():
         return None

@@ -1,7 +1,7 @@
-"""Infers phases and steps of training loops that do not report them, from torch's global hooks.
+"""Infers phases and steps from torch's global hooks, for training loops that do not report them.
 
-Nothing is attached to the program's modules, tensors or optimizers. No module within a model is slowed: torch's hook for
-all modules is removed while the outermost of them runs.
+Nothing stays attached to the program's modules, tensors or optimizers. The modules within a model are not slowed down,
+because torch's hook for all modules is removed while the outermost module runs.
 """
 
 from __future__ import annotations
@@ -33,15 +33,16 @@ from commprof.recorder.training.step_writer import Steps
 from commprof.schema import Phase
 
 _COMPILED: Final = "torch._dynamo.eval_frame"
-# A program that names one of these names them all; it may name a checkpoint and leave the rest to us.
+# A program that reports one of these phases reports all of them. A program may also report only its checkpoints and
+# leave the other phases to this module.
 _NAMED_BY_RUNTIMES: Final = frozenset({Phase.INIT, Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER})
 
 
 class _Stepping(NamedTuple):
     """A call of an optimizer's step that has begun."""
 
-    optimizer: int  # its id
-    frame: int  # the id of the call's frame, which must not be held
+    optimizer: int  # the id of the optimizer
+    frame: int  # the id of the call's frame; a reference would keep the frame alive
     thread: int
 
 
@@ -49,9 +50,9 @@ class TrainingLoop:
     """Reports phases and steps of a program, unless the program reports them itself.
 
     Args:
-        journal: gets notes on what could not be watched.
-        steps: writes the steps.
-        models: gets the trained modules and the optimizers.
+        journal: The journal. It receives a note if detection fails.
+        steps: The writer of the steps.
+        models: The models to publish. They receive the trained modules and the optimizers.
     """
 
     def __init__(self, journal: Journal, steps: Steps, models: Models) -> None:
@@ -62,29 +63,31 @@ class TrainingLoop:
         self._patches = Patches()
         self._watch = ImportWatch({_COMPILED}, self._on_compiler, self._give_up)
         self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-        # An id may be that of an optimizer that is gone, on one rank and not on the next: their steps would part.
+        # The optimizers are numbered, because a new optimizer may get the id of a deleted one on some ranks only. The
+        # step numbers of these ranks would then differ.
         self._numbers: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         self._numbered = 0
         self._handles: list[Any] = []
-        self._every_module: Any = None  # the hook of all modules, which is in place while none of them runs
+        self._every_module: Any = None  # the hook for all modules, which is installed while no module runs
         self._armed = False
-        self._outermost: Any = None  # the hook of the one that runs
-        self._stepping: list[_Stepping] = []  # the outermost first
-        self._before_optimizer = ""  # the phase before the outermost of them
+        self._outermost: Any = None  # the hook for the end of the outermost module that runs
+        self._stepping: list[_Stepping] = []  # the optimizer steps in progress, the outermost first
+        self._before_optimizer = ""  # the phase before the outermost optimizer step
         self._in_backward = False
-        self._end_is_due = False  # the step ends when the backward pass does, in which the optimizers stepped
-        self._steps_taken = 0  # by optimizers
-        self._thread = threading.main_thread().ident  # which trains
+        # The optimizers have stepped within a backward pass, so the step ends at the end of this pass.
+        self._end_is_due = False
+        self._steps_taken = 0  # the number of optimizer steps
+        self._thread = threading.main_thread().ident  # the thread that trains
         self._trained: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
-        # Modules that ran without being trained between two steps: now, and the time before.
+        # The ids of modules that ran between two steps without being trained: after the last step, and one step before.
         self._aside: set[int] = set()
         self._aside_before: set[int] = set()
-        self._one_batch = 0  # inside what runs many passes for one batch
+        self._one_batch = 0  # the nesting depth of ``one_batch``
         self._phases_named = False
         self._speaking = False
 
     def install(self) -> None:
-        """Begin to watch."""
+        """Install the hooks and wrappers."""
         self._handles = [
             register_optimizer_step_pre_hook(self._before_step),
             register_optimizer_step_post_hook(self._after_step),
@@ -96,7 +99,7 @@ class TrainingLoop:
         self._arm()
 
     def remove(self) -> None:
-        """Watch no more."""
+        """Remove the hooks and wrappers."""
         self._watch.stop()
         self._patches.remove()
         self._disarm()
@@ -107,11 +110,11 @@ class TrainingLoop:
         self._outermost = None
 
     def finish(self) -> None:
-        """Recording ends, perhaps within the first step: publish what was trained."""
+        """Publish the trained models when recording ends, which may be within the first step."""
         self._models.publish(self._optimizers)
 
     def close(self) -> None:
-        """Watch no more, and take back what was said: a later recording of this process begins anew."""
+        """Remove the hooks and reset the position that was set, so that a later recording starts from the beginning."""
         self.remove()
         if not self._steps.explicit():
             hooks.position.step, hooks.position.micro_step = -1, 0
@@ -119,13 +122,17 @@ class TrainingLoop:
             hooks.position.phase = str(Phase.INIT)
 
     def heard(self, phase: str) -> None:
-        """Somebody has named a phase: leave phases to the program if it was the program."""
+        """Handle a reported phase: if the program reported it, leave all phases to the program."""
         if not self._speaking and phase in _NAMED_BY_RUNTIMES:
             self._phases_named = True
 
     @contextmanager
     def one_batch(self, trains: bool) -> Iterator[None]:
-        """Around what runs the passes of many micro-batches in an order of its own: they are one."""
+        """Treat all passes in the block as one micro-batch, for code that runs micro-batches in its own order.
+
+        Args:
+            trains: Whether the passes are training passes, so that the block may begin a step.
+        """
         if trains and torch.is_grad_enabled():
             self._guarded(self._begin_pass)
         self._one_batch += 1
@@ -135,19 +142,19 @@ class TrainingLoop:
             self._one_batch -= 1
 
     def enter(self, phase: str) -> str:
-        """Say ``phase``, unless the program names its phases, and return the one that it takes the place of."""
+        """Set phase ``phase``, unless the program reports its phases, and return the previous phase."""
         before = hooks.position.phase
         if not self._phases_named and not (before == Phase.EVALUATION and phase == Phase.FORWARD):
             self._say(phase)
         return before
 
     def leave(self, before: str) -> None:
-        """Say again what was the phase before; once training has begun, no more that it is being prepared."""
+        """Restore phase ``before``. After training has begun, set ``other`` instead of ``init``."""
         if not self._phases_named:
             self._say(Phase.OTHER if before == Phase.INIT and self._progress.step >= 0 else before)
 
     def is_beside_training(self) -> bool:
-        """Whether another thread than this one trains: the phase, which is that of the process, is the other's to say."""
+        """Return whether a different thread trains. Only that thread may then set the phase, which is process-wide."""
         return self._thread != threading.get_ident()
 
     def _say(self, phase: str) -> None:
@@ -160,11 +167,11 @@ class TrainingLoop:
             self._speaking = False
 
     def _named_by_program(self) -> bool:
-        """Whether nothing is left for us to say."""
+        """Return whether the program reports both its phases and its steps, so that nothing needs to be inferred."""
         return self._phases_named and self._steps.explicit()
 
     def _guarded(self, act: Callable[..., Any], *args: Any) -> Any:
-        """Run the recorder's own code; its exceptions never reach the training."""
+        """Call ``act``, which is code of the recorder. Its exceptions never reach the training."""
         try:
             return act(*args)
         except Exception as error:
@@ -172,7 +179,7 @@ class TrainingLoop:
             return None
 
     def _give_up(self, error: Exception) -> None:
-        """Watching does not work with this torch: leave it, and say so in the trace."""
+        """Stop the detection, because it does not work with this version of torch, and write a note to the trace."""
         self.remove()
         self._journal.note(f"steps and phases are no longer detected: {type(error).__name__}: {error}")
 
@@ -181,7 +188,7 @@ class TrainingLoop:
             self._announce()
 
     def _end(self) -> None:
-        """The optimizers have stepped: the step has ended, or does so with the backward pass that they step in."""
+        """End the step after the optimizers have stepped, or at the end of the backward pass in which they stepped."""
         self._end_is_due = self._in_backward
         if not self._in_backward and not self._steps.explicit():
             self._steps.end()
@@ -193,10 +200,10 @@ class TrainingLoop:
         if not self._steps.explicit():
             self._steps.begin_automatic(progress.step, progress.micro_step)
 
-    # Forward passes: of the outermost module.
+    # Forward passes of the outermost module.
 
     def _arm(self) -> None:
-        """Put the hook in place, always under one key: code that torch.compile made depends on it."""
+        """Install the hook, always under the same key, because code that torch.compile generated depends on the key."""
         if self._every_module is None:
             self._every_module = register_module_forward_pre_hook(self._on_forward)
         elif not self._armed:
@@ -211,7 +218,7 @@ class TrainingLoop:
     def _on_forward(self, module: torch.nn.Module, args: Any) -> None:
         if torch.compiler.is_compiling():  # the hook itself is being traced
             return
-        if isinstance(module, torch.jit.ScriptModule):  # it takes no hook for its end
+        if isinstance(module, torch.jit.ScriptModule):  # it accepts no hook for the end of its call
             return
         self._guarded(self._follow, module)
 
@@ -230,7 +237,11 @@ class TrainingLoop:
         return end
 
     def _begin_forward(self, module: torch.nn.Module) -> str | None:
-        """The phase before; None where nothing is left for us to say."""
+        """Begin the forward pass of the outermost module.
+
+        Returns:
+            The previous phase; None if the program reports its phases and steps, so that detection has ended.
+        """
         self._disarm()
         if self._named_by_program():
             self.remove()
@@ -249,10 +260,11 @@ class TrainingLoop:
         return self.enter(phase)
 
     def _is_evaluation(self, module: torch.nn.Module) -> bool:
-        """Whether a pass that trains nothing is an evaluation. One within a step is part of it, as a teacher's is.
+        """Return whether a pass that trains nothing is an evaluation.
 
-        Between two steps that of a trained module in evaluation mode always is. Another is one unless the same module ran
-        before the last step too: then it is the first thing that each step does.
+        A pass within a step belongs to the step, for example the pass of a teacher model. Between two steps, a pass of
+        a trained module in evaluation mode is always an evaluation. A pass of any other module is an evaluation unless
+        the module also ran before the previous step. In that case the pass is the first part of each step.
         """
         if self._stepping or not (self._progress.is_between_steps or self._progress.step < 0):
             return False
@@ -267,7 +279,10 @@ class TrainingLoop:
             self._arm()
 
     def _on_compiler(self, module: ModuleType) -> None:
-        """A module that torch.compile returned warns of hooks for all modules: there must be none when it is called."""
+        """Wrap the call of modules that torch.compile returns, so that no hook for all modules is installed then.
+
+        Such a module prints a warning if a hook for all modules is installed when the module is called.
+        """
         keep_from_compiler(module)
 
         def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -283,7 +298,7 @@ class TrainingLoop:
 
             return call
 
-        # Versions without a __call__ of its own do not warn.
+        # Versions of torch in which the class has no __call__ of its own do not warn.
         self._patches.wrap(module, "OptimizedModule.__call__", wrap)
 
     # Backward passes.
@@ -304,7 +319,7 @@ class TrainingLoop:
 
     def _begin_backward(self) -> str:
         self._in_backward = True
-        self._disarm()  # a module that is called now computes its activations again
+        self._disarm()  # a module that is called within a backward pass recomputes its activations
         self._begin_pass()
         return self.enter(Phase.BACKWARD)
 
@@ -335,7 +350,7 @@ class TrainingLoop:
             self._guarded(self._end_step, optimizer)
 
     def _wrap_scaled_step(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """An overflow keeps the optimizer from stepping, but ends the step."""
+        """Wrap ``GradScaler.step``: after an overflow the optimizer does not step, but the training step ends."""
 
         def step(scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
             before = self._steps_taken
@@ -356,7 +371,7 @@ class TrainingLoop:
         while call.f_code.co_filename == __file__ and call.f_back is not None:
             call = call.f_back
         thread, above = threading.get_ident(), _ids(call.f_back)
-        # A step that raised has told nobody that it ended.
+        # Remove the steps that raised an exception, because no hook reports their end.
         self._stepping = [each for each in self._stepping if each.thread != thread or each.frame in above]
         self._stepping.append(_Stepping(id(optimizer), id(call), thread))
         if len(self._stepping) == 1:
@@ -368,7 +383,8 @@ class TrainingLoop:
             del self._stepping[mine[-1] :]
             if not self._stepping:
                 self.leave(self._before_optimizer)
-            if len(mine) > 1:  # its class called the step of a base class, which torch watches too
+            # The class of the optimizer called the step of a base class, for which torch also calls the hooks.
+            if len(mine) > 1:
                 return
         self._count_step(optimizer)
 
@@ -376,7 +392,7 @@ class TrainingLoop:
         if hooks.position.phase == Phase.INIT:
             return
         self._optimizers.add(optimizer)
-        # Who there is matters in the first step only.
+        # The set of all optimizers is needed in the first step only.
         all_optimizers = (
             set() if self._models.published else {self._number(each) for each in self._optimizers}
         )
@@ -388,7 +404,7 @@ class TrainingLoop:
                 self._end()
 
     def _number(self, optimizer: Optimizer) -> int:
-        """What stands for ``optimizer``, and for no other before or after it."""
+        """Return a number that identifies ``optimizer`` and is never used for a different optimizer."""
         number = self._numbers.get(optimizer)
         if number is None:
             number = self._numbers[optimizer] = self._numbered
@@ -397,7 +413,7 @@ class TrainingLoop:
 
 
 def _ids(frame: FrameType | None) -> set[int]:
-    """The ids of ``frame`` and of its callers."""
+    """Return the ids of ``frame`` and of all its callers."""
     frame_ids = set()
     while frame is not None:
         frame_ids.add(id(frame))

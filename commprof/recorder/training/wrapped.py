@@ -1,7 +1,8 @@
 """Publishes the arguments of model wrappers (DistributedDataParallel, FSDP, tensor parallelism) and their passes.
 
-``commprof.requested`` derives their traffic from that. A wrapper is published once, when it is created. Its passes are
-written when a step runs other passes than the step before, so a steady training adds nothing to the trace.
+``commprof.requested`` derives the traffic of the wrappers from these rows. A wrapper is published once, when it is
+created. Its passes are written only when a step runs different passes than the previous step. A steady training
+therefore adds nothing to the trace.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from commprof import hooks
 from commprof.recorder.process.journal import Journal
 from commprof.schema import PASSES_UNKNOWN, format_ranks
 
-MOST_PASSES: Final = 4096  # of one step; what runs more is not followed
-# Rows of passes in one process: inputs of other lengths in each step are separate passes.
+MOST_PASSES: Final = 4096  # passes of one step; if a step runs more, its passes are not known
+# Rows of passes in one process. The limit matters if input lengths vary, because each length is a different pass.
 _MOST_ROWS: Final = 100_000
 
 
@@ -27,24 +28,31 @@ class Wrapped:
     """One wrapped model, and the passes that it runs in the current step.
 
     Args:
-        journal: where its passes are written.
-        row: what was published of it.
-        models: all wrapped models of this process.
+        journal: The journal that receives the passes.
+        row: The published row of the wrapper.
+        models: All wrapped models of this process.
     """
 
     def __init__(self, journal: Journal, row: Mapping[str, Any], models: WrappedModels) -> None:
         self.row = dict(row)
         self._models = models
         self._journal = journal
-        self.has_units = False  # of a model that is sharded in units, the first, which has the passes of all
+        # True for the first unit of a model that is sharded in units. This unit has the passes of all units.
+        self.has_units = False
         self._step = hooks.position.step
         self._passes: list[str] = []
-        self._ends = journal.step_ends  # of steps, when the last of the passes ran
-        self._ended_at: int | None = None  # how many of the passes had run when the step ended
-        self._written: tuple[int, str] = (self._step, "")  # the step from which on each runs these passes
+        self._ends = journal.step_ends  # the value of ``journal.step_ends`` when the last pass ran
+        self._ended_at: int | None = None  # the number of passes that had run when the step ended
+        # The last written row: a step, and the passes that this step and all later steps run.
+        self._written: tuple[int, str] = (self._step, "")
 
     def ran(self, kind: str) -> None:
-        """A pass: one of the letters of ``schema.PASSES``, or as the table ``wrapper_passes`` says it of units."""
+        """Register a pass.
+
+        Args:
+            kind: One of the letters of ``schema.PASSES``, or for units a text in the form that the documentation of the
+                table ``wrapper_passes`` describes.
+        """
         step = hooks.position.step
         if step != self._step:
             self._models.begin_step(step)
@@ -54,12 +62,12 @@ class Wrapped:
             self._passes.append(kind)
 
     def begin_step(self, step: int) -> None:
-        """A model of this process runs the first pass of ``step``."""
+        """Handle that a model of this process runs the first pass of ``step``."""
         if step != self._step:
             self._end_step(step)
 
     def ran_before(self, step: int, kind: str) -> None:
-        """A pass that ran in ``step``, this one or one before it, before the model was published."""
+        """Register a pass that ran in ``step`` (the current step or an earlier one) before the model was published."""
         if step < self._step:
             self._say(step, self._written[1] * (self._written[0] == step) + kind)
         else:
@@ -67,11 +75,11 @@ class Wrapped:
 
     @property
     def number(self) -> int:
-        """Of the wrapper within its process."""
+        """The number of the wrapper within its process."""
         return int(self.row["number"])
 
     def set(self, parameters: Iterable[Sequence[Any]] | None = None, **arguments: Any) -> None:
-        """The program changed how the model is wrapped: publish it anew, with these arguments and parameters as well."""
+        """Publish the wrapper again with changed arguments and parameters, after the program changed the wrapper."""
         known = json.loads(self.row["arguments"])
         self.row["arguments"] = json.dumps({**known, **arguments})
         if parameters is not None:
@@ -79,19 +87,21 @@ class Wrapped:
         self.publish()
 
     def publish(self) -> None:
-        """Write what the wrapper was given."""
+        """Write the row of the wrapper with its arguments."""
         moment = {"step": hooks.position.step, "time_ns": time.perf_counter_ns()}
         self._journal.write("wrappers", {**self.row, **moment})
 
     def finish(self) -> None:
-        """Recording ends."""
-        self._ended_at = None  # no step comes
+        """Write the passes of the last step when recording ends."""
+        self._ended_at = None  # no further step begins
         self._end_step(hooks.position.step + 1)
 
     def _end_step(self, step: int) -> None:
-        """The passes of a step are complete; those after its end are of ``step``, the next one that runs any.
+        """Write the passes of the current step, and continue with ``step``, the next step that runs a pass.
 
-        Its records say the same: only an evaluation or a checkpoint between two steps keeps what is there out of both.
+        Passes after the end of the current step belong to ``step``, as do their records. This applies only if ``step``
+        directly follows the current step, no further end was reported, and no evaluation or checkpoint has begun since
+        the end. Otherwise all passes belong to the current step.
         """
         after: list[str] = []
         is_last_end = self._ended_at is not None and self._journal.step_ends == self._ends
@@ -119,11 +129,11 @@ class WrappedModels:
     """All wrapped models of this process.
 
     Args:
-        journal: where they are written.
+        journal: The journal that receives the rows.
 
     Attributes:
-        rows_left: how many rows of passes may still be written. From the last of them on, the passes of a model that runs
-            others than in the step before are not known.
+        rows_left: The number of rows of passes that may still be written. After the last row, the passes of a model are
+            not known from the step on in which they change.
     """
 
     def __init__(self, journal: Journal) -> None:
@@ -141,16 +151,17 @@ class WrappedModels:
         buffers: Iterable[tuple[str, torch.Tensor]] = (),
         replicas: Any = None,
     ) -> Wrapped:
-        """Publish a wrapper that was just made.
+        """Publish a wrapper that was just constructed.
 
         Args:
-            kind: a word of ``schema.WRAPPERS``.
-            unit: qualified name of the module that it wraps, within the model.
-            group: process group over which it reduces or shards.
-            arguments: that it was given, with their defaults; what JSON can hold.
-            parameters: in its order: name and tensor; or name, shape, element type and whether it is trained.
-            buffers: likewise.
-            replicas: process group that holds the same shard, where there is one.
+            kind: A word of ``schema.WRAPPERS``.
+            unit: The qualified name, within the model, of the module that is wrapped.
+            group: The process group over which the wrapper reduces or shards.
+            arguments: The arguments of the wrapper, including defaults. The values must be serializable as JSON.
+            parameters: The parameters in the wrapper's order. Each entry is either a name and a tensor, or a name, a
+                shape, an element type, and whether the parameter is trained.
+            buffers: The buffers. Each entry is a name and a tensor.
+            replicas: The process group whose ranks store the same shard; None if there is none.
         """
         wrapped = Wrapped(
             self._journal,
@@ -172,7 +183,7 @@ class WrappedModels:
 
     @property
     def step(self) -> int:
-        """The step that records have now; -1 before the first."""
+        """The step of the current records; -1 before the first step."""
         return self._journal.step
 
     @property
@@ -181,23 +192,23 @@ class WrappedModels:
         return len(self._known)
 
     def begin_step(self, step: int) -> None:
-        """The first pass of ``step`` runs: what all models ran before is written, in case the process is killed in it."""
+        """Write the earlier passes of all models at the first pass of ``step``, in case the process is killed later."""
         for each in self._known:
             each.begin_step(step)
 
     @property
     def is_clipped(self) -> bool:
-        """Whether it is known whose gradients the program clips: there is one sharded model alone."""
+        """Whether it is known which model's gradients the program clips, because there is only one sharded model."""
         return sum(each.has_units for each in self._known) == 1
 
     def clipped(self, count: int) -> None:
-        """The program computes the norm of ``count`` gradients of the one sharded model."""
+        """Register that the program computes the norm of ``count`` gradients of the only sharded model."""
         for wrapped in self._known:
             if wrapped.has_units:
                 wrapped.ran(f"N{count}")
 
     def finish(self) -> None:
-        """Recording ends: write the passes of the last step."""
+        """Write the passes of the last step when recording ends."""
         for wrapped in self._known:
             wrapped.finish()
 
@@ -207,7 +218,7 @@ def _listed(parameters: Iterable[Sequence[Any]]) -> str:
 
 
 def _described(name: str, tensor: torch.Tensor) -> Sequence[Any]:
-    """Name, shape, element type, and whether it is trained."""
+    """Return the name, the shape, the element type, and whether the tensor is trained."""
     return name, list(tensor.shape), str(tensor.dtype).removeprefix("torch."), tensor.requires_grad
 
 

@@ -35,7 +35,7 @@ def late_sums(rows: Iterable[Expectation], delay: int, world_size: int) -> list[
 def _to_every_rank(summed: Expectation, world_size: int) -> Expectation:
     pairs = world_size * (world_size - 1)
     payloads = [sum(message) for message in summed.payloads for _ in range(pairs)]
-    note = "communication.bounded_delay: each rank sends its gradients to every other one, and nothing for the norm"
+    note = "communication.bounded_delay: each rank sends its gradients to every other rank, and nothing for the norm"
     sent = row(summed.when, Purpose.GRADIENT_REDUCE, Op.SEND, payloads, world_size, note)
     return sent._replace(
         requested_op=summed.requested_op,

@@ -112,7 +112,7 @@ def costs_of(
         return _published_costs(published, len(sizes), files)
     paths = [files.get("world"), *(files.get("axes") or ())] if isinstance(files, Mapping) else []
     if len(paths) != len(sizes) + 1:
-        reason = f"a file among all ranks and one for each of the {len(sizes)} axes are needed"
+        reason = f"expected one file for all ranks and one file for each of the {len(sizes)} axes"
         raise UnsupportedError(KEY, files, reason)
     if host_ranks is None:
         raise UnsupportedError(KEY, files, "how many ranks share the links of a host is not known")
@@ -132,7 +132,7 @@ def _published_costs(published: object, axes: int, files: object) -> Costs:
     except (KeyError, TypeError, ValueError):
         raise UnsupportedError(KEY, files, "the costs that the run published are damaged") from None
     if len(tables) != axes + 1 or len(sharing) != axes:
-        reason = f"the run read costs of {len(tables) - 1} axes, and has {axes}"
+        reason = f"the run published costs for {len(tables) - 1} axes, and it has {axes} axes"
         raise UnsupportedError(KEY, files, reason)
     return Costs(tables[0], tables[1:], sharing)
 

@@ -70,7 +70,7 @@ def sizes_of(
     if isinstance(topology, list) and all(isinstance(size, int) for size in topology):
         if prod(topology) != world_size:
             raise RequestedError(
-                f"{_KEY} is {topology}, a grid of {prod(topology)} ranks, and there are {world_size}"
+                f"{_KEY} is {topology}, a grid of {prod(topology)} ranks, but there are {world_size} ranks"
             )
         return tuple(size for size in topology if size > 1) or (1,)
     if topology != AUTO and topology not in range(1, _MOST_AXES + 1):

@@ -34,8 +34,8 @@ def transformer(numel: int, layers: int) -> list[Parameter]:
     """
     if layers < 1 or numel < layers * _SQUARES:
         raise RequestedError(
-            f"{numel} parameters cannot be those of {layers} layers of {_SQUARES} squares of a width; expected at least "
-            f"{max(layers, 1) * _SQUARES}, or fewer layers"
+            f"{numel} parameters cannot be divided into {layers} layers of {_SQUARES} x width x width parameters; "
+            f"expected at least {max(layers, 1) * _SQUARES} parameters, or fewer layers"
         )
     parameters: list[Parameter] = []
     for layer in range(layers):

@@ -298,7 +298,7 @@ def _parameters(
     if 1 < gathering.secondary_size <= world_size:
         secondary = sizes.share * world_size // gathering.secondary_size * sizes.item
         places = (secondary, 0) if on_device else (0, secondary)
-        note = "of what this step has gathered and released: at most, until the optimizer step has ended"
+        note = "of the parameters that this step has gathered and released: at most, until the optimizer step ends"
         of_shards.append(Holding("secondary shards", *places, note=note))
     listed = in_model_order(parameters)
     note = "at most, while modules use them"

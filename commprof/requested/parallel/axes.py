@@ -76,7 +76,9 @@ def axes_of_topology(topology: Mapping[str, Any], world_size: int) -> Axes:
             )
     axes = Axes(tuple(topology), tuple(topology.values()))
     if axes.world_size != world_size:
-        raise RequestedError(f"the engine's topology {axes} is not one of the {world_size} ranks of the run")
+        raise RequestedError(
+            f"the engine's topology {axes} has {axes.world_size} ranks, and the run has {world_size}"
+        )
     return axes
 
 

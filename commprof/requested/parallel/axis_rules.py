@@ -82,7 +82,7 @@ def expected_on_axes(
     The other arguments and the errors are those of :func:`commprof.requested.zero.zero_stages.expected`.
     """
     if any(each.ep_size is not None for each in parameters):
-        reason = "the model has experts, whose groups have rules for data-parallel ranks only"
+        reason = "the model has experts, which are covered with data parallelism alone"
         raise UnsupportedError("topology", str(axes), reason)
     plain = without_axes(config, axes)
     rows: list[Expectation] = []
@@ -90,7 +90,8 @@ def expected_on_axes(
     for each in parameters:
         if max(each.stage_numbers) >= stages:
             raise RequestedError(
-                f"parameter {each.name!r} has the stages {each.stages!r}, and there are {stages} stages"
+                f"parameter {each.name!r} is in stages {each.stages!r}, and there are {stages} stages; expected 0 to "
+                f"{stages - 1}"
             )
     # ZeRO treats each pipeline stage as a separate data-parallel job, with the parameters of its layers.
     for stage in range(stages):

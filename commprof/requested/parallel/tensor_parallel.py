@@ -29,7 +29,7 @@ RULED: Final = (COLWISE, ROWWISE, SEQUENCE, *PREPARED)
 LOCAL: Final = "L"  # a plain tensor, whose layout the style determines
 REPLICATED, PARTIAL = "R", "P"
 _LEAVES: Final = (
-    "DTensors leave the modules of the plan, and what the program does with them is not published"
+    "modules of parallelize_module return DTensors, and the run does not publish what the program does with them"
 )
 _PARTIAL_GRADIENTS: Final = (
     "how often optimizers other than SGD and Adam sum partial gradients is not covered by the rules"
@@ -216,7 +216,7 @@ class TensorParallel:
         if after == REPLICATED:
             return self._message(Op.ALL_GATHER, self._padded_numel(tensor.extents, _dimension(before)) * size)
         if after == PARTIAL:
-            raise RequestedError("torch makes no partial sums of shards")
+            raise RequestedError(f"torch does not convert shards (layout {before}) to partial sums (P)")
         numel = self._padded_numel(tensor.extents, _dimension(before), _dimension(after))
         # On CPUs torch gathers the full tensor, and each rank keeps its own shard.
         if self.wrapper.arguments.get("device") == "cpu":

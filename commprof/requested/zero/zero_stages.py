@@ -295,10 +295,10 @@ def _as_signs(
     if not trained_groups(parameters) or world_size == 1:
         return messages
     if configuration.model_dtype is not None:
-        note = "gradients differ between the ranks, which agree on their norm"
+        note = "gradients differ between the ranks, so the ranks must agree on the norm"
         messages.append(row("step", Purpose.GRADIENT_NORM, Op.ALL_REDUCE, [NORM_BYTES], world_size, note))
     elif autocast_dtype(config) == "float16":
-        note = "gradients differ between the ranks, which agree on whether one overflowed"
+        note = "gradients differ between the ranks, so the ranks must agree on whether a gradient overflowed"
         messages.append(row("step", Purpose.OVERFLOW_CHECK, Op.ALL_REDUCE, [FLAG_BYTES], world_size, note))
     return messages
 

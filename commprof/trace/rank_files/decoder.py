@@ -149,8 +149,8 @@ def _check_pair(
         if not isinstance(op, str) or op in OPS or not _OP.fullmatch(op):
             continue
         raise TraceError(
-            f"{stem.name}{EVENTS_SUFFIX} names the operation {op!r}, which this commprof does not know; install the "
-            "version that recorded it"
+            f"{stem.name}{EVENTS_SUFFIX} names the operation {op!r}, which this version of commprof does not have; "
+            "install the version that recorded it"
         )
     if events.last("end") is not None and not records.path.exists():
         raise TraceError(
@@ -206,8 +206,8 @@ def _check_owner(path: Path, identity: RankFile, events: Events) -> None:
     stated_owner = begin.get("rank", identity.rank), begin.get("attempt", identity.attempt)
     if stated_owner != (identity.rank, identity.attempt):
         raise TraceError(
-            f"{path} holds the events of rank {stated_owner[0]} (attempt {stated_owner[1]}), not those that its name says: "
-            "give the files of the ranks their own names again"
+            f"{path} has the events of rank {stated_owner[0]} (attempt {stated_owner[1]}), but the name of another "
+            "rank's file: restore the original file names"
         )
 
 

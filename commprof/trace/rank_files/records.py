@@ -111,8 +111,8 @@ class Records:
         written_by = (header.rank, header.attempt, header.pid)
         if written_by != identity:
             raise TraceError(
-                f"{path} holds the records of rank {header.rank} (attempt {header.attempt}, pid {header.pid}), not those "
-                "that its name says: give the files of the ranks their own names again"
+                f"{path} has the records of rank {header.rank} (attempt {header.attempt}, pid {header.pid}), but "
+                "the name of another rank's file: restore the original file names"
             )
         self._first_seq, self._begin = header.first_seq, header.header_bytes
         self._slots = max(0, about.st_size - header.header_bytes) // RECORD.size

@@ -124,8 +124,8 @@ def _level_note(setting: int, lane: int, rows: pd.DataFrame, end: float) -> Note
 def _moved_marks(part: pd.DataFrame, place: Mapping[str, int], end: float, scheme: Scheme) -> list[Marks]:
     marks = []
     for over, name, symbol in (
-        ("step", "moved in a step, of a rank", "diamond"),
-        ("run", "moved in the whole run, by steps and ranks", "diamond-open"),
+        ("step", "moved per rank in a step", "diamond"),
+        ("run", "moved per rank and step, whole run", "diamond-open"),
     ):
         rows = part[(part["moved_over"] == over) & part["moved_bytes_of_rank"].notna()]
         points = [

@@ -41,7 +41,7 @@ class Process:
         if self.settings.partition_activations and self.ranks.group is None:
             sentences.append(
                 "activation_checkpointing.partition_activations: there is no model-parallel group, so each rank keeps "
-                "checkpoints whole; zero_runtime.checkpointing.configure(mpu) names one"
+                "complete checkpoints; pass a group with zero_runtime.checkpointing.configure(mpu)"
             )
         if self.settings.cpu_checkpointing and device == "cpu":
             sentences.append(

@@ -66,7 +66,7 @@ class Boundaries:
     def end_backward(self) -> None:
         """Print the time of the backward pass, after the backward pass of all operations of the function."""
         if self._acts and self._begun:
-            again = f", of which {self._repeated * 1e3:.2f} ms the forward pass again"
+            again = f", including {self._repeated * 1e3:.2f} ms for the repeated forward pass"
             self._print("backward", self._now() - self._begun, again)
             self._begun = self._repeated = 0.0
 

@@ -63,8 +63,8 @@ class Slots:
         if not free:
             raise UsageError(
                 f"activation_checkpointing.number_checkpoints is {self._count}, and more checkpoints than that are alive at "
-                "once; set it to the calls of checkpoint() before a backward pass, or call "
-                "zero_runtime.checkpointing.reset() after forward passes that have no backward pass"
+                "once; set it to the number of checkpoint() calls before a backward pass, or call "
+                "zero_runtime.checkpointing.reset() after forward passes without a backward pass"
             )
         number = free.pop()
         return Slot(buffer[number], number, free)

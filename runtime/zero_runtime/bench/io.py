@@ -55,8 +55,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return the exit code 0. The caller reports errors."""
     parser = argparse.ArgumentParser(
         prog="python -m zero_runtime.bench io",
-        description="Measure how fast files of offloaded tensors are written and read, and print the block aio that was "
-        "fastest.",
+        description="Measure how fast files of offloaded tensors are written and read, and print the "
+        "fastest settings as the configuration block aio.",
     )
     parser.add_argument("--path", type=Path, default=Path(), help="a folder on the disk (default: this one)")
     parser.add_argument("--size", type=size, default=256 * _MIB, help="bytes of the file (default: 256m)")
@@ -73,7 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--depth", type=count, default=1, help="queue_depth: blocks in one request (default: 1)"
     )
-    parser.add_argument("--repeat", type=count, default=3, help="of each way; the median counts (default: 3)")
+    parser.add_argument("--repeat", type=count, default=3, help="repetitions; the median counts (default: 3)")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     options = parser.parse_args(arguments)
     if options.size % 4096:
@@ -82,7 +82,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if not takes_direct(folder):
             print(
-                f"zero_runtime: {options.path} takes no direct reads and writes (O_DIRECT)", file=sys.stderr
+                f"zero_runtime: {options.path} does not support direct reads and writes (O_DIRECT)",
+                file=sys.stderr,
             )
         settings = ways(folder, options.blocks, options.threads, options.depth)
         speeds = [measure(folder, setting, options.size, options.repeat) for setting in settings]

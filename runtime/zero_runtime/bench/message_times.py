@@ -111,7 +111,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="payloads in bytes, S of nccl-tests (4k 64k 1m 16m)",
     )
     parser.add_argument("--dtype", choices=list(_DTYPES), default="fp32")
-    parser.add_argument("--iterations", type=count, default=20, help="timed calls of each (default: 20)")
+    parser.add_argument("--iterations", type=count, default=20, help="timed calls per size (default: 20)")
     parser.add_argument("--warmup", type=count, default=3, help="calls before them (default: 3)")
     parser.add_argument("--backend", help="gloo or nccl (default: nccl with GPUs)")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")

@@ -63,7 +63,7 @@ def open_checkpoint(directory: str | Path, tag: str | None = None) -> OpenCheckp
     if checkpoint is None:
         if tag is None and directory.is_dir() and any(each.is_dir() for each in directory.iterdir()):
             raise CheckpointError(
-                f"{directory / 'latest'} does not exist, so no tag is the last one; name the tag"
+                f"{directory / 'latest'} does not exist, so the last tag is not known; name the tag"
             )
         checkpoint = Checkpoint(directory)
     checkpoint.verify(range(len(checkpoint.manifest.files)))

@@ -101,7 +101,10 @@ def _check(config: RuntimeConfig, parallelism: Parallelism, name: str) -> None:
         (zero.quantized_gradients, "zero_optimization.zero_quantized_gradients"),
         (zero.quantized_weights, "zero_optimization.zero_quantized_weights"),
         (zero.reduces_whole_in_buckets, "overlap_comm true and gradient_reduction all_reduce at stage 0"),
-        (bool(zero.partitioned_types), "zero_optimization's types of parameters that are partitioned"),
+        (
+            bool(zero.partitioned_types),
+            "zero_optimization.zero_allowed_param_types or zero_force_param_types",
+        ),
     ):
         if present:
             raise UnsupportedError(

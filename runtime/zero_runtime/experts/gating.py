@@ -112,8 +112,8 @@ def top_1(
     tokens, experts = logits.shape
     if tokens < rule.minimum:
         raise UsageError(
-            f"a MoE layer got {tokens} tokens, and its min_capacity is {rule.minimum}; use larger batches, or a smaller "
-            "min_capacity (0 sets none)"
+            f"an MoE layer got {tokens} tokens, fewer than its min_capacity {rule.minimum}; use larger batches, or "
+            "a smaller min_capacity (0 disables it)"
         )
     choice = logits + _gumbel(logits) if noisy else None
     gates = torch.softmax(logits, dim=1)

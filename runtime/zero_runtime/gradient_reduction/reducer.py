@@ -217,7 +217,8 @@ class ShardedGradients:
         """Count buckets from 0 again."""
         if self._closed:
             raise UsageError(
-                "the model of this engine was given to initialize again; train it with the engine of the last call"
+                "the model of this engine was passed to initialize again; train it with the engine that the last "
+                "call returned"
             )
         self._bucketer.begin_step()
 

@@ -50,8 +50,8 @@ class UsedParameters:
             shown = ", ".join(missing[:SHOWN]) + (", ..." if len(missing) > SHOWN else "")
             raise UsageError(
                 f"{len(missing)} of {len(self._names)} parameters got no gradient in this step: {shown}; have all of them "
-                "and all outputs of forward take part in the loss, or leave zero_optimization.ignore_unused_parameters "
-                "true, by which they count as gradients of zeros"
+                "and all outputs of forward take part in the loss, or set zero_optimization.ignore_unused_parameters "
+                "to true, which treats missing gradients as zeros"
             )
 
     def close(self) -> None:

@@ -10,12 +10,12 @@ from typing import Final, NamedTuple
 _SHOWN: Final = 3  # parameters in a sentence
 _LISTED: Final = 8  # ranks in a sentence
 _KILLED: Final = (
-    "a process that was killed or has crashed cannot say so; look for its exit status and its last lines (gloo aborts a "
-    "process that receives another size than it expects), and whether the kernel was out of memory"
+    "a process that was killed or crashed cannot report why; look for its exit status and its last lines (gloo "
+    "aborts a process that receives another size than it expects), and check whether the host ran out of memory"
 )
 _SILENT: Final = (
-    "a process that is stopped, or in code that keeps Python's lock, cannot answer; look for what it does, such as by the "
-    "stacks of py-spy dump, and on another host whether it was killed"
+    "a process that is stopped, or runs code that holds Python's lock, cannot answer; look at its stacks, such as "
+    "with py-spy dump; if it is on another host, check whether it was killed"
 )
 
 
@@ -209,8 +209,8 @@ def absence(ranks: Sequence[int], waiting: int, issued: Issued) -> str:
     """
     return (
         f"traffic_contract: at {issued.place.described()} rank {waiting} has waited for {_listed(ranks)} in "
-        f"{issued.message.described()} until the time limit of the process group; the processes answer, and have not "
-        "come so far; look for what they do instead, such as by the stacks of commprof run --watchdog"
+        f"{issued.message.described()} until the time limit of the process group; these processes answer, but have "
+        "not reached this message; look at their stacks, such as with commprof run --watchdog"
     )
 
 
@@ -245,7 +245,7 @@ def _first_difference(rank: int, actual: Message, other: int, expected: Message)
                 f"{_module(theirs)}"
             )
     if added:
-        return f"{added[0]} of module {_module(added[0])} is in that of rank {rank} only"
+        return f"{added[0]} of module {_module(added[0])} is on rank {rank} only"
     for name in ("operation", "numel", "dtype", "bucket", "owner", "purpose"):
         mine, theirs = getattr(actual, name), getattr(expected, name)
         if mine != theirs:

@@ -38,7 +38,9 @@ class ProcessTopology:
 
     def __post_init__(self) -> None:
         if len(self.axes) != len(self.sizes):
-            raise ConfigError(f"axes {list(self.axes)} and sizes {list(self.sizes)} must be equally many")
+            raise ConfigError(
+                f"axes {list(self.axes)} and sizes {list(self.sizes)} must have the same length"
+            )
         if len(set(self.axes)) < len(self.axes):
             raise ConfigError(f"axes {list(self.axes)} must differ in their names")
         if any(size < 1 for size in self.sizes):
@@ -74,8 +76,8 @@ class ProcessTopology:
         """
         if set(place) != set(self.axes):
             raise ConfigError(
-                f"a rank is found by every axis once ({', '.join(self.axes)}), and "
-                f"{', '.join(place) or 'none'} were given; ranks() finds all ranks of a part"
+                f"rank() needs a value for every axis ({', '.join(self.axes)}), and got values for "
+                f"{', '.join(place) or 'none'}; to select by some of the axes, call ranks()"
             )
         number = 0
         for axis, size in zip(self.axes, self.sizes, strict=True):
@@ -163,7 +165,7 @@ class ProcessGrid:
     def __init__(self, topology: ProcessTopology, joined: Sequence[Sequence[str]] = ()) -> None:
         if not comm.is_initialized():
             raise UsageError(
-                "torch.distributed is not initialised; call zero_runtime.init_distributed() first"
+                "torch.distributed is not initialized; call zero_runtime.init_distributed() first"
             )
         topology.check(comm.get_world_size())
         self.topology = topology

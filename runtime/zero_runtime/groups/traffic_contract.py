@@ -336,8 +336,8 @@ class TrafficContract:
             if passed > DEFAULT_TIMEOUT.total_seconds():
                 raise TrafficContractError(
                     f"traffic_contract: rank {self._rank} waited {passed:.0f} s for the other ranks before "
-                    f"{self._at(number).message.described()}; expected the same message on every rank, look for one that "
-                    "has ended"
+                    f"{self._at(number).message.described()}; expected the same message on every rank; look for a "
+                    "rank that has exited"
                 )
             time.sleep(pause)
             pause = min(2 * pause, 0.01)

@@ -182,7 +182,7 @@ class TensorFiles:
         file = self._files[name]
         memory = as_memory(out)
         if len(memory) != file.size:
-            raise ValueError(f"{name} has {file.size} bytes, and what it is read into {len(memory)}")
+            raise ValueError(f"{name} has {file.size} bytes, and its destination has {len(memory)}")
         self._settle(file)
         requests = [
             self._readers.submit(self._read_request, name, file, number, memory[span], span.start)

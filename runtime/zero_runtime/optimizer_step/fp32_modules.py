@@ -72,7 +72,7 @@ def keep_in_fp32(
             if parameter in fp32_parameters:
                 raise ConfigError(
                     f"fp16_override_modules {list(patterns)} keeps a parameter in fp32 that is also "
-                    f"{parameter_name!r} of {name or 'the model'!r}, which is not kept; name both modules"
+                    f"{parameter_name!r} of {name or 'the model'!r}, which is not in the list; list both modules"
                 )
     for name in roots:
         for child in _called(module.get_submodule(name)):

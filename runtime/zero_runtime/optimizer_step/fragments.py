@@ -285,7 +285,7 @@ def _sorted_state(
         else:
             raise CheckpointError(
                 f"the optimizer's state {name!r} of {master.parts[0].name if master.parts else 'a parameter'!r} is a "
-                f"{type(value).__name__}; expected a tensor or a number, which are all that a checkpoint can keep"
+                f"{type(value).__name__}; expected a tensor, a number, a string or None, which a checkpoint can store"
             )
     if unsplit and (len(master.parts) != 1 or master.parts[0].numel != master.tensor.numel()):
         name, value = next(iter(unsplit.items()))

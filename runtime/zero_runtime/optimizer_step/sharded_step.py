@@ -143,7 +143,9 @@ class ShardedOptimizer(WrappedOptimizer):
         trained = {parameter: name for name, (parameter, _) in self.trained().items()}
         for parameter in new_parameters:
             if parameter in trained:
-                raise ConfigError(f"{trained[parameter]} is trained already; put it into one param group")
+                raise ConfigError(
+                    f"{trained[parameter]} is already in a param group; add each parameter only once"
+                )
         self.optimizer.add_param_group({**param_group, "params": new_parameters})
         number = len(self.param_groups) - 1
         try:

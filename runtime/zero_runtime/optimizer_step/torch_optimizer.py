@@ -29,7 +29,7 @@ _TESTED: Final = (
 # These optimizers need whole parameters, or all parameters at once.
 _NOT_ELEMENTWISE: Final = ("Adafactor", "Muon")
 _UNUSABLE: Final = {
-    "LBFGS": "computes the loss several times in a step, which engine.step() cannot",
+    "LBFGS": "computes the loss several times in a step, which engine.step() cannot do",
     "SparseAdam": "needs sparse gradients, which are not in this version",
 }
 # Adagrad is missing because it turns rounding noise into full steps, so fused Adagrad would differ from DeepSpeed's.
@@ -65,7 +65,7 @@ def torch_optimizer(
             raise
         except (TypeError, ValueError, RuntimeError) as error:
             raise ConfigError(
-                f"optimizer.params {dict(config.params)!r}, or the parameters, do not fit {kind.__name__}: {error}"
+                f"{kind.__name__} does not accept optimizer.params {dict(config.params)!r} or the parameters: {error}"
             ) from None
     name = type(optimizer).__name__
     if name in _UNUSABLE and type(optimizer).__module__.startswith("torch.optim"):
@@ -126,7 +126,7 @@ def _class_of_torch(name: str) -> type[torch.optim.Optimizer]:
     if name not in known:
         near = get_close_matches(name, known, 1, 0.4) or get_close_matches(name.upper(), known, 1, 0.0)
         raise ConfigError(
-            f"optimizer.type {name!r} is unknown; did you mean {near[0]!r}? It is Adam, AdamW, Adagrad, Lamb, "
+            f"optimizer.type {name!r} is unknown; did you mean {near[0]!r}? Expected Adam, AdamW, Adagrad, Lamb, "
             "Lion, Muon, OneBitAdam, OneBitLamb, ZeroOneAdam or a class of torch.optim"
         )
     return known[name]
@@ -258,7 +258,7 @@ def check_shardable(optimizer: torch.optim.Optimizer, stage: int, untested_allow
     name = type(optimizer).__name__
     if isinstance(optimizer, OneBitOptimizer):
         raise ConfigError(
-            f"optimizer {name} works at stage 0 only, where every rank has the whole of its means, and the stage is "
+            f"optimizer {name} works at stage 0 only, where every rank has the complete moments, and the stage is "
             f"{stage}; use stage 0, or AdamW with gradient_compression"
         )
     if isinstance(optimizer, Muon):

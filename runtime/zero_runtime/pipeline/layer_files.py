@@ -98,8 +98,8 @@ def load_layers(
         if not path.is_file():
             present = ", ".join(each.name for each in layer_files(directory, number)) or "none"
             raise CheckpointError(
-                f"there is no {path} for layer {number}; of this layer there are: {present}. Give the folder that "
-                "save_state_dict wrote, with as many ranks for each tensor"
+                f"there is no {path} for layer {number}; the files of this layer are: {present}. Give the folder "
+                "that save_state_dict wrote, and use the same number of tensor-parallel ranks"
             )
         if engine is None:
             state = torch.load(path, map_location="cpu", weights_only=True)

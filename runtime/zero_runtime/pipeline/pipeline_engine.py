@@ -424,5 +424,6 @@ def check_pipeline(config: RuntimeConfig) -> None:
         )
     if not config.managed_gradient_accumulation:
         raise ConfigError(
-            "managed_gradient_accumulation is false, and the model is a pipeline, whose steps are whole; remove the key"
+            "managed_gradient_accumulation is false, and the model is a pipeline, which runs only complete steps; "
+            "remove the key"
         )

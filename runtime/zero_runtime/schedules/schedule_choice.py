@@ -38,7 +38,7 @@ def schedule(config: SchedulerConfig | None, client: Any, optimizer: torch.optim
         if not hasattr(scheduler, "step"):
             raise ConfigError(
                 f"lr_scheduler is a {type(client).__name__}; expected a scheduler with a step method, or a function that "
-                "makes one of the optimizer"
+                "takes the optimizer and returns one"
             )
         return scheduler
     if config is None:

@@ -389,8 +389,8 @@ def _replicated(
         gradients = DelayedGradients(names, trainable, dtypes, policy, group, boundary, delay)
         if group.rank == 0:
             log.info(
-                f"communication.bounded_delay is {delay}: the first {delay} steps change no weights, and each later one "
-                f"applies the mean gradients of {delay} before; engine.drain_gradients() applies those that are left"
+                f"communication.bounded_delay is {delay}: the first {delay} steps change no weights, and each later "
+                f"step applies the mean gradients of {delay} steps before; engine.drain_gradients() applies the rest"
             )
     elif config.zero.reduces_whole_in_buckets:
         gradients = BucketedGradients(names, trainable, dtypes, policy, group, boundary)

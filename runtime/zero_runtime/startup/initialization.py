@@ -225,8 +225,9 @@ def _notify_host_update(config: RuntimeConfig, optimizer: Any) -> None:
     kind = getattr(optimizer, "made_as", type(optimizer).__name__)
     if config.given.get("zero_force_ds_cpu_optimizer", True) and not kind.startswith("DeepSpeedCPU"):
         log.warning(
-            f"zero_force_ds_cpu_optimizer is true (its default), and the optimizer is the script's {kind}: it updates the "
-            "offloaded state here, and DeepSpeed refuses it; set the key to false, or use DeepSpeedCPUAdam"
+            f"zero_force_ds_cpu_optimizer is true (its default), and the optimizer is the script's {kind}: "
+            "zero_runtime updates the offloaded state with it, but DeepSpeed refuses it; set the key to false, or "
+            "use DeepSpeedCPUAdam"
         )
 
 

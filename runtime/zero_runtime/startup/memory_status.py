@@ -109,7 +109,7 @@ def memory_status(msg: str, print_rank: int = -1, reset_max: bool = False) -> No
     allocated, reserved = now.allocated - _last[0], now.reserved - _last[1]
     _last = now.allocated, now.reserved
     print(
-        f"rank {rank}, {msg}: {now.shown()}; since the last time {allocated / _GIB:+.4f} GiB allocated, "
+        f"rank {rank}, {msg}: {now.shown()}; since the last call {allocated / _GIB:+.4f} GiB allocated, "
         f"{reserved / _GIB:+.4f} GiB reserved",
         flush=True,
     )

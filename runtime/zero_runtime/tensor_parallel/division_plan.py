@@ -142,8 +142,8 @@ def _shape(where: str, how: How, shape: Any) -> int | tuple[int, ...]:
     first = shape[0] if isinstance(shape, list | tuple) and len(shape) == 2 and shape[1] == -1 else None
     if how is How.ROW or not isinstance(first, int | list | tuple) or first == -1:
         raise ConfigError(
-            f"{where}.shape is {shape!r}; expected [n, -1] or [[outputs, outputs, ...], -1], of a column layer in which "
-            "several are joined"
+            f"{where}.shape is {shape!r}; expected [n, -1] or [[outputs, outputs, ...], -1], for a column layer that "
+            "joins several layers"
         )
     return first if isinstance(first, int) else tuple(map(int, first))
 

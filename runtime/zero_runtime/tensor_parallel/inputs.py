@@ -34,8 +34,8 @@ def check_first_inputs(module: torch.nn.Module, group: DataParallelGroup) -> Non
         if highest != -lowest:
             raise UsageError(
                 f"ranks {', '.join(map(str, group.global_ranks))} share each tensor of the model, and were given different "
-                "inputs; give them the same samples: choose those by engine.parallelism.replica of "
-                "engine.parallelism.replicas, not by the rank"
+                "inputs; give them the same samples: select the samples by engine.parallelism.replica (of "
+                "engine.parallelism.replicas), not by the rank"
             )
 
     handle = module.register_forward_pre_hook(compare, with_kwargs=True)

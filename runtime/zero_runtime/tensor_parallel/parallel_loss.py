@@ -100,9 +100,9 @@ class VocabParallelCrossEntropy(torch.nn.CrossEntropyLoss):
         """
         if loss.weight is not None or loss.label_smoothing:
             raise ConfigError(
-                f"{name} is a cross entropy with weights or label_smoothing {loss.label_smoothing}, which the "
-                "vocabulary-parallel one does not have; leave them out, or gather the logits "
-                '("column_gathered" in the plan) and leave the loss out of it'
+                f"{name} is a cross entropy with weights or label_smoothing {loss.label_smoothing}, which a "
+                "vocabulary-parallel loss does not support; remove them, or gather the logits "
+                '("column_gathered" in the plan) and leave the loss out of the plan'
             )
         shared = cls(ignore_index=loss.ignore_index, reduction=loss.reduction)
         shared.ranks = ranks

@@ -224,7 +224,7 @@ class Engine(Accessors):
             if isinstance(loss, torch.Tensor):
                 received = f"a tensor of shape {list(loss.shape)}{'' if loss.grad_fn is not None else ' without grad_fn'}"
             raise UsageError(
-                f"scale got {received}; expected the loss, a scalar tensor with grad_fn; of any other tensor make one: "
+                f"scale got {received}; expected the loss, a scalar tensor with grad_fn; for any other tensor, pass "
                 "(tensor * gradient).sum()"
             )
         self._scaled = True
@@ -310,7 +310,8 @@ class Engine(Accessors):
             )
         if self._window.paused:
             raise UsageError(
-                "step was called inside no_sync or coalesce_grad_reduction, where gradients are not reduced; call it after"
+                "step was called inside no_sync or coalesce_grad_reduction, where gradients are not reduced; call it "
+                "after the block"
             )
         self._step_applied = False
         self._window.stepping = True

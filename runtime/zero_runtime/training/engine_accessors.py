@@ -292,8 +292,8 @@ class Accessors(torch.nn.Module):
     def _get_optimizer_ckpt_name(self, checkpoints_path: str, tag: str, expp_rank: int = 0) -> str:
         """Raise UnsupportedError, because no separate file contains the optimizer's state."""
         raise UnsupportedError(
-            "the file of the optimizer's state in a checkpoint is not in this version: each rank writes one file of all "
-            "that it has; docs/checkpoints.md describes it"
+            "a separate checkpoint file of the optimizer state is not in this version: each rank writes all of its "
+            "state to one file; see docs/checkpoints.md"
         )
 
     # Keys.

@@ -164,5 +164,7 @@ def _wanted(include: Container[str] | None) -> tuple[str, ...]:
 def _known(state: Any) -> str:
     name = str(getattr(state, "value", state))
     if name not in STATES:
-        raise ConfigError(f"{name!r} is no state of an engine; expected {', '.join(sorted(STATES))}")
+        raise ConfigError(
+            f"{name!r} is not a state of an engine; expected one of {', '.join(sorted(STATES))}"
+        )
     return name

@@ -56,8 +56,8 @@ class Batches:
             return self.own(training_data)
         if not hasattr(data_iter, "__next__"):
             raise UsageError(
-                f"the batches are a {type(data_iter).__name__}; expected an iterator of batches: make one of a loader, "
-                "once, with iter(loader) or zero_runtime.RepeatingLoader(loader), and give it in each call"
+                f"the batches are a {type(data_iter).__name__}; expected an iterator of batches: create one, once, "
+                "with iter(loader) or zero_runtime.RepeatingLoader(loader), and pass it to each call"
             )
         return data_iter
 
@@ -157,8 +157,8 @@ def _next(batches: Iterator[Any], engine: Stepping) -> Any:
         return next(batches)
     except StopIteration:
         raise UsageError(
-            f"the iterator of batches has ended within a step of {engine.gradient_accumulation_steps()} micro-batches; "
-            "pass one that repeats, such as RepeatingLoader(loader)"
+            f"the iterator of batches ended in the middle of a step of {engine.gradient_accumulation_steps()} "
+            "micro-batches; pass an iterator that repeats, such as RepeatingLoader(loader)"
         ) from None
 
 

@@ -1,4 +1,7 @@
-"""Recording less: chosen steps, sums, and a size, each with an honest count of what is not there."""
+"""Runs that record only some steps, only sums, or only up to a size.
+
+Each run must state correctly how many collectives have no record.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,10 @@ STEPS, REDUCTIONS = 6, 3
 
 
 def train(rank, world, marked):
-    """Per step: three all_reduces of 40 bytes, a broadcast of 20; one barrier before the first, one after the last."""
+    """Train with three all_reduces of 40 bytes and a broadcast of 20 bytes in each step.
+
+    There is one barrier before the first step and one after the last.
+    """
     model = torch.nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     tensor = torch.ones(10)
@@ -40,10 +46,11 @@ def train(rank, world, marked):
     return [vars(dist.ProcessGroup)[name].__module__ for name in ("allreduce", "broadcast")]
 
 
-# Which steps.
+# Recording of selected steps.
 
 
-# Options, the steps that they leave, and what lies outside: the barriers, and four collectives in each step not recorded.
+# The options, the steps that they select, and the number of collectives outside these steps. Outside are the
+# barriers and four collectives in each step that is not recorded.
 WINDOWS = [
     ({"steps": "2:4"}, [2, 3], 2 + 4 * 4),
     ({"warmup": 4}, [4, 5], 1 + 4 * 4),
@@ -57,7 +64,8 @@ WINDOWS = [
 @pytest.mark.parametrize(
     ("options", "steps", "outside", "marked"),
     [
-        # each window once in every run of the tests, with steps that are marked or found; the other way is long
+        # The quick tests run each window once, either with marked or with detected steps. The long tests also
+        # run the other case.
         pytest.param(*window, marked, marks=[pytest.mark.long] if marked == bool(number % 2) else [])
         for number, window in enumerate(WINDOWS)
         for marked in (True, False)
@@ -68,14 +76,15 @@ def test_only_the_steps_that_were_asked_for(tmp_path, marked, options, steps, ou
     for rank, outcome in enumerate(outcomes):
         recorded = calls(run, rank, "step", "op")
         if steps[-1:] == [STEPS - 1]:
-            assert recorded.pop() == (-1, "barrier")  # what follows the last step is outside of all
+            assert recorded.pop() == (-1, "barrier")  # the collectives after the last step belong to no step
         if steps[:1] == [-1]:
             assert recorded.pop(0) == (-1, "barrier")
         expected = [
             (step, op) for step in steps if step >= 0 for op in ["all_reduce"] * REDUCTIONS + ["broadcast"]
         ]
         assert recorded == expected
-        assert outcome["number"] == len(calls(run, rank, "op")) + outside  # gloo's own count of all
+        # The number that gloo itself counted includes the collectives outside the selected steps.
+        assert outcome["number"] == len(calls(run, rank, "op")) + outside
     assert run.health.unseen == 0
     assert run.health.outside == 2 * outside
     (said,) = (note for note in run.health.notes if "were recorded" in note)
@@ -102,7 +111,10 @@ def test_outside_the_steps_torchs_own_methods_are_in_place(tmp_path):
 
 
 def make_and_destroy_groups(rank, world):
-    """Outside the steps: 2 + 3 collectives of groups that are gone before the end, and one of the default group."""
+    """Issue 2 + 3 collectives in groups that are destroyed, and one in the default group.
+
+    All of these precede the recorded step, and the two groups do not exist any more when the run ends.
+    """
     for number in (2, 3):
         group = dist.new_group([0, 1])
         for _ in range(number):
@@ -116,17 +128,18 @@ def make_and_destroy_groups(rank, world):
 @pytest.mark.long
 def test_groups_that_are_gone_are_counted_too(tmp_path):
     run, outcomes = record(tmp_path / "run", 2, make_and_destroy_groups, steps="5:")
-    # new_group and destroy_process_group may synchronise through the default group: gloo's own number says how often.
+    # new_group and destroy_process_group may synchronize through the default group. The sequence number of
+    # gloo shows how often.
     of_the_default_group = outcomes[0]["number"] - 1
     assert run.health.outside == 2 * (5 + of_the_default_group)
     assert calls(run, 0, "op") == ["all_reduce"]
 
 
-# Sums.
+# Recording of sums only.
 
 
 def sums(run) -> dict[tuple, int]:
-    """Calls of rank 0 by step, operation and purpose."""
+    """Return the calls of rank 0 by step, operation and purpose."""
     counted: collections.Counter = collections.Counter()
     for row in run.table("aggregates").to_pylist():
         if row["rank"] == 0:
@@ -142,7 +155,7 @@ def test_sums_hold_what_the_records_would(tmp_path):
     assert len(summed.table("collectives")) == summed.health.records == summed.health.unseen == 0
     assert summed.health.summed == whole.health.records == 2 * (STEPS * 4 + 2)
     assert sums(summed) == {
-        (-1, "barrier", "control"): 2,  # before the first step, and after the last
+        (-1, "barrier", "control"): 2,  # one before the first step and one after the last
         **{(step, "all_reduce", "gradient_reduce"): REDUCTIONS for step in range(STEPS)},
         **{(step, "broadcast", None): 1 for step in range(STEPS)},
     }
@@ -195,7 +208,7 @@ def test_a_program_without_steps_does_not_grow(tmp_path):
 
 
 def late_waits(rank, world):
-    """Each step waits for what the step before it issued."""
+    """Wait in each step for the all_reduce that the previous step issued."""
     work = None
     for step in range(5):
         commprof.step(step)
@@ -214,7 +227,7 @@ def test_waits_of_the_next_step_are_in_the_sums(tmp_path):
     assert all(row["exposed_ns"] > 0 for row in rows)
 
 
-# A size.
+# Recording up to a size.
 
 
 def file_bytes(run: Path) -> int:
@@ -245,7 +258,7 @@ def test_beyond_the_size_sums_are_kept(tmp_path):
     for (step, _, _), number in sums(run).items():
         in_both[step] += number
     assert in_both == dict.fromkeys(range(steps), count)
-    assert any("on only sums are kept" in note and "1,000,000 bytes" in note for note in run.health.notes)
+    assert any("on, only sums are kept" in note and "1,000,000 bytes" in note for note in run.health.notes)
 
 
 def publish(rank, world, run):
@@ -270,7 +283,7 @@ def test_what_fits_no_more_is_counted(tmp_path):
     assert "the 1,000,000 bytes that a rank may write are used up" in said
 
 
-# The way from the command line.
+# Options of the command line.
 
 SCRIPT = """
 import torch, torch.distributed as dist, sys
@@ -362,7 +375,10 @@ def test_what_a_killed_process_had_not_added_up_is_said_to_be_missing(tmp_path):
 
 
 def evaluating(rank, world, told):
-    """Two steps, an evaluation, two steps, an evaluation and a checkpoint: 4 bytes in a step, 8 and 16 outside of them."""
+    """Run two steps, an evaluation, two more steps, an evaluation and a checkpoint.
+
+    Collectives of a step have 4 bytes. Those of an evaluation and of the checkpoint have 8 and 16 bytes.
+    """
     model = torch.nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(4):

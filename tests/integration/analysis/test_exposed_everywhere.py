@@ -1,6 +1,7 @@
-"""The exposed time of a step is one number: report, JSON, CSV, API, Overview and Compare, on runs of real programs.
+"""The exposed time of a step is one number in the report, JSON, CSV, API, Overview and Compare.
 
-What it is, is worked out here by plain loops over the records of the run.
+The runs are those of real programs. These tests compute the expected time with plain loops over the records
+of the run.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ def ddp(rank, world):
 
 
 def waits(rank, world):
-    """Several purposes, synchronous and asynchronous, two at a time."""
+    """Issue collectives with several purposes, synchronous and asynchronous, two at a time."""
     import torch
     import torch.distributed as dist
 
@@ -81,7 +82,7 @@ def zero_2(rank, world):
 
 
 def messages(rank, world):
-    """Two stages of a pipeline, with messages as torch batches them."""
+    """Exchange messages between two pipeline stages in the batches that torch forms."""
     import torch
     import torch.distributed as dist
 
@@ -114,7 +115,7 @@ def union(intervals) -> int:
 
 
 def by_plain_loops(run) -> tuple[float, float, float]:
-    """Median of the lower and the upper bound of the exposed time, and of the duration, over the warm steps."""
+    """Return medians over the warm steps: the lower and upper bound of the exposed time, and the duration."""
     steps = [row for row in run.table("steps").to_pylist() if row["step"] >= 0 and row["end_ns"] is not None]
     records, stalls = run.table("collectives").to_pylist(), run.table("stalls").to_pylist()
     ranks = sorted({row["rank"] for row in records})
@@ -170,7 +171,8 @@ def test_the_exposed_time_of_a_step_is_one_number(tmp_path, capsys, monkeypatch,
     if program is not ddp:
         assert whole["exposed_ns"] == whole["exposed_low_ns"] == whole["exposed_high_ns"]
         assert whole["exposed_share"] == pytest.approx(low / duration, rel=1e-4)
-    assert (frame["exposed_high_ns"] <= whole["exposed_high_ns"]).all()  # no purpose exceeds the union
+    # no purpose exceeds the union of all purposes
+    assert (frame["exposed_high_ns"] <= whole["exposed_high_ns"]).all()
 
     told = json.loads(printed(capsys, "report", path, "--json"))["exposure_per_step"][-1]
     assert all(told[name] == whole[name] for name in SHOWN)
@@ -187,12 +189,12 @@ def test_the_exposed_time_of_a_step_is_one_number(tmp_path, capsys, monkeypatch,
 
     text, share = api.exposed_time(told), api.exposed_share(told)
     before, _, block = printed(capsys, "report", path).partition("Exposed per training step")
-    # No other number has that name.
+    # No other number is labeled as exposed time.
     assert "exposed " not in " ".join(before.split()).replace("not exposed time", "")
     assert (
         f"{text} " in block
         and f" {share} " in block
-        and "all is their union, not their sum" in " ".join(block.split())
+        and "all: the union of the purposes, not their sum" in " ".join(block.split())
     )
     assert text.partition(" to ")[0] in printed(capsys, "compare", path)
     assert f"{text}, {share} of the step" in page(path.parent, "/overview?run=one")

@@ -1,4 +1,7 @@
-"""``commprof calibrate`` with real gloo ranks: started by it, by torchrun, and by the variables of another launcher."""
+"""``commprof calibrate`` with real gloo ranks.
+
+The ranks are started by the command itself, by torchrun, or by the environment variables of another launcher.
+"""
 
 from __future__ import annotations
 
@@ -112,7 +115,7 @@ def test_a_size_for_which_one_rank_has_no_memory_is_left_out():
         "all_reduce": [4096],
         "reduce": [4096],
     }
-    why = "from 65536 bytes on: another rank could not carry it out"
+    why = "from 65536 bytes on: another rank could not run the operation"
     assert found.skipped == {"all_reduce": why, "reduce": why} and why in said[0]
 
 

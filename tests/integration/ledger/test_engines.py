@@ -1,4 +1,7 @@
-"""``initialize`` called again when a program has trained: its steps are numbered on, and each engine's config counts."""
+"""Programs that call ``initialize`` again after training.
+
+The steps continue their numbering, and the config of each engine applies to its own steps.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,10 @@ WIDTH = 8
 
 
 def pipelines(rank, world):
-    """Two steps of two micro-batches, then two of four with the same layers, the second after an evaluation."""
+    """Train two steps of two micro-batches, then two steps of four micro-batches with the same layers.
+
+    The second training comes after an evaluation.
+    """
     layers = [zero_runtime.LayerSpec(nn.Linear, WIDTH, WIDTH) for _ in range(4)]
     model = zero_runtime.PipelineModule(layers, loss_fn=nn.functional.mse_loss)
     data = torch.ones(8, WIDTH)
@@ -43,7 +49,10 @@ def pipelines(rank, world):
 
 
 def replicas(rank, world, stage, widths, folder=None):
-    """An engine for each of ``widths`` of the model; with ``folder`` the later ones go on where the one before was."""
+    """Train an engine for each width in ``widths``.
+
+    With ``folder``, later engines continue from the state of the previous engine.
+    """
     for number, width in enumerate(widths):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(WIDTH, width), nn.Tanh(), nn.Linear(width, 1))
@@ -105,7 +114,10 @@ def test_engines_of_different_models_cannot_be_told(tmp_path):
 
 
 def validated(rank, world, with_training_before, with_optimizer):
-    """Engines that only validate, each a model of its own, before a training or between two."""
+    """Run engines that only validate, each with its own model.
+
+    They run before the training or between two trainings.
+    """
     for trains in [True, False, False, True] if with_training_before else [False, True]:
         torch.manual_seed(0)
         config = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 1}}
@@ -140,7 +152,7 @@ def test_engines_that_only_validate_are_explained(tmp_path, with_training_before
 
 
 def adversaries(rank, world, widths, passes, late):
-    """A GAN: two engines of ``widths`` that train within one step, the second of them ``passes`` times."""
+    """Train a GAN: two engines of ``widths`` that train in the same step, the second ``passes`` times."""
 
     def make(width):
         torch.manual_seed(0)
@@ -180,7 +192,7 @@ def test_engines_that_train_together_are_not_told_apart(tmp_path, widths, passes
     run, _ = record(tmp_path / "run", 2, adversaries, widths, passes, late)
     verdict = verify(run)
     assert (str(verdict.state), verdict.exit_code, verdict.unexplained) == ("unknown", 3, ()), verdict
-    assert "several engines whose steps have the same numbers, as those of a GAN" in verdict.request_reason
+    assert "several engines whose steps have the same numbers, as in a GAN" in verdict.request_reason
     assert not any("after the one before it had trained" in said for said in verdict.sentences)
     levels = api.reduction_levels([run]).set_index("level")
     assert levels.loc["requested", "reason"] == verdict.request_reason
@@ -188,7 +200,10 @@ def test_engines_that_train_together_are_not_told_apart(tmp_path, widths, passes
 
 
 def destroyed(rank, world):
-    """As many steps as the model has parameters, each of which destroy() gathers."""
+    """Take as many steps as the model has parameters.
+
+    ``destroy()`` gathers each of the parameters.
+    """
     engine, *_ = zero_runtime.initialize(
         model=nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1)),
         config={
@@ -213,14 +228,17 @@ def test_the_gathers_of_destroy_are_listed_apart_in_total(tmp_path, capsys):
         "Not in every step, or outside of the steps, in total"
     )
     assert "evaluation" not in steps + apart and "parameter_access" not in steps
-    # The elements of two layers in fp32; the last bias is padded to one for each rank.
+    # The elements of two layers in fp32. The last bias is padded to one element for each rank.
     size = str(4 * (WIDTH * WIDTH + WIDTH + WIDTH + 2))
     own = apart.partition("parameter_access")[2]
     assert ["issued", "all_gather", "4", size, "B"] in [line.split()[:5] for line in own.splitlines()]
 
 
 def mode_of_the_model(rank, world):
-    """Two epochs, a validation after each, after which only the model is set to train, as Lightning does."""
+    """Train two epochs with a validation after each.
+
+    After the validation only the model, and not the engine, is set to training mode, as in Lightning.
+    """
     torch.manual_seed(0)
     config = {
         "train_micro_batch_size_per_gpu": 2,
@@ -262,7 +280,7 @@ def test_one_that_goes_on_from_a_checkpoint_keeps_its_numbers(tmp_path):
 
 
 def in_turn(rank, world, folders):
-    """A training in the first recording, and in the second one another after it."""
+    """Run one training in the first recording, and two consecutive trainings in the second."""
     for number, folder in enumerate(folders):
         commprof.attach(folder)
         replicas(rank, world, 2, [WIDTH] * (number + 1))

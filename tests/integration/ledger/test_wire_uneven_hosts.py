@@ -1,6 +1,7 @@
-"""Hosts whose ranks send unlike much: each is held to what its own ranks send, and verify accuses none of them.
+"""Hosts whose ranks send very different numbers of bytes.
 
-The expected bytes are written here by hand, from gloo's algorithms, and not taken from the package under test.
+Each host is compared with the bytes of its own ranks, and verify must accuse none of the hosts. The expected
+bytes are written here by hand from gloo's algorithms, and not taken from the package under test.
 """
 
 import json
@@ -46,7 +47,8 @@ def unrecorded(size):
             except ConnectionRefusedError:
                 time.sleep(0.05)
 """
-# Of each step, in float32: the operations that load the ranks unevenly, with roots other than 0 and a group of two hosts.
+# The operations of each step, in float32. They load the ranks unevenly, have roots other than 0, and use a
+# group of two hosts.
 ROOTED = f"""{UNRECORDED}
 import torch, torch.distributed as dist
 from commprof import hooks
@@ -86,16 +88,17 @@ for number in range(3):
 hooks.step(number + 1)
 dist.destroy_process_group()
 """
-# MB that each host sends in a step. broadcast: its root to both others. reduce: every rank two thirds to the rank before it,
-# and its third to the root. The group of 0 and 2: each sends 2 x 1/2 of 3 MB. The splits: each rank to the others.
+# The MB that each host sends in a step. broadcast: the root sends to both other ranks. reduce: every rank
+# sends two thirds to the previous rank, and its third to the root. The group of 0 and 2: each rank sends 2 x
+# 1/2 of 3 MB. The splits: each rank sends to the other ranks.
 ROOTED_STEP = {
     0: 2 + 1 + 1 + 3 + 3 + 1.6,  # reduce, its third, gather, send, all_reduce, 400,000 elements to rank 2
     1: 2 * 3 + 2 + 1 + 0.4 + 1.6,  # broadcast, reduce, its third, to ranks 0 and 2
     2: 2 + 1 + 2 + 3 + 0.4,  # reduce, gather, scatter, all_reduce, to rank 0
 }
 
-# Each rank divides its input in another way, so that neither what the ranks give nor what they get is equal; and a list of
-# unlike chunks. Bytes are 4 times these elements.
+# Each rank divides its input differently, so that the ranks neither send nor receive equal numbers of
+# elements. A list of unequal chunks follows. Bytes are 4 times these elements.
 SPLITS = ((50_000, 300_000, 150_000), (0, 10_000, 700_000), (250_000, 20_000, 0))
 CHUNKS = (100_000, 700_000, 200_000)
 UNEVEN = f"""
@@ -148,7 +151,10 @@ dist.destroy_process_group()
 
 
 def record(directory, machines, script, *arguments, **planted):
-    """Run ``script`` with one rank on each host; what verify says of it: exit code, text in one line, JSON."""
+    """Run ``script`` with one rank on each host.
+
+    Returns the exit code of verify, its text in one line, and its JSON.
+    """
     run = directory / "run"
     words = ["run", "--wire", "--out", str(run), str(script), *arguments]
     with pytest.MonkeyPatch.context() as patch:
@@ -164,7 +170,7 @@ def record(directory, machines, script, *arguments, **planted):
 
 
 def ratios(text):
-    """What verify says that each host sent, relative to the model, by the number at the end of its name."""
+    """Return the ratio of sent to modelled bytes that verify reports, by the number at the end of each host name."""
     found = re.findall(r"Host \S+-(\d) sent [\d,]+ bytes through eth0 .*?: ([\d.]+) times", text)
     return {int(host): float(ratio) for host, ratio in found}
 
@@ -196,7 +202,8 @@ def test_unequal_splits_are_held_to_what_the_program_gave(tmp_path):
     for row in verdict["moved"]:
         number = int(row["host"][-1])
         exchanged = sum(size for rank, size in enumerate(SPLITS[number]) if rank != number)
-        # gloo reduces each chunk on all ranks: 2 x 2/3 of it on each, whoever keeps it.
+        # gloo reduces each chunk on all ranks. Each rank sends 2 x 2/3 of the chunk, whichever rank receives
+        # the result.
         expected = 3 * 4 * (exchanged + sum(CHUNKS) * 4 / 3)
         assert row["expected_bytes"] == pytest.approx(expected, rel=1e-4)
         assert expected <= row["sent_bytes"] <= expected * (1 + TOLERANCE) + resent[number]
@@ -208,15 +215,16 @@ def test_a_message_without_a_record_is_a_mismatch(tmp_path):
     script = tmp_path / "train.py"
     script.write_text(textwrap.dedent(ROOTED))
     with network.hosts(3) as machines:
-        size = round(0.03 * 3 * ROOTED_STEP[0] * MB)  # 3 % of what host 0 sends in all steps
+        # 3 % of the bytes that host 0 sends in all steps.
+        size = round(0.03 * 3 * ROOTED_STEP[0] * MB)
         planted = {"PLANTED": size, "PLANTED_HOST": machines[2].address}
         _, text, _ = record(tmp_path, machines, script, **planted)
-    assert re.search(r"Mismatch: host \S+-0 moved [\d,]+ bytes where the records explain", text), text
+    assert re.search(r"Mismatch: host \S+-0 moved [\d,]+ bytes, but the records explain", text), text
     assert text.count("Mismatch:") == 1
 
 
 def stage_2(directory, machines, **planted):
-    """As :func:`record`, of :data:`ZERO`."""
+    """Run :data:`ZERO` at stage 2 with :func:`record`."""
     script = directory / "train.py"
     script.write_text(textwrap.dedent(ZERO))
     config = {
@@ -234,12 +242,12 @@ def stage_2(directory, machines, **planted):
 def test_stage_2_with_a_broadcast_of_its_own_is_not_accused_on_three_hosts(tmp_path, rate):
     with network.hosts(3, rate) as machines:
         code, text, verdict = stage_2(tmp_path, machines)
-    # The broadcast has a label and no rule predicts it, which is no mismatch.
+    # The broadcast has a label but no rule predicts it. This is not a mismatch.
     assert code in (0, 3), text
     assert "Mismatch" not in text
     assert len(verdict["moved"]) == 3
     for row in verdict["moved"]:
-        # The root returns from the broadcast before step 0 when its bytes are in send buffers.
+        # The root returns from the broadcast before step 0 as soon as its bytes are in send buffers.
         begun_within = row["sent_bytes"] - row["queued_first_bytes"], row["sent_bytes"]
         low, high = ((1 - TOLERANCE) * row["expected_bytes"], (1 + TOLERANCE) * row["expected_bytes"])
         assert begun_within[0] <= high and begun_within[1] >= low, text
@@ -250,10 +258,11 @@ def test_stage_2_with_a_broadcast_of_its_own_is_not_accused_on_three_hosts(tmp_p
 @pytest.mark.parametrize("rate", ["200mbit", "50mbit"])
 def test_a_message_without_a_record_is_a_mismatch_on_slow_links_too(tmp_path, rate):
     with network.hosts(3, rate) as machines:
-        size = 1_240_000  # 3 % of the 41.2 MB that host 0 sends in all steps
+        # 3 % of the 41.2 MB that host 0 sends in all steps.
+        size = 1_240_000
         code, text, verdict = stage_2(tmp_path, machines, PLANTED=size, PLANTED_HOST=machines[2].address)
     assert code == 1, text
-    assert re.search(r"Mismatch: host \S+-0 moved [\d,]+ bytes where the records explain", text), text
+    assert re.search(r"Mismatch: host \S+-0 moved [\d,]+ bytes, but the records explain", text), text
     assert text.count("Mismatch:") == 1
     assert verdict["moved"][0]["expected_bytes"] == pytest.approx(size / 0.03, rel=0.01)
 
@@ -293,8 +302,9 @@ def test_ranks_of_one_host_do_not_pass_its_interface_to_each_other(tmp_path):
     verdict = json.loads(done.stdout)
     assert len(verdict["moved"]) == 2
     for row in verdict["moved"]:
-        # Of the ring 0, 1, 2, 3 two links cross. all_reduce: 1.5 S of 4 MB on one of them in each direction; a broadcast
-        # from rank 3 goes to 0 (crossing), from 3 to 1 (crossing) and from 0 to 2 (crossing back).
+        # In the ring 0, 1, 2, 3 two links connect different hosts. all_reduce: one of these links carries 1.5
+        # S of 4 MB in each direction. A broadcast from rank 3 goes to 0 (between hosts), from 3 to 1 (between
+        # hosts) and from 0 to 2 (between hosts, in the other direction).
         expected = 4 * (6 * MB + (8 * MB if row["host"].endswith("1") else 4 * MB))
         assert row["expected_bytes"] == pytest.approx(expected, rel=1e-4)
         assert abs(row["sent_bytes"] - expected) <= TOLERANCE * expected

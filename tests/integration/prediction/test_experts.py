@@ -1,4 +1,7 @@
-"""``commprof predict`` for other settings of experts: the predicted messages are those of a run with that setting."""
+"""``commprof predict`` for other settings of experts.
+
+The predicted messages must equal those of a run with that setting.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ from support.recording import record
 
 pytestmark = pytest.mark.ranks
 
-WORLD, STEPS = 4, 1 + LEAST_STEPS  # the first one warms up
+WORLD, STEPS = 4, 1 + LEAST_STEPS  # the first step is a warm-up
 CASE = "gpt_s2_ep2_w4_small"
 
 
@@ -48,7 +51,7 @@ def train(rank, world, layer, stage, name, autocast=False):
 
 @functools.cache
 def import_names_of_deepspeed():
-    """What each rank would import for itself."""
+    """Import in this process the modules that each rank would otherwise import for itself."""
     import zero_runtime
     from zero_runtime.deepspeed_names.finder import uninstall
 
@@ -69,7 +72,7 @@ def recorded_with(ep_size, capacity_factor=1.0, stage=2, case=CASE, autocast=Fal
 
 
 def messages(program):
-    """Purpose, operation, groups and bytes of the messages, however they follow each other."""
+    """Count the messages by purpose, operation, groups and bytes, without regard to their order."""
     return Counter(
         (each.purpose, each.op, each.groups, each.sizes or each.payload_bytes)
         for each in program.messages
@@ -78,7 +81,7 @@ def messages(program):
 
 
 def exchanges(program):
-    """The messages of tokens in their order."""
+    """Return the messages of tokens in their order."""
     return [
         (each.module, each.phase, each.op, each.micro_step)
         for each in program.messages
@@ -87,7 +90,7 @@ def exchanges(program):
 
 
 def predicted(run, setting):
-    """The program of ``run`` with ``setting``; no time is looked at."""
+    """Return the predicted program of ``run`` with ``setting``, without any times."""
     recorded = recorded_steps(run)
     base = predictions.Base(recorded, request_of(run), {}, None, recorded.steps, None, None, predictions.CPUS)
     config = dict(base.request.config)
@@ -123,8 +126,8 @@ def compare(run, setting, same):
 )
 def test_the_messages_are_those_of_a_run_with_that_setting(ep_size, setting, other):
     assumed = compare(recorded_with(ep_size), setting, recorded_with(*other))
-    assert ("capacity" in str(setting)) == any("between the two all_to_alls" in text for text in assumed)
-    assert (ep_size == 1) == any("the run does not show (ep_size 1)" in text for text in assumed)
+    assert ("capacity" in str(setting)) == any("between its two all_to_alls" in text for text in assumed)
+    assert (ep_size == 1) == any("the run (ep_size 1) does not show" in text for text in assumed)
 
 
 def test_tokens_and_results_keep_the_types_that_autocast_gave_them():
@@ -142,11 +145,11 @@ def test_without_dropping_the_bytes_are_those_of_the_fullest_expert(ep_size, oth
     assumed = compare(run, {"experts.ep_size": other}, same)
     assert (other == 1) == (not any("by the recorded loads" in text for text in assumed))
     sizes = {len(set(each.sizes)) for each in recorded_steps(same).program.messages if each.sizes}
-    assert other == 1 or max(sizes) > 1  # the steps do not all send the same
+    assert other == 1 or max(sizes) > 1  # the steps send different numbers of bytes
 
 
 def test_without_dropping_a_run_is_replayed_and_predicted(monkeypatch):
-    # Ranks of tests share processors, so the replay may differ from the run by more than is accepted.
+    # The ranks of tests share processors, so the replay may differ from the run by more than predict accepts.
     monkeypatch.setattr(predictions, "REFUSED_ERROR", float("inf"))
     answer = predictions.predict(
         recorded_with(2, drop_tokens=False),

@@ -28,7 +28,7 @@ from support.warm_hosts import run_commprof_on_each
 pytestmark = [pytest.mark.ranks, pytest.mark.alone, pytest.mark.shared_answers]
 
 STEPS = 14
-FORWARD, BACKWARD = 0.020, 0.040  # seconds of each of the four layers, each pass
+FORWARD, BACKWARD = 0.020, 0.040  # the seconds of each of the four layers in each pass
 
 MODEL = """
 import sys, time
@@ -123,7 +123,10 @@ def zero(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def exposed(tmp_path_factory):
-    """A run on two hosts with slow links whose gradients are reduced in each of 8 micro-batches: stage 1 does so once."""
+    """Record a run on two hosts with slow links.
+
+    Its gradients are reduced in each of 8 micro-batches. Stage 1 would reduce them once.
+    """
     reason = network.why_impossible()
     if reason is not None:
         pytest.skip(reason)
@@ -133,7 +136,7 @@ def exposed(tmp_path_factory):
     (folder / "ds.json").write_text(json.dumps(config))
     program = ZERO.replace("range(STEPS)", "range(8 * STEPS)")
     write_program(folder, program, backward=0.002)
-    # A disturbed run is refused, with the advice to record again.
+    # A disturbed run is refused. The message advises the user to record again.
     for number in range(3):
         run = folder / f"run{number}"
         with network.hosts(2, "200mbit") as machines:
@@ -182,7 +185,7 @@ def test_without_messages_the_compute_is_left(zero):
     assert (
         COMPUTE_NS < setting["step_ns"]["median"] < min(1.25 * COMPUTE_NS, 1.01 * told["recorded"]["step_ns"])
     )
-    # What is left of it is waiting for the later rank.
+    # The remaining exposed time is waiting for the later rank.
     assert setting["exposed_ns"]["gradient_reduce"] < 0.1 * COMPUTE_NS
 
 
@@ -199,7 +202,7 @@ def test_other_buckets_and_overlap_have_their_messages(zero):
         "zero_optimization.overlap_comm": True,
         "zero_optimization.reduce_bucket_size": 65536,
     }
-    # Four gradients in four or two buckets, the norm, and the parameters.
+    # The messages are four gradients in four or two buckets, the norm, and the parameters.
     assert (small["messages"], large["messages"]) == (6, 4)
     assert any("2 all_reduce" in sentence for sentence in large["why"])
     assert small["memory_bytes_per_rank"] < large["memory_bytes_per_rank"]
@@ -249,7 +252,7 @@ def test_what_cannot_be_predicted_is_said_in_a_line(zero):
         ("zero_optimization.stage=3", "commprof calibrate --nproc 2 --ops all_to_all"),
         (
             "ddp.bucket_cap_mb=1",
-            "error: --set ddp.bucket_cap_mb is of DistributedDataParallel, which this run does not",
+            "error: --set ddp.bucket_cap_mb applies to DistributedDataParallel, which this run does not",
         ),
         ("zero_optimization.reduce_bucket_size=-1", "reduce_bucket_size"),
         ("zero_optimization.gradient_reduction=reduce_to_owner", "commprof calibrate --nproc 2 --ops reduce"),
@@ -395,7 +398,8 @@ def test_stage_3_is_predicted_from_stage_2(zero, tmp_path):
     words = ("--calibration", str(tmp_path / "calibration.json"), "--set", "zero_optimization.stage=2,3")
     words = (*words, "--set", "zero_optimization.stage3_param_persistence_threshold=0")
     two, three = answer(zero, *words)["settings"]
-    # Four gradients, the norm, and all parameters at once: at the end of a step, or in the forward pass.
+    # The messages are four gradients, the norm, and all parameters at once. The parameters are sent at the
+    # end of a step or in the forward pass.
     assert (two["messages"], three["messages"]) == (6, 6)
     assert any("4 all_to_all among 2 ranks (median 262,144 bytes)" in each for each in three["why"])
     assert sum(each.startswith("assumed: ") for each in three["why"]) == 2
@@ -405,7 +409,7 @@ def test_stage_3_is_predicted_from_stage_2(zero, tmp_path):
 
 
 def made_step(program):
-    """Some compute before each event."""
+    """Return a step with some compute before each event."""
     spans = np.linspace(1e6, 2e6, len(program.events) + 1)[:, None] * np.ones((1, 2))
     return Step(spans, np.zeros((len(program.messages), 2)), follows=True)
 
@@ -419,7 +423,7 @@ def test_parameters_of_fully_shard_that_stay_gathered(tmp_path):
         runs[reshard] = record(folder, FULLY_SHARD.replace("RESHARD", str(reshard)))
     told = answer(runs[True], "--set", "fsdp.reshard_after_forward=true,false")
     again, kept = told["settings"]
-    # Messages of a step in each run, as it was recorded.
+    # The messages of a step in each run, as recorded.
     sent = {}
     for reshard, run in runs.items():
         rows = open_run(run).table("collectives").to_pandas()
@@ -429,7 +433,7 @@ def test_parameters_of_fully_shard_that_stay_gathered(tmp_path):
     assert sorted({*sent[True]}) == sorted({*sent[False]})
     assert 0.95 * COMPUTE_NS <= kept["step_ns"]["median"] <= again["step_ns"]["median"]
     assert kept["exposed_ns"]["parameter_gather"] < again["exposed_ns"]["parameter_gather"]
-    assert any("0.5 MiB of parameters more" in each for each in kept["why"])
+    assert any("0.5 MiB more of parameters" in each for each in kept["why"])
     programs = {reshard: recorded_steps(open_run(run)).program for reshard, run in runs.items()}
     wrapped = request_of(open_run(runs[False])).wrapped
     steps = [made_step(programs[False])]
@@ -439,7 +443,7 @@ def test_parameters_of_fully_shard_that_stay_gathered(tmp_path):
     ]
     assert gathered.events == programs[True].events
     (there,) = answer(runs[False], "--set", "fsdp.reshard_after_forward=true")["settings"]
-    assert there["messages"] == 12 and any("0.5 MiB of parameters less" in each for each in there["why"])
+    assert there["messages"] == 12 and any("0.5 MiB less of parameters" in each for each in there["why"])
     refused = commprof("predict", str(runs[False]), "--set", "fsdp.param_dtype=bfloat16", cwd=tmp_path)
     assert refused.returncode != 0 and "it changes what is computed; record a run with it" in refused.stderr
     other = commprof("predict", str(runs[True]), "--set", "ddp.bucket_cap_mb=1", cwd=tmp_path)
@@ -449,7 +453,7 @@ def test_parameters_of_fully_shard_that_stay_gathered(tmp_path):
 @pytest.mark.long
 def test_a_sweep_shows_predicted_beside_measured(zero):
     folder = zero.parent
-    # The program notes whether the predictions were there before it started.
+    # The program notes whether the predictions existed before it started.
     program = (folder / "train.py").read_text()
     noted = "from pathlib import Path\nprint('predicted before:', Path('s/predictions.json').is_file())\n"
     (folder / "train.py").write_text(noted + program)

@@ -1,4 +1,7 @@
-"""Every collective of every kind of program exactly once: lists derived by hand, torch's Flight Recorder, complete mode."""
+"""Every collective of every kind of program is recorded exactly once.
+
+The tests compare lists derived by hand, torch's Flight Recorder, and complete mode.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
 ]
 
-# What torch's Flight Recorder calls an operation of gloo.
+# The names of gloo operations in torch's Flight Recorder.
 EXECUTED = {"reduce_scatter": "all_reduce"}
 MODES = ("layers", "complete")
 
@@ -41,7 +44,7 @@ def has_kernel(operator: str) -> bool:
 
 
 def run_programs(rank: int, world: int, directory: str, cases: tuple[str, ...]) -> dict[str, dict]:
-    """Run the ``cases`` (a program and a recording mode) in one process, with a recording for each."""
+    """Run the ``cases`` (a program and a recording mode) in one process, each with its own recording."""
     outcomes = {}
     warnings.simplefilter("ignore")
     for program in PROGRAMS:
@@ -53,7 +56,7 @@ def run_programs(rank: int, world: int, directory: str, cases: tuple[str, ...]) 
             try:
                 outcomes[case] = recorded(rank, world, f"{directory}/{case}", program.body, (), options)
             except Exception:
-                outcomes[case] = {"error": traceback.format_exc()}  # the others are run all the same
+                outcomes[case] = {"error": traceback.format_exc()}  # the other cases run even if one fails
     return outcomes
 
 
@@ -76,11 +79,12 @@ def test_each_collective_of_a_program_is_recorded_once(cases_that_run, program, 
     assert all(found == known for (_, found), (_, known) in told if known is not None), rows
     assert len(calls(run, 1, "op")) == len(rows)
     assert run.health.unseen == run.health.lost == run.health.raised == 0
-    # a loaded machine may leave clocks uncompared and the Flight Recorder's list cut short
+    # A loaded machine may leave clocks uncompared, and may truncate the list of the Flight Recorder.
     notes = [note for note in run.health.notes if "clock" not in note and "Flight Recorder" not in note]
     assert [note for note in notes if "timed on the device" not in note] == []
     sites = calls(run, 0, "call_site")
-    if device() == "cuda":  # autograd has a thread of its own for the GPU, which no line of the program calls
+    # For the GPU, autograd has a thread of its own, which no line of the program calls.
+    if device() == "cuda":
         sites = [
             site
             for site, thread in zip(sites, calls(run, 0, "thread"), strict=True)
@@ -125,10 +129,13 @@ def test_what_inductor_makes_of_a_program_is_recorded_once(tmp_path):
 @pytest.mark.sampled
 @pytest.mark.parametrize("complete", [False, True])
 def test_what_a_thread_without_python_issues_is_recorded(tmp_path, complete):
-    """Autograd runs the backward pass of a GPU on such a thread, where DDP's reducer issues its sums."""
+    """Collectives issued by a thread without Python frames are recorded.
+
+    Autograd runs the backward pass of a GPU on such a thread, where DDP's reducer issues its reductions.
+    """
 
     def body(rank, world):
-        programs.train(programs.ddp(), 1)  # from here on the operators of c10d are watched
+        programs.train(programs.ddp(), 1)  # from here on the c10d operators are recorded
         group = dist.group.WORLD
         x, y = torch.full((5,), float(rank)), torch.ones(7)
         for name, arguments, is_done in (
@@ -139,7 +146,7 @@ def test_what_a_thread_without_python_issues_is_recorded(tmp_path, complete):
             number = group._get_sequence_number_for_group()
             _thread.start_new_thread(call, arguments)
             deadline = time.monotonic() + 60
-            # On the root the value is there before the call: it must have been issued as well.
+            # On the root the value exists before the call, so the call must also have been issued.
             while group._get_sequence_number_for_group() == number or not is_done():
                 assert time.monotonic() < deadline
                 time.sleep(0.01)
@@ -168,7 +175,7 @@ def test_no_kernel_stands_before_an_operator_until_a_program_needs_it(tmp_path):
 
     run, outcomes = record(tmp_path / "run", 2, body)
     assert outcomes[0]["result"] == ([False, False, True, False, False, False], False)
-    assert calls(run, 0, "layer").count("process_group") == 1  # the one after detaching is not recorded
+    assert calls(run, 0, "layer").count("process_group") == 1  # the call after detaching is not recorded
 
 
 def test_a_gap_that_the_group_itself_tells_of_is_closed_and_said(tmp_path):
@@ -176,7 +183,7 @@ def test_a_gap_that_the_group_itself_tells_of_is_closed_and_said(tmp_path):
         import commprof
 
         def hidden():
-            """An all_reduce as C++ issues it, below every method."""
+            """Issue an all_reduce like C++ code, below every recorded method."""
             box = dist.group.WORLD.boxed()
             torch.ops.c10d.broadcast_([torch.ones(4)], box, 0, 0, False, -1)
 
@@ -203,8 +210,8 @@ def test_a_gap_that_the_group_itself_tells_of_is_closed_and_said(tmp_path):
     notes = "\n".join(run.health.notes)
     assert "2 collectives were issued unseen in group default_pg (on each of ranks 0-1)" in notes
     assert (
-        "from step 1 on every operator of c10d is recorded" in notes
-        and "2 more than was recorded until then" in notes
+        "from step 1 on, every operator of c10d is recorded" in notes
+        and "2 more collectives than were recorded until then" in notes
     )
 
 
@@ -266,7 +273,7 @@ def test_an_operator_of_deepspeed_that_comes_after_attaching_is_recorded(tmp_pat
         ("all_reduce", "framework", 24, 2, "SUM"),
         ("all_reduce", "process_group", 4, 2, "SUM"),
     ]
-    assert run.health.unseen == 0  # the group's backend has not counted it
+    assert run.health.unseen == 0  # the backend of the group has not counted the call
 
 
 def test_waits_are_seen_where_kernels_record(tmp_path):
@@ -282,7 +289,7 @@ def test_waits_are_seen_where_kernels_record(tmp_path):
         run, _ = record(tmp_path / f"run-{complete}", 2, body, complete=complete)
         rows = calls(run, 0, "is_async", "return_ns", "wait_begin_ns", "wait_end_ns")
         assert [row[0] for row in rows] == [False, True, True]
-        waited = rows[:2] if complete else rows  # a functional wait is C++ below the kernels of c10d
+        waited = rows[:2] if complete else rows  # a functional wait runs in C++ below the kernels of c10d
         assert all(returned <= begin <= end for _, returned, begin, end in waited)
 
 
@@ -354,7 +361,7 @@ def test_another_wrapper_around_ours_makes_no_second_record(tmp_path):
             return ours(self, *args, **kwargs)
 
         dist.ProcessGroup.allreduce = theirs
-        programs.ddp()  # from here on a kernel stands before c10d::allreduce_, too
+        programs.ddp()  # from here on c10d::allreduce_ also has a kernel of the recorder
         dist.all_reduce(torch.ones(2))
         commprof.detach()
         kept = dist.ProcessGroup.allreduce is theirs
@@ -385,28 +392,31 @@ for _ in range(3):
     engine.step()
 """
 
-# Of bf16: two bytes an element, 16x16 + 16 and 16x4 + 4 of them.
+# In bf16, two bytes per element: 16x16 + 16 and 16x4 + 4 elements.
 _WEIGHTS = [512, 32, 128, 8]
 _WHOLE = sum(_WEIGHTS)
-# All gradients fit one bucket, which the default settings sum; then the flag of overflow, the norm, and the weights anew.
+# All gradients fit into one bucket, which the default settings reduce with all_reduce. Then follow the
+# overflow flag, the norm, and an all_gather of the updated weights.
 _FLAT_STEP = [("all_reduce", _WHOLE), ("all_reduce", 1), ("all_reduce", 4), ("all_gather", _WHOLE)]
 _FLAT = [("broadcast", size) for size in _WEIGHTS] + _FLAT_STEP * 3
-# Stage 3 sends the weights twice, waits in three places, and gathers each once to put its hooks on.
+# Stage 3 broadcasts the weights twice, has three barriers, and gathers each weight once to install its hooks.
 _SHARDED_START = [
     *[("broadcast", size) for size in _WEIGHTS * 2],
     *[("barrier", 0)] * 3,
     *[("all_gather", size) for size in _WEIGHTS],
 ]
-# Weights below the threshold stay, so they are gathered one by one after each step.
+# Weights below the threshold stay gathered, so they are gathered one at a time after each step.
 _SHARDED_STEP = [("reduce_scatter", _WHOLE), ("all_reduce", 8), *[("all_gather", size) for size in _WEIGHTS]]
 _SHARDED = [
     *_SHARDED_START,
-    # The first step has no order of modules yet, which is asked by its length and content: each layer comes twice.
+    # In the first step the order of modules is not known. The ranks compare the length and content of the
+    # order. Each layer is gathered twice.
     ("broadcast", 8),
     ("broadcast", 0),
     *[("all_gather", size) for size in (544, 136, 136, 544)],
     *_SHARDED_STEP,
-    # The second one compares it: 6 visits to modules, 8 uses of weights, and when each is used again, each after its length.
+    # The second step compares the order: 6 visits to modules, 8 uses of weights, and the next use of each
+    # weight. The length of each list precedes the list.
     *[("broadcast", size) for size in (8, 48, 8, 64, 8, 64)],
     *_SHARDED_STEP * 2,
 ]

@@ -1,4 +1,8 @@
-"""DeepSpeed in a recorded process: a package of its shape always, the real one where there is an interpreter that has it."""
+"""DeepSpeed in a recorded process.
+
+The tests always use a package with the structure of DeepSpeed. They also use the real DeepSpeed if an
+interpreter has it.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +32,10 @@ def methods(deepspeed):
 
 
 def train(rank, world, package, run, when, text):
-    """Two steps of two micro-batches; ``when`` recording begins: before or after deepspeed is imported, or never."""
+    """Train two steps of two micro-batches.
+
+    ``when`` is the time at which recording begins: before or after deepspeed is imported, or never.
+    """
     import commprof
     from commprof import hooks
 
@@ -140,7 +147,7 @@ def test_flat_groups_that_are_longer_than_their_parameters_have_padding(tmp_path
     gathers = [
         (r["payload_bytes"], r["padding_bytes"]) for r in rows if r["op"] == "all_gather" and r["step"] == 1
     ]
-    # Groups of 9 and 40 elements, in buffers of multiples of four.
+    # The groups have 9 and 40 elements, in buffers whose size is a multiple of four.
     assert gathers == [(4 * 12, 4 * 3), (4 * 40, None)] * 2
     assert {r["padding_bytes"] for r in rows if r["op"] != "all_gather"} == {None}
 
@@ -159,10 +166,10 @@ def test_results_and_exceptions_are_those_without_a_recorder(tmp_path):
 def test_another_version_is_recorded_without_purposes_and_told_of_once(tmp_path, version, capfd):
     run, _ = go(tmp_path, version=version)
     assert len(said(run)) == len(EXPECTED)
-    # A barrier has the purpose that every barrier of torch has.
+    # The barrier has the purpose that all barriers of torch have.
     assert {row[4] for row in said(run) if row[3] != "barrier"} == {None}
     assert len(run.table("parameters")) == 0
-    line = f"DeepSpeed {version} is not one that commprof knows (0.14 to 0.19)"
+    line = f"commprof does not support DeepSpeed {version} (only 0.14 to 0.19)"
     assert capfd.readouterr().err.count(line) == 1
     assert [note for note in run.health.notes if line in note and "ranks 0, 1: " in note]
 
@@ -186,7 +193,10 @@ def test_a_version_that_never_had_a_method_does_not_miss_it(tmp_path):
 
 
 def validate_between(rank, world, package, run):
-    """A step, a validation, and a step for which only the model is set to train, as Lightning does."""
+    """Run a step, a validation, and another step.
+
+    Before the second step only the model is set to training mode, as in Lightning.
+    """
     import commprof
 
     sys.path.insert(0, package)
@@ -208,13 +218,16 @@ def validate_between(rank, world, package, run):
 
 
 def record_three_times(rank, world, package, runs):
-    """Two steps of an engine, two more of it, and a new engine beside it: each in a recording of its own."""
+    """Record two steps of an engine, two more of the same engine, and a new engine beside it.
+
+    Each part has its own recording.
+    """
     import commprof
 
     sys.path.insert(0, package)
     import deepspeed
 
-    engines = []  # all stay alive
+    engines = []  # keeps all engines alive
     for number, run in enumerate(runs):
         commprof.attach(run, quiet=True)
         if number != 1:
@@ -229,7 +242,10 @@ def record_three_times(rank, world, package, runs):
 
 
 def test_a_second_recording_of_a_process_has_steps_of_its_own(tmp_path):
-    """All of it was in the last step of the first recording, and verify could say nothing."""
+    """A second recording in the same process has its own steps.
+
+    Its collectives used to belong to the last step of the first recording, and verify could not check them.
+    """
     from commprof.trace.reader import open_run
 
     runs = [str(tmp_path / name) for name in ("first", "goes_on", "another")]
@@ -240,7 +256,10 @@ def test_a_second_recording_of_a_process_has_steps_of_its_own(tmp_path):
 
 
 def train_several(rank, world, package, run, order):
-    """Engines A and B, made when they are first named in ``order``, or both at the start; each letter is a step."""
+    """Train engines A and B: each letter of ``order`` is a step of an engine.
+
+    Engines are created at their first step, or both at the start.
+    """
     import commprof
 
     sys.path.insert(0, package)
@@ -266,7 +285,10 @@ def train_several(rank, world, package, run, order):
     ids=["one training after another", "two that take turns"],
 )
 def test_several_engines(tmp_path, order, steps):
-    """The steps of a second engine were all in the last step of the first, as long as that was not garbage."""
+    """A second engine has its own steps.
+
+    Its steps used to belong to the last step of the first engine until that engine was garbage.
+    """
     from commprof.trace.reader import open_run
 
     package = str(write_fake(tmp_path / "site", "0.19.8", ""))
@@ -286,7 +308,7 @@ def test_a_step_is_told_where_only_the_model_is_set_to_train(tmp_path):
     assert [(each["step"], each["micro_steps"]) for each in steps] == [(0, 2), (1, 2)]
 
 
-# The real one.
+# The real DeepSpeed.
 
 SCRIPT = """
 import json, os, sys
@@ -360,7 +382,7 @@ def test_the_real_deepspeed(tmp_path, stage, extra, gradient_ops):
 
 
 def record_real(tmp_path, program, ranks, *arguments):
-    """The run of ``program`` with the real DeepSpeed; the test is skipped where there is none."""
+    """Return the run of ``program`` with the real DeepSpeed, or skip the test if DeepSpeed is not installed."""
     python = os.environ.get(REAL)
     if not python:
         pytest.skip(f"{REAL} names no interpreter that has the real DeepSpeed")
@@ -377,7 +399,7 @@ def record_real(tmp_path, program, ranks, *arguments):
 
 
 def assert_verified(run, code):
-    """``commprof verify`` ends with ``code`` and names nothing unexplained."""
+    """Check that ``commprof verify`` exits with ``code`` and reports no unexplained bytes."""
     command = [COMMPROF, "verify", str(run.path)]
     verified = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert verified.returncode == code and "unexplained" not in verified.stdout, verified.stdout
@@ -411,8 +433,8 @@ def test_what_a_program_reads_of_sharded_parameters_is_an_access(tmp_path, stage
     run = record_real(tmp_path, ACCESS_SCRIPT, 2, str(stage))
     rows = [row for row in run.table("collectives").to_pylist() if row["rank"] == 0]
     accesses = [(row["op"], row["payload_bytes"]) for row in rows if row["purpose"] == "parameter_access"]
-    # The gradient and the master weights of 32 x 16 in fp32. At stage 3 a weight of 4 x 32 and a bias of 4 are gathered, and
-    # sent by rank 0, which has changed them.
+    # The gradient and the master weights have 32 x 16 elements in fp32. At stage 3 a weight of 4 x 32 and a
+    # bias of 4 are gathered. Rank 0 then broadcasts them, because it has changed them.
     whole = [(op, size) for op in ("all_gather", "broadcast") for size in (512, 16)] if stage == 3 else []
     assert sorted(accesses) == sorted([("all_gather" if stage == 3 else "all_reduce", 2048)] * 2 + whole)
     assert_verified(run, 3)
@@ -444,7 +466,8 @@ torch.distributed.destroy_process_group()
 @pytest.mark.long
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_what_a_checkpoint_gathers_is_for_the_checkpoint(tmp_path, stage):
-    # At stage 3 DeepSpeed releases the persistent parameters for a checkpoint and gathers them again after it.
+    # At stage 3 DeepSpeed releases the persistent parameters for a checkpoint, and gathers them again after
+    # the checkpoint.
     run = record_real(tmp_path, CHECKPOINT_SCRIPT, 2, str(stage))
     rows = run.table("collectives").to_pylist()
     beside = {row["purpose"] for row in rows if row["phase"] == "checkpoint"}
@@ -477,7 +500,8 @@ torch.distributed.destroy_process_group()
 
 @pytest.mark.long
 @pytest.mark.parametrize("what", ["cache", "state", "one"])
-@pytest.mark.parametrize("threshold", [100, 100_000])  # the biases stay gathered, or all
+# Either only the biases stay gathered, or all parameters do.
+@pytest.mark.parametrize("threshold", [100, 100_000])
 def test_persistent_parameters_that_a_program_releases_are_gathered_again(tmp_path, what, threshold):
     run = record_real(tmp_path, RELEASE_SCRIPT, 2, what, str(threshold))
     rows = [row for row in run.table("collectives").to_pylist() if row["rank"] == 0]
@@ -512,9 +536,10 @@ for _ in range(3):
     engine.step()
 torch.distributed.destroy_process_group()
 """
-# Groups of 42 and of 28 elements, of parameters of 35, 7, 21, 3, 3 and 1; three ranks. At stages 1 and 2 the flat buffer
-# of a group has a multiple of 2 x 3 elements: 42 and 30. At stage 3 a shard has a third of each, rounded up: 12, 3, 7, 1,
-# 1 and 1, of which three make 36, 9, 21, 3, 3 and 3: 75 for 70.
+# The groups have 42 and 28 elements, in parameters of 35, 7, 21, 3, 3 and 1. There are three ranks. At stages
+# 1 and 2 the flat buffer of a group has a multiple of 2 x 3 elements: 42 and 30. At stage 3 a shard has a
+# third of each parameter, rounded up: 12, 3, 7, 1, 1 and 1. Three shards make 36, 9, 21, 3, 3 and 3, which is
+# 75 elements for 70.
 SHARDED = {"stage": 3, "stage3_param_persistence_threshold": 0}
 BF16 = {"bf16": {"enabled": True}}
 IN_FP32 = {**BF16, "data_types": {"grad_accum_dtype": "fp32"}, "zero_optimization": {"stage": 1}}
@@ -527,7 +552,8 @@ IN_FP32 = {**BF16, "data_types": {"grad_accum_dtype": "fp32"}, "zero_optimizatio
         ({"zero_optimization": {"stage": 0}}, [], [(280, None)]),
         ({"zero_optimization": {"stage": 1}}, [(168, None), (120, 8)], [(280, None)]),
         ({**BF16, "zero_optimization": {"stage": 2}}, [(84, None), (60, 4)], [(140, None)]),
-        (IN_FP32, [(84, None), (60, 4)], [(144, 4)]),  # BF16_Optimizer reduces the flat buffers themselves
+        # BF16_Optimizer reduces the flat buffers themselves.
+        (IN_FP32, [(84, None), (60, 4)], [(144, 4)]),
         ({"zero_optimization": SHARDED}, [(300, 20)], [(300, 20)]),
     ],
     ids=["stage 0", "stage 1", "stage 2", "bf16 optimizer", "stage 3"],
@@ -578,7 +604,7 @@ for step in range(2):
     engine.step()
 torch.distributed.destroy_process_group()
 """
-# Tokens that choose each of four experts, on even and odd ranks: 16 on each.
+# The number of tokens that choose each of four experts, on even and odd ranks. Each rank has 16 tokens.
 CHOSEN = ([10, 3, 2, 1], [4, 4, 4, 4])
 
 
@@ -607,7 +633,7 @@ def test_the_real_deepspeeds_experts(tmp_path, ranks, ep_size, drops, stage, cap
         assert row["dropped"] == max(0, expected - capacity) and row["phase"] == "forward"
     rows = run.table("collectives").to_pylist()
     exchanged = [row for row in rows if row["op"] == "all_to_all"]
-    # 4 experts, their slots, 8 numbers of 4 bytes; twice forward and twice backward.
+    # 4 experts, their slots, and 8 numbers of 4 bytes, twice forward and twice backward.
     assert {(r["payload_bytes"], r["module"], r["purpose"]) for r in exchanged} == (
         {(4 * capacity * 8 * 4, "moe", "activation")} if ep_size > 1 else set()
     )
@@ -622,4 +648,5 @@ def test_the_real_deepspeeds_experts(tmp_path, ranks, ep_size, drops, stage, cap
         expert.format(number) for number in range(4)
     ]
     assert names[expert.format(3)] == ep_size and names["last.weight"] is None
-    assert execute(["verify", str(tmp_path / "run")]) == 0  # requested and issued agree, every byte explained
+    # Requested equals issued, and every byte is explained.
+    assert execute(["verify", str(tmp_path / "run")]) == 0

@@ -1,4 +1,7 @@
-"""What torch's own hooks count of groups whose backend is not known (torch 2.14 and newer), beside the records."""
+"""The counts of torch's own hooks for groups with an unknown backend, compared with the records.
+
+torch has these hooks from version 2.14 on.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,7 @@ pytestmark = [
 
 
 def run_every_program(rank: int, world: int, directory: str) -> dict[str, int]:
-    """How many calls the hooks have counted in each program."""
+    """Return the number of calls that the hooks counted in each program."""
     watch, counts, found = selfcheck.watch, [], {}
     selfcheck.watch = lambda pg: counts.append(watch(pg)) or counts[-1]
     for program in PROGRAMS:
@@ -43,7 +46,10 @@ def run_every_program(rank: int, world: int, directory: str) -> dict[str, int]:
 
 @pytest.fixture(autouse=True)
 def unknown_backend(monkeypatch):
-    """gloo counts in a way that is not known, as a backend of somebody's own does; ranks are forked from this process."""
+    """Treat gloo as a backend whose way of counting is unknown, like a third-party backend.
+
+    The ranks are forked from this process, and inherit the patch.
+    """
     monkeypatch.setattr(selfcheck, "expected_number", lambda group: None)
 
 
@@ -53,7 +59,7 @@ def test_the_hooks_count_of_every_program_what_is_recorded(tmp_path):
     for name, counted in found.items():
         run = open_run(tmp_path / name)
         rows = [row for row in run.table("collectives").to_pylist() if row["rank"] == 0]
-        # The dispatcher sees no method called directly on a backend, and no monitored_barrier.
+        # The dispatcher sees neither methods called directly on a backend nor monitored_barrier.
         seen = [row for row in rows if row["layer"] != "backend" and "monitored" not in row["backend_method"]]
         assert (name, counted) == (name, len(seen))
         assert counted > 0 or not seen
@@ -80,7 +86,7 @@ def test_a_call_below_every_layer_is_told_by_the_hooks(tmp_path):
     assert run.health.unseen == 4  # two on each rank
     notes = "\n".join(run.health.notes)
     assert "2 collectives were issued unseen in group default_pg (on each of ranks 0-1)" in notes
-    assert "from step 1 on every operator of c10d is recorded" in notes
+    assert "from step 1 on, every operator of c10d is recorded" in notes
 
 
 def test_calls_that_raise_are_no_gap_whether_they_were_dispatched_or_not(tmp_path):

@@ -1,4 +1,7 @@
-"""One damaged, missing or foreign file in a run: each command says so on a line that names it, or answers as before."""
+"""One damaged, missing or foreign file in a run.
+
+Each command must either report this on a line that names the file, or answer as before.
+"""
 
 from __future__ import annotations
 
@@ -22,9 +25,10 @@ from support import damaged_files
 from support.damaged_files import contents, unfinalised_run
 from support.detailed_runs import aligned_run
 
-CHANGING = re.compile(r"[\d.]+ (ns|µs|ms|s|B|KiB)\b|taken .*|provenance.*")  # from one call to the next
+# The text that differs between two calls of a command.
+CHANGING = re.compile(r"[\d.]+ (ns|µs|ms|s|B|KiB)\b|taken .*|provenance.*")
 QUERY = "select op, phase, count(*) as records from collectives group by op, phase order by op, phase"
-# The parts of a run: a table or another file of it. Each damage of a few stands for all in the quick set.
+# The files of a run, which are tables and others. In the quick set, the damages of a few files represent all.
 FILES = {
     "finalised": [
         "run.json",
@@ -79,13 +83,13 @@ CASES = [
     for name in names
     for damage in damaged_files.DAMAGES
     if (kind, damage.__name__)
-    != ("aligned", "missing")  # such a run was not aligned, as far as anybody can know
+    != ("aligned", "missing")  # without its alignment, nothing shows that such a run was aligned
 ]
 
 
 @pytest.fixture(scope="module")
 def bases(tmp_path_factory):
-    """Runs of each kind, with an index where they are finalised."""
+    """Create a run of each kind, with an index if the run is finalised."""
     place = tmp_path_factory.mktemp("bases")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(index, "_FEWEST_IN_FILE", 0)
@@ -100,13 +104,13 @@ def bases(tmp_path_factory):
 
 @pytest.fixture
 def copied(bases, tmp_path):
-    """Copies a run of a kind to where a test may damage it."""
+    """Return a function that copies a run of a kind to a place where a test may damage the run."""
     return lambda kind: shutil.copytree(bases / kind, tmp_path / "runs" / kind)
 
 
 @pytest.fixture(scope="module")
 def whole_answers(bases, tmp_path_factory):
-    """What each command says of the runs as they are."""
+    """Return the output of each command for the undamaged runs."""
     answers = {}
 
     def of(kind, ask):
@@ -119,7 +123,10 @@ def whole_answers(bases, tmp_path_factory):
 
 
 def asked(run, good, capsys):
-    """What the reading commands say of ``run``: exit code, standard output, standard error, and what was exported."""
+    """Run the reading commands on ``run``.
+
+    Returns exit codes, standard output, standard error, and exported content.
+    """
     out = run.parent / "exported"
     found = []
     for words in (
@@ -142,7 +149,7 @@ def asked(run, good, capsys):
 
 
 def names_of(file: str) -> list[str]:
-    """What a message may call a file: its name, or the rank whose it is."""
+    """Return the names by which a message may refer to a file: its name, or the rank that wrote it."""
     name = Path(file).name
     rank = re.match(r"rank-0*(\d+)-", name)
     return [name, *([f"rank {rank[1]}"] if rank and not file.startswith("collectives") else [])]
@@ -164,7 +171,7 @@ def test_a_damaged_file_is_named_and_kept(copied, bases, whole_answers, capsys, 
         is_named = any(each in out + err for each in names_of(name))
         is_told = is_named or (verb == "export" and any(each in exported for each in names_of(name)))
         is_answered = (code, out) == whole[1:3]
-        # Readings of the machine go without what cannot be read of them: the report says how much they cover.
+        # Readings of the machine omit unreadable parts, and the report states how much the readings cover.
         is_answered |= code == whole[1] and name in ("wire.jsonl", "samples.jsonl")
         assert is_told or is_answered, (verb, code, out, err)
         if verb == "verify" and name.startswith("collectives/"):
@@ -174,16 +181,17 @@ def test_a_damaged_file_is_named_and_kept(copied, bases, whole_answers, capsys, 
         if kind == "unfinalised" and file not in after:  # its rows are in a table now
             stem = Path(file).stem
             assert (run / "collectives" / f"{stem}.parquet").exists() or (run / f"{stem}.parquet").exists()
-        elif file == name == "index.duckdb":  # it holds nothing that the records do not, and is made again
+        elif file == name == "index.duckdb":  # the index is derived from the records, and is built again
             assert after.get(file) in (content, None)
         elif not (kind == "unfinalised" and file == "run.json"):
             assert after.get(file) == content, file
 
 
 def newer_duckdb(file: Path) -> None:
-    """Give a database the storage version of a DuckDB to come: the number behind the magic bytes of the main header.
+    """Give a database the storage version of a future DuckDB.
 
-    The header begins with its checksum: the exclusive or of a product of each of its words.
+    The version is the number behind the magic bytes of the main header. The header begins with its checksum,
+    which is the exclusive or of a product of each of its words.
     """
     content = bytearray(file.read_bytes())
     checksum, before = struct.unpack_from("<QQ", content)
@@ -213,7 +221,7 @@ def test_an_index_that_cannot_be_read_is_ignored_or_made_again(copied, bases, ca
     assert not api.has_index(run)
     assert api.traffic(run).to_dict("list") == right
     if damage is damaged_files.directory_instead:
-        assert execute(["finalise", str(run)]) == 0  # it lies in the cache directory then, or in memory
+        assert execute(["finalise", str(run)]) == 0  # the index is then in the cache directory or in memory
         assert file.is_dir()
         return
     assert execute(["finalise", str(run)]) == 0
@@ -224,7 +232,7 @@ def test_an_index_that_cannot_be_read_is_ignored_or_made_again(copied, bases, ca
 
 
 def changed(file: Path, change) -> None:
-    """Write the Parquet ``file`` again as ``change`` makes it."""
+    """Write the Parquet ``file`` again with the table that ``change`` returns."""
     pq.write_table(change(pq.read_table(file)), file)
 
 
@@ -269,7 +277,10 @@ def test_a_table_of_a_later_version_is_one_line(copied, capsys, file, change, wo
 
 
 def test_an_operation_of_a_later_version(copied, tmp_path, capsys, monkeypatch):
-    """Figures are told by its name; where an operation must be known, a line says which version knows it."""
+    """The report shows an operation of a later version by its name.
+
+    A command that must understand the operation prints one line that asks for a newer version.
+    """
     run = copied("finalised")
     for file in run.glob("collectives/*"):
         changed(file, with_value("op", "all_transmogrify"))
@@ -278,12 +289,15 @@ def test_an_operation_of_a_later_version(copied, tmp_path, capsys, monkeypatch):
     for words in (["export", run, "--out", tmp_path / "x", "--format", "chakra"], ["finalise", run]):
         assert execute(list(map(str, words))) == 1
         said = capsys.readouterr().err
-        assert "'all_transmogrify' is no operation that this commprof knows; install" in said
+        assert "'all_transmogrify' is not an operation of this version of commprof; install" in said
         assert said.count("\n") == 1
 
 
 def test_an_operation_of_a_later_version_is_a_mismatch(copied, capsys):
-    """It ended in a traceback where the ranks did not issue the same."""
+    """verify reports a mismatch if ranks issued different operations and one is unknown.
+
+    This case used to end in a traceback.
+    """
     run = copied("finalised")
     (one, *_) = sorted(run.glob("collectives/*"))
     changed(one, with_value("op", "all_transmogrify"))
@@ -300,7 +314,8 @@ def test_the_files_of_a_rank_of_a_later_version_are_kept(copied, capsys):
     assert "all_transmogrify" in events.read_text()
     assert execute(["report", str(run)]) == 0
     said = " ".join(capsys.readouterr().out.split())
-    assert f"{events.name} names the operation 'all_transmogrify', which this commprof does not know" in said
+    wanted = "names the operation 'all_transmogrify', which this version of commprof does not have"
+    assert f"{events.name} {wanted}" in said
     assert execute(["verify", str(run)]) == 3
     after = contents(run)
     assert all(after[name] == kept[name] for name in kept if "rank-00001" in name)

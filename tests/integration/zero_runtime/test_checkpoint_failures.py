@@ -1,4 +1,4 @@
-"""Saves that are killed, disks that are full, ranks that fail alone, and checkpoints that do not fit the engine."""
+"""Saves that are killed, full disks, ranks that fail alone, and checkpoints that do not match the engine."""
 
 from __future__ import annotations
 
@@ -24,13 +24,14 @@ pytestmark = pytest.mark.ranks
 SAVES = ("one", "two", "one")
 
 
-# Killed.
+# Saves that are killed.
 
 
 class Saboteur:
-    """Counts the moments in which a save touches the disk, and kills this process in one of them.
+    """A helper that counts the accesses of a save to the disk, and kills this process in one of them.
 
-    In a write, part of it reaches the file; renames, removals and syncs do not happen any more.
+    If it kills in a write, only a part of the data reaches the file. Renames, removals and syncs do not
+    happen any more.
     """
 
     def __init__(self, victim: int | None, part: float, monkeypatch) -> None:
@@ -64,7 +65,7 @@ class Saboteur:
 
 
 class _Watched:
-    """A file whose writes the saboteur sees."""
+    """A file whose writes are counted by the saboteur."""
 
     def __init__(self, file, saboteur) -> None:
         self._file, self._saboteur = file, saboteur
@@ -84,7 +85,10 @@ class _Watched:
 
 
 def save_until_killed(rank, world, root, victim, part, killed_rank):
-    """Three saves, of which the last overwrites the first; returns how often the disk was touched in them."""
+    """Save three times, the last time over the first checkpoint.
+
+    Returns how often the disk was accessed.
+    """
     engine = make_engine(1)
     with pytest.MonkeyPatch.context() as patch:
         saboteur = Saboteur(victim, part, patch) if rank == killed_rank else None
@@ -99,13 +103,16 @@ def save_until_killed(rank, world, root, victim, part, killed_rank):
 
 @functools.cache
 def moments(world, rank):
-    """How often a rank touches the disk when nobody kills it."""
+    """Return how often a rank accesses the disk when it is not killed."""
     with tempfile.TemporaryDirectory() as root:
         return run_ranks(world, save_until_killed, root, None, 0.0, rank)[rank]
 
 
 def number_in(directory):
-    """Which of the saves a checkpoint is of; it must be of one alone."""
+    """Return the number of the save that a checkpoint is from.
+
+    All of its values must be from the same save.
+    """
     found = checkpoint.consolidated_state_dict(directory)
     values = torch.cat(
         [found[name].flatten() for name in ("first.weight", "second.bias", "turned", "unused")]
@@ -115,7 +122,10 @@ def number_in(directory):
 
 
 def check_killed_saves(directory, world, kills, seed):
-    """Kill saves at random moments; which of them were the last to last."""
+    """Kill saves at random moments.
+
+    Returns the numbers of the checkpoints that were then the latest.
+    """
     chance = random.Random(seed)
     survived = []
     for kill in range(kills):
@@ -154,14 +164,17 @@ def test_the_checkpoint_before_a_killed_save_loads(tmp_path):
 @pytest.mark.parametrize("world", [1, 2])
 def test_the_checkpoint_before_any_of_50_killed_saves_loads(tmp_path, world):
     survived = check_killed_saves(tmp_path, world, 25, seed=world)
-    assert {0, 1} <= set(survived)  # the third lasts only where it is killed after it is complete
+    assert {0, 1} <= set(survived)  # the third is the latest only if the kill comes after it is complete
 
 
-# One rank fails.
+# A rank that fails alone.
 
 
 def fail_alone(rank, world, root):
-    """Rank 1 fails in one way after another; what each rank is told, and whether all goes on."""
+    """Let rank 1 fail in several ways, one after another.
+
+    Returns the error that each rank gets, and whether all ranks continue.
+    """
     told = {}
     engine = make_engine(2)
     train(engine, rank, 0, 1)
@@ -212,7 +225,7 @@ def failed(tmp_path_factory):
 @pytest.mark.parametrize(
     ("name", "of_rank_0", "of_rank_1"),
     [
-        ("full", "failed on rank 1, whose own message", "could not be written: File too large; make room"),
+        ("full", "failed on rank 1; see the message", "could not be written: File too large; make room"),
         ("good", "failed on rank 1", "could not be written"),
         ("state", "failed on rank 1", "client_state['model']['x'] is a builtins.object"),
         ("mine", "see different directories, or saved different tags", "failed on rank 0"),
@@ -268,7 +281,7 @@ def test_different_tags_are_found(tmp_path, mode, message, sizes):
     assert calls == [(size, "checkpoint", "checkpoint") for size in sizes]
 
 
-# What does not fit.
+# Checkpoints that do not match the engine.
 
 
 def misfit(rank, world, root):

@@ -1,4 +1,4 @@
-"""Whole steps: train_batch and eval_batch, coalesced reductions, batch sizes, and the loaders that feed them."""
+"""Whole steps: train_batch and eval_batch, coalesced reductions, batch sizes, and data loaders."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def batches(rank, first=0):
 
 
 class Split(Perceptron):
-    """The same model with the loss apart, as pipelines want it."""
+    """The model with a separate loss, as pipelines require."""
 
     def forward(self, features):
         for layer in self.layers[:-1]:
@@ -59,7 +59,7 @@ class Split(Perceptron):
 
 
 class Answering(Perceptron):
-    """The same model as many libraries write them: keyword arguments, and an object with the loss in it."""
+    """The model in the style of many libraries: keyword arguments, and an object that contains the loss."""
 
     def forward(self, features, targets):
         return SimpleNamespace(loss=super().forward(features, targets), logits=None)
@@ -127,15 +127,18 @@ def test_train_batch_is_forward_backward_and_step_of_each_micro_batch():
         assert (unchanged, training, steps) == (True, True, 0)
         assert evaluated == pytest.approx(found[2][0][0], rel=1e-6)
         assert found["counts"] == ((), 1, 16)
-        assert "has ended within a step of 2 micro-batches" in errors[0]
+        assert "ended in the middle of a step of 2 micro-batches" in errors[0]
         assert "there is no training data" in errors[1]
         assert all("a list; expected an iterator of batches" in error for error in errors[-3:-1])
         assert "eval mode" in errors[-1]
-    assert ranks[0][0]["eval"] == ranks[1][0]["eval"]  # the mean of all ranks, on each
+    assert ranks[0][0]["eval"] == ranks[1][0]["eval"]  # each rank has the mean of all ranks
 
 
 def coalesced(rank, world):
-    """With two micro-batches for a step: one block, one step(), and counting goes on after it."""
+    """Train with two micro-batches per step, in one coalesced block with one step().
+
+    The step counter continues after the block.
+    """
     found = {}
     for stage in (1, 2, 3):
         plain, engine = made(stage), made(stage)
@@ -150,7 +153,7 @@ def coalesced(rank, world):
             inside = [call.method for call in log.calls if call.phase == "inside"]
             engine.step()
         norms = float(plain.get_global_grad_norm()), float(engine.get_global_grad_norm())
-        # Then an ordinary window of two.
+        # An ordinary window of two micro-batches follows.
         taken = []
         for micro in range(2):
             engine.backward(engine(*make_batch("mlp", 2, micro, rank)))
@@ -168,7 +171,7 @@ def test_a_coalesced_block_is_one_step_that_is_reduced_once():
             reductions = [
                 method for method in inside if method.startswith(("allreduce", "reduce", "alltoall"))
             ]
-            assert len(reductions) <= 4, stage  # of 56,934 elements in buckets of 20,000, once
+            assert len(reductions) <= 4, stage  # 56,934 elements in buckets of 20,000, reduced once
 
 
 def misuse_of_blocks(rank, world):
@@ -211,7 +214,7 @@ def loaders(rank, world):
     passes = [[batch[1].tolist() for batch in loader] for _ in range(2)]
     loader.set_epoch(1)
     passes.append([batch[1].tolist() for batch in loader])
-    losses = [engine.train_batch().item() for _ in range(3)]  # 6 batches of a loader that has 3
+    losses = [engine.train_batch().item() for _ in range(3)]  # 6 batches from a loader with 3
     whole = engine.deepspeed_io(dataset, batch_size=5, route="eval")
     in_order = [batch[1].tolist() for batch in whole]
     full = [
@@ -231,7 +234,8 @@ def test_loaders_give_each_rank_its_share_again_and_again():
     ranks = run_standing(2, loaders)
     for passes, count, in_order, full, again, refused in ranks:
         assert [len(batch) for batch in passes[0]] == [4, 4, 3]
-        assert passes[0] == passes[1] != passes[2]  # as DeepSpeed's, shuffled anew only by set_epoch
+        # As in DeepSpeed, only set_epoch changes the shuffling.
+        assert passes[0] == passes[1] != passes[2]
         assert (count, again, full) == (3, 7, [4, 4])
         assert [len(batch) for batch in in_order] == [5, 5, 1]
         assert "training_data is a int" in refused
@@ -333,7 +337,7 @@ def loaded_weights(rank, world):
         engine.load_module_state_dict(other)
         features, targets = make_batch("mlp", 0, 0, rank)
         engine.backward(engine(features.to(next(engine.module.parameters()).dtype), targets))
-        engine.step()  # by 0: what the optimizer holds becomes what the model has
+        engine.step()  # The update is 0, so the model gets the values of the optimizer's masters.
         with zero_runtime.zero.GatheredParameters(list(engine.module.parameters())):
             state = {name: value.float() for name, value in engine.module_state_dict().items()}
             found[stage, bool(top)] = max(

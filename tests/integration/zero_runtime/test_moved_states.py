@@ -1,7 +1,7 @@
-"""States that were in host memory for a while (``engine.offload_states``): the training goes on as if they had stayed.
+"""States that were in host memory for a while (``engine.offload_states``): training continues as if they had stayed.
 
-Without a GPU everything is in host memory already, and nothing is moved. Here ranks copy all the same, as from a device: the
-memory must be freed, and what comes back must be equal to the bit.
+Without a GPU all states are in host memory already, and nothing is moved. In this test the ranks copy them
+anyway, as from a device. The memory must be freed, and the states must return with equal bits.
 """
 
 from __future__ import annotations
@@ -66,7 +66,10 @@ def make(stage, top, zero):
 
 
 def micro_batches(engine, rank, steps=STEPS, between=lambda number: None):
-    """Losses; ``between`` is called after each backward pass, with its number, and after each step."""
+    """Train and return the losses.
+
+    ``between`` is called with a number after each backward pass and after each step.
+    """
     losses, numbers = [], itertools.count()
     for step in range(steps):
         for micro in range(engine.gradient_accumulation_steps()):
@@ -81,7 +84,7 @@ def micro_batches(engine, rank, steps=STEPS, between=lambda number: None):
 
 
 def values(engine):
-    """The model, and what the optimizer has, in this rank's layout."""
+    """Return the model and the optimizer states, in this rank's layout."""
     with zero_runtime.zero.GatheredParameters(list(engine.module.parameters())):
         model = [each.detach().clone() for each in engine.module.parameters()]
     return model + [
@@ -92,7 +95,7 @@ def values(engine):
 
 
 def memory_of(engine, names):
-    """The blocks of memory of these states that no other state uses."""
+    """Return the memory blocks of these states that no other state uses."""
     of = {
         name: {
             each.untyped_storage().data_ptr(): StorageWeakRef(each.untyped_storage())
@@ -106,7 +109,7 @@ def memory_of(engine, names):
 
 
 class Excursions:
-    """Moves states out and back again and again, other ones each time, and looks whether the memory is freed."""
+    """A callback that moves different states out and back each time, and checks that the memory is freed."""
 
     def __init__(self, engine):
         self.engine = engine
@@ -115,10 +118,10 @@ class Excursions:
     def __call__(self, number):
         names = [*[(name,) for name in STATES], ("hp_params", "optim_states"), STATES][number % 7]
         if self.engine._residency is not None:
-            self.engine.empty_partition_cache()  # whole parameters are freed in any case
+            self.engine.empty_partition_cache()  # frees gathered parameters in any case
         before = memory_of(self.engine, names)
         self.engine.offload_states(None if names is STATES else list(names), pin_memory=number % 2 == 0)
-        deadline = time.monotonic() + 10  # a thread of gloo may still have a message that has been waited for
+        deadline = time.monotonic() + 10  # A gloo thread may still reference a message whose wait is over.
         while not all(each.expired() for each in before) and time.monotonic() < deadline:
             time.sleep(0.001)
         assert all(each.expired() for each in before), names
@@ -128,7 +131,7 @@ class Excursions:
 
 
 def compare(rank, world, names):
-    moves._is_on_host = lambda block: False  # in this process, which ends with the test
+    moves._is_on_host = lambda block: False  # only affects this process, which ends with the test
     found = {}
     for name in names:
         plain = make(*CASES[name])
@@ -154,7 +157,7 @@ def test_training_goes_on_as_if_the_states_had_stayed(first):
     for found in run_standing(2, compare, names):
         assert list(found) == names
         for name, freed in found.items():
-            # The masters of an fp32 model are its parameters: alone they have no memory to free.
+            # The masters of an fp32 model are its parameters. On their own they have no memory to free.
             expected = {"lp_params", "optim_states"} | (
                 {"hp_params"} if "fp32" not in name and _narrow(name) else set()
             )
@@ -212,7 +215,7 @@ def refusals(rank, world):
     with refused("backward", "lp_grads"):
         engine.backward(loss)
     engine.reload_states()
-    engine.offload_states(["optim_states"])  # not used by a backward pass
+    engine.offload_states(["optim_states"])  # the backward pass does not use these states
     engine.backward(loss)
     engine.offload_states(["hp_params"])
     before = [each.detach().clone() for each in engine.module.parameters()]
@@ -225,13 +228,13 @@ def refusals(rank, world):
     assert any(
         not torch.equal(one, each) for one, each in zip(before, engine.module.parameters(), strict=True)
     )
-    engine.reload_states()  # nothing is away
+    engine.reload_states()  # nothing is offloaded
     engine.offload_states(device="none")
     engine.backward(engine(*batch))
     with pytest.raises(ValueError, match="device of offload_states is 'nvme'; expected cpu"):
         engine.offload_states(device="nvme")
     with pytest.raises(
-        ConfigError, match="'masters' is no state of an engine; expected contiguous_grad_buffer, "
+        ConfigError, match="'masters' is not a state of an engine; expected one of contiguous_grad_buffer, "
     ):
         engine.offload_states(["masters"])
     assert get_state_devices(engine, "hp_params") == {torch.device("cpu")}

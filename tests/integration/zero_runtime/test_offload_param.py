@@ -1,4 +1,4 @@
-"""offload_param: slices in host memory and in files train bit by bit as slices that stay with the parameters."""
+"""offload_param: shards in host memory and in files train bit for bit like shards that stay with the parameters."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ from zero_runtime.zero import GatheredParameters, Init
 pytestmark = pytest.mark.ranks
 
 STEPS = 2
-NUMEL = 113_504  # of the gpt; each rank of two has half of it, and nothing of padding
+# The parameters of the gpt. Each of two ranks has half of them, without padding.
+NUMEL = 113_504
 NOTHING_PERSISTENT = {"stage3_param_persistence_threshold": 0}
 TIGHT = {
     **NOTHING_PERSISTENT,
@@ -122,10 +123,10 @@ def pager_of(engine) -> Pager:
 
 
 def in_ways(rank, world, folder, cases):
-    """Losses, messages and final parameters of every setting, without offload and with."""
+    """Return losses, messages and final parameters of every setting, with and without offload."""
     found = {}
     for name, ways in cases.items():
-        # Small enough for several of each in this model; stretches begin and end within pages.
+        # Sizes small enough for several chunks and pages in this model. Chunks begin and end within pages.
         stretches._SMALLEST, pages._LARGEST = (1024, 1500) if name in CUT_UP else (2**18, 2**20)
         setting = copy.deepcopy(SETTINGS[name])
         if "offload_optimizer" in setting["zero"]:
@@ -176,14 +177,14 @@ def test_what_is_in_memory_keeps_to_the_limits(compared):
             if name == "small parameters persistent":
                 assert 0 < in_files < NUMEL // 2 - room
             else:
-                # Slices stay in memory whole, so that a little of the room may be left.
+                # Only whole shards stay in memory, so a part of the limit may remain unused.
                 assert NUMEL // 2 - room <= in_files <= NUMEL // 2 - room + 8192
             size = WAYS[way].get("buffer_size", 10**8)
             assert 0 < largest <= size * WAYS[way].get("buffer_count", 5)
 
 
 class Wide(nn.Module):
-    """Layers large enough to be seen among all tensors of a process."""
+    """A model with layers large enough to be visible among all tensors of a process."""
 
     def __init__(self):
         super().__init__()
@@ -199,7 +200,7 @@ class Wide(nn.Module):
 
 
 def tensor_bytes():
-    """Bytes of all tensors of this process, each memory once."""
+    """Return the bytes of all tensors of this process. Each storage is counted once."""
     storages = {}
     for each in gc.get_objects():
         if (
@@ -211,7 +212,7 @@ def tensor_bytes():
 
 
 def measured(rank, world, folder, precision, filed):
-    """Most bytes of tensors in the third forward pass."""
+    """Return the most tensor bytes in the third forward pass."""
     offload = {
         "device": "nvme",
         "nvme_path": folder,
@@ -222,7 +223,7 @@ def measured(rank, world, folder, precision, filed):
     setting = {"zero": TIGHT, **({} if precision == "fp32" else {precision: {"enabled": True}})}
     torch.manual_seed(0)
     gc.collect()
-    before = tensor_bytes()  # of the tests that came before
+    before = tensor_bytes()  # tensors of earlier tests
     module = Wide()
     engine, *_ = zero_runtime.initialize(
         model=module,
@@ -243,16 +244,21 @@ def measured(rank, world, folder, precision, filed):
 )  # of what a walk over all objects comes across
 @pytest.mark.long
 def test_slices_in_files_take_no_memory(tmp_path):
-    numel = 8 * (256 * 256 + 256) // 2  # of each rank
+    numel = 8 * (256 * 256 + 256) // 2  # on each rank
     for precision, item in (("bf16", 2), ("fp32", 4)):
         plain, filed = (run_ranks(2, measured, str(tmp_path), precision, way) for way in (False, True))
         for without, within in zip(plain, filed, strict=True):
-            # All slices but what is on its way: a buffer, messages, and what gloo's thread has yet to let go of.
+            # All shards are out of memory except for those in use: a buffer, messages, and memory that gloo's
+            # thread still references.
             assert without - within > item * (numel - 2.5 * 70_000), precision
 
 
 def reads(rank, world, folder):
-    """For each step how many pages were waited for that nobody had begun to read, and all pages that were read."""
+    """Return how many pages were read too late in each step.
+
+    A page is late if a wait for it begins before its read. Also returns the number of pages read in the last
+    step, and the number of different pages among them.
+    """
     begin, arrived = Pager._begin, Pager._arrived
     late, read = [0], []
 
@@ -276,12 +282,12 @@ def reads(rank, world, folder):
 def test_slices_are_read_ahead_of_their_use(tmp_path):
     for late, read, distinct in run_ranks(2, reads, str(tmp_path)):
         assert late[-2:] == [0, 0]
-        # For the forward and the backward pass, and the next forward pass.
+        # Pages are read for the forward and the backward pass, and for the next forward pass.
         assert distinct <= read <= 3 * distinct
 
 
 def changing(rank, world, folder):
-    """Parameters are looked at and changed in all ways that there are, with slices in files and without."""
+    """Read and change parameters in all supported ways, with shards in files and without."""
     found = []
     stretches._SMALLEST, pages._LARGEST = 1024, 1500
     for offload in (None, {"device": "nvme", "nvme_path": folder, "max_in_cpu": 9000, "buffer_size": 999}):
@@ -316,7 +322,10 @@ def test_parameters_can_be_looked_at_and_changed(tmp_path):
 
 
 def two_engines(rank, world, folder):
-    """Two models in turns, then both again at other stages; what is left in the folder in between."""
+    """Train two engines in turns, then both again at other stages.
+
+    Returns the number of files in the folder in between.
+    """
     offload = {"device": "nvme", "nvme_path": folder, "max_in_cpu": 0}
     first, second = make_engine(SETTINGS["tight"], offload), make_engine(SETTINGS["bf16"], offload)
     alone = train(make_engine(SETTINGS["tight"]), rank)
@@ -342,13 +351,13 @@ def two_engines(rank, world, folder):
 def test_two_engines_and_other_stages_after(tmp_path):
     for same, files, left, empty in run_standing(2, two_engines, str(tmp_path)):
         assert same
-        assert files == 2 * 2 * 30  # engines, ranks, parameters
+        assert files == 2 * 2 * 30  # engines x ranks x parameters
         assert left == 0
         assert not empty
 
 
 def saved_and_loaded(rank, world, folder, disk, save):
-    """Saved with slices in files, loaded with and without; or the other way round."""
+    """Save with shards in files and load with and without files, or the other way round."""
     offload = {"device": "nvme", "nvme_path": disk, "max_in_cpu": 0, "buffer_size": 1111}
     found = []
     if save:
@@ -374,7 +383,7 @@ def test_checkpoints_at_any_world_size(tmp_path):
 
 
 def half_frozen(rank, world, folder):
-    """A frozen part, saved and loaded; then the weights alone."""
+    """Save and load a model with a frozen part, and then load only the weights."""
     offload = {"device": "nvme", "nvme_path": f"{folder}/disk", "max_in_cpu": 0}
     found = []
     for way in (offload, None):
@@ -456,4 +465,4 @@ def test_it_is_said_when_everything_fits(tmp_path, capfd):
     run_ranks(2, nothing_in_files, str(tmp_path))
     said = capfd.readouterr().err
     assert said.count("has put nothing into files") == 1
-    assert "56752 elements fit max_in_cpu (1000000000)" in said
+    assert "56752 elements fit in max_in_cpu (1000000000)" in said

@@ -1,4 +1,4 @@
-"""The engine of a pipeline on real ranks: every result is that of one process which runs all layers."""
+"""The engine of a pipeline on real ranks: every result equals that of one process that runs all layers."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from support.standing_ranks import run_standing
 pytestmark = pytest.mark.ranks
 
 
-# Each of these runs on two ranks.
+# Each of these functions runs on two ranks.
 
 
 def nested_values():
@@ -44,7 +44,10 @@ def nested_values():
 
 
 def step_lines():
-    """What the step line says: the mean loss, the time of a batch, and samples per second. Rank 0 alone says it."""
+    """Check the step line: the mean loss, the time of a batch, and samples per second.
+
+    Only rank 0 prints the line.
+    """
     engine = made(plain_layers(), config(steps_per_print=2))
     assert engine.pipeline_parallelism
     errors = io.StringIO()
@@ -126,7 +129,7 @@ def whole_tensors():
         assert len(kept) == MICRO_BATCHES
     else:
         assert engine.eval_batch(data=features, targets=targets, reduce_output=None) is None
-    with pytest.raises(zero_runtime.UsageError, match="do not divide"):
+    with pytest.raises(zero_runtime.UsageError, match="cannot be divided into"):
         engine.train_batch(data=features[:3], targets=targets[:3])
 
 
@@ -242,7 +245,11 @@ def output_is_the_loss():
 
 
 def evaluations_between_steps():
-    """The batches that eval_batch and inference_batch get are for that call alone; training continues with its own."""
+    """Evaluate between steps.
+
+    The batches passed to eval_batch and inference_batch are for that call alone. Training continues with its
+    own batches.
+    """
     engine = made(plain_layers())
     training = (one for step in range(STEPS) for one in batches(step))
     found = [float(engine.train_batch(training))]
@@ -254,7 +261,7 @@ def evaluations_between_steps():
 
 
 class Scaled(nn.Module):
-    """A layer of two tensors: a tuple, as DeepSpeed gives it."""
+    """A layer with two tensors as a tuple, as in DeepSpeed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -267,7 +274,10 @@ class Scaled(nn.Module):
 
 
 def several_inputs_and_labels():
-    """torch's DataLoader makes lists of the tuples of a dataset."""
+    """Train with several inputs and labels.
+
+    torch's DataLoader turns the tuples of a dataset into lists.
+    """
 
     def loss(outputs, labels):
         assert type(labels) is tuple
@@ -284,7 +294,7 @@ def several_inputs_and_labels():
 
 
 class Doubled(nn.Module):
-    """A layer whose output is a tuple, and whose input may be one."""
+    """A layer whose output is a tuple, and whose input may be a tuple."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -301,7 +311,7 @@ class Summed(nn.Linear):
 
 
 def checkpoints_of_torch():
-    """torch's reentrant function finds only arguments that require gradients."""
+    """Use torch's reentrant checkpoint function, which only detects arguments that require gradients."""
     layers = [*(zero_runtime.LayerSpec(Doubled) for _ in range(4)), zero_runtime.LayerSpec(Summed, WIDTH, 1)]
     reentrant = functools.partial(torch.utils.checkpoint.checkpoint, use_reentrant=True)
     engine = made(layers, activation_checkpoint_interval=1, activation_checkpoint_func=reentrant)

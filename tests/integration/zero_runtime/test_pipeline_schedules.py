@@ -1,4 +1,4 @@
-"""The engine of a pipeline under each schedule: the same training, in the order that the schedule says."""
+"""The engine of a pipeline under each schedule: equal results, in the order of the schedule."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from support.pipelines import (
 from support.standing_ranks import run_standing
 
 pytestmark = pytest.mark.ranks
-# Each of these runs on two ranks.
+# Each of these functions runs on two ranks.
 
 
 def zero_bubble_is_1f1b_to_the_bit():
@@ -57,7 +57,7 @@ def zero_bubble_is_1f1b_to_the_bit():
 
 
 class Counted(nn.Module):
-    """Layers with random numbers, that count how often they run."""
+    """Layers with random numbers that count how often they run."""
 
     runs = 0
 
@@ -71,7 +71,11 @@ class Counted(nn.Module):
 
 
 def zero_bubble_runs_checkpointed_layers_twice():
-    """Once forward and once for both halves of the backward pass, however many weights they have; the same bits."""
+    """Run checkpointed layers under the zero-bubble schedule.
+
+    A layer runs once in the forward pass and once for both halves of the backward pass, however many weights
+    it has. The results are equal bit for bit.
+    """
     layers = [zero_runtime.LayerSpec(Counted) for _ in range(4)] + [
         zero_runtime.LayerSpec(nn.Linear, WIDTH, 1)
     ]
@@ -123,7 +127,7 @@ def interleaved_nested_values():
 
 
 def interleaved_ties_with_clipping():
-    """Shared by both ranks, and by both parts of one."""
+    """Train with tied layers that both ranks share, and that both parts of one rank share."""
     wanted = reference(tied(4), clip=0.05)
     for stage in (0, 1):
         given = config(gradient_clipping=0.05, zero_optimization={"stage": stage})
@@ -185,9 +189,11 @@ def what_is_refused():
     refused(
         r"a step has 5 .*make that a multiple of 2", {"pp_size": 2, **INTERLEAVED}, config(5), stages=None
     )
-    refused("have 18 parts, and the model has 8 layers", {"pp_size": 2, "virtual_stages": 9}, stages=None)
+    refused("need 18 layers or more, and the model has 8;", {"pp_size": 2, "virtual_stages": 9}, stages=None)
     refused(
-        "where each stage has one part", {"pp_size": 2, "schedule": "1f1b", "virtual_stages": 2}, stages=None
+        "schedule 1f1b supports only one",
+        {"pp_size": 2, "schedule": "1f1b", "virtual_stages": 2},
+        stages=None,
     )
     refused("is partitioned into 1 virtual stages", INTERLEAVED)
     refused("is partitioned into 1 virtual stages", {"schedule": "interleaved"})
@@ -237,7 +243,7 @@ def _one_rank(rank, world):
 
 
 def test_one_rank():
-    """Which sends to itself what its other part gets."""
+    """A single rank sends the inputs of its other part to itself."""
     run_standing(1, _one_rank)
 
 

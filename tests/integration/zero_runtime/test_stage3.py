@@ -1,4 +1,4 @@
-"""Stage 3 against stage 0 on the same data: the parameters are in slices, and nothing else is different."""
+"""Stage 3 compared with stage 0 on the same data: parameters are sharded, and nothing else differs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,11 @@ STEPS = 3
 
 
 class Chain(nn.Module):
-    """Odd sizes, an embedding, a parameter of no elements, one that is used twice, and one of the root module itself."""
+    """A model with special cases of parameters.
+
+    It has odd sizes, an embedding, a parameter without elements, one that is used twice, and one of the root
+    module itself.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,7 +57,7 @@ def config(stage: int, gas: int = 1, **zero) -> dict:
     return {
         "train_micro_batch_size_per_gpu": 4,
         "gradient_accumulation_steps": gas,
-        # Not Adam, which makes a full step of a gradient that is rounding noise.
+        # Adam is not used, because it takes a full step for a gradient that is only rounding noise.
         "optimizer": {"type": "SGD", "params": {"lr": 0.02, "momentum": 0.9}},
         "gradient_clipping": 1.0,
         "zero_optimization": {"stage": stage, **(small() if stage == 3 else {}), **zero},
@@ -61,7 +65,7 @@ def config(stage: int, gas: int = 1, **zero) -> dict:
 
 
 def small() -> dict:
-    """Sizes at which a tiny model is gathered, released and reduced in several messages."""
+    """Return sizes with which a tiny model is gathered, released and reduced in several messages."""
     return {
         "reduce_bucket_size": 150,
         "stage3_param_persistence_threshold": 12,
@@ -110,7 +114,7 @@ def compare(rank: int, settings: dict, kind=Chain, data=batch, reference: dict |
     same(state(sliced), state(plain))
 
 
-# Each story runs on every rank of one set.
+# Each of these functions runs on every rank of one set.
 
 
 def settings_change_no_result(rank: int, world: int) -> None:
@@ -140,7 +144,7 @@ def unusual(rank: int, world: int) -> None:
         return torch.randn(4, unusual_models.WIDTH, generator=generator)
 
     for name in unusual_models.MODELS:
-        if name == "Hidden":  # whose weight cannot be seen, and is refused
+        if name == "Hidden":  # the use of its weight cannot be detected, so the model is refused
             continue
         compare(rank, config(3), lambda name=name: unusual_models.make(name), data)
 
@@ -180,7 +184,7 @@ def stage_after_stage(rank: int, world: int) -> None:
             earlier = engine if stage == 3 and each is model else earlier
         same(state(model), state(plain))
         step += 2
-    with pytest.raises(zero_runtime.UsageError, match="given to initialize again"):
+    with pytest.raises(zero_runtime.UsageError, match="passed to initialize again"):
         earlier.backward(earlier(batch(0, 0, rank)))
     assert all(shard_of(parameter) is None for parameter in model.parameters())
     assert all(parameter.numel() or name == "nothing" for name, parameter in model.named_parameters())
@@ -247,7 +251,7 @@ def a_rank_sends_what_verification_expects(rank: int, world: int) -> None:
 
 
 def parameters_that_come_late(rank: int, world: int) -> None:
-    """A frozen layer is trained from some step on, and so is a layer that the model gets only then."""
+    """Train a frozen layer from some step on, and also a layer that is added to the model only then."""
 
     def story(stage: int) -> tuple[list[float], dict[str, torch.Tensor]]:
         model = make()
@@ -261,10 +265,10 @@ def parameters_that_come_late(rank: int, world: int) -> None:
         late = [*model.second.parameters(), *model.norm[1].parameters()]
         if stage == 3:
             engine.optimizer.add_param_group({"params": late, "lr": 0.01})
-            with pytest.raises(zero_runtime.ConfigError, match="trained already"):
+            with pytest.raises(zero_runtime.ConfigError, match="already in a param group"):
                 engine.optimizer.add_param_group({"params": late})
         else:
-            # The same by hand: momentum of what was trained is kept.
+            # The same by hand: the momentum of trained parameters is kept.
             kept = dict(engine.basic_optimizer.state)
             engine = start(
                 config(stage), model, model_parameters=[{"params": trained}, {"params": late, "lr": 0.01}]
@@ -303,7 +307,8 @@ TIGHT = {
     "stage3_max_live_parameters": 20_000,
     "stage3_prefetch_bucket_size": 1_000,
 }
-# Measured on DeepSpeed 0.19.8 with 4 ranks: messages and bytes in of gathers forward, of gathers backward, of reductions.
+# Measured on DeepSpeed 0.19.8 with 4 ranks: messages and input bytes of gathers in the forward pass, of
+# gathers in the backward pass, and of reductions.
 MEASURED = (
     ("gpt", {}, (1, 113_504), (0, 0), (8, 454_016)),
     ("mlp", {}, (1, 56_948), (0, 0), (3, 227_792)),
@@ -356,7 +361,7 @@ def test_other_numbers_of_ranks(world):
 
 
 class Adapted(nn.Module):
-    """A layer with an adapter, which it calls by one of the adapter's own parameters, as PEFT's do."""
+    """A layer with an adapter that reads one of the adapter's own parameters to call it, like the layers of PEFT."""
 
     def __init__(self):
         super().__init__()
@@ -369,7 +374,7 @@ class Adapted(nn.Module):
 
 
 class Attention(nn.Module):
-    """Two such layers beside each other, and one that they both read from."""
+    """Two adapted layers side by side, and one layer whose output both read."""
 
     def __init__(self):
         super().__init__()
@@ -381,7 +386,7 @@ class Attention(nn.Module):
 
 
 def adapted(rank, world):
-    """Four steps at stage 3, of which nothing stays gathered."""
+    """Train four steps at stage 3, in which no parameter stays gathered."""
     torch.manual_seed(0)
     config = {
         "train_micro_batch_size_per_gpu": 2,
@@ -397,7 +402,7 @@ def adapted(rank, world):
 @pytest.mark.long
 def test_a_module_that_reads_a_parameter_of_its_child_does_not_change_the_order_of_modules(tmp_path):
     run, _ = record(tmp_path / "run", 2, adapted)
-    # The order is recorded in step 0, and compared among the ranks in step 1.
+    # Step 0 records the order, and step 1 compares it among the ranks.
     assert {
         row["step"] for row in run.table("collectives").to_pylist() if row["purpose"] == "trace_check"
     } == {0, 1}

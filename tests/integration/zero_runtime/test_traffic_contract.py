@@ -1,4 +1,4 @@
-"""``traffic_contract``: a rank that issues another message than the others is named, and all ranks stop with one error."""
+"""``traffic_contract``: a rank that issues a different message is named, and all ranks stop with one error."""
 
 from __future__ import annotations
 
@@ -50,13 +50,19 @@ STAGES = {
 
 @pytest.fixture(autouse=True)
 def _ranks_look_often(monkeypatch):
-    """Nothing but the time until an error depends on how often the ranks and their threads look for one."""
+    """Shorten the interval at which ranks and their threads look for an error.
+
+    Only the time until an error depends on this.
+    """
     monkeypatch.setattr(traffic_contract, "_POLL_S", 0.1)
     monkeypatch.setattr(comm, "_PATIENCE", timedelta(seconds=0.5))
 
 
 class Net(nn.Module):
-    """Six equal layers and a head. From call ``at`` on, rank 1 leaves layer 3 out, or swaps layers 2 and 3."""
+    """Six equal layers and a head.
+
+    From call ``at`` on, rank 1 skips layer 3, or swaps layers 2 and 3.
+    """
 
     def __init__(self, plant="", rank=0, at=0):
         super().__init__()
@@ -93,7 +99,7 @@ def step(engine):
 
 
 def planted(rank, world, stage, plant, at, mode="stop"):
-    """The steps that this rank has taken, the error, and the seconds until then."""
+    """Return the number of steps that this rank completed, the error, and the seconds until then."""
     begin, done = time.monotonic(), 0
     zero = {"reduce_bucket_size": 5000} if plant == "bucket size" and rank == 1 else {}
     model = Net(plant, rank, at)
@@ -119,7 +125,7 @@ CASES = [
     (2, 2, "bucket limit", 2, ("rank 1", "step 2", "bucket 0", "4,744 elements", "8,904 elements", "module layers.4")),
     (2, 2, "bucket size", 0, ("reduce_bucket_size is 5000 on rank 1 and 9000 on rank 0", "bucket 0", "step 0")),
     (2, 2, "parameter", 0, ("head.bias of module head is missing on rank 1", "13 parameters", "has 14")),
-    (3, 3, "order", 0, ("layers.2", "layers.3")),  # the agreement on modules may see it first
+    (3, 3, "order", 0, ("layers.2", "layers.3")),  # the agreement on modules may detect it first
     (2, 3, "bucket limit", 2, ("rank 1", "step 2", "bucket 0", "4,680 elements", "8,840 elements")),
     (2, 3, "bucket size", 0, ("reduce_bucket_size is 5000 on rank 1 and 9000 on rank 0",)),
 ]  # fmt: skip
@@ -136,12 +142,16 @@ def test_a_deviation_is_named_and_all_ranks_raise_the_same(world, stage, plant, 
     assert len({text for _, text, _ in found}) == 1
     text = found[0][1]
     assert all(part in text for part in parts), text
-    assert [done for done, _, _ in found] == [at] * world  # nothing was applied that ranks did not agree on
+    # no update was applied on which the ranks did not agree
+    assert [done for done, _, _ in found] == [at] * world
     assert max(seconds for _, _, seconds in found) < 60
 
 
 def asked_by_both(rank, world):
-    """As planted, where one thread disputes a message while that of the other rank compares all messages."""
+    """Run :func:`planted` with two threads that act at the same time.
+
+    One thread disputes a message, while the thread of the other rank compares all messages.
+    """
     dispute, compare = TrafficContract._dispute, TrafficContract._compare_with_neighbor
 
     def dispute_while_compared(contract, number):
@@ -170,7 +180,7 @@ def test_ranks_that_ask_each_other_at_once_answer():
 
 
 def uneventful(rank, world, stage):
-    """The collectives with and without a contract, the losses, and the threads and observers that are left."""
+    """Return the collectives with and without a contract, the losses, and the remaining threads and observers."""
     found = {}
     for mode in ("off", "stop"):
         with logged() as log:
@@ -213,7 +223,10 @@ def test_warn_says_it_once_and_goes_on(capfd):
 
 
 def known(rank, world, what, stage, folder):
-    """Rank 1 deviates in step 3 by messages that all ranks have sent before, each after the one before it."""
+    """Deviate on rank 1 in step 3.
+
+    All ranks have sent each of its messages before, after the same previous message.
+    """
     released = {"stage3_max_reuse_distance": 0, "stage3_prefetch_bucket_size": 0} if stage == 3 else {}
     settings = config(stage, "stop", **released) | {"gradient_accumulation_steps": 2}
     engine, *_ = zero_runtime.initialize(model=Net(), config=settings)
@@ -242,8 +255,11 @@ def known(rank, world, what, stage, folder):
     ],
 )
 def test_a_deviation_by_known_messages_is_named(tmp_path, capfd, monkeypatch, what, world, stage, parts):
-    """All ranks may wait in collectives that never fail, and exit then with the sentence."""
-    # Or a comparison comes before all ranks have come to the message, and names those that have.
+    """A deviation by known messages is named.
+
+    All ranks may wait in collectives that never fail. They then exit with the message.
+    """
+    # A comparison may also come before all ranks have reached the message. It then names the ranks that have.
     monkeypatch.setattr(traffic_contract, "_POLL_S", POLL_S)
     begin = time.monotonic()
     try:
@@ -259,13 +275,16 @@ def test_a_deviation_by_known_messages_is_named(tmp_path, capfd, monkeypatch, wh
 
 
 def started(rank, world, plant):
-    """The error of a rank in ``initialize``, and the seconds until then; rank 1 is started in another way."""
+    """Return the error of a rank in ``initialize``, and the seconds until then.
+
+    Rank 1 starts with different settings.
+    """
     begin, settings, model = time.monotonic(), config(2, "stop"), Net()
     if rank == 1:
         if plant == "off":
             settings["traffic_contract"] = "off"
         elif plant == "stage":
-            settings["zero_optimization"]["stage"] = 0  # which changes the default of gradient_reduction too
+            settings["zero_optimization"]["stage"] = 0  # also changes the default of gradient_reduction
         elif plant == "auto":
             settings["zero_optimization"]["reduce_bucket_size"] = "auto"
         elif plant == "key":
@@ -279,7 +298,7 @@ def started(rank, world, plant):
         step(engine)
     except (ZeroRuntimeError, RuntimeError) as error:
         if plant == "off" and rank != 1:
-            dist.destroy_process_group()  # rank 1 waits for it in its first message
+            dist.destroy_process_group()  # rank 1 waits for this in its first message
         return type(error).__name__, str(error), time.monotonic() - begin
     return "", "", 0.0
 
@@ -343,14 +362,17 @@ def test_a_process_that_is_killed_is_named_on_the_ranks_that_remain(tmp_path, vi
 
 
 def waited(rank, world):
-    """Rank 1 is slow, and rank 0 waits for a message with a time limit: seconds of the step."""
+    """Return the seconds of the step.
+
+    Rank 1 is slow, and rank 0 waits for a message with a time limit.
+    """
     settings = config(2, "stop", overlap_comm=True)
     engine, *_ = zero_runtime.initialize(model=Net(), config=settings)
     for _ in range(2):
         step(engine)
     begin = time.monotonic()
     if rank == 1:
-        time.sleep(1.0)  # rank 0 looks, and waits again
+        time.sleep(1.0)  # rank 0 looks for an error, and waits again
     step(engine)
     return time.monotonic() - begin
 
@@ -360,7 +382,7 @@ def test_a_slow_rank_delays_the_others_by_no_more_than_its_own_time():
 
 
 def stopped(rank, world, folder, seconds, limit):
-    """Rank 1 is stopped in step 2: the steps of each rank, and its error."""
+    """Stop rank 1 in step 2, and return the steps of each rank and its error."""
     dist.init_process_group(
         "gloo", f"file://{folder}/store", timedelta(seconds=limit), world_size=world, rank=rank
     )
@@ -380,7 +402,7 @@ def stopped(rank, world, folder, seconds, limit):
 
 
 def test_a_process_that_is_stopped_for_a_while_is_waited_for(tmp_path, monkeypatch):
-    monkeypatch.setattr(traffic_contract, "_VOTE_S", 1.0)  # less than it is stopped
+    monkeypatch.setattr(traffic_contract, "_VOTE_S", 1.0)  # shorter than the time for which rank 1 is stopped
     arguments = (3, stopped, str(tmp_path), 2, 60)
     assert run_ranks(*arguments, timeout=60, process_group=False) == [(STEPS, "")] * 3
 
@@ -403,7 +425,10 @@ OVERFLOWS = {
 
 
 def overflowing(rank, world, zero, accumulation):
-    """The skipped steps after each step in fp16; the gradients of rank 1 overflow in steps 2, 3 and 5."""
+    """Return the skipped steps after each step in fp16.
+
+    The gradients of rank 1 overflow in steps 2, 3 and 5.
+    """
     settings = config(2, "stop") | {
         "zero_optimization": zero,
         "gradient_accumulation_steps": accumulation,
@@ -456,16 +481,16 @@ def test_the_first_message_that_differs_is_found_where_histories_overlap():
 def test_sentences_about_ranks_that_are_gone_or_late():
     issued = Issued(Place(7, 1, 4), Message("all_reduce", "norm", None, None, 1, "float32", ()))
     assert loss([1], {1: 4711}, 0, issued) == (
-        "traffic_contract: at step 7, micro-batch 1, message 4 rank 1 is gone: its process 4711 has ended, and rank 0 "
-        "issues all_reduce of 1 elements (float32) for norm; a process that was killed or has crashed cannot say so; look "
-        "for its exit status and its last lines (gloo aborts a process that receives another size than it expects), and "
-        "whether the kernel was out of memory"
+        "traffic_contract: at step 7, micro-batch 1, message 4 rank 1 is gone: its process 4711 has ended, and "
+        "rank 0 issues all_reduce of 1 elements (float32) for norm; a process that was killed or crashed cannot "
+        "report why; look for its exit status and its last lines (gloo aborts a process that receives another size "
+        "than it expects), and check whether the host ran out of memory"
     )
     assert loss([1], {}, 0, issued, {0: 4710, 1: 4711}) == (
-        "traffic_contract: at step 7, micro-batch 1, message 4 rank 1 does not answer (process 4711 of this host exists), "
-        "and rank 0 issues all_reduce of 1 elements (float32) for norm; a process that is stopped, or in code that keeps "
-        "Python's lock, cannot answer; look for what it does, such as by the stacks of py-spy dump, and on another host "
-        "whether it was killed"
+        "traffic_contract: at step 7, micro-batch 1, message 4 rank 1 does not answer (process 4711 of this host "
+        "exists), and rank 0 issues all_reduce of 1 elements (float32) for norm; a process that is stopped, or "
+        "runs code that holds Python's lock, cannot answer; look at its stacks, such as with py-spy dump; if it is "
+        "on another host, check whether it was killed"
     )
     assert "message 4 ranks 1, 2 do not answer, and rank 0" in loss([1, 2], {1: 4711}, 0, issued)
     assert "rank 0 is gone: its process has ended, and" in loss([0], {0: None}, 1, issued)
@@ -476,7 +501,10 @@ def test_sentences_about_ranks_that_are_gone_or_late():
 
 
 def blocks(rank, world):
-    """By blocks, parameters are gathered in a group of their own, which has a contract too; rank 1 gathers more."""
+    """Train by blocks, with one additional gather on rank 1.
+
+    Parameters are gathered in a group of their own, which also has a contract.
+    """
     engine, *_ = zero_runtime.initialize(model=Net(), config=config("blocks", "stop"))
     for _ in range(STEPS):
         step(engine)
@@ -509,7 +537,10 @@ def test_verify_closes_a_run_with_a_contract(tmp_path):
 
 
 def leaves(rank, world):
-    """Rank 1 raises an error of its own before a new message: rank 0 must not wait for it in the contract."""
+    """Raise an error on rank 1 before a new message.
+
+    The contract must not make rank 0 wait for this message.
+    """
     engine, *_ = zero_runtime.initialize(model=Net(), config=config(2, "stop"))
     step(engine)
     if rank == 1:
@@ -519,7 +550,7 @@ def leaves(rank, world):
     begin = time.monotonic()
     group: DataParallelGroup = engine._group
     try:
-        group.all_reduce(torch.ones(3))  # new
+        group.all_reduce(torch.ones(3))  # a message that was not sent before
     except RuntimeError:
         pass
     return time.monotonic() - begin
@@ -530,7 +561,7 @@ def test_a_rank_that_has_left_is_not_waited_for():
 
 
 def lingers(rank, world):
-    """Rank 1 catches the error and stays, so that the collective in which rank 0 waits does not fail."""
+    """Catch the error on rank 1 and stay, so that the collective in which rank 0 waits does not fail."""
     engine, *_ = zero_runtime.initialize(model=Net("order", rank, 2), config=config(2, "stop"))
     try:
         for _ in range(STEPS):
@@ -626,7 +657,8 @@ if how == "destroys":
 def test_a_rank_that_is_gone_is_named_on_all_ranks_that_remain(tmp_path, how, leaver):
     (tmp_path / "train.py").write_text(LEAVER)
     result = commprof("run", "--nproc", "3", "--out", "run", "train.py", str(leaver), how, cwd=tmp_path)
-    assert result.returncode == (1 if how == "raises" else 2), result.stderr  # of the rank that failed first
+    # The exit code is that of the rank that failed first.
+    assert result.returncode == (1 if how == "raises" else 2), result.stderr
     sentences = {path.stem: path.read_text() for path in tmp_path.glob("?.txt")}
     assert sorted(sentences) == [str(rank) for rank in range(3) if rank != leaver], result.stderr
     (sentence,) = set(sentences.values())
@@ -638,7 +670,11 @@ def test_a_rank_that_is_gone_is_named_on_all_ranks_that_remain(tmp_path, how, le
 
 
 def test_the_sentence_names_what_most_ranks_do():
-    """By hand: rank 2 of 4 has another message; one rank did not say what it has."""
+    """The error names the message that most ranks have, and the rank that differs.
+
+    The messages are written by hand. Rank 2 of 4 has another message, and one rank did not report its
+    message.
+    """
     usual = Message("all_reduce", "gradient_reduce", 3, None, 100, "float32", ("a.weight", "a.bias"))
     other = usual._replace(numel=60, parameters=("a.weight",))
     place = Place(7, 1, 4)

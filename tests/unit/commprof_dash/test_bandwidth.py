@@ -1,4 +1,7 @@
-"""The Bandwidth page drawn without a browser: what is drawn is what the library answers; every state says what to do."""
+"""Test the page Bandwidth without a browser.
+
+The figures show the answers of the library, and every state says what to do.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,7 @@ SIZES = (1024, 65536, 1_000_000)
 
 
 def calibration(**changes) -> Calibration:
-    """All_reduce on 2 ranks: 100 us and 1 GB/s."""
+    """Return a calibration of all_reduce on 2 ranks: 100 us and 1 GB/s."""
     timings = tuple(Timing(2**n, 100_000 + 2**n, 1, 1, 20) for n in range(10, 25, 2))
     values = {
         "created": "2026-01-02T03:04:05+00:00", "torch": "2.13.0", "backend": "gloo", "backend_version": None,
@@ -40,7 +43,10 @@ def calibration(**changes) -> Calibration:
 
 
 def write_run(path, **options):
-    """Ten all_reduces of each size at twice the ceiling's time, one of them 20 times slower; one that took no time."""
+    """Write a run with ten all_reduces of each size at twice the ceiling's time.
+
+    One of them is 20 times slower, and one took no time.
+    """
     run = SyntheticRun(2, **options)
     for step in range(10):
         run.add_step(step)
@@ -190,7 +196,7 @@ def test_a_choice_that_leaves_nothing_says_so(directory):
 
 def test_steps_can_be_chosen_and_a_long_run_begins_with_its_last_ones(directory, monkeypatch):
     page = draw(directory, "run=sweep/a&steps=4-5")
-    assert '"Of this long run' not in text_of(page)
+    assert '"This run is long' not in text_of(page)
     part = api.bandwidth(directory / "sweep" / "a", steps=(4, 5))
     assert list(traces_of(page)["all_reduce"].y) == part["busbw_bytes_per_s"].dropna().tolist()
     assert "Write one step" in text_of(draw(directory, "run=sweep/a&steps=x"))
@@ -201,7 +207,7 @@ def test_steps_can_be_chosen_and_a_long_run_begins_with_its_last_ones(directory,
 
 
 def test_the_last_steps_of_a_long_run_are_those_that_it_recorded(tmp_path, monkeypatch):
-    """With --warmup 100 its steps are 100 to 109."""
+    """With --warmup 100, the steps of the run are 100 to 109."""
     run = SyntheticRun(2)
     for step in range(100, 110):
         run.add_step(step)

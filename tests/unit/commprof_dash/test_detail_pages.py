@@ -1,4 +1,7 @@
-"""Traffic matrix, Buckets, Stragglers and Alignment, drawn without a browser: figures hold the answers of the api."""
+"""Test the pages Traffic matrix, Buckets, Stragglers and Alignment without a browser.
+
+The figures show the answers of the API.
+"""
 
 import json
 import math
@@ -99,13 +102,13 @@ def drawn_cells(figure):
     "query", ["", "&op=reduce", "&purpose=pipeline", "&steps=2-3", "&op=all_gather&steps=5"]
 )
 def test_the_matrix_draws_what_the_api_answers(directory, query, backend):
-    """What the backend runs, where that is known, and as issued."""
+    """The matrix shows what the backend executes, if this is known, and the traffic as issued."""
     name = {"nccl": "plain", "gloo": "on-gloo"}[backend]
     asked = dict(part.split("=") for part in query.split("&") if part)
     steps = asked.get("steps")
     window = None if steps is None else (int(steps.split("-")[0]), int(steps.split("-")[-1]))
     frame = api.matrix(directory / name, steps=window, op=asked.get("op"), purpose=asked.get("purpose"))
-    known = backend == "gloo" or asked.get("purpose") == "pipeline"  # messages, as they were recorded
+    known = backend == "gloo" or asked.get("purpose") == "pipeline"  # Messages are executed as recorded.
     for measure, column in (
         ("wire", "executed_wire_bytes" if known else "wire_bytes"),
         ("issued", "wire_bytes"),
@@ -133,7 +136,7 @@ def test_the_page_names_the_model_and_the_imbalance_of_the_owners(directory):
     assert "all_gather: around a ring in the order of the group" in text
     assert "reduce: from each other rank to the root" in text
     frame = api.owners(directory / "plain")
-    assert frame.attrs["imbalance"] == 3.0  # two of four ranks own, a quarter and three
+    assert frame.attrs["imbalance"] == 3.0  # Two of four ranks are owners, of one quarter and three quarters.
     assert "The largest is 3 times the mean" in text
 
 
@@ -162,7 +165,8 @@ def test_bytes_without_a_known_root_are_those_of_a_step_where_the_matrix_is_of_a
     run = SyntheticRun(world_size=2)
     for step in range(4):
         run.add_step(step)
-        run.add_collective("broadcast", payload_bytes=1 << 20, step=step, peer=9)  # of no rank of the group
+        # The root is no rank of the group.
+        run.add_collective("broadcast", payload_bytes=1 << 20, step=step, peer=9)
     run.write(tmp_path / "run")
     for measure in ("wire", "issued"):
         assert "1.00 MiB per step are in no cell" in text_of(
@@ -205,7 +209,7 @@ def test_filters_that_counters_do_not_know_are_disabled(directory):
 
 @pytest.fixture(scope="module")
 def uneven(tmp_path_factory):
-    """A run with experts and one without."""
+    """Return a directory with a run with experts and a run without experts."""
     base = tmp_path_factory.mktemp("uneven")
     uneven_experts().write(base / "run")
     SyntheticRun(2).write(base / "dense")
@@ -233,7 +237,8 @@ def test_the_cards_of_experts_draw_what_the_api_answers(uneven):
     }
     assert list(figures["expert-drops"].data[0].y) == pytest.approx((100 * rows["dropped_share"]).tolist())
     sent = {trace.name: list(trace.y) for trace in figures["expert-bytes"].data}
-    # 8 exchanges; each rank sends a quarter of 4096 bytes to one rank of its host and two of the other host.
+    # There are 8 exchanges. Each rank sends a quarter of 4096 bytes to one rank of its host and two quarters
+    # to the other host.
     assert sent == {"within hosts": [8 * 4 * 1024.0] * 12, "between hosts": [8 * 4 * 2048.0] * 12}
     assert "all ranks receive the same" in text
 
@@ -265,7 +270,7 @@ def test_many_steps_are_added_up_in_columns(uneven, monkeypatch):
     parts = draw(uneven, "/matrix?run=run")
     heat = figures_of(parts)["experts"].data[0]
     assert len(heat.x) == 4 and "Each column is 3 neighboring steps together" in text_of(parts)
-    assert heat.z[5][1] == (8 + 15 + 22) / 24  # steps 3 to 5
+    assert heat.z[5][1] == (8 + 15 + 22) / 24  # The values are for steps 3 to 5.
 
 
 def test_uneven_splits_are_stated_beside_the_matrix_and_without_experts_there_is_no_card(tmp_path):
@@ -301,7 +306,10 @@ def test_neighbouring_ranks_of_a_host_have_a_frame():
 
 
 def late_run(path, ranks=3, since=3, steps=12, late=(1,)):
-    """Ranks ``late`` come 5 ms late from step ``since`` on, and 20 ms in step 0."""
+    """Write a run in which the ranks ``late`` arrive 5 ms late from step ``since`` on.
+
+    In step 0 they are 20 ms late.
+    """
     run = SyntheticRun(ranks)
     for step in range(steps):
         begin = (step + 1) * 100_000_000
@@ -345,7 +353,7 @@ def test_records_speaks_of_the_first_step_only_where_it_is_left_out(tmp_path):
 
 
 def rows_of_card(parts, name):
-    """The rows of the table in a card, by heading, as a browser shows them."""
+    """Return the rows of the table in a card by heading, as a browser shows them."""
     cards = [part for root in parts for part in (root, *root._traverse()) if getattr(part, "id", "") == name]
     table = next(part for part in cards[0]._traverse() if type(part).__name__ == "Table")
     if getattr(table, "data", None):
@@ -358,7 +366,7 @@ def rows_of_card(parts, name):
 
 
 def shown_text(part):
-    """The text of a component."""
+    """Return the text of a component."""
     children = getattr(part, "children", part)
     children = children if isinstance(children, list) else [children]
     return "".join(each if isinstance(each, str) else shown_text(each) for each in children)
@@ -419,7 +427,8 @@ def test_buckets_draw_what_the_api_answers(directory):
     assert (bars.name, list(bars.y)) == ("reduce", [24_000.0, 16_000.0])
     assert list(figures["bucket-times"].data[0].y) == [float(value) for value in frame["duration_ns"]]
     means = figures_of(draw(directory, "/buckets?run=plain"))["bucket-times"]
-    assert list(means.data[0].y) == [150_000.0, 150_000.0]  # two reduces, 100,000 apart, of 50,000 each
+    # There are two reduces of 50,000 each, which begin 100,000 apart.
+    assert list(means.data[0].y) == [150_000.0, 150_000.0]
 
 
 def test_the_numbers_of_the_buckets_name_their_statistic(directory):
@@ -436,7 +445,7 @@ def test_the_numbers_of_the_buckets_name_their_statistic(directory):
     assert [row["Took, median"] for row in rows] == [api.format_ns(each) for each in means["duration_ns"]]
     assert "Median over the steps after the first" in text and "Mean over the steps: bytes" in text
     assert "end of the backward pass: 1, next gradient did not fit: 1 (buckets of a mean step)" in text
-    assert "Bucket 1 of step 11, the last that has it: its parameters" in text
+    assert "Bucket 1 of step 11, the last step with this bucket: its parameters" in text
     parts = draw(directory, "/buckets?run=plain&step=4")
     text, rows = text_of(parts), rows_of_card(parts, "card-buckets")
     assert "times are means over the ranks" in text and "Took" in rows[0] and "median" not in text
@@ -473,14 +482,18 @@ def test_a_bucket_of_the_address_shows_its_parameters_and_records(directory):
     assert '"head.bias"' in text and '"3,000"' in text
     content = api.bucket_content(directory / "plain", 4, 1)
     records, names = content.operations, content.parameters["name"].tolist()
-    first = text.partition("Buckets of the step")[0].partition('"Bucket 1"')[2]  # the line above the tiles
+    # The text is the line above the tiles.
+    first = text.partition("Buckets of the step")[0].partition('"Bucket 1"')[2]
     assert names[0] in first and names[-1] in first
     assert "4,000 elements" in first and api.format_bytes(16_000) in first
     assert all(f"filter=rank%3A%3D%3A0&filter=seq%3A%3D%3A{seq}" in text for seq in records["seq"])
 
 
 def two_stages(path):
-    """Buckets 0 of two stages, in two micro-batches: other sizes, other parameters."""
+    """Write a run in which two stages have a bucket 0 in two micro-batches.
+
+    The buckets have different sizes and parameters.
+    """
     run = SyntheticRun(4)
     run.add_step(0, duration_ns=1_000_000)
     for number, (members, numel) in enumerate((((0, 1), 1000), ((2, 3), 250))):
@@ -503,7 +516,7 @@ def test_buckets_of_two_stages_are_not_mixed(tmp_path):
         drawing = draw(tmp_path, f"/buckets?run=run&group={group}")
         assert list(figures_of(drawing)["bucket-sizes"].data[0].y) == sizes
         text = text_of(drawing)
-        assert f"Those that ranks {group} reduce" in text and f'"{name}"' in text
+        assert f"Only the buckets that ranks {group} reduce" in text and f'"{name}"' in text
         assert "Ranks that reduce it" in text
     assert '"of.stage.1"' not in text_of(draw(tmp_path, "/buckets?run=run"))
 
@@ -512,7 +525,7 @@ def test_a_link_of_a_record_finds_its_bucket(tmp_path, directory):
     two_stages(tmp_path / "run")
     text = text_of(draw(tmp_path, "/buckets?run=run&group=3&step=0&bucket=1.0"))
     assert "Bucket 1.0 of step 0: its parameters" in text and '"of.stage.1"' in text
-    # with one micro-batch the page names buckets without it
+    # With one micro-batch, the page omits the micro-batch from the names of buckets.
     assert "Bucket 1 of step 4: its parameters" in text_of(
         draw(directory, "/buckets?run=plain&step=4&bucket=0.1")
     )
@@ -527,7 +540,7 @@ def test_a_run_without_buckets_says_who_publishes_them(tmp_path):
 
 
 def test_the_buckets_of_a_run_of_sums_say_why_their_times_are_not_known(tmp_path):
-    """Nothing is missing there: sums have no bucket numbers."""
+    """No data is missing, because sums have no bucket numbers."""
     with_sums(detailed_run()).write(tmp_path / "sums")
     parts = draw(tmp_path, "/buckets?run=sums")
     text = text_of(parts)
@@ -569,7 +582,7 @@ def test_the_links_of_late_collectives_show_them_on_the_timeline(directory):
         for part in root._traverse()
         if isinstance(part, dcc.Link) and part.href.startswith("/timeline")
     ]
-    assert len(hrefs) == min(50, len(found))  # the table shows the 50 with the largest skew
+    assert len(hrefs) == min(50, len(found))  # The table shows the 50 collectives with the largest skew.
     for href, row in zip(hrefs, found.to_dict("records")[:50], strict=True):
         view = view_in(parse(href.partition("?")[2]))
         extent = api.index(directory / "plain")
@@ -690,7 +703,10 @@ def test_cells_of_many_ranks_say_which_they_are():
 
 
 def test_long_names_of_receivers_are_not_turned_into_the_title():
-    """At 256 ranks the turned names lay over the title of the axis, and that over the title of the colors."""
+    """With 256 ranks, the rotated names overlapped the title of the axis.
+
+    The title of the axis then overlapped the title of the colors.
+    """
     firsts = range(0, 256, 4)
     frame = pd.DataFrame({"sender": [*firsts], "receiver": [*reversed(firsts)], "wire_bytes": 8.0})
     frame.attrs = {"ranks": 256, "ranks_per_cell": 4}
@@ -704,7 +720,7 @@ def test_equal_cells_have_a_colour_and_a_tick():
     heat = matrix_chart.heat(frame, "wire_bytes", "Wire bytes", None, "light").data[0]
     assert heat.zmin < heat.zmax == math.log2(1000)
     assert len(heat.colorbar.tickvals) == 1 and heat.zmin < heat.colorbar.tickvals[0] < heat.zmax
-    frame["wire_bytes"] = [1100.0, 2000.0]  # no power of two between them
+    frame["wire_bytes"] = [1100.0, 2000.0]  # There is no power of two between the two values.
     heat = matrix_chart.heat(frame, "wire_bytes", "Wire bytes", None, "light").data[0]
     assert list(heat.colorbar.ticktext) == ["1.07 KiB", "1.95 KiB"]
 

@@ -1,4 +1,7 @@
-"""The Plan page without a browser: it draws what ``commprof plan`` prints, and refuses bad input in one line."""
+"""Test the page Plan without a browser.
+
+The page shows the output of ``commprof plan`` and refuses bad input with one line.
+"""
 
 import inspect
 import json
@@ -38,7 +41,7 @@ def draw(directory, **values):
 
 
 def choices_of(components, key):
-    """The values that a list of the form offers."""
+    """Return the values that a list of the form offers."""
     for root in components:
         for part in root._traverse():
             if getattr(part, "id", None) == ids.control(key):
@@ -51,7 +54,7 @@ def text_of(components):
 
 
 def notice_of(components):
-    """The text of the one notice that stands in place of the cards."""
+    """Return the text of the only notice, which replaces the cards."""
     (alert,) = [part for part in components if "message" in (getattr(part, "className", None) or "")]
     return alert.children[0].children
 
@@ -66,7 +69,7 @@ def figures_of(components):
 
 
 def printed(tmp_path, capsys, world, *words, config=CONFIG):
-    """The settings that ``commprof plan --json`` prints."""
+    """Return the settings that ``commprof plan --json`` prints."""
     path = tmp_path / "ds.json"
     path.write_text(json.dumps(config))
     assert execute(["plan", str(path), "--model", "params:1e8", "--world", str(world), *words, "--json"]) == 0
@@ -157,7 +160,7 @@ def test_times_are_drawn_with_a_time_of_computation(tmp_path, capsys):
     drawn = {trace.name: dict(zip(trace.x, trace.y, strict=True)) for trace in figure.data}
     (setting,) = printed(tmp_path, capsys, 64, "--links", links, "--step-compute", "90ms")
     assert drawn["communication"][64] == setting["communication_ns"]["all"]
-    assert drawn["step, all overlapped that can be"][64] == setting["step_ns"]["least"]
+    assert drawn["step, maximum overlap"][64] == setting["step_ns"]["least"]
     assert drawn["step, nothing overlapped"][64] == setting["step_ns"]["most"]
 
 
@@ -212,7 +215,7 @@ def test_each_option_answers_as_the_command_does(tmp_path, capsys, fields, words
 
 
 def pairs_of(words):
-    """Pairs of an option and its value."""
+    """Return pairs of an option and its value."""
     return zip(words[::2], words[1::2], strict=True)
 
 
@@ -235,7 +238,7 @@ def test_a_recorded_run_narrows_the_bounds_or_is_refused(tmp_path):
     both = notice_of(draw(tmp_path, **fields, recorded="trained", compute="90ms"))
     assert "give one of them" in both
     damaged = notice_of(draw(tmp_path, **fields, recorded="bare"))
-    assert "of which the exposed communication of a step is not known" in damaged
+    assert "but the exposed communication of a step is not known" in damaged
 
 
 def test_the_config_of_a_run_is_planned(tmp_path):
@@ -244,8 +247,9 @@ def test_the_config_of_a_run_is_planned(tmp_path):
     page = draw(tmp_path, run="trained", model="params:1e8", set="")
     text = text_of(page)
     assert f"commprof plan {tmp_path}/trained/config.json --model params:1e8" in text
-    assert "Config (JSON" not in text  # the run's counts, so there is no text to edit
-    assert choices_of(page, "run") == ["trained"]  # the other has no config that could be chosen
+    # The page uses the configuration of the run, so there is no text to edit.
+    assert "Config (JSON" not in text
+    assert choices_of(page, "run") == ["trained"]  # The other run has no configuration that could be chosen.
     assert set(choices_of(page, "recorded")) == {"trained", "bare"}
     assert "The run bare has no config.json; choose another run" in notice_of(draw(tmp_path, run="bare"))
 
@@ -386,7 +390,7 @@ def test_a_setting_that_needs_several_ranks_begins_later(tmp_path):
     page = draw(tmp_path, config=json.dumps(config), model="params:1e8", set="")
     traces = figures_of(page)["plan-traffic"].data
     assert min(traces[0].x) == 8
-    assert "Not at 1, 2, 4 ranks" in text_of(page)
+    assert "No values at 1, 2, 4 ranks" in text_of(page)
 
 
 def test_the_batch_grows_with_the_ranks_where_all_three_batch_sizes_are_set(tmp_path, capsys):

@@ -1,4 +1,7 @@
-"""The cards of Compare and Overview about settings, ledgers and cost: what they draw, and say where nothing is known."""
+"""Test the cards of Compare and Overview about settings, ledgers and cost.
+
+The tests check what the cards draw, and their texts if a value is not known.
+"""
 
 import json
 import re
@@ -32,7 +35,7 @@ HOSTILE = "<script>alert(1)</script>"
 def write(
     path, op="all_reduce", steps=3, world_size=2, exposed_ns=None, metrics=None, duration_ns=1_000_000, **zero
 ):
-    """A run of ``steps`` steps; rank 0 is the root of a reduce."""
+    """Write a run of ``steps`` steps in which rank 0 is the root of a reduce."""
     run = SyntheticRun(
         world_size, config={"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 2, **zero}}
     )
@@ -52,7 +55,7 @@ def write(
 
 
 def body(directory, path):
-    """(texts and ids as JSON, figures by name) of a page."""
+    """Return (texts and ids as JSON, figures by name) of a page."""
     pathname, _, search = path.partition("?")
     _, drawing = draw_page(find_page(pathname), Runs(directory), pathname, f"?{search}", "light")
     text = json.dumps(list(drawing.body), cls=PlotlyJSONEncoder)
@@ -98,7 +101,8 @@ def test_two_keys_make_a_grid_with_shared_axes_on_request(grid):
     assert text.index("reduce_scatter=true, use_multi_rank_bucket_allreduce=true") < text.index(
         "reduce_scatter=false, use_multi_rank_bucket_allreduce=false"
     )
-    # n = 2: all_reduce sends its 4096 bytes, the others half of them. Gloo runs a reduce_scatter as an all_reduce.
+    # For n = 2, an all_reduce sends its 4096 bytes, and the other operations half of them. gloo runs a
+    # reduce_scatter as an all_reduce.
     bars = {trace.name: list(trace.x) for trace in cells["levels-0-0"].data}
     times = {"step time": [1_000_000.0] * 2}
     assert bars == {"all_reduce": [4096.0] * 3, "reduce_scatter": [2048.0]} | times
@@ -106,7 +110,7 @@ def test_two_keys_make_a_grid_with_shared_axes_on_request(grid):
     assert set(bars) == {"reduce", "reduce_scatter", "all_reduce", "step time"}
     assert (bars["reduce"][0], bars["reduce_scatter"]) == (2048.0, [2048.0])
     notes = [note.text for note in cells["levels-1-1"].layout.annotations]
-    assert "not known" in notes  # what was requested
+    assert "not known" in notes  # The requested bytes are not known.
     assert "gradient_reduction=auto" in notes and "gradient_reduction=reduce_scatter" not in notes
 
 
@@ -165,7 +169,7 @@ def test_the_verdict_and_the_lower_half_of_a_large_run_come_later(tmp_path, monk
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory):
-    """A directory of one run, a."""
+    """Return a directory with a single run, a."""
     base = tmp_path_factory.mktemp("alone")
     write(base / "a")
     return base
@@ -193,7 +197,7 @@ def test_overview_has_the_verdict_with_its_command_and_unknown_times_are_not_zer
     exposed = figures["exposure"]
     assert all(len(trace.x or ()) == 0 for trace in exposed.data)
     assert [note.text for note in exposed.layout.annotations].count("not known") == 4
-    assert "Of 0 of 4 records the exposed time is known" in text
+    assert "The exposed time is known for 0 of 4 records" in text
     assert "What recording cost" in text and "1.00 ms per rank" in text
 
 
@@ -208,7 +212,8 @@ def test_overview_draws_exposed_time(tmp_path):
     write(tmp_path / "a", exposed_ns=250_000)
     _, figures = body(tmp_path, "/overview")
     bars = {trace.name: list(trace.x) for trace in figures["exposure"].data}
-    assert bars["exposed"] == pytest.approx([250_000.0, 250_000.0], abs=2)  # of the purpose, and of all
+    # The values are of the purpose and of all purposes.
+    assert bars["exposed"] == pytest.approx([250_000.0, 250_000.0], abs=2)
 
 
 @pytest.mark.long
@@ -265,7 +270,11 @@ def test_the_axis_reaches_the_end_of_every_bar_mark_and_interval():
 
 
 def levels_of(levels, times, scheme="dark"):
-    """The chart of a setting called a; ``levels``: series, wire bytes, moved bytes of a rank, and over what."""
+    """Return the chart of a setting named a.
+
+    Each row of ``levels`` has the level, the series, the wire bytes, the moved bytes of a rank and their
+    divisor.
+    """
     columns = ["level", "series", "wire_bytes_per_step", "moved_bytes_of_rank", "moved_over"]
     frame = pd.DataFrame(levels, columns=columns).assign(label="a", moved_bytes=8192.0)
     names = [f"{kind}{end}_ns" for kind in ("step_time", "predicted") for end in ("", "_low", "_high")]
@@ -285,7 +294,7 @@ def test_moved_bytes_are_marks_and_levels_that_are_not_known_are_said(over, symb
     ]
     figure = levels_of(levels, (None,) * 6)
     texts = [note.text for note in figure.layout.annotations]
-    assert texts.count("not known") == 2  # requested, and the step time
+    assert texts.count("not known") == 2  # The requested bytes and the step time are not known.
     assert {"a (x3)", "<b>3.91 KiB</b>", "<b>&gt;= 2.93 KiB</b>", "4.00 KiB"} <= set(texts)
     assert [list(trace.x) for trace in figure.data] == [[4000.0, 3000.0], [4096.0]]
     assert figure.data[1].marker.symbol == symbol
@@ -379,14 +388,17 @@ def test_settings_that_differ_in_many_keys_have_short_labels_and_all_keys_in_the
     for run, value in (("a", 1), ("b", 2)):
         write(tmp_path / run, "all_reduce", **dict.fromkeys(keys, value))
     text, _ = body(tmp_path, "/compare?run=a&run=b")
-    assert "Labels name the keys that tell the settings apart" in text
+    assert "Labels name the keys that distinguish the settings" in text
     assert "option_0=1" in text
     assert "option_1=1" not in text
     assert all(f"zero_optimization.{key}" in text for key in keys[1:])
 
 
 def write_shared(path):
-    """Four ranks: halves of a model on pairs of ranks, whose replicas reduce the gradients of their half."""
+    """Write a run of four ranks with halves of a model on pairs of ranks.
+
+    The replicas of each half reduce the gradients of the half.
+    """
     run = SyntheticRun(4)
     for step in range(2):
         run.add_step(step, duration_ns=1_000_000)
@@ -416,7 +428,7 @@ def test_the_figures_of_a_run_measure_as_its_comparison_does(tmp_path):
     write_shared(tmp_path / "shared")
     runs = Runs(tmp_path)
     by_step, by_purpose = runs.traffic_by_step("shared"), runs.traffic_by_purpose("shared")
-    # all_reduce on two ranks sends the payload; each rank is in one group of either name
+    # An all_reduce on two ranks sends the payload. Each rank is in one group of either name.
     assert by_step.groupby("step")["wire_bytes_per_step"].sum().tolist() == [2 << 20, 2 << 20]
     assert by_purpose["wire_bytes_per_step"].sum() == 2 << 20
     assert runs.traffic_outside_steps("shared").empty

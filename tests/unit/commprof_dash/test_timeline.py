@@ -1,4 +1,7 @@
-"""The timeline and the records page without a browser: what is drawn is what the library says, whatever an address holds."""
+"""Test the timeline and the records page without a browser.
+
+The pages show the values of the library, whatever the address contains.
+"""
 
 from __future__ import annotations
 
@@ -156,7 +159,7 @@ def test_bars_of_several_groups_stand_beside_their_names(tmp_path):
     assert shown.bars is not None
     axis = timeline_chart.figure(shown, "light").layout.yaxis
     assert axis.ticktext[:3] == ("<b>rank 0</b> group 0", "data", "&lt;script&gt;ale...")
-    # each name stands in the middle of the bars of its group
+    # Each name is in the middle of the bars of its group.
     bars = shown.bars[shown.bars["rank"] == 0]
     of_rank = timeline_chart.places(bars, timeline_chart.rows_of(shown.bars, shown.ranks))
     for lane, value in enumerate(axis.tickvals[:3]):
@@ -177,7 +180,9 @@ def test_the_page_of_a_run_with_groups_names_them(tmp_path, monkeypatch):
     assert "in each of its groups" in text
     assert "Busy time of the window by rank, group and operation" in text
     monkeypatch.setattr("commprof.analysis.browse.timeline.MOST_LANES", 8)
-    assert "Their groups need 12 lanes: choose fewer ranks" in draw(tmp_path, "/timeline?run=groups")
+    assert "The groups of these ranks need 12 lanes: choose fewer ranks" in draw(
+        tmp_path, "/timeline?run=groups"
+    )
     assert "in each of its groups" in draw(tmp_path, "/timeline?run=groups&ranks=0-1")
 
 

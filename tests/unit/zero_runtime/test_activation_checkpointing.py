@@ -400,7 +400,7 @@ def test_configure_reads_the_block_and_arguments_win(tmp_path, capsys):
         [" checkpoint of Block", lines[0].split(":")[2]],
         [" checkpoint of Block", lines[1].split(":")[2]],
     ]
-    assert lines[0].split()[-3] == "forward" and "ms, of which" in lines[1] and "backward" in lines[1]
+    assert lines[0].split()[-3] == "forward" and "ms, including" in lines[1] and "backward" in lines[1]
     checkpointing.configure(None, str(path), profile=False)
     checkpointing.checkpoint(torch.sin, torch.ones(2, requires_grad=True)).sum().backward()
     assert capsys.readouterr().err == ""

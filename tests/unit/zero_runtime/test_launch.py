@@ -51,7 +51,7 @@ def test_a_hostfile_of_one_host(tmp_path):
         (["--num_gpus", "9"], "this host has 4"),
         (["--include", "elsewhere:0"], "names host elsewhere"),
         (["--include", "localhost:0@other:1"], "--no_ssh"),
-        (["--include", "localhost:x"], "no choice of devices"),
+        (["--include", "localhost:x"], "not a choice of devices"),
         (["--exclude", "localhost:0,1,2,3"], "leaves no device"),
         (["--num_nodes", "2"], "--no_ssh --num_nodes 2"),
         (["--no_ssh", "--num_nodes", "2"], "needs --num_nodes, --node_rank from 0 to 1"),

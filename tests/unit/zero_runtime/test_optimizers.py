@@ -235,7 +235,7 @@ def test_lamb_on_pieces_is_lamb_on_parameters():
         ("Adam", {"weight_decey": 1}, "did you mean 'weight_decay'"),
         ("Adam", {"lr": "auto"}, "optimizer.params.lr is 'auto'; AdamW expects a number"),
         ("Adam", {"betas": [0.9]}, "betas is .0.9.; AdamW expects 2 numbers"),
-        ("Adam", {"betas": [0.9, 2.0]}, "do not fit AdamW: .*beta"),
+        ("Adam", {"betas": [0.9, 2.0]}, "AdamW does not accept .*beta"),
         ("Adam", {"torch_adam": "yes"}, "torch_adam is 'yes'; expected true or false"),
         ("Adam", {"max_grad_norm": 1.0}, "use gradient_clipping"),
         ("Lamb", {"amsgrad": True}, "amsgrad is true"),

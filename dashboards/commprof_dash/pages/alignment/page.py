@@ -129,8 +129,8 @@ def _how_to_align(backends: str, path: str) -> Component:
     if backends == "gloo":
         return messages.message(
             title,
-            "This run used gloo, which writes no log of its operations: there is nothing to align its records with. The "
-            "page answers for runs with NCCL. To check a run with gloo, compare requested and issued:",
+            "This run used gloo, which writes no log of its operations: there is nothing to align its records "
+            "with. This page supports only runs with NCCL. To check a run with gloo, compare requested and issued:",
             [f"commprof verify {path}"],
         )
     return messages.message(
@@ -185,7 +185,7 @@ def _verdict(summary: api.AlignmentSummary) -> Component:
         return messages.line("Records and log differ", text, severity="warning")
     unsure = counts["ambiguous"] + counts["torn"]
     if unsure:
-        text = f"{matched}. {unsure:,} cannot be told apart: several candidates are equal, or a line is truncated."
+        text = f"{matched}. {unsure:,} have no unique match: several candidates are equal, or a line is truncated."
         return messages.line("No difference is known", text)
     return messages.line("NCCL ran what was issued", f"{matched}.", severity="good")
 
@@ -335,8 +335,8 @@ def _communicators(frame: pd.DataFrame) -> Component:
                 Field(state, state.capitalize(), format_count, numeric=True)
                 for state in alignment_chart.STATES
             ],
-            Field("ambiguous_missing", "At least missing among the ambiguous", format_count, numeric=True),
-            Field("ambiguous_extra", "At least extra among the ambiguous", format_count, numeric=True),
+            Field("ambiguous_missing", "Ambiguous: missing, at least", format_count, numeric=True),
+            Field("ambiguous_extra", "Ambiguous: extra, at least", format_count, numeric=True),
         ],
         most_rows=_TABLE_ROWS,
     )
@@ -347,7 +347,7 @@ def _topology(edges: pd.DataFrame, query: Query, scheme: Scheme) -> tuple[list[C
         empty = cards.empty_card(
             "topology",
             "Rings and trees",
-            "The log prints none: NCCL_DEBUG=INFO with NCCL_DEBUG_SUBSYS=INIT,GRAPH,COLL does.",
+            "The log has no rings or trees. Record with NCCL_DEBUG=INFO and NCCL_DEBUG_SUBSYS=INIT,GRAPH,COLL.",
         )
         return [], [empty]
     names = list(edges["communicator"].drop_duplicates())

@@ -85,7 +85,7 @@ def render(runs: Runs, query: Query, scheme: Scheme) -> Drawing:
 
 
 def _about_steps(first: int, last: int) -> Component:
-    text = f"Of this long run steps {first:,} to {last:,} are shown. Write others above, or all, which takes longer."
+    text = f"This run is long: only steps {first:,} to {last:,} are shown. Enter others above, or all (takes longer)."
     return messages.message("The last steps", text)
 
 
@@ -120,8 +120,8 @@ def _about_ceiling(runs: Runs, chosen: str, file: Path | None, broken: pd.DataFr
         text = f"There is no calibration {chosen[:200]!r} below {runs.directory}. Choose another above, or measure one:"
         return [messages.message("No such calibration", text, [command], severity="warning")]
     text = (
-        "The ceiling of this machine is not known. Measure it while nothing else runs, with as many ranks as the run. "
-        "This page finds files calibration*.json beside the runs:"
+        "The ceiling of this machine is not known. Measure it while nothing else runs, with the run's number of "
+        "ranks. This page finds files calibration*.json beside the runs:"
     )
     return [messages.message("No ceiling", text, [command])]
 
@@ -168,7 +168,7 @@ def _told(sizes: pd.DataFrame, rate: Rate) -> list[Component]:
     reached = format_rate(float(most[f"{rate.key}_bytes_per_s"]))
     share = "" if pd.isna(most["ceiling_share"]) else f", {_percent(most['ceiling_share'])} of the ceiling"
     about = f"{most['op']} of {api.format_bytes(most['payload_bytes'])} on ranks {most['group_ranks']}"
-    text = f"{rate.name}{share}: {about}, which sends most of the bytes whose time is known."
+    text = f"{rate.name}{share}: {about}, which sends the most bytes with a known time."
     return [messages.line(reached, text)]
 
 
@@ -213,8 +213,8 @@ def _figure(
     if timed.empty:
         return messages.message(
             title,
-            "The end of these collectives was not recorded. The backend reports it for one asynchronous call in 251, and "
-            "events report it on GPUs, unless --completion-every 0 was given. Record more steps, without that option:",
+            "The end of these collectives was not recorded. commprof records it for one asynchronous call in 251, "
+            "and on GPUs by events, unless --completion-every is 0. Record more steps, without that option:",
             ["commprof run train.py"],
         )
     series = (

@@ -129,7 +129,7 @@ def _told(bucket: pd.Series[Any], mean: bool) -> Component:
     size = api.format_bytes(bucket["bytes"])
     fill = "" if pd.isna(bucket["fill"]) else f", {100 * bucket['fill']:.0f} % of its capacity"
     why = " or ".join(_REASONS.get(one, one) for one in _reasons_in(bucket["flush_reason"]))
-    sent = [f"It was sent {why}" if why else "It was sent, its runtime does not report why"]
+    sent = [f"It was sent {why}" if why else "It was sent (its runtime does not report why)"]
     if pd.notna(bucket["collectives"]) and bucket["collectives"]:
         sent.append(f"reduced by {_of(str(bucket['series']), bucket['collectives'])}")
     if pd.notna(bucket["exposed_ns"]):
@@ -161,9 +161,9 @@ def _unlike_ranks(of_steps: pd.DataFrame) -> list[Component]:
         return []
     return [
         messages.line(
-            "Unlike between ranks",
+            "Ranks differ",
             f"The elements or parameters of {format_count(unlike)} buckets of the run are not the same on all ranks that "
-            "reduce them. They are shown as they are on the lowest.",
+            "reduce them. This page shows those of the lowest rank.",
             severity="warning",
         )
     ]
@@ -272,7 +272,7 @@ def _sizes(frame: pd.DataFrame, mean: bool, scheme: Scheme) -> Component:
     return cards.figure_card(
         "bucket-sizes",
         "What each bucket holds",
-        f"{over}ytes of each bucket as it travels, by the operation that reduced it{full}. A click above or on "
+        f"{over}ytes of each bucket as sent, by the operation that reduced it{full}. A click above or on "
         f"a bar chooses its bucket.{cut}",
         bucket_charts.sizes(drawn, scheme),
         frame.drop(columns="parameters"),
@@ -340,7 +340,7 @@ def _table(frame: pd.DataFrame, name: str, step: str, group: str | None, chosen:
     return cards.table_card(
         "buckets",
         "The buckets of all steps" if step == MEAN else f"The buckets of step {step}",
-        f"{'' if group is None else f'Those that ranks {group} reduce. '}"
+        f"{'' if group is None else f'Only the buckets that ranks {group} reduce. '}"
         f"{_MEAN_RULE if step == MEAN else _STEP_RULE}",
         frame,
         [
@@ -374,7 +374,7 @@ def _one(runs: Runs, name: str, bucket: pd.Series[Any], view: buckets_data.Shown
     selected = buckets_data.chosen(runs, name, bucket, view.step)
     if selected is None:
         return []
-    which = "" if view.step is not None else ", the last that has it"
+    which = "" if view.step is not None else ", the last step with this bucket"
     where = f"Bucket {bucket['label']} of step {selected.step}{which}"
     return [
         _operations(where, name, selected.content.operations, view.only_sums),

@@ -27,12 +27,12 @@ _ANSWERS: Final = {
 }
 _LEVELS: Final = "Requested, issued, executed, moved, and step time"
 _HOW_TO_READ: Final = (
-    "Wire bytes are modelled: bytes that a rank sends in a step, mean over all ranks. Requested: what the config asks "
-    "for, without traffic that no rule predicts, such as metrics. Issued: what the program called. Executed: what the "
-    "backend ran for it. Moved: measured by the interface counters of all hosts, all programs, divided by the ranks; "
-    "an open mark is over the whole run, start-up included; an arrow points beyond the axis. Step time: median "
-    "without the first step, with its 95 % interval. Hollow bars were predicted before the sweep ran, with the 80 % "
-    "interval; a setting that the sweep did not run has no other."
+    "Wire bytes are modelled: bytes that a rank sends in a step, mean over all ranks. Requested: what the config "
+    "asks for, without traffic that no rule predicts, such as metrics. Issued: what the program called. Executed: "
+    "what the backend ran for it. Moved: measured by the interface counters of all hosts, for all programs, "
+    "divided by the ranks; an open mark is for the whole run, including start-up; an arrow is for a value beyond "
+    "the axis. Step time: median without the first step, with its 95 % interval. Hollow bars were predicted before "
+    "the sweep ran, with the 80 % interval; a setting that the sweep did not run has only these."
 )
 _TIMES: Final = {
     "step_time_low_ns": "Step, low (95 %)",
@@ -138,7 +138,7 @@ def levels_to_come(going: bool) -> Component:
     """
     text = "Closing the ledgers of these runs in the background. The levels appear here when done."
     if going:
-        text = "The ledgers of large runs are closed here once the runs have ended. For one run so far: commprof verify RUN."
+        text = "The ledgers of large runs are closed here after the runs end. To verify one now: commprof verify RUN."
     return cards.empty_card("levels", _LEVELS, text)
 
 
@@ -155,7 +155,7 @@ def levels(
     if frame["wire_bytes_per_step"].isna().all() and settings["step_time_ns"].isna().all():
         reasons = sorted(set(frame["reason"].dropna()))
         return cards.empty_card(
-            "levels", _LEVELS, f"None of it is known per training step: {'; '.join(reasons)}."
+            "levels", _LEVELS, f"None of these values is known per training step: {'; '.join(reasons)}."
         )
     runs = int(settings["repeats"].sum())
     unrun = int((settings["repeats"] == 0).sum())
@@ -216,7 +216,8 @@ def settings_table(settings: pd.DataFrame, order: Order) -> Component:
     return cards.body_card(
         "settings",
         "Settings",
-        f"Means of a step; exposed with its part of the step.{remark} A heading sorts the rows, here and in the chart.",
+        f"Means of a step; exposed also as a share of the step.{remark} Click a heading to sort the rows and the "
+        "chart.",
         [table(settings, fields, "Settings", order)],
         settings.drop(columns=["exposed", "reduction", "setting"]),
     )
@@ -236,7 +237,7 @@ def _wire_heading(settings: pd.DataFrame) -> tuple[str, str]:
     more = f" and {len(issued) - _NAMED} more" if len(issued) > _NAMED else ""
     return (
         "Executed, or as issued",
-        f" What the backend ran is not known of {', '.join(issued[:_NAMED])}{more}.",
+        f" What the backend ran is not known for {', '.join(issued[:_NAMED])}{more}.",
     )
 
 
@@ -247,7 +248,7 @@ def more_columns(settings: pd.DataFrame, unnamed: Sequence[str]) -> Component:
         unnamed: The keys that differ and that are missing in some label.
     """
     also = (
-        " Labels name the keys that tell the settings apart; the others that differ follow."
+        " Labels name the keys that distinguish the settings; the last columns have the other keys."
         if unnamed
         else ""
     )
@@ -279,7 +280,7 @@ def ranks(frame: pd.DataFrame, labels: Sequence[str], scheme: Scheme) -> Compone
             "ranks", title, "; ".join(reasons) or "These runs sent nothing in a complete training step."
         )
     left_out = [label for label in labels if label not in shown]
-    missing = f" Not known of {len(left_out)} of {len(labels)} settings." if left_out else ""
+    missing = f" Not known for {len(left_out)} of {len(labels)} settings." if left_out else ""
     executed = bool(frame["executed_sent_bytes_per_step"].notna().all())
     of = "the executed operations" if executed else "the issued operations"
     kinds = (("executed_", ""), ("", ", as issued")) if executed else (("", ", as issued"),)

@@ -102,7 +102,7 @@ def _imbalance(balance: pd.DataFrame, layer: str, scheme: Scheme) -> Component:
     return cards.figure_card(
         "expert-imbalance",
         "Imbalance over time",
-        f"{layer}: the largest load over the mean, of an expert and of the experts of one rank. 1 is even.",
+        f"{layer}: the largest load over the mean, by expert, and by rank for all of its experts. 1 is even.",
         expert_charts.over_steps(balance, known, "", "Largest load over the mean", _ratio, scheme),
         balance,
         [

@@ -223,7 +223,7 @@ def _matrix(
 
     most = drawn.sort_values(measure.column, ascending=False, kind="stable").iloc[0]
     blocks = (
-        "" if width == 1 else f" Each row and column is {width} neighbouring ranks together, of {ranks:,}."
+        "" if width == 1 else f" Each row and column is {width} neighboring ranks together, of {ranks:,}."
     )
     return cards.figure_card(
         "matrix",

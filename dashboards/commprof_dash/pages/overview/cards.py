@@ -71,7 +71,7 @@ def verdict_to_come(facts: Mapping[str, Any]) -> Component:
     """Return a placeholder for the verdict while another process closes the ledger."""
     return messages.line(
         "The ledger is being closed",
-        f"It goes over {facts['records']:,} records in the background, about ten seconds for ten million. In a terminal: "
+        f"A background process reads {facts['records']:,} records, about ten seconds for ten million. In a terminal: "
         f"{_verify(facts)}",
     )
 
@@ -251,12 +251,13 @@ def exposure(frame: pd.DataFrame, facts: Mapping[str, Any], scheme: Scheme) -> C
     if not known:
         return cards.empty_card("exposure", _EXPOSED, "Nothing was issued in its training steps.")
     timed = union["timed"] + union["bounded"]
-    unknown = [f"Of {timed:,} of {union['records']:,} records the exposed time is known."]
+    unknown = [f"The exposed time is known for {timed:,} of {union['records']:,} records."]
     if timed < union["records"]:
         unknown = [f"{unknown[0]} So the exposed time shown is a lower bound."]
     if union["bounded"]:
         unknown.append(
-            f"{union['bounded']:,} were waited for in C++ (DistributedDataParallel): their exposed time is between bounds."
+            f"{union['bounded']:,} have waits in C++ (DistributedDataParallel): only bounds of their exposed time "
+            "are known."
         )
     if union["unwaited"] > union["bounded"]:
         unknown.append(

@@ -27,8 +27,8 @@ def advice(answer: Planned, row: Row, command: str) -> Component:
     sentences = [
         answer.sentence,
         f"{plan.model.source}; {plan.job.world:,} rank{'s' * (plan.job.world > 1)} on {plan.job.backend}, {plan.hosts}; "
-        f"rings connect ranks in rank order; messages are those of {FRAMEWORKS[plan.job.framework]}. The program and "
-        "libraries are not in the memory.",
+        f"rings connect ranks in rank order; messages are those of {FRAMEWORKS[plan.job.framework]}. The memory "
+        "does not include the program and libraries.",
         *(f"{name} is refused: {_sentence(reason)}" for name, reason in plan.refused),
         *_once(_sentence(each) for row in answer.rows for each in row.prediction.decisions),
         *_once(
@@ -147,12 +147,12 @@ def memory(curves: Curves, label: str, world: int, capacity: int | None, scheme:
         return cards.empty_card("plan-memory", title, _why_nothing(curves, "No memory can be predicted."))
     known = curves.memory["peak_bytes"].notna().any()
     at_once = (
-        "Not all kinds are alive at once: the peak is the most that is."
+        "Not all kinds are alive at once: the peak is their largest sum."
         if known
         else "Not all may be alive at once."
     )
     away = curves.memory[["host_bytes", "disk_bytes"]].to_numpy().any()
-    elsewhere = " What is in host memory or in files is in the table." if away else ""
+    elsewhere = " The table also has host memory and files." if away else ""
     return cards.figure_card(
         "plan-memory",
         title,
@@ -264,7 +264,9 @@ def _gaps(curves: Curves) -> str:
     if not curves.gaps:
         return ""
     worlds = ", ".join(f"{world:,}" for world in curves.gaps)
-    return f" Not at {worlds} rank{'s' * (worlds != '1')}: {_sentence(next(iter(curves.gaps.values())))}"
+    return (
+        f" No values at {worlds} rank{'s' * (worlds != '1')}: {_sentence(next(iter(curves.gaps.values())))}"
+    )
 
 
 def _why_nothing(curves: Curves, otherwise: str) -> str:

@@ -83,7 +83,7 @@ def times_over_worlds(frame: pd.DataFrame, world: int, is_narrowed: bool, scheme
     least, most = (
         ("step, at least", "step, at most")
         if is_narrowed
-        else ("step, all overlapped that can be", "step, nothing overlapped")
+        else ("step, maximum overlap", "step, nothing overlapped")
     )
     looks = {
         "communication_ns": ("communication", EXPOSED_COLOUR, "solid"),
@@ -134,7 +134,7 @@ def by_size(frame: pd.DataFrame, scheme: Scheme) -> go.Figure:
     figure.update_layout(
         height=_HEIGHT,
         bargap=0.25,
-        xaxis={"title": {"text": "Payload from, in powers of two"}, "type": "category", "showgrid": False},
+        xaxis={"title": {"text": "Payload from (powers of two)"}, "type": "category", "showgrid": False},
         yaxis=axis(highest, "", "Messages per step", room=1.12),
     )
     return figure

@@ -338,8 +338,8 @@ def _model(runs: Runs, text: str) -> tuple[str, str]:
         return f"{_RECORDED}{path}", str(state)
     if not text.startswith(_SIZED):
         raise UsageError(
-            f"the model is {text[:80]!r}; expected params:N, such as params:7e9, or run:NAME. Models that are built are "
-            "planned by commprof plan alone, since a page must not run what its address names"
+            f"the model is {text[:80]!r}; expected params:N, such as params:7e9, or run:NAME. To plan a model "
+            "that a function builds, run commprof plan: a page must not run code that its address names"
         )
     numel = plan_api.parse_number(text.removeprefix(_SIZED), "the model")
     if numel > MOST_PARAMETERS:

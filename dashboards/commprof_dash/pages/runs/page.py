@@ -244,7 +244,7 @@ def _columns(order: str, has_all: bool, rows: Sequence[dict[str, Any]]) -> list[
         {
             "field": "name",
             "headerName": "Run",
-            "headerTooltip": "A run, or a sweep that opens",
+            "headerTooltip": "A run, or a sweep (expandable)",
             "cellRenderer": "RunName",
             "filter": "agTextColumnFilter",
             "tooltipField": "name",

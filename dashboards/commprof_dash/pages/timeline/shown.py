@@ -50,15 +50,15 @@ def _said(shown: api.Timeline, is_heat: bool) -> str:
         what = f"{len(shown.bars):,}{of_all} records, each as a bar from its issue to its last known time"
     elif is_heat:
         what = (
-            "The color is the share of exposed communication, the paler the less. A click on a row shows the ranks of "
+            "Stronger colors mean a larger share of exposed communication. A click on a row shows the ranks of "
             f"its host. {shown.records:,} records"
         )
     else:
         where = " in each of its groups, the largest group above" if shown.lanes else ""
         what = (
-            f"How busy each rank was{where}: the color is the operation that took most of the time, its strength the "
-            "share; the narrow row below is exposed communication. Zoom in to see the "
-            f"{shown.records:,} records"
+            f"How busy each rank was{where}: the color shows the operation that took most of the time, its strength "
+            f"the busy share; the narrow row below is exposed communication. Zoom in to see the {shown.records:,} "
+            "records"
         )
     text = (
         f"{what}. Window: {api.format_ns(window)} of {api.format_ns(shown.run_end_ns - shown.run_begin_ns)}."
@@ -69,8 +69,8 @@ def _said(shown: api.Timeline, is_heat: bool) -> str:
     text += _lanes_note(shown)
     if shown.unknown_clocks:
         text += (
-            f" {shown.unknown_clocks:,} records are of hosts whose clocks were never compared: their position is that of "
-            "their own clock."
+            f" {shown.unknown_clocks:,} records are from hosts whose clocks were never compared: they are placed by "
+            "their own clocks."
         )
     if shown.bands.empty:
         text += " Steps and phases appear when you zoom in, if the run has any."
@@ -85,7 +85,9 @@ def _lanes_note(shown: api.Timeline) -> str:
         count = f"{joined[0]:,}" if len(joined) == 1 else f"{joined[0]:,} to {joined[-1]:,}"
         text += f" The busiest groups of a rank have a lane each; its {count} other groups share one: {OTHER_GROUPS}."
     if shown.hidden_lanes:
-        text += f" Their groups need {shown.hidden_lanes:,} lanes: choose fewer ranks to see them."
+        text += (
+            f" The groups of these ranks need {shown.hidden_lanes:,} lanes: choose fewer ranks to see them."
+        )
     return text
 
 

@@ -92,7 +92,7 @@ def write_universal(
     if not trained or checkpoint.manifest.optimizer is None:
         raise CheckpointError(
             f"{checkpoint.directory} has no optimizer state by parameter name, which a universal folder needs; "
-            "load it into an engine of the same model and param groups, save that, and write the folder of what it saved"
+            "load it into an engine of the same model and param groups, save a new checkpoint, and export the new one"
         )
     strange = [name for name in trained if "/" in name]
     if strange:

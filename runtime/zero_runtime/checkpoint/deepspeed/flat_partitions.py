@@ -68,7 +68,7 @@ def read_partitions(
     flats = [_flats(path, rank, key) for path, rank in zip(paths, ranks, strict=True)]
     if len(flats[0]) != len(shapes):
         raise CheckpointError(
-            f"{paths[0]} has {len(flats[0])} flat groups, and {folder.models[0]} tells of {len(shapes)}: they are of "
+            f"{paths[0]} has {len(flats[0])} flat groups, and {folder.models[0]} names {len(shapes)}: they are of "
             "different saves; copy all files again, or load another tag"
         )
     options = [options_of(each) for each in _base(ranks[0], key)[1]] or [{} for _ in shapes]
@@ -196,7 +196,7 @@ def _paddings(path: Path, rank: Mapping[str, Any], number: int, count: int) -> l
         return [0] * count
     if number >= len(paddings) or len(paddings[number]) != count:
         raise CheckpointError(
-            f"{path} has the padding of other parameters than its model states; they are of different saves"
+            f"the padding in {path} does not match its model states; the two files are of different saves"
         )
     return [int(each) for each in paddings[number]]
 

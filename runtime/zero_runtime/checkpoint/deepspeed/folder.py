@@ -24,7 +24,7 @@ _WEIGHTS: Final = (
 UNIVERSAL: Final = "zero"
 CONVERT: Final = (
     "convert it with DeepSpeed first, python -m deepspeed.checkpoint.ds_to_universal --input_folder ... "
-    "--output_folder ..., and load what that writes"
+    "--output_folder ..., and load the output"
 )
 
 

@@ -54,7 +54,7 @@ class Array:
     def __setstate__(self, state: Sequence[Any]) -> None:
         _, shape, kind, by_columns, data = state
         if by_columns or not isinstance(kind, ArrayType) or not isinstance(data, bytes):
-            raise ValueError("a NumPy array is of objects, or laid out by columns")
+            raise ValueError("a NumPy array contains objects, or is in column-major order")
         self.shape, self.kind, self.data = tuple(shape), kind, data
 
 

@@ -135,8 +135,9 @@ def end_to_end(
         if sum(each.value.numel() for each in runs_of_parameter if each.value is not None) < numel:
             held_by_all = sum(flat.master.numel() for flat in ranks)
             raise CheckpointError(
-                f"the {len(ranks)} files of optimizer states hold {held_by_all} elements of the group of {name!r}, and it "
-                f"needs more for that alone: {ranks[-1].where} is of another save; copy all files again, or load another tag"
+                f"the {len(ranks)} files of optimizer states hold {held_by_all} elements of the group of {name!r}, "
+                f"too few for this parameter: {ranks[-1].where} is of another save; copy all files again, or load "
+                "another tag"
             )
     return [each for runs_of_parameter in runs for each in runs_of_parameter]
 
@@ -173,9 +174,10 @@ def _of_whole(
             state_names.add(key)
         elif lengths[0] == wholes[0] > ranks[holding[0]].master.numel():
             raise CheckpointError(
-                f"{ranks[holding[-1]].where} has {lengths[-1]} elements of {key!r}, and the parameters that it has a part "
-                f"of {wholes[-1]}, which {ranks[holding[0]].where} keeps whole; it was saved with elastic_checkpoint, or is "
-                "of another save; save it without, or pass load_optimizer_states=False"
+                f"{ranks[holding[-1]].where} has {lengths[-1]} elements of {key!r}; expected {wholes[-1]}, those of "
+                f"its complete parameters, as {ranks[holding[0]].where} has them. The file was saved with "
+                "elastic_checkpoint, or is of another save; save again without it, or pass "
+                "load_optimizer_states=False"
             )
     return frozenset(state_names)
 
@@ -193,10 +195,9 @@ def partitioned(names: Sequence[str], numels: Sequence[int], ranks: Sequence[Fla
     for number, flat in enumerate(ranks):
         if flat.master.numel() != sum(shard_numels):
             raise CheckpointError(
-                f"{flat.where} holds {flat.master.numel()} elements of the group of {names[0]!r}, where "
-                f"{sum(shard_numels)} are "
-                f"the shards of {len(ranks)} ranks: it is of another save, or was saved with parameters or optimizer "
-                "states on NVMe; copy all files again, or load another tag"
+                f"{flat.where} holds {flat.master.numel()} elements of the group of {names[0]!r}; expected "
+                f"{sum(shard_numels)}, the shard of one of {len(ranks)} ranks. The file is of another save, or was "
+                "saved with parameters or optimizer states on NVMe; copy all files again, or load another tag"
             )
         offset = 0
         for name, numel, length in zip(names, numels, shard_numels, strict=True):

@@ -35,9 +35,9 @@ def read(path: Path) -> Any:
             raise CheckpointError(_damaged(path, error)) from None
         if unknown:
             raise CheckpointError(
-                f"{path} asks for {', '.join(sorted(unknown))}, which is not among the classes that a checkpoint of "
-                "DeepSpeed's needs; nothing of it was run. If it is yours, save it as numbers, strings, lists, dicts and "
-                "tensors, with DeepSpeed, and load that"
+                f"{path} refers to {', '.join(sorted(unknown))}, which a checkpoint of DeepSpeed does not need; no "
+                "code of the file was run. If the file is yours, save its content with DeepSpeed as numbers, "
+                "strings, lists, dicts and tensors, and load the new file"
             )
         try:
             return torch.load(path, map_location="cpu", mmap=True, weights_only=True)

@@ -61,8 +61,8 @@ def read_whole(
     if len(param_groups) != len(groups):
         raise CheckpointError(
             f"{path} has the optimizer state of {len(param_groups)} param groups, and the engine has {len(groups)}. "
-            "It names no "
-            "parameters, so it loads only into the same param groups; make them so, or pass load_optimizer_states=False"
+            "The file names no parameters, so it loads only into the param groups that saved it; use the same param "
+            "groups, or pass load_optimizer_states=False"
         )
     options = [options_of(group) for group in param_groups]
     runs: list[Run] = []
@@ -192,9 +192,9 @@ def _indices(
         if len(indices) == len(names):
             return indices
     raise CheckpointError(
-        f"{path} has the optimizer state of {len(with_state)} parameters in param group {number}, and the engine trains "
-        f"{len(names)} there. It names no parameters, so it loads only into the same param groups; make them so, or pass "
-        "load_optimizer_states=False"
+        f"{path} has the optimizer state of {len(with_state)} parameters in param group {number}, and the engine "
+        f"trains {len(names)} there. The file names no parameters, so it loads only into the param groups that "
+        "saved it; use the same param groups, or pass load_optimizer_states=False"
     )
 
 
@@ -218,7 +218,7 @@ def _run(
         raise CheckpointError(
             f"{path} has state tensors of shape {tuple(next(iter(other_shapes.values())).shape)} where parameter "
             f"{name!r} has "
-            f"{tuple(shape)}: its parameters are in another order; make the param groups as they were, or pass "
+            f"{tuple(shape)}: its parameters are in another order; use the param groups of the saved run, or pass "
             "load_optimizer_states=False"
         )
     if scalars.get("step") is not None and step is not None:

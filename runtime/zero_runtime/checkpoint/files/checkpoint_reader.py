@@ -132,4 +132,4 @@ def _scalar(encoded: Mapping[str, Any]) -> Scalar | NumberTensor:
 
 
 def _no_tensor(key: str) -> torch.Tensor:
-    raise CheckpointError(f"a state value of the checkpoint stands for the tensor {key!r}; expected a number")
+    raise CheckpointError(f"a state value of the checkpoint refers to the tensor {key!r}; expected a number")

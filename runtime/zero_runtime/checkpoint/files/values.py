@@ -155,8 +155,8 @@ def decode(value: Any, tensor: Callable[[str], torch.Tensor]) -> Any:
     except (TypeError, ValueError, AttributeError, RuntimeError):
         pass
     raise CheckpointError(
-        f"a value of the checkpoint is written as {kind}: {content!r}, which means nothing to this version; it was "
-        "written by a newer one, or changed"
+        f"a value of the checkpoint is written as {kind}: {content!r}, which this version cannot read; a newer "
+        "version wrote it, or it was changed"
     )
 
 

@@ -185,7 +185,7 @@ def load_recut(
     if strange:
         error = CheckpointError(
             f"parameter {strange[0]!r} was partitioned by the script, so its position in the saved tensor is not known; "
-            "load a checkpoint of as many ranks for each model"
+            "load a checkpoint that the same number of ranks per model saved"
         )
     save_agreement.agree(everyone, error, f"loading {load_dir}")
     opener = partial(open_stages, names=names, cuts=cuts)
@@ -197,7 +197,8 @@ def _read(directory: Path, sizes: Mapping[str, int]) -> Parts:
     if parts is None:
         if (directory / FILE_NAME).is_file():
             raise CheckpointError(
-                f"{directory} holds the complete model, and here {_shown(sizes)} share one; load it without these axes"
+                f"{directory} holds the complete model, and here {_shown(sizes)} share each model; load it in a "
+                "run without these axes"
             )
         raise CheckpointError(describe_foreign(directory))
     if parts.axes != dict(sizes):

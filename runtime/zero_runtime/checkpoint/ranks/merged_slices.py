@@ -93,9 +93,9 @@ class SlicedCheckpoint(PartedCheckpoint):
         stored_name = self.name_of(name)
         if states and (self._saved.get(stored_name) is not None or stored_name in self._cuts):
             raise CheckpointError(
-                f"{self.directory}: the optimizer keeps {', '.join(states)} of {name!r} in another shape than its "
-                "own, which "
-                "cannot be partitioned with it; load it with the tp_size that saved it, or pass load_optimizer_states=False"
+                f"{self.directory}: the optimizer states {', '.join(states)} of {name!r} have another shape than "
+                "the parameter, so they cannot be partitioned with it; load the checkpoint with the tp_size that "
+                "saved it, or pass load_optimizer_states=False"
             )
         return states
 
@@ -142,7 +142,6 @@ def _cut(directory: Path, name: str, facts: ParameterFacts, ranks: int) -> Cut |
     if not facts.cut_sections:
         raise CheckpointError(
             f"{directory}: parameter {name!r} was partitioned by the script, so it is not known how to join its "
-            "shards; load "
-            "it with as many ranks for each model as saved it"
+            "shards; load it with the same number of ranks per model that saved it"
         )
     return Cut(facts.cut_dim, facts.cut_sections, 0, ranks)

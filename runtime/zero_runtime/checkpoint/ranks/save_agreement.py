@@ -129,4 +129,4 @@ def _raise(error: Exception | None, failed: int, doing: str) -> None:
     if error is not None:
         raise CheckpointError(f"{doing} failed: {type(error).__name__}: {error}") from error
     if failed >= 0:
-        raise CheckpointError(f"{doing} failed on rank {failed}, whose own message gives the reason")
+        raise CheckpointError(f"{doing} failed on rank {failed}; see the message of that rank for the reason")

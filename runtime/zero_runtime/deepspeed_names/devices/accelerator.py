@@ -355,7 +355,7 @@ def get_accelerator() -> Accelerator:
     wanted = os.environ.get("DS_ACCELERATOR", "").lower()
     if wanted and wanted not in ("cuda", "cpu"):
         raise ConfigError(
-            f"DS_ACCELERATOR is {wanted!r}; zero_runtime runs on cuda and cpu, leave it out or name one"
+            f"DS_ACCELERATOR is {wanted!r}; zero_runtime runs on cuda and cpu; set one of them, or unset it"
         )
     return Accelerator(wanted or ("cuda" if torch.cuda.is_available() else "cpu"))
 

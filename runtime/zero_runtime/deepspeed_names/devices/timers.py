@@ -45,7 +45,7 @@ class NamedTimer:
     def start(self) -> None:
         """Start the timer."""
         if self.started_:
-            raise UsageError(f"timer {self.name_} runs already; stop it first")
+            raise UsageError(f"timer {self.name_} is already running; stop it first")
         self._begin = _now()
         self.started_ = True
 
@@ -57,7 +57,7 @@ class NamedTimer:
             record: Whether the time is recorded for :meth:`mean`.
         """
         if not self.started_:
-            raise UsageError(f"timer {self.name_} does not run; start it first")
+            raise UsageError(f"timer {self.name_} is not running; start it first")
         end = _now()
         passed = (end - self._begin) * 1e3 if isinstance(end, float) else (self._begin, end)
         self.started_ = False

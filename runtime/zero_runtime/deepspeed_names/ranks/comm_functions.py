@@ -418,4 +418,4 @@ class Works:
 
     def get_future(self) -> Any:
         """Raise RuntimeError, because several messages have no common future."""
-        raise RuntimeError("several messages have no future in common; wait for them")
+        raise RuntimeError("several messages have no common future; call wait() instead")

@@ -166,7 +166,7 @@ def set_tensor_model_parallel_world_size(world_size: int) -> None:
     """
     if world_size != get_tensor_model_parallel_world_size():
         raise UnsupportedError(
-            f"a tensor-parallel world size of {world_size} is not set here; set tp_size in the configuration"
+            f"this call cannot set the tensor-parallel world size to {world_size}; set tp_size in the configuration"
         )
 
 
@@ -178,7 +178,7 @@ def set_tensor_model_parallel_rank(rank: int) -> None:
     """
     if rank != get_tensor_model_parallel_rank():
         raise UnsupportedError(
-            f"a tensor-parallel rank of {rank} is not set here; set tp_size in the configuration"
+            f"this call cannot set the tensor-parallel rank to {rank}; set tp_size in the configuration"
         )
 
 

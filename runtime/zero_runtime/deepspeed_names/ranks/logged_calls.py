@@ -37,8 +37,8 @@ def logged(*tensors: str | int) -> Callable[[Function], Function]:
         ) -> Any:
             if not is_initialized():
                 raise UsageError(
-                    f"deepspeed.comm.{own} was called before the ranks know each other; call deepspeed.init_distributed() "
-                    "or deepspeed.initialize before it"
+                    f"deepspeed.comm.{own} was called before the process group exists; call "
+                    "deepspeed.init_distributed() or deepspeed.initialize first"
                 )
             kept_as = log_name or name
             if not LOG.wants(kept_as, prof):

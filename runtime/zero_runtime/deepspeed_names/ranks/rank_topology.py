@@ -269,7 +269,7 @@ def prime_factors(number: int) -> list[int]:
         ConfigError: ``number`` is not positive.
     """
     if number <= 0:
-        raise ConfigError(f"prime factors are those of a positive number, not of {number}")
+        raise ConfigError(f"prime factors need a positive number; found {number}")
     factors = []
     divisor = 2
     while divisor * divisor <= number:

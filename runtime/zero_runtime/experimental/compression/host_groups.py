@@ -46,8 +46,8 @@ def hosts_of(group: DataParallelGroup) -> Hosts | None:
         )
     if world % size:
         raise ConfigError(
-            f"hierarchical_compress needs as many ranks on each host, and LOCAL_WORLD_SIZE is {size}, which does not divide "
-            f"the {world} ranks; set it to false"
+            f"hierarchical_compress needs the same number of ranks on each host, and LOCAL_WORLD_SIZE is {size}, "
+            f"which does not divide the {world} ranks; set hierarchical_compress to false"
         )
     if size == world:
         if group.rank == 0:

@@ -133,8 +133,8 @@ def take_momentum(optimizer: torch.optim.Optimizer) -> Callable[[], float]:
         raise ConfigError(
             f"gradient_compression.momentum_correction applies the momentum of SGD on each rank, and the optimizer is "
             f"{type(optimizer).__name__} with (momentum, dampening, nesterov) {sorted(used, key=str)}; expected torch's SGD "
-            "with one momentum above 0 for all param groups, dampening 0 and nesterov false; set it to false otherwise, and "
-            "with Adam and AdamW set betas[0] to 0 (docs/compression.md)"
+            "with one momentum above 0 for all param groups, dampening 0 and nesterov false; use that, or set "
+            "momentum_correction to false, and with Adam and AdamW betas[0] to 0 (docs/compression.md)"
         )
     momenta: list[float] = []
 

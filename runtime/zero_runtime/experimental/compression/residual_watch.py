@@ -52,5 +52,5 @@ class ResidualWatch:
             log.warning(
                 f"gradient_compression: the norm of the residual of rank 0 grows: {self.norm:.3g} at step {step}, more "
                 f"than {FACTOR:g} times its median of {usual:.3g} in {STEPS} successive steps, so the training may diverge; "
-                "lower the learning rate, set residual_decay below 1, or momentum_correction with SGD"
+                "lower the learning rate, set residual_decay below 1, or with SGD set momentum_correction"
             )

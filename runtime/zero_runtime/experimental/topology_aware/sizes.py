@@ -139,4 +139,4 @@ def _why(hosts: Sequence[int], inside: int | None) -> str:
         return f"all {len(hosts)} ranks are on one host"
     if inside == 1:
         return f"each of the {len(hosts)} hosts has one rank"
-    return f"the {len(set(hosts))} hosts do not have as many ranks each, one after the other"
+    return f"the {len(set(hosts))} hosts do not have equal numbers of consecutive ranks"

@@ -53,7 +53,9 @@ def layer_seconds(layers: Sequence[Layer], sample: Any) -> list[float]:
         raise error
     seconds: list[float] = measured.tolist()
     if min(seconds) < 0:
-        raise ConfigError("partition_method profile failed on rank 0, whose own message gives the reason")
+        raise ConfigError(
+            "partition_method profile failed on rank 0; see the message of rank 0 for the reason"
+        )
     return seconds
 
 

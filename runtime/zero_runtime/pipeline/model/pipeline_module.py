@@ -201,8 +201,9 @@ class PipelineModule(torch.nn.Module):
         assert self.grid is not None
         if (grid.num_stages, grid.stage) != (self.num_stages, self.stage_id):
             raise ConfigError(
-                f"this rank has stage {self.stage_id} of {self.num_stages}, and with the axes {grid.topology.axes} "
-                f"it would have stage {grid.stage} of {grid.num_stages}; give PipelineModule that topology"
+                f"this rank was assigned stage {self.stage_id} of {self.num_stages}, but the axes "
+                f"{grid.topology.axes} assign it stage {grid.stage} of {grid.num_stages}; give PipelineModule a "
+                "topology of these axes"
             )
         self.grid = grid
         self.ties = ties.make_ties(self._layer_specs, self.parts, dict(self.tied_modules), grid.processes)

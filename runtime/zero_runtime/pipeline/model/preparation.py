@@ -36,7 +36,7 @@ def stages_for(model: torch.nn.Module, config: PipelineConfig) -> int:
             )
         if config.partition_method is not None and comm.get_rank() == 0:
             log.warning(
-                f"partition_methods {config.partition_method} has no effect: the model is a {type(model).__name__}, and "
+                f"the partition method {config.partition_method} has no effect: the model is a {type(model).__name__}, and "
                 "only a PipelineModule is partitioned into stages"
             )
         return 1
@@ -85,8 +85,8 @@ def plan_for(model: PipelineModule, config: PipelineConfig, stages: int) -> Plan
     name = config.schedule or (INTERLEAVED if chunks > 1 else "1f1b")
     if chunks > 1 and name != INTERLEAVED:
         raise ConfigError(
-            f"pipeline_parallel.virtual_stages is {chunks} (or PipelineModule's), and pipeline_parallel.schedule is {name}, "
-            "where each stage has one part of the model; use schedule interleaved, or 1 virtual stage"
+            f"each stage has {chunks} virtual stages (pipeline_parallel.virtual_stages, or PipelineModule's), and "
+            f"pipeline_parallel.schedule {name} supports only one; use schedule interleaved, or 1 virtual stage"
         )
     return Plan(name, stages, chunks)
 
@@ -138,8 +138,8 @@ def _check_plan(plan: Plan, model: PipelineModule, config: RuntimeConfig) -> Non
     chunks = plan.stages * plan.chunks
     if plan.chunks > 1 and chunks > len(model.layers):
         raise ConfigError(
-            f"{plan.stages} stages of {plan.chunks} virtual stages each have {chunks} parts, and the model has "
-            f"{len(model.layers)} layers; use fewer (pipeline_parallel.virtual_stages), or divide it into more layers"
+            f"{plan.stages} stages of {plan.chunks} virtual stages each need {chunks} layers or more, and the model "
+            f"has {len(model.layers)}; lower pipeline_parallel.virtual_stages, or divide the model into more layers"
         )
     interval = config.pipeline.activation_checkpoint_interval or model.activation_checkpoint_interval
     ours = model.activation_checkpoint_func in (checkpoint, non_reentrant_checkpoint)
@@ -164,9 +164,9 @@ def _check_same(model: PipelineModule, method: str) -> None:
     bounds = model.bounds(model.num_stages * model.virtual_stages, method)
     if bounds != model.parts:
         raise ConfigError(
-            f"the layers are assigned to stages already, by {model.method}, so that stages begin at {model.parts}, and "
-            f"{method} in the configuration means {bounds}; leave num_stages out of PipelineModule and say "
-            f"pipeline_parallel.pp_size {model.num_stages}, or give PipelineModule partition_method={method!r}"
+            f"PipelineModule already assigned the layers by {model.method} (stages begin at layers {model.parts}), "
+            f"and {method} in the configuration gives {bounds}; leave num_stages out of PipelineModule and set "
+            f"pipeline_parallel.pp_size to {model.num_stages}, or give PipelineModule partition_method={method!r}"
         )
 
 
@@ -185,7 +185,7 @@ def _topology(model: PipelineModule, config: RuntimeConfig, stages: int) -> Proc
                 raise ConfigError(
                     f"the topology of the PipelineModule has {topology.size(axis)} ranks along {axis}, and the "
                     "configuration "
-                    f"means {size}; make them equal"
+                    f"requests {size}; make them equal"
                 )
         return topology
     sizes = {PIPE: stages, DATA: replicas}
@@ -216,8 +216,8 @@ def own_parameters(model: PipelineModule, candidates: Any, unknown: bool) -> lis
         if any(isinstance(each, dict) for each in listed):
             raise ConfigError(
                 "model_parameters are param groups of a PipelineModule whose layers were built by initialize; give "
-                "PipelineModule num_stages, after torch.distributed is initialised, so that its parameters are there "
-                "before, or pass a function as optimizer, which is called with them"
+                "PipelineModule num_stages, after torch.distributed is initialized, so that it builds its layers at "
+                "once, or pass a function as optimizer, which is called with the parameters"
             )
         return None
     mine = set(model.parameters())

@@ -77,7 +77,7 @@ def _begins(computations: Sequence[Sequence[Instruction]], chunks: int) -> list[
                 pending.popleft()
                 moved = True
         if not moved:
-            raise UsageError("the computations of a schedule wait for each other in a circle")
+            raise UsageError("deadlock: the computations of a schedule wait for each other in a cycle")
     return begins
 
 

@@ -142,7 +142,7 @@ class _Simulation:
                 self._deadlock()
         for (sender, receiver), undelivered in self._sent.items():
             if undelivered:
-                raise UsageError(f"rank {receiver} never receives {undelivered[0][0]} of rank {sender}")
+                raise UsageError(f"rank {receiver} never receives {undelivered[0][0]} from rank {sender}")
         return Timeline(len(self._ranks), tuple(self._events), tuple(rank.peak for rank in self._ranks))
 
     def _advance(self, number: int) -> bool:
@@ -226,7 +226,7 @@ class _Simulation:
             (message, time), each = sent.popleft(), expected.popleft()
             if message != each:
                 raise UsageError(
-                    f"rank {receiver} expects {each} of rank {sender}, which sends {message} first"
+                    f"rank {receiver} expects {each} from rank {sender}, which sends {message} first"
                 )
             self._arrivals[receiver, each] = time
 

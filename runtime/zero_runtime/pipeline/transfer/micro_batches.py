@@ -39,8 +39,8 @@ def next_of(batches: Iterator[Any] | None, count: int, function: Callable[[Any],
             batch = next(batches)
         except StopIteration:
             raise UsageError(
-                f"the iterator of batches has ended within a step of {count} micro-batches; pass one that repeats, such as "
-                "RepeatingLoader(loader)"
+                f"the iterator of batches ended in the middle of a step of {count} micro-batches; pass an iterator "
+                "that repeats, such as RepeatingLoader(loader)"
             ) from None
         return batch if function is None else function(batch)
 
@@ -81,13 +81,13 @@ def micro_batches_of(data: Any, targets: Any, count: int, share: Share) -> Itera
     numbers = {leaf.shape[0] if leaf.dim() else 0 for leaf in leaves}
     if len(numbers) != 1:
         raise UsageError(
-            f"data and targets have tensors of {', '.join(map(str, sorted(numbers)))} samples in the first "
-            "dimension; expected tensors of the same number"
+            f"tensors of data and targets have {', '.join(map(str, sorted(numbers)))} samples in the first "
+            "dimension; expected the same number in all of them"
         )
     samples = numbers.pop()
     if not samples or samples % count:
         raise UsageError(
-            f"data has {samples} samples, which {count} micro-batches do not divide; give {count} x "
+            f"data has {samples} samples, which cannot be divided into {count} equal micro-batches; give {count} x "
             "train_micro_batch_size_per_gpu samples, or change gradient_accumulation_steps"
         )
     has_all_replicas = samples == share.micro_batch * count * share.replicas and share.replicas > 1

@@ -118,7 +118,7 @@ def form_of(value: Any) -> tuple[Form, list[torch.Tensor]]:
     except (TypeError, ValueError, RuntimeError) as error:
         raise UsageError(
             f"a stage returns a {type(value).__name__} that cannot be sent to the next one: {error}; return tensors, "
-            "numbers, texts and None in tuples, lists and dictionaries"
+            "numbers, strings and None in tuples, lists and dictionaries"
         ) from None
     return Form(forms, text), tensors
 

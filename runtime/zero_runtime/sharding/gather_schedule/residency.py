@@ -144,7 +144,7 @@ class Residency:
         if policy.granularity > 0 and not fine and self._group.rank == 0:
             log.warning(
                 f"stage3_module_granularity_threshold is {policy.granularity}, and every module has more "
-                "elements per layer; there are no leaf modules by it"
+                "elements per layer, so it makes no module a leaf module; raise or remove it"
             )
         self._flagged = [module for module in fine if module not in before]
 

@@ -70,7 +70,7 @@ class SliceStorage:
         persistent = sum(shard.slice_numel for shard in all_shards if shard.persistent)
         fitting = sum(shard.slice_numel for shard in all_shards) - persistent
         log.warning(
-            f"offload_param nvme has put nothing into files: of each rank's shards {fitting} elements fit "
-            f"max_in_cpu ({self._offload.max_in_cpu}), and {persistent} are of parameters that persist by "
-            "stage3_param_persistence_threshold; lower the two to use less memory"
+            f"offload_param nvme has put nothing into files: of each rank's shards, {fitting} elements fit "
+            f"in max_in_cpu ({self._offload.max_in_cpu}), and {persistent} belong to parameters that persist "
+            "(stage3_param_persistence_threshold); lower these two keys to use less memory"
         )

@@ -1,4 +1,7 @@
-"""Alignment on planted logs: what was dropped, added or torn is found, exactly, and nothing else moves."""
+"""Test alignment on planted logs.
+
+Alignment finds exactly the lines that were dropped, added or truncated, and changes no other pair.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,10 @@ OPS = ["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier", *s
 
 
 def a_run(seed: int, calls: int, backend: str = "nccl", groups=GROUPS) -> SyntheticRun:
-    """Calls of every kind in several groups; each has a size of its own, so that the truth is never ambiguous."""
+    """Return a run with calls of all kinds in several groups.
+
+    Every call except a barrier has a unique size, so that the expected alignment is never ambiguous.
+    """
     chance = random.Random(seed)
     run = SyntheticRun(world_size=4, backend=backend)
     for number in range(calls):
@@ -48,7 +54,7 @@ def plant_and_align(directory: Path, run: SyntheticRun, **planting):
 
 
 def run_without_lines_of_all_to_all(run: SyntheticRun) -> SyntheticRun:
-    """The same run; the log that is planted for it has nothing of its all_to_alls."""
+    """Return the run in a form whose planted log has no lines of the all_to_alls."""
 
     class Unlogged(SyntheticRun):
         def table(self, name):
@@ -90,14 +96,14 @@ def test_what_was_planted_is_found_exactly(tmp_path_factory, seed, calls, drop, 
         extra=extra,
         tear=tear,
         seed=seed,
-        # Without its only COLL line a communicator would rightly be read from its CALL lines.
+        # If the only COLL line of a communicator is lost, its CALL lines are read in place of the COLL line.
         call=call and version > (2, 13, 0) and not drop + tear,
     )
     rows = report.matches.to_pylist()
     missing = {identity(row) for row in rows if row["state"] == "missing"}
     unsure = {identity(row) for row in rows if row["state"] == "ambiguous"}
     lost = {identity(row) for row in planted.dropped + planted.torn}
-    # Barriers that follow each other are equal: which of them was lost is rightly left open.
+    # Consecutive barriers are equal, so alignment correctly leaves open which of them was lost.
     assert missing <= lost <= missing | unsure
     added = sorted((entry["file"], entry["text"]) for entry in planted.extra)
     assert report.extra == len(added)
@@ -152,7 +158,7 @@ def test_lost_lines_in_a_pattern_that_repeats_cost_no_more_than_themselves(tmp_p
         for size in (64, 64, 128, 64, 256):
             run.add_collective("all_reduce", payload_bytes=size)
     planted, report = plant_and_align(tmp_path, run, drop=20, extra=10, seed=3)
-    # Of two equal neighbours with one line left, neither is guessed.
+    # If one line remains of two equal neighbors, alignment does not guess which one was lost.
     assert report.extra == 10
     assert report.missing < 20
     assert report.matched + report.missing + 3 * (20 - report.missing) >= planted.lines
@@ -194,17 +200,17 @@ def test_sends_and_receives_match_by_peer(tmp_path):
 def test_splits_that_no_record_holds_are_reported_and_not_guessed(tmp_path):
     run = SyntheticRun(world_size=2, backend="nccl")
     run.add_collective("all_reduce", payload_bytes=64)
-    run.add_collective("all_to_all", payload_bytes=28, sizes="7->5")  # as schema 1 has it
+    run.add_collective("all_to_all", payload_bytes=28, sizes="7->5")  # The format of schema 1.
     run.add_collective("all_to_all", payload_bytes=28, sizes="7->7", input_splits="?", output_splits="?")
     _, report = plant_and_align(tmp_path, run_without_lines_of_all_to_all(run))
     reasons = {row["reason"] for row in report.matches.to_pylist() if row["state"] == "missing"}
     assert report.unclear == 4
     assert (report.matched, report.missing, report.extra) == (2, 4, 0)
-    assert all("sizes the record does not have" in reason for reason in reasons)
+    assert all("the record does not have their sizes" in reason for reason in reasons)
 
 
 def plant_exchanges(run, sent, method):
-    """An all_to_all of float32: ``sent[i][j]`` elements go from rank i to rank j."""
+    """Add an all_to_all of float32 in which rank i sends ``sent[i][j]`` elements to rank j."""
     for rank, row in enumerate(sent):
         column = [other[rank] for other in sent]
         if method == "alltoall":
@@ -236,7 +242,7 @@ def test_messages_of_unequal_splits_have_the_sizes_of_the_splits(tmp_path, versi
         plant_exchanges(
             run, [[chance.choice((0, 1, 5, 100, number)) for _ in range(3)] for _ in range(3)], method
         )
-    # One rank sends nothing at all and receives; one receives from itself alone, in equal parts for the others.
+    # Rank 0 sends nothing but receives. Rank 2 receives different numbers of elements and sends equal parts.
     plant_exchanges(run, [[0, 0, 0], [3, 4, 5], [6, 6, 6]], method)
     planted, report = plant_and_align(tmp_path, run, version=version)
     assert planted.lines == report.matched - sum(
@@ -260,12 +266,17 @@ def test_a_message_of_another_size_than_its_split_is_no_pair(tmp_path):
     assert missing == {
         (0, 3),
         (1, 0),
-    }  # the recv from rank 1 of four lines there; the send to rank 0 of four here
+        # On rank 0, the recv from rank 1 is the last of four lines. On rank 1, the send to rank 0 is the
+        # first.
+    }
     assert {row["line_bytes"] for row in rows if row["state"] == "extra"} == {1204}
 
 
 def test_equal_splits_are_messages_beside_whole_all_to_alls(tmp_path):
-    """With splits torch never calls ncclAlltoAll; the record does not tell equal ones from none."""
+    """An all_to_all with equal splits matches Send and Recv lines, and one without splits matches an AlltoAll line.
+
+    With splits, torch never calls ncclAlltoAll. A record does not show whether equal splits were passed.
+    """
     run = SyntheticRun(world_size=2, backend="nccl")
     writers = [planted_nccl.Writer("node-0", run.pid(rank), (2, 30, 7), device=rank) for rank in range(2)]
     for rank, writer in enumerate(writers):
@@ -327,7 +338,7 @@ def test_the_log_of_another_run_matches_nothing_and_says_so(tmp_path):
 
 
 def job(ranks: int, sizes=(4000, 8000, 1200), pid: int = 1000) -> SyntheticRun:
-    """Four steps of the same all_reduces and a barrier."""
+    """Return a run with four steps of equal all_reduces and a barrier."""
     run = SyntheticRun(world_size=ranks, backend="nccl")
     for step in range(4):
         for size in sizes:
@@ -343,11 +354,11 @@ def job(ranks: int, sizes=(4000, 8000, 1200), pid: int = 1000) -> SyntheticRun:
     [
         (job(4), 0, "The log has a communicator of 4 ranks and the run has 3: the log is of a larger job."),
         (job(2), 0, "Its largest communicator has 2 ranks; the run has 3."),
-        # Barriers are alike in all runs; what differs in bytes is never a pair.
+        # Barriers are equal in all runs. Calls with different byte counts never form a pair.
         (
             job(3, sizes=(4004, 8004, 1204)),
             3 * 4,
-            "More is missing (36) than matches (12), and 36 lines are extra",
+            "More lines are missing (36) than match (12), and 36 lines are extra",
         ),
         (job(3, pid=7000), 3 * 16, "No process of the log has the process id of a rank"),
         (job(3), 3 * 16, None),

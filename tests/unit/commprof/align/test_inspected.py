@@ -1,4 +1,7 @@
-"""Records of a run beside logs of the NCCL Inspector that number each operation of a communicator by itself."""
+"""Test the alignment of records with logs of the NCCL Inspector.
+
+The Inspector numbers each operation of a communicator separately.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ NAMES = {"all_reduce": "AllReduce", "all_gather": "AllGather", "broadcast": "Bro
 
 
 def program(world=2, steps=3):
-    """What the program did, in order: operation and payload."""
+    """Return the operations and payloads that the program issued, in order."""
     run = SyntheticRun(world, backend="nccl")
     run.add_collective("broadcast", payload_bytes=LARGE, step=-1, phase="init", peer=0)
     issued = [("broadcast", LARGE)]
@@ -30,7 +33,10 @@ def program(world=2, steps=3):
 
 
 def log_of(rank, issued, world=2, dropped=(), pid=None, comm="0xfeed", version="v4.4", least=8192):
-    """The log of one rank, as the plugin writes it: numbers by operation, the dropped places left out and counted."""
+    """Return the log of one rank as the plugin writes it.
+
+    Each operation has its own numbers. Dropped positions have no line but are counted.
+    """
     counted: Counter[str] = Counter()
     entries = []
     for place, (op, size) in enumerate(issued):
@@ -60,7 +66,7 @@ def log_of(rank, issued, world=2, dropped=(), pid=None, comm="0xfeed", version="
 
 
 def aligned(tmp_path, capsys, run, logs, *options):
-    """The JSON and the text that align prints, in that order."""
+    """Return the JSON and the text that ``align`` prints, in this order."""
     run.write(tmp_path / "run")
     (tmp_path / "logs").mkdir()
     for name, text in logs.items():
@@ -78,7 +84,7 @@ def counts(found):
 
 def test_dropped_events_are_stated_and_neither_missing_nor_a_shift(tmp_path, capsys):
     run, issued = program()
-    lost = (1, 4)  # the first two large all_reduces of rank 1
+    lost = (1, 4)  # The first two large all_reduces of rank 1.
     found, text = aligned(
         tmp_path, capsys, run, {"0.log": log_of(0, issued), "1.log": log_of(1, issued, dropped=lost)}
     )
@@ -138,7 +144,9 @@ def test_a_log_of_another_run_matches_nothing(tmp_path, capsys):
     found, _ = aligned(tmp_path, capsys, run, logs)
     assert counts(found) == [0, 0, 0, 0, 14]
     reasons = [each["reason"] for each in sorted(found["communicators"], key=lambda each: each["comm_rank"])]
-    assert "all_gather number 0 has 4,194,304 bytes, the record 2,097,152" in reasons[0]
+    assert (
+        "all_gather number 0 has 4,194,304 bytes in the log and 2,097,152 bytes in its record" in reasons[0]
+    )
     assert "no process of the run has this host and process id" in reasons[1]
     assert any("no log has operations of rank(s) 1" in note for note in found["notes"])
 
@@ -181,7 +189,7 @@ def test_logs_that_cannot_be_used_are_an_error_in_one_line(tmp_path, capsys, ver
 
 
 def test_a_record_that_two_logs_know_counts_once(tmp_path, capsys):
-    """The Inspector's word counts where NCCL's own log names the choice too."""
+    """If NCCL's own log also names the algorithm, the Inspector's value counts."""
     path = with_choices(tmp_path / "run")
     issued = [("all_reduce", size) for _ in range(3) for size in (4096, LARGE)]
     capsys.readouterr()

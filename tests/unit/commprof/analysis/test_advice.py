@@ -1,4 +1,7 @@
-"""advice(): what to set, by rules whose answers are worked out by hand; never on noise, never by the order of the runs."""
+"""Test ``advice()``, which recommends settings by fixed rules.
+
+The expected answers are computed by hand. Noise and the order of the runs never decide an answer.
+"""
 
 import random
 from functools import cache
@@ -16,13 +19,16 @@ pytestmark = pytest.mark.shared_answers
 
 REDUCE = {"gradient_reduction": "reduce"}
 ALL_REDUCE = {"gradient_reduction": "all_reduce"}
-TIMES = (1000, 1080, 1030)  # of the steps of three repeats
+TIMES = (1000, 1080, 1030)  # The step times of three repeats.
 
 
 def new_run(
     op="all_reduce", step_ns=1_000_000, loss=2.0, world_size=2, steps=3, batch=4, samples=None, **zero
 ):
-    """Two ranks; in each step 1000 bytes of gradients by ``op``; the first step is slow and must not count."""
+    """Return a run of two ranks that reduces 1000 bytes of gradients per step with ``op``.
+
+    The first step is slow, so that a test fails if the first step counts.
+    """
     config = {"train_micro_batch_size_per_gpu": batch, "zero_optimization": {"stage": 2, **zero}}
     made = SyntheticRun(world_size=world_size, config=config)
     for step in range(steps):
@@ -40,12 +46,12 @@ def new_run(
     return made
 
 
-run = cache(new_run)  # for tests that change nothing of it
+run = cache(new_run)  # For tests that do not change the run.
 
 
 @cache
 def view(made, number):
-    """One for all tests that ask about this run in this place: what was measured of it stays."""
+    """Open the run in this position once for all tests, so that its measurements are reused."""
     return made.open(Path("traces") / f"run-{number}")
 
 
@@ -63,7 +69,8 @@ def two_reductions():
 def test_least_wire_bytes_at_equal_loss_is_recommended():
     found = api.advice(two_reductions())
     assert found.answer == "recommended"
-    # n = 2: all_reduce sends 1000, reduce 500; gloo runs it with 3/4 of the payload.
+    # For n = 2, an all_reduce sends 1000 bytes and a reduce 500. gloo runs the reduce with 3/4 of the
+    # payload.
     assert found.sentences[0] == (
         "Set gradient_reduction=reduce: it sends the least, 750 B on the wire per rank and step (modelled, as the backend "
         "runs it); gradient_reduction=all_reduce sends 1000 B, 33 % more. Step times do not differ measurably."
@@ -85,7 +92,8 @@ def test_what_several_settings_share_is_what_to_set():
             run("all_reduce", reduce_scatter=False, gradient_reduction="auto"),
         )
     )
-    # reduce_scatter=true has two of the three, and so has gradient_reduction=reduce_to_owner, which comes first.
+    # Two of the three best runs have reduce_scatter=true, and two have gradient_reduction=reduce_to_owner,
+    # which is listed first.
     assert found.sentences[0].startswith("Set gradient_reduction=reduce_to_owner: it sends the least, 750 B")
     assert found.sentences[1] == "As good by these rules: reduce_scatter=true, gradient_reduction=auto."
     assert found.settings["recommended"].tolist() == [True, True, True, False]
@@ -99,11 +107,12 @@ def test_fewer_bytes_that_take_measurably_longer_are_not_simply_recommended():
     )
     assert found.answer == "recommended"
     assert found.sentences[0].startswith(
-        "Set gradient_reduction=all_reduce if the step time counts: its step is measurably shorter than that of "
-        "gradient_reduction=reduce, which sends the least, 750 B"
+        "Set gradient_reduction=all_reduce if step time matters most: its step is measurably shorter than that of "
+        "gradient_reduction=reduce, which sends the fewest bytes, 750 B"
     )
     pair = found.pairs.iloc[0]
-    # 2005 - 1005 = 1000; s^2 = 25 in both, so the error is sqrt(50 / 3) = 4.08, with 4 degrees: t = 2.776, +- 11.33
+    # The difference is 2005 - 1005 = 1000. Both runs have s^2 = 25, so the error is sqrt(50 / 3) = 4.08 with
+    # 4 degrees of freedom: t = 2.776, +- 11.33.
     assert (pair["label"], pair["verdict"]) == ("gradient_reduction=all_reduce", "longer")
     assert (pair["difference_ns"], pair["low_ns"], pair["high_ns"]) == (1000, 989, 1011)
     assert pair["probability"] < 1e-6
@@ -229,7 +238,7 @@ def test_settings_that_are_alike_are_seldom_called_different():
     for _ in range(trials):
         medians = {str(name): [rng.gauss(1e6, 5e4) for _ in range(4)] for name in range(6)}
         called += significance.pairs(medians)["verdict"].isin(["shorter", "longer"]).any()
-    assert called / trials < 0.09  # 5 % are meant
+    assert called / trials < 0.09  # The intended rate is 5 %.
 
 
 def test_a_difference_that_is_there_is_found():
@@ -244,7 +253,8 @@ def test_a_difference_that_is_there_is_found():
 
 
 def test_welch_by_hand():
-    # Means 2 and 6; variances 1 and 4 of three each: error sqrt(5/3), t = 3.098, degrees (5/3)^2 / (1/18 + 16/18) = 2.941
+    # The means are 2 and 6, and the variances of the three values are 1 and 4. The error is sqrt(5/3), t =
+    # 3.098, and the degrees of freedom are (5/3)^2 / (1/18 + 16/18) = 2.941.
     found = significance.welch([1, 2, 3], [4, 6, 8])
     assert found.value == 4
     assert found.probability == pytest.approx(0.0549, abs=2e-4)
@@ -261,13 +271,13 @@ def test_memory_and_samples_per_second():
         )
     ).set_index("label")
     metric, config = frame.index
-    # The samples of both ranks add up: 10 in 1 ms and in 3 ms; 4 x 2 ranks in 2 ms.
-    # Steps of 2 ms in the mean of the repeats, and so 5,000: a mean of the rates would be 6,667.
+    # The samples of both ranks add up: 10 in 1 ms and in 3 ms, and 4 x 2 ranks in 2 ms. The mean step of the
+    # repeats takes 2 ms, which gives 5,000. A mean of the rates would be 6,667.
     assert frame.loc[metric, "samples_per_second"] == pytest.approx(5000)
     assert frame.loc[config, "samples_per_second"] == 4000.0
     assert frame["samples_from"].tolist() == ["metric", "config"]
     assert frame["samples_low"].isna().tolist() == [False, True]
-    # 100, 101, 102: the first step counts for the largest only
+    # The values are 100, 101 and 102. The first step counts only for the maximum.
     assert frame["rss_bytes"].tolist() == [102, 102]
     assert frame["rss_peak_bytes"].tolist() == [102, 102]
     assert frame["device_bytes"].isna().all()
@@ -275,7 +285,7 @@ def test_memory_and_samples_per_second():
 
 def test_each_rank_of_a_reduce_to_one_owner():
     frame = api.rank_bytes(opened(run("reduce", world_size=4)))
-    # Ranks 1 to 3 send 1000 each to rank 0.
+    # Each of the ranks 1 to 3 sends 1000 bytes to rank 0.
     assert frame["sent_bytes_per_step"].tolist() == [0.0, 1000.0, 1000.0, 1000.0]
     assert frame["received_bytes_per_step"].tolist() == [3000.0, 0.0, 0.0, 0.0]
     assert frame["received_of_mean"].tolist() == [4.0, 0.0, 0.0, 0.0]
@@ -322,7 +332,8 @@ def test_levels_of_all_traffic_add_up_to_the_comparison():
     assert by_level["issued"] == compared["wire_bytes_per_step"] == 4000 + 2000 + 8
     assert by_level["executed"] == compared["executed_wire_bytes_per_step"]
     requested = frame[frame["level"] == "requested"].set_index("op")["wire_bytes_per_step"]
-    assert requested.to_dict() == {"reduce_scatter": 2000.0, "all_gather": 2000.0}  # no rule predicts metrics
+    # No rule predicts metrics.
+    assert requested.to_dict() == {"reduce_scatter": 2000.0, "all_gather": 2000.0}
     columns = list(api.reduction_levels(runs).columns)
     alone = frame[frame["reduces"].fillna(True).astype(bool)][columns].reset_index(drop=True)
     pd.testing.assert_frame_equal(alone, api.reduction_levels(runs))

@@ -1,4 +1,7 @@
-"""``commprof analyse``: a directory that opens as the run, with the same answers, whichever engine evaluated it."""
+"""Test ``commprof analyse``.
+
+The output directory opens like the run and gives the same answers, whichever engine evaluated it.
+"""
 
 import json
 from functools import partial
@@ -32,7 +35,7 @@ QUESTIONS = {
 @pytest.fixture
 def run(tmp_path):
     planted = detailed_run(seed=3, steps=STEPS)
-    for rank in range(4):  # C++ waits
+    for rank in range(4):  # These ranks have waits in C++.
         place = {"rank": rank, "attempt": 0, "pid": planted.pid(rank), "step": 1, "place": "reducer"}
         planted.add("stalls", **place, since_ns=20_000_000, begin_ns=22_000_000, end_ns=23_000_000,
                     exposed_low_ns=10, exposed_high_ns=500_000)  # fmt: skip
@@ -63,7 +66,7 @@ def test_the_command_never_overwrites_unasked(run, tmp_path, capsys):
     assert "--force" in capsys.readouterr().err
     assert execute(["analyse", str(run), "--out", str(out), "--force"]) == 0
     assert execute(["analyse", str(run), "--out", str(run), "--force"]) == 2
-    assert "is no analysis" in capsys.readouterr().err
+    assert "is not an analysis" in capsys.readouterr().err
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "run"]
 
 
@@ -86,9 +89,10 @@ def test_a_file_url_is_a_path(run, tmp_path):
 
 @pytest.fixture
 def store(tmp_path):
-    """URL of tmp_path that Spark reads, and nothing else."""
+    """Return a URL under which Spark reads tmp_path and nothing else."""
     session = spark_session.session()
-    name = "".join(filter(str.isalnum, str(tmp_path))).lower()  # Spark remembers what a name stands for
+    # The name is unique because Spark caches the target of a name.
+    name = "".join(filter(str.isalnum, str(tmp_path))).lower()
     link = f"fs.viewfs.mounttable.{name}.link./bucket"
     session.sparkContext._jsc.hadoopConfiguration().set(link, f"file://{tmp_path}")
     return f"viewfs://{name}/bucket"
@@ -116,7 +120,7 @@ def test_a_run_that_only_spark_reads(run, store, tmp_path, capsys):
     assert execute(["export", str(out), "--out", str(tmp_path / "exported")]) == 1
     said = capsys.readouterr().err
     assert said.count("\n") == 1 and f"{store}/run/collectives" in said and f"{out}/collectives" in said
-    (out / "collectives").symlink_to(hidden / "collectives")  # mounted
+    (out / "collectives").symlink_to(hidden / "collectives")  # The link stands in for a mounted directory.
     pd.testing.assert_frame_equal(api.stragglers(out), api.stragglers(hidden))
 
 
@@ -140,7 +144,10 @@ def test_what_is_no_finalised_run_of_a_store_is_one_line(run, store, tmp_path, c
 
 @pytest.mark.long
 def test_pages_of_a_run_whose_records_lie_elsewhere(run, tmp_path, caplog):
-    """Those that show sums do so; the others say where the records are, and nothing is logged as a fault."""
+    """Pages that show sums still work.
+
+    The other pages say where the records are, and nothing is logged as an error.
+    """
     analysed.analyse(open_run(run), tmp_path / "runs" / "out")
     out = tmp_path / "runs" / "out"
     stems = sorted(file.stem for file in (run / "collectives").iterdir())

@@ -1,4 +1,8 @@
-"""The cache of answers: a run that changed, grew, went or came is noticed, nothing else is read, and memory is bounded."""
+"""Test the cache of answers.
+
+The cache detects a run that changed, grew, disappeared or was added. It reads nothing else, and its memory is
+bounded.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +42,7 @@ def a_run(path, steps=2, payload=400):
 
 @pytest.fixture
 def opened(monkeypatch):
-    """The runs that the listing opens, in order."""
+    """Return the names of the runs that the listing opens, in order."""
     found = []
     original = opened_runs.open_run
 
@@ -83,7 +87,7 @@ def test_a_run_that_says_it_is_running_is_read_each_time(tmp_path, opened):
     (run / "run.json").write_text(json.dumps(manifest | {"state": "running"}))
     for _ in range(3):
         api.find_runs(tmp_path)
-    # Whether its processes are alive is written in none of its files.
+    # No file of the run records whether its processes are alive.
     expected = 1 if api.find_runs(tmp_path)["state"][0] == "killed" else 4
     assert len(opened) == expected
 
@@ -91,7 +95,8 @@ def test_a_run_that_says_it_is_running_is_read_each_time(tmp_path, opened):
 def test_of_a_live_run_every_new_record_is_in_the_next_answer(tmp_path):
     ten = Path(f"{write_rank(tmp_path / 'ten', records=10, ended=False)}.records")
     twenty = Path(f"{write_rank(tmp_path / 'twenty', records=20, ended=False)}.records")
-    assert ten.stat().st_size == twenty.stat().st_size  # the recorder writes into a file that is reserved
+    # The recorder writes into a file whose size is reserved, so the size does not change.
+    assert ten.stat().st_size == twenty.stat().st_size
     run, runs = ten.parent, Runs(tmp_path)
     before = fingerprint(run)
 
@@ -110,7 +115,8 @@ def test_of_a_live_run_every_new_record_is_in_the_next_answer(tmp_path):
         file.write(twenty.read_bytes())
     os.utime(ten, ns=(0, {name: changed for name, _, _, changed, _ in before.files}[ten.name]))
     assert records() == (20, 20, 1)
-    assert api.traffic(held, ())["records"].tolist() == [10]  # a run that was opened stays what it was
+    # An opened run keeps the records that it had when it was opened.
+    assert api.traffic(held, ())["records"].tolist() == [10]
 
 
 def test_nothing_is_held_of_a_directory_that_is_written_to(tmp_path):
@@ -135,13 +141,13 @@ def test_of_an_unchanged_run_the_files_are_not_read_again(tmp_path):
     first = {name: bytes_read(ask) for name, ask in questions.items()}
     again = {name: bytes_read(ask) for name, ask in questions.items()}
     assert first["traffic"] > records > 50_000
-    # The manifest and the table of groups.
+    # The repeated question reads the manifest and the table of groups.
     assert max(first["another traffic"], *again.values()) < records / 4
-    assert again["page"] < 1000  # what counts the bytes is read too
+    assert again["page"] < 1000  # This includes the bytes read to count the bytes.
 
 
 def bytes_read(ask: Callable[[], Any]) -> int:
-    """How much this process has read from files while ``ask`` ran."""
+    """Return the number of bytes that this process read from files while ``ask`` ran."""
 
     def read() -> int:
         return int(Path("/proc/self/io").read_text().split("rchar: ")[1].split()[0])
@@ -166,7 +172,7 @@ def test_many_questions_do_not_grow_the_cache_beyond_its_bounds():
     for number in range(100):
         cache.get("tables", number, lambda: pa.table({"a": np.zeros(200)}))
         cache.get("tables", 0, lambda: pytest.fail("what was used a moment ago is gone"))
-    assert len(cache) == 6  # 1600 bytes each
+    assert len(cache) == 6  # Each entry takes 1600 bytes.
     asked = []
     cache.get("tables", 98, lambda: asked.append("held"))
     cache.get("tables", 3, lambda: asked.append("gone"))
@@ -206,7 +212,7 @@ def test_an_error_is_not_held():
 
 
 def test_the_records_of_an_analysis_are_among_its_files(tmp_path):
-    """They are a link to those of its run."""
+    """The records of an analysis are a link to the records of its run."""
     run, analysis = a_run(tmp_path / "run"), tmp_path / "analysis"
     analysis.mkdir()
     (analysis / "collectives").symlink_to(run / "collectives")
@@ -236,7 +242,7 @@ def test_a_comparison_reads_again_what_changed_and_a_run_in_memory_as_it_is(tmp_
     shutil.rmtree(other)
     a_run(other, payload=1600)
     after = api.compare([tmp_path / "a", other])
-    # Two ranks: 2 (n - 1) / n of the payload is the payload.
+    # With two ranks, 2 (n - 1) / n of the payload equals the payload.
     assert before["payload_bytes_per_step"].tolist() == [600.0]
     assert after["payload_bytes_per_step"].tolist() == [1000.0]
     assert api.compare([tmp_path / "a", held])["payload_bytes_per_step"].tolist() == [600.0]
@@ -272,5 +278,5 @@ def test_the_environment_limits_the_engine_and_what_is_no_size_is_refused(monkey
     assert memory.limit_bytes() == 300_000_000
     for wrong in ("much", "-1", "5 parsecs"):
         monkeypatch.setenv(memory.VARIABLE, wrong)
-        with pytest.raises(UsageError, match="no size"):
+        with pytest.raises(UsageError, match="not a size"):
             memory.engine_settings()

@@ -1,4 +1,8 @@
-"""arrivals() and stragglers(): who came when, who was last, what the others waited. The numbers are worked out by hand."""
+"""Test ``arrivals()`` and ``stragglers()``.
+
+The answers give the arrival times, the last rank, and the waits of the other ranks. The expected numbers are
+computed by hand.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +39,10 @@ def column(found: pd.DataFrame, name: str) -> list:
 
 
 def collective(run: SyntheticRun, op: str, issues: list[int | None], **columns) -> None:
-    """One ``op`` that rank r issued at ``issues[r]``; every rank has its result 10 ns after the last issue."""
+    """Add one ``op`` that rank r issues at ``issues[r]``.
+
+    Every rank has its result 10 ns after the last issue.
+    """
     times = [time for time in issues if time is not None]
     number = run._next_pg_seq.get("collective", 0)
     run._next_pg_seq["collective"] = number + 1
@@ -78,7 +85,7 @@ def test_arrivals_on_one_clock_are_exact():
     assert column(found, "lead_ns") == [None, 30, None]
     assert column(found, "waiting_ns") == [60, 0, 30]
     assert column(found, "transfer_ns") == [10, 10, 10]
-    # Only rank 1 was missing from 130 to 160.
+    # From 130 to 160 only rank 1 was missing.
     assert column(found, "waited_ns") == [30, None, 30]
     assert column(found, "others_waited_ns") == [None, 30, None]
     assert column(found, "cause") == ["late_arrival", "slow_transfer", "late_arrival"]
@@ -93,11 +100,11 @@ def test_another_clock_is_moved_by_its_offset_and_the_bound_goes_with_it():
     found = frame(run, one_host=False)
     assert column(found, "arrived_ns") == [2_000_000, 2_000_050, 2_000_030]
     assert column(found, "lateness_ns") == [0, 50, 30]
-    # b drifts by at most 100 ppm from its one measurement at 0: 1_000_050 ns later, 101 ns.
+    # Clock b drifts by at most 100 ppm from its one measurement at 0. After 1_000_050 ns these are 101 ns.
     assert column(found, "error_ns") == [0, 121, 0]
     assert column(found, "lateness_error_ns") == [0, 121, 0]
     assert column(found, "is_last") == [False, True, False]
-    assert column(found, "certain") == [None, False, None]  # 20 ns of lead and 121 ns of error
+    assert column(found, "certain") == [None, False, None]  # The lead is 20 ns and the error is 121 ns.
 
 
 def test_the_last_is_certain_only_against_every_other_rank():
@@ -105,7 +112,7 @@ def test_the_last_is_certain_only_against_every_other_rank():
     clocks(run, "a", "a", "b")
     measured(run, 0, 0, 0)
     measured(run, 2, 0, 500, time_ns=1000)
-    collective(run, "all_reduce", [1000, 1200, 900])  # rank 2 may have come as late as 1400
+    collective(run, "all_reduce", [1000, 1200, 900])  # Rank 2 may have arrived as late as 1400.
     assert column(frame(run, one_host=False), "certain") == [None, False, None]
     collective(run, "all_reduce", [1000, 1500, 900])
     assert column(frame(run, one_host=False), "certain")[3:] == [None, True, None]
@@ -140,7 +147,8 @@ def test_attempts_groups_and_operations_stand_apart():
     run.add_collective("all_reduce", issue_ns=200, attempt=1)
     run.add_collective("all_reduce", issue_ns=300, pg="1")
     run.add_collective("all_reduce", issue_ns=400, pg_seq=5, ranks=(0,))
-    run.add_collective("broadcast", issue_ns=400, pg_seq=5, ranks=(1,), peer=0)  # the ranks do not agree
+    # The ranks disagree about the operation.
+    run.add_collective("broadcast", issue_ns=400, pg_seq=5, ranks=(1,), peer=0)
     found = frame(run)
     assert found["collective"].nunique() == 5
     assert sorted(found.groupby("collective").size()) == [1, 1, 2, 2, 2]
@@ -161,12 +169,12 @@ def test_a_message_pairs_by_sender_receiver_and_order():
         (0, 80),
         (1, 0),
     ]
-    assert stragglers_of(arrived(run)).empty  # messages make no stragglers
+    assert stragglers_of(arrived(run)).empty  # Messages have no stragglers.
 
 
 def test_what_the_others_waited_is_only_the_part_in_which_they_stood_still():
     run = SyntheticRun(world_size=2)
-    # Rank 0 issues at 100 and goes on; it begins to wait at 170, and rank 1 comes at 200.
+    # Rank 0 issues at 100 and continues. It begins to wait at 170, and rank 1 arrives at 200.
     waits = {"is_async": True, "host_ns": 5}
     run.add_collective("all_reduce", ranks=(0,), issue_ns=100, wait_begin_ns=170, wait_end_ns=210, **waits)
     run.add_collective("all_reduce", ranks=(1,), issue_ns=200, wait_begin_ns=205, wait_end_ns=210, **waits)
@@ -203,7 +211,7 @@ def test_a_straggler_is_named_with_its_share_and_its_cost():
     run = SyntheticRun(world_size=4)
     for number in range(100):
         begin = number * 1_000_000
-        late = 3 if number % 10 else 1  # rank 3 in 90 of 100
+        late = 3 if number % 10 else 1  # Rank 3 is late in 90 of 100 collectives.
         collective(
             run,
             "all_reduce",
@@ -216,7 +224,7 @@ def test_a_straggler_is_named_with_its_share_and_its_cost():
     assert found["expected_last"].tolist() == [25.0] * 4
     assert found["stands_out"].tolist() == [False, False, False, True]
     three = found.iloc[3]
-    # When rank 3 was late, rank 2 was the last but one; nobody stood still before it had issued.
+    # When rank 3 was late, rank 2 was the last but one. No rank was blocked before it had issued.
     assert three["lead_ns"] == 90 * (120_000 - 2)
     assert three["others_waited_ns"] == 90 * (120_000 - 2)
     assert three["others_waited_per_step_ns"] == 9 * (120_000 - 2)
@@ -233,7 +241,7 @@ def test_equal_ranks_are_no_stragglers():
     for number in range(200):
         collective(run, "all_reduce", [number * 1000 + chance.randrange(100) for _ in range(4)])
     found = stragglers_of(arrived(run))
-    # Of equal times neither is the last for certain.
+    # If two ranks arrive at the same time, neither is certainly the last.
     assert found["last"].sum() + found["within_bound"].sum() == 200
     assert not found["stands_out"].any()
     assert found.attrs["statement"] is None
@@ -309,7 +317,10 @@ def test_answers_hold_exactly_what_is_declared(name):
 
 
 def without_waits(steps):
-    """40 collectives in so many steps, each rank 1 comes 90 us late to; no wait was recorded."""
+    """Return the stragglers of 40 collectives in the given number of steps, without recorded waits.
+
+    Rank 1 arrives 90 us late at each collective.
+    """
     run = SyntheticRun(world_size=2)
     for number in range(40):
         begin = number * 1_000_000
@@ -319,7 +330,10 @@ def without_waits(steps):
 
 
 def test_where_no_wait_was_seen_a_rank_is_late_once_in_a_step():
-    """A rank that is late for one collective is as late for the next ones: the others wait once, here 4.5 % of a step."""
+    """A rank that is late for one collective is equally late for the next ones.
+
+    The others wait once per step, which is 4.5 % of a step here.
+    """
     assert without_waits(steps=20).attrs["statement"] is None
 
 
@@ -327,16 +341,16 @@ def test_where_no_wait_was_seen_the_sentence_says_so():
     found = without_waits(steps=40)
     assert column(found, "others_waited_ns") == [0, None]
     assert found.attrs["statement"] == (
-        "Rank 1 arrived last in 100 % of 39 collectives; it alone was missing for 90.0 us per step, and whether the others "
-        "waited was not recorded. It is not known whether this is its own delay or an inherited one: not all waits of the "
-        "program for its collectives were recorded."
+        "Rank 1 arrived last in 100 % of 39 collectives; it was the only missing rank for 90.0 us per step, and "
+        "whether the others waited was not recorded. It is not known whether this is its own delay or an inherited "
+        "one: not all waits of the program for its collectives were recorded."
     )
 
 
 @settings(max_examples=examples(60), deadline=None)
 @given(st.data())
 def test_arrivals_agree_with_a_plain_computation(data):
-    """Random ranks, clocks, groups and missing records, against the definitions written out row by row."""
+    """Compare random ranks, clocks, groups and missing records with the definitions, row by row."""
     world = data.draw(st.integers(2, 4))
     names = data.draw(st.lists(st.sampled_from("abc"), min_size=world, max_size=world))
     run = SyntheticRun(world_size=world)
@@ -346,7 +360,8 @@ def test_arrivals_agree_with_a_plain_computation(data):
     for name in sorted(set(names) - {names[0]}):
         if data.draw(st.booleans()):
             truth[name] = (data.draw(st.integers(-500, 500)), data.draw(st.integers(0, 60)))
-            for time in (0, 1_000_000):  # equal, so nothing drifts in between
+            # Both measurements are equal, so the clocks do not drift between them.
+            for time in (0, 1_000_000):
                 measured(run, names.index(name), *truth[name], time_ns=time)
     for number in range(data.draw(st.integers(1, 4))):
         group = tuple(sorted(data.draw(st.sets(st.integers(0, world - 1), min_size=2))))
@@ -388,5 +403,5 @@ def check_row(each, issues, names, truth):
         for rank in others
     }
     slack = min(mine - time - errors[rank] for rank, time in others.items())
-    if not 0 < slack <= 4:  # the wander between measurements is rounded up
+    if not 0 < slack <= 4:  # The drift between measurements is rounded up.
         assert each["certain"] == (slack > 0)

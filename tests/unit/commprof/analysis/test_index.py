@@ -1,4 +1,7 @@
-"""The index of a run against a plain recomputation in Python, and its file: built once, whole, and never required."""
+"""Compare the index of a run with a plain recomputation in Python, and test its file.
+
+The file is built once and completely, and no answer requires the file.
+"""
 
 from __future__ import annotations
 
@@ -66,7 +69,7 @@ def run(tmp_path_factory):
 
 
 def plain_rows(run):
-    """Every record as the files have it, with its end."""
+    """Return every record as in the files, with its end."""
     rows = api.open_run(run).table("collectives").to_pylist()
     for row in rows:
         row["begin_ns"] = row["issue_ns"]
@@ -77,7 +80,7 @@ def plain_rows(run):
 
 
 def union(spans):
-    """The length of the union, by sweeping."""
+    """Return the length of the union of the spans, computed with a sweep."""
     total, reached = 0, None
     for begin, end in sorted(spans):
         if reached is None or begin > reached:
@@ -148,7 +151,10 @@ def test_a_moment_counts_for_what_began_first(tmp_path):
 
 
 def grouped_run(order=(0, 1, 2, 3)):
-    """Four ranks, each in groups of its own and in one of all: ``order`` says which part each rank plays."""
+    """Return a run of four ranks, each in its own groups and in a group of all ranks.
+
+    ``order`` gives the role of each rank.
+    """
     run, rng = SyntheticRun(4), random.Random(7)
     groups = {"0": (0, 1, 2, 3), "1": (0, 1), "2": (2, 3), "10": (0, 2), "11": (1, 3)}
     for _ in range(400):
@@ -184,7 +190,8 @@ def test_lanes_of_groups_add_up_to_the_rank(tmp_path, monkeypatch, pixels):
     )
     assert named.to_numpy().tolist() == [["0", "data", "0-3"], ["2", "model", "2-3"], ["10", "data", "0,2"]]
     records = api.timeline(path, most_bars=9999).bars
-    for group, part in mine.groupby("pg"):  # what began first in another group may have taken moments from it
+    # A collective of another group that began first may cover a part of this time.
+    for group, part in mine.groupby("pg"):
         spans = records[(records["rank"] == 2) & (records["pg"] == group)]
         assert 0 < part["busy_ns"].sum() <= union(zip(spans["begin_ns"], spans["end_ns"], strict=True))
 
@@ -369,7 +376,8 @@ CASES = [
 def test_any_page_in_any_order(run, filters, sort, monkeypatch):
     from commprof.analysis.browse import record_pages
 
-    monkeypatch.setattr(record_pages, "_FEW", 20)  # so that deep pages are found as in a large run
+    # With this limit, deep pages are located in the same way as in a large run.
+    monkeypatch.setattr(record_pages, "_FEW", 20)
     rows = [row for row in plain_rows(run) if all(fits(row, one) for one in filters)]
     if sort:
         name = sort.removeprefix("-")
@@ -512,7 +520,7 @@ def test_the_file_is_built_once_with_progress_and_again_when_the_run_changes(tmp
     written = file.stat().st_mtime_ns
     api.timeline(path)
     assert file.stat().st_mtime_ns == written
-    # Another table of collectives, as a finaliser may write it.
+    # A finalizer may write a different table of collectives.
     small_run(tmp_path / "other", "broadcast")
     for rank in (0, 1):
         name = f"collectives/rank-0000{rank}-0-100{rank}.parquet"
@@ -535,7 +543,7 @@ def test_a_damaged_index_is_built_again(tmp_path, in_file, content):
     whole = file.read_bytes()
     index._shelf.forget(path)
     file.write_bytes(whole[: len(whole) // 2] if content is None else content)
-    (path / ".index.duckdb-left").mkdir()  # of a builder that was killed
+    (path / ".index.duckdb-left").mkdir()  # A killed builder leaves such a directory.
     assert not api.has_index(path) and api.index(path)["in_file"]
     assert len(api.timeline(path).bars) == 2
     assert file.read_bytes()[:100] == whole[:100] or file.stat().st_size > 4096
@@ -561,7 +569,10 @@ def test_an_index_with_a_damaged_block_is_removed_and_built_again(tmp_path, in_f
         except TraceError as error:
             found += 1
             text = str(error)
-            assert text.startswith(f"{file} has a damaged block: ") and "It was removed. Ask again" in text
+            assert (
+                text.startswith(f"{file} has a damaged block: ")
+                and "It was removed. Repeat the command" in text
+            )
             assert not file.exists()
             assert answers() == right
     assert found
@@ -605,7 +616,7 @@ def test_where_the_run_cannot_be_written_to_the_index_lies_in_the_cache_director
         index._shelf.forget(path)
         assert api.has_index(path) and len(api.timeline(path).bars) == 2
         assert sorted(path.rglob("*")) == before
-        (file,) = (tmp_path / "cache" / "commprof" / "indexes").iterdir()  # the older one has gone
+        (file,) = (tmp_path / "cache" / "commprof" / "indexes").iterdir()  # The older index was deleted.
         assert file.stat().st_mode & 0o077 == 0 or file.parent.stat().st_mode & 0o077 == 0
 
 

@@ -1,4 +1,4 @@
-"""The verdict on lateness against simulated jobs whose culprit is planted: ranks, hosts, paths, or nobody."""
+"""Test the verdict on lateness against simulated jobs with a planted culprit: ranks, hosts, paths, or none."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ HOSTS = ["h0", "h1", "h2"]
 
 
 def verdict(job: Job) -> tuple[str, str]:
-    """What is named, and the sentence."""
+    """Return the named culprit and the sentence."""
     run = job.run()
     found = arrivals(
         run.table("collectives"), run.table("clocks"), run.table("clock_offsets"), one_host=False
@@ -41,7 +41,10 @@ def verdict(job: Job) -> tuple[str, str]:
 def steps(
     job: Job, delays=lambda step, rank: 0, size=MIB, calls=3, op="all_reduce", seed=1, noise=0.02
 ) -> Job:
-    """Steps of 5 ms of work before each of some collectives, and what ``delays`` adds before the first of them."""
+    """Add steps with 5 ms of work before each of some collectives.
+
+    ``delays`` adds time before the first collective of a step.
+    """
     chance = random.Random(seed)
     for step in range(STEPS):
         for rank in range(job.world):
@@ -58,7 +61,7 @@ def test_nobody_is_named_where_nobody_is_slow(world):
     for seed in range(5):
         assert verdict(steps(Job(world), seed=seed)) == (NOBODY, "")
     hosts = [f"h{rank}" for rank in range(world)]
-    # A network that is slow everywhere is no rank's fault and no host's.
+    # If a network is slow everywhere, no rank and no host is the cause.
     assert verdict(steps(Job(world, hosts=hosts))) == (NOBODY, "")
     culprit, said = verdict(steps(Job(world, hosts=hosts, rates=dict.fromkeys(hosts, (50, 50)))))
     assert culprit == TRANSFERS and said.startswith(
@@ -92,7 +95,8 @@ def test_a_slow_link_and_a_late_rank_are_both_named():
 
 
 def test_a_path_of_which_the_slow_end_cannot_be_told_is_named_with_both_ends():
-    for rates in ({"h1": (20, 8000)}, {"h0": (8000, 20)}):  # the same, as far as a ring of all_reduces shows
+    # A ring of all_reduces cannot distinguish the two cases.
+    for rates in ({"h1": (20, 8000)}, {"h0": (8000, 20)}):
         culprit, said = verdict(steps(Job(3, hosts=HOSTS, rates=rates)))
         assert culprit == SLOW_TRANSFER
         assert (
@@ -101,7 +105,7 @@ def test_a_path_of_which_the_slow_end_cannot_be_told_is_named_with_both_ends():
 
 
 def messages(job: Job, size=MIB) -> Job:
-    """Every rank sends to every other, one after the other."""
+    """Add steps in which every rank sends to every other rank, one after the other."""
     for step in range(STEPS):
         job.all(Step(step), Compute(2 * MS))
         for sender in range(job.world):
@@ -129,7 +133,10 @@ def test_on_one_host_ranks_stand_for_the_ends():
 
 
 def rooted(op: str, late: int, delay: int = 20 * MS, world: int = 4, calls: int = 1) -> Job:
-    """In each step rank 1 is the root of ``calls`` operations, and one rank works longer before the first."""
+    """Return a job in which rank 1 is the root of ``calls`` operations per step.
+
+    One rank works longer before the first operation.
+    """
     chance, job = random.Random(late), Job(world)
     for step in range(STEPS):
         for rank in range(world):
@@ -150,7 +157,9 @@ def test_receivers_wait_for_the_root_and_for_nobody_else(op):
         0,
         3,
         -1,
-    ):  # a receiver that works longer delays nobody; nor does anybody where all work as long
+        # A receiver that works longer delays no other rank. If all ranks work equally long, no rank is
+        # delayed either.
+    ):
         assert verdict(rooted(op, late)) == (NOBODY, "")
 
 
@@ -202,7 +211,10 @@ def test_of_two_ranks_the_late_one_is_named_around_rooted_collectives(op, late):
 
 
 def from_one_root(job: Job, op: str, root: int = 1) -> Job:
-    """Nothing holds the ranks together: who receives quickly has its result before others come."""
+    """Add steps of rooted operations, which do not synchronize the ranks.
+
+    A rank that receives fast has its result before other ranks arrive.
+    """
     for step in range(STEPS):
         job.all(Step(step), Compute(2 * MS))
         for _ in range(3):
@@ -310,15 +322,16 @@ def test_lateness_that_a_shared_rank_passes_on_is_not_its_own():
         job.all(Step(step))
         for rank in range(4):
             job.do(rank, Compute(5 * MS + 30 * MS * (rank == 3)))
-        for rank in (2, 3):  # only here rank 3 is late
+        for rank in (2, 3):  # Rank 3 is late only in this group.
             job.do(rank, Call("all_reduce", MIB, group=(2, 3), pg="late"))
-        for rank in (0, 1, 2):  # rank 2 comes from there
+        for rank in (0, 1, 2):  # Rank 2 comes from this group.
             job.do(rank, Call("all_reduce", MIB, group=(0, 1, 2), pg="shared"))
     culprit, said = verdict(job)
     assert culprit == LATE_RANK and "Rank 3 is a straggler" in said and "Rank 2 is a straggler" not in said
-    # Rank 3 begins its next step while rank 2 is in the other group, so that it comes by that much less than 30 ms late.
+    # Rank 3 begins its next step while rank 2 is in the other group. Rank 2 therefore arrives that much less
+    # than 30 ms late.
     assert re.search(
-        r"The others waited (29|30)[.0-9]* ms per step for rank 2, which is not late by its", said
+        r"The others waited (29|30)[.0-9]* ms per step for rank 2, but not for its own delay", said
     ), said
 
 
@@ -355,9 +368,9 @@ def test_a_rank_that_is_slow_from_the_start_or_only_for_a_while_has_no_such_step
 @pytest.mark.parametrize(
     ("slow", "since"),
     [
-        ({20, *range(30, 60)}, "from step 30 on"),  # one late step before
+        ({20, *range(30, 60)}, "from step 30 on"),  # One step before step 30 is late too.
         (set(range(30, 60)) - {41}, "from step 30 on"),
-        (set(range(10, 55)), None),  # it recovered
+        (set(range(10, 55)), None),  # The rank recovers.
     ],
 )
 def test_single_steps_do_not_move_the_step_and_a_rank_that_recovered_has_none(slow, since, monkeypatch):
@@ -368,7 +381,7 @@ def test_single_steps_do_not_move_the_step_and_a_rank_that_recovered_has_none(sl
 
 
 def asynchronous(job: Job, delays, recorded=True) -> Job:
-    """Buckets that are sent while the program computes, and waited for at the end of the step."""
+    """Add buckets that are reduced while the program computes, with a wait at the end of the step."""
     for step in range(STEPS):
         for rank in range(job.world):
             job.do(rank, Step(step), Compute(5 * MS + delays(step, rank)))
@@ -398,12 +411,15 @@ def test_waits_that_were_not_recorded_leave_the_cause_untold():
 @pytest.mark.sampled
 @pytest.mark.parametrize(("world", "metric"), [(2, False), (2, True), (4, True)])
 def test_in_ddp_a_late_rank_is_late_by_its_own_delay_and_since_a_step(world, metric, tmp_path):
-    """The waits of DDP are in C++: the cause was unknown, and a rank that became late halfway stood out by nothing."""
+    """The waits of DDP are in C++, and the cause used to be unknown.
+
+    A rank that became late halfway through the run was not found.
+    """
     found = api.straggling(saved(of_ddp(world, since=15, metric=metric), tmp_path / "run"))
     said = found.ranks.attrs
     assert (said["culprit"], said["late"], said["since"]) == (LATE_RANK, [1], [[1, 15]])
     assert said["statement"].startswith("Rank 1 is a straggler, from step 15 on: it arrived last in ")
-    # By hand: 25 of 39 steps, each 20 ms, of which the others wait once and not for each bucket.
+    # By hand: 25 of 39 steps are late by 20 ms each. The others wait once per step and not once per bucket.
     own_ns = found.steps.groupby("rank")["others_waited_own_ns"].sum()[1]
     assert own_ns == pytest.approx(25 * 20 * MS, rel=0.03)
     assert api.straggling(saved(of_ddp(world, late_ns=0), tmp_path / "even")).ranks.attrs["culprit"] == NOBODY
@@ -418,7 +434,8 @@ def test_in_ddp_files_and_the_index_have_the_answer_of_all_records(tmp_path, mon
     for name in ("ranks", "steps"):
         pd.testing.assert_frame_equal(getattr(api.straggling(indexed), name), getattr(expected, name))
     monkeypatch.setattr(reader, "_MOST_ROWS", 10)
-    monkeypatch.setattr(partitions, "_MOST_SCANNED", 60)  # several parts, which divide steps too
+    # The run is read in several parts, which also split steps.
+    monkeypatch.setattr(partitions, "_MOST_SCANNED", 60)
     divided = api.straggling(saved(of_ddp(since=15), tmp_path / "divided"), first_step=False)
     assert divided.ranks.attrs["since"] == [[1, 15]]
     own_ns = divided.steps["others_waited_own_ns"].sum()
@@ -428,7 +445,7 @@ def test_in_ddp_files_and_the_index_have_the_answer_of_all_records(tmp_path, mon
 def test_in_ddp_bounds_that_are_far_apart_leave_the_cause_unknown(tmp_path):
     found = api.straggling(saved(of_ddp(apart_ns=15 * MS), tmp_path / "run")).ranks.attrs
     assert found["culprit"] == UNTOLD and "It is not known" in found["statement"]
-    # Once in each step of 20 ms, and not for each of its three buckets.
+    # The others wait 20 ms once per step, and not for each of its three buckets.
     assert re.search(r"(20\.\d|19\.\d) ms per step", found["statement"]), found["statement"]
     late = api.straggling(saved(of_ddp(apart_ns=15 * MS, since=25), tmp_path / "late")).ranks.attrs
     assert late["culprit"] == UNTOLD
@@ -443,7 +460,7 @@ def test_the_verdict_does_not_depend_on_how_the_records_are_divided(kind, monkey
     found = arrivals(
         run.table("collectives"), run.table("clocks"), run.table("clock_offsets"), one_host=False
     )
-    for most_values in (2_000_000, 40):  # all values, and a sample
+    for most_values in (2_000_000, 40):  # All values, and a sample.
         monkeypatch.setattr(slow_paths, "_MOST_VALUES", most_values)
         said = straggling([found], lambda part: part, 1, hosts).ranks.attrs
         assert said["culprit"] == SLOW_TRANSFER or most_values == 40
@@ -458,7 +475,7 @@ def test_the_verdict_does_not_depend_on_how_the_records_are_divided(kind, monkey
 
 @pytest.mark.parametrize("seed", range(6))
 def test_jitter_without_a_culprit_blames_nobody(seed):
-    """Every rank works as long as chance has it, also long, and transfers take as long as chance has it."""
+    """Every rank works for a random time, which is sometimes long, and transfers take a random time."""
     chance = random.Random(seed)
     job = Job(4, hosts=["h0", "h1", "h2", "h3"])
     for step in range(12):
@@ -471,7 +488,10 @@ def test_jitter_without_a_culprit_blames_nobody(seed):
 
 
 def test_paths_that_a_busy_machine_delays_do_not_hide_a_far_slower_link():
-    """Paces of three hosts, of which h1 sends at 20 Mbit/s (measured ns per byte): h0's messages took 4 times h2's."""
+    """The paces are of messages between three hosts (measured ns per byte).
+
+    Host h1 sends at 20 Mbit/s. The messages of h0 took 4 times as long as those of h2.
+    """
     measured = {
         ("h0", "h1"): (7, 15, 30), ("h0", "h2"): (8, 18, 43), ("h1", "h0"): (167, 313, 341),
         ("h1", "h2"): (497, 742, 749), ("h2", "h0"): (1, 4, 19), ("h2", "h1"): (2, 4, 5),
@@ -484,9 +504,10 @@ def test_paths_that_a_busy_machine_delays_do_not_hide_a_far_slower_link():
 
 
 def test_the_widest_gap_parts_slow_paths_from_those_that_wake_up_late():
-    """Paces of three hosts, of which the link of h1 has 20 Mbit/s (measured ns per byte): h0 woke up late for h2's messages.
+    """The paces are of messages between three hosts (measured ns per byte).
 
-    What the link holds back is less than a message, so half of the messages pass it faster.
+    The link of h1 has 20 Mbit/s. Host h0 woke up late for the messages of h2. The link buffers less than a
+    message, so half of the messages pass it faster.
     """
     measured = {
         ("h0", "h1"): (402, 402, 402), ("h0", "h2"): (0.6, 0.7, 0.8), ("h1", "h0"): (19, 19, 20),
@@ -504,9 +525,9 @@ def test_operations_that_disagree_leave_it_open_which_link_is_slow():
     for found in ([one, other], [other, one]):
         slow = slow_paths.agreed(found)
         assert slow.kind == slow_paths.EITHER and slow.ends == ("host a", "host b")
-    assert slow_paths.agreed([one, other._replace(extra_ns=100)]) == one  # the other costs far less
+    assert slow_paths.agreed([one, other._replace(extra_ns=100)]) == one  # The other path costs far less.
     path = slow_paths.SlowPath(slow_paths.PATH, ("host a", "host c"), 4.0, 1200)
-    assert slow_paths.agreed([path, one]).ends == ("host a",)  # this end of the path
+    assert slow_paths.agreed([path, one]).ends == ("host a",)  # Both agree only on this end of the path.
 
 
 def test_a_rank_that_some_others_waited_for_and_that_never_came_last_is_not_said_to_have_come_last():
@@ -527,7 +548,7 @@ def test_own_delay_and_inherited_add_up_to_the_lateness(tmp_path):
     run = job.run()
     found = api.arrivals(run.write(tmp_path / "run"))
     known = found[found["own_delay_ns"].notna()]
-    assert len(known) == len(found) - 3  # of the first collective nothing is known
+    assert len(known) == len(found) - 3  # The arrivals of the first collective are not known.
     assert (known["own_delay_ns"] + known["inherited_ns"] == known["lateness_ns"]).all()
     own = known[(known["step"] > 0) & (known["rank"] == 2)].groupby("step")["own_delay_ns"].max()
     assert ((own >= 0) & (own <= 10 * MS)).all()
@@ -538,7 +559,7 @@ def test_own_delay_and_inherited_add_up_to_the_lateness(tmp_path):
 @pytest.mark.sampled
 @pytest.mark.parametrize("seed", range(24))
 def test_the_planted_culprit_is_the_one_that_is_blamed(seed):
-    """Random worlds, work, sizes and noise; a rank, a host or nobody is slow."""
+    """The worlds, work, sizes and noise are random. A rank, a host or nothing is slow."""
     chance = random.Random(seed)
     world = chance.randint(3, 6)
     hosts = [f"h{rank}" for rank in range(world)]
@@ -567,7 +588,7 @@ def test_records_that_are_read_file_by_file_have_the_same_attribution(tmp_path, 
     path = job.run().write(tmp_path / "run")
     found, said = api.arrivals(path), api.stragglers(path).attrs
     monkeypatch.setattr(reader, "_MOST_ROWS", 10)
-    monkeypatch.setattr(partitions, "_MOST_SCANNED", 30)  # several parts
+    monkeypatch.setattr(partitions, "_MOST_SCANNED", 30)  # The run is read in several parts.
     again = api.arrivals(path).sort_values(["pg_seq", "rank"], ignore_index=True)
     names = ["rank", "seq", "own_delay_ns", "inherited_ns", "others_waited_own_ns"]
     assert again[names].equals(found.sort_values(["pg_seq", "rank"], ignore_index=True)[names])

@@ -1,4 +1,7 @@
-"""commprof.open(run) answers whatever a page of the dashboard shows; and asking a run while it is being finalised."""
+"""Test that ``commprof.open(run)`` answers every question of the dashboard pages.
+
+A run can also be read while it is being finalized.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from commprof.cli import runs
 from commprof.errors import TraceError
 from support.detailed_runs import detailed_run
 
-# What api calls otherwise, and what needs no run of one's own.
+# Answers with a different name in ``api``, parts of other answers, and functions that are not about one run.
 CALLED = {
     "bucket_flushes": "buckets",
     "bucket_content": "bucket",
@@ -25,11 +28,11 @@ CALLED = {
 PARTS = {
     "advice",
     "resources",
-    "rank_bytes",  # fields of comparison()
+    "rank_bytes",  # The fields of comparison().
     "backends",
     "health",
     "step_numbers",
-    "has_exposed_times",  # of overview(), step_times(), exposure_per_step()
+    "has_exposed_times",  # The fields of overview(), step_times() and exposure_per_step().
 }
 NOT_OF_A_RUN = {
     "finalise",
@@ -132,5 +135,5 @@ def test_a_run_whose_files_never_rest_is_one_clear_message(path, monkeypatch):
         replaced(path)
         raise TraceError("steps.parquet cannot be read: it is gone")
 
-    with pytest.raises(TraceError, match="being finalised at this moment"):
+    with pytest.raises(TraceError, match="another command is finalizing the run"):
         runs.asked([str(path)], question)

@@ -1,4 +1,7 @@
-"""The file of a calibration: what is written is read again; what is damaged, foreign or newer is refused in a sentence."""
+"""Test the file of a calibration.
+
+A written file can be read again. A damaged, foreign or newer file is refused with one sentence.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,11 @@ from commprof.errors import CommprofError, SchemaError, TraceError, UsageError
 
 
 def calibration(world_size: int = 4, **changes) -> Calibration:
-    """All_reduce: 100 us and 1 GB/s; send_recv: 50 us and 2 GB/s; broadcast at two sizes only."""
+    """Return a calibration with fixed latencies and bandwidths.
+
+    An all_reduce takes 100 us and 1 GB/s, and a send_recv 50 us and 2 GB/s. A broadcast is measured at two
+    sizes only.
+    """
     sizes = [2**n for n in range(10, 25, 2)]
 
     def timings(alpha: int, ns_per_byte: float, of=sizes):
@@ -71,7 +78,7 @@ def test_the_file_states_times_bandwidths_and_the_fit(tmp_path):
 def test_a_group_of_another_size_is_held_to_the_same_bus_bandwidth():
     ceilings = calibration(world_size=4).ceilings()
     assert ceilings.predict("all_reduce", 10**6, 4).time_ns == pytest.approx(1_100_000, rel=1e-3)
-    # 2 ranks: factor 1 in the place of 1.5, so that two thirds of the bytes pass each link.
+    # With 2 ranks the factor is 1 instead of 1.5, so two thirds of the bytes pass each link.
     assert ceilings.predict("all_reduce", 10**6, 2).time_ns == pytest.approx(100_000 + 2e6 / 3, rel=1e-3)
     assert ceilings.predict("recv", 10**6, 4).time_ns == pytest.approx(550_000, rel=1e-3)
     assert ceilings.predict("broadcast", 10**6, 4) is None
@@ -93,7 +100,7 @@ def test_an_earlier_file_is_never_replaced_unasked(tmp_path):
 def test_force_replaces_nothing_but_calibrations(tmp_path):
     path = tmp_path / "notes.json"
     path.write_text('{"mine": 1}')
-    with pytest.raises(UsageError, match="no file of a calibration"):
+    with pytest.raises(UsageError, match="is not a calibration file"):
         write_calibration(path, calibration(), force=True)
     assert path.read_text() == '{"mine": 1}'
     with pytest.raises(UsageError, match="directory"):
@@ -123,7 +130,10 @@ def test_a_missing_file_and_a_newer_one_are_refused(tmp_path):
 
 
 def test_damaged_files_are_refused_in_a_sentence(tmp_path):
-    """Any one value of the file replaced by something else: it is read, or refused as a calibration is, never otherwise."""
+    """Any one value of the file is replaced by a different value.
+
+    The file is then either read or refused with the calibration error, and never fails otherwise.
+    """
     path = tmp_path / "c.json"
     rng = random.Random(3)
     strange = [None, -1, 0, 1.5, "x", [], {}, [1], 2**70, True, {"a": None}]

@@ -1,4 +1,4 @@
-"""What ``commprof doctor`` says about the entry point by which torch starts the recorder."""
+"""Test the output of ``commprof doctor`` about the entry point with which torch starts the recorder."""
 
 import os
 import subprocess
@@ -45,7 +45,7 @@ def test_one_that_cannot_be_loaded_or_starts_another_commprof(monkeypatch):
     monkeypatch.setattr(EntryPoint, "load", fails)
     assert "cannot be loaded (ImportError: no module named commprof)" in examine([OWN], {}).text
     monkeypatch.setattr(EntryPoint, "load", lambda self: os.path.join)
-    assert "it starts another commprof, " in examine([OWN], {}).text
+    assert "it starts a different installation of commprof (" in examine([OWN], {}).text
 
 
 def test_the_declared_entry_point_is_the_one_that_is_looked_for():

@@ -1,4 +1,7 @@
-"""What commands say of a missing value, several runs, an edited config, and a device that is too small."""
+"""Test the hints that commands print.
+
+The cases are a missing value, several runs, an edited configuration, and a device that is too small.
+"""
 
 from __future__ import annotations
 
@@ -83,7 +86,7 @@ def test_an_edited_config_is_said_and_the_recorded_one_is_read(tmp_path, capsys,
     execute([command, str(path)])
     there, read = (2, 1) if edited == "config.json" else (1, 2)
     text = " ".join(capsys.readouterr().out.split())
-    assert f"zero_optimization.stage is {there} there and {read} in run.json" in text
+    assert f"zero_optimization.stage is {there} in config.json and {read} in run.json" in text
 
 
 def test_requested_says_whether_it_fits_and_in_which_precision(tmp_path, capsys):
@@ -114,7 +117,7 @@ def test_the_memory_that_requested_holds_a_config_to_is_that_of_the_gpu_of_this_
     words = ("requested", str(config), "--params", "7e9", "--world", "8")
     without = shown(capsys, *words)
     assert "its in" not in without and "oes not fit" not in without
-    (devices / "nvidia3").touch()  # a container may have any one of a machine
+    (devices / "nvidia3").touch()  # A container may have any single device of a machine.
     assert "Does not fit in 40.0 GiB" in shown(capsys, *words)
     assert "Fits in 1.00 TiB" in shown(capsys, *words, "--device-memory", "1TiB")
 

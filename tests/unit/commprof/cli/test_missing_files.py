@@ -1,4 +1,7 @@
-"""A finalised run of which a file is missing: the file is named, and nothing is concluded from what is left."""
+"""Test a finalized run with a missing file.
+
+The message names the file, and no conclusion is drawn from the remaining files.
+"""
 
 from __future__ import annotations
 
@@ -42,14 +45,14 @@ def run(finalised, tmp_path):
 
 
 def told(capsys, *words):
-    """The exit code of a command, and what it says on one line."""
+    """Return the exit code of a command and its output on one line."""
     code = execute(list(words))
     said = capsys.readouterr()
     return code, " ".join((said.out + said.err).split())
 
 
 def forget_tables(run):
-    """Make ``run`` one that an earlier version finalised."""
+    """Change the manifest of ``run`` to the format that an earlier version wrote."""
     content = json.loads((run / "run.json").read_text())
     content.pop("tables", None)
     (run / "run.json").write_text(json.dumps(content))
@@ -72,8 +75,8 @@ def test_a_missing_table_is_named(run, capsys, name):
     for verb in ("report", "verify"):
         code, said = told(capsys, verb, str(run))
         assert code == 1 and said == (
-            f"commprof: error: {name}.parquet of {run} is missing; it was written when the run was finalised or aligned; "
-            "copy the run again with all its files"
+            f"commprof: error: {name}.parquet of {run} is missing; it was written when the run was finalized or "
+            "aligned; copy the run again with all its files"
         )
     forget_tables(run)
     assert execute(["report", str(run)]) == 0

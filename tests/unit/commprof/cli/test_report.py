@@ -1,4 +1,4 @@
-"""What ``report``, ``compare``, ``export`` and ``align`` print, against runs written by hand."""
+"""Test the output of ``report``, ``compare``, ``export`` and ``align`` for runs that are written by hand."""
 
 import json
 
@@ -151,7 +151,7 @@ def test_exposure_that_nobody_saw_is_not_called_none(capsys, tmp_path, monkeypat
     run = SyntheticRun(world_size=2)
     for step in range(2):
         run.add_step(step, duration_ns=20_000_000)
-        # Compiled code waits in C++; for the barrier the program itself does.
+        # Compiled code waits for the all_reduce in C++. The program itself waits for the barrier.
         run.add_collective("all_reduce", step=step, purpose="gradient_reduce", is_async=True)
         run.add_collective("barrier", step=step, purpose="metric", exposed_ns=0)
     run.write(tmp_path / "run")
@@ -208,7 +208,7 @@ def test_a_comparison_shows_what_was_meant(capsys, run, tmp_path):
     first, second = (
         row(text.split("wire by operation")[0], f"reduce_scatter={value}") for value in ("true", "false")
     )
-    # 2048 B of all_to_all on 2 ranks: half of it; and 4 B for the norm.
+    # An all_to_all of 2048 B on 2 ranks sends half of the bytes. The norm adds 4 B.
     assert first == [
         "reduce_scatter=true",
         "reduce_scatter",
@@ -224,7 +224,7 @@ def test_a_comparison_shows_what_was_meant(capsys, run, tmp_path):
         "4.00",
         "us",
         "0",
-    ]  # the wait for the norm was not recorded
+    ]  # The wait for the norm was not recorded.
     assert "\n                       reduce_scatter" in text or " reduce_scatter\n" in text
     assert second[:7] == ["reduce_scatter=false", "all_reduce", "all_reduce", "2.00", "KiB", "2.00", "KiB"]
     by_operation = text.split("wire by operation")[1].split("\n\n")[0]
@@ -255,7 +255,8 @@ def test_an_alignment_with_an_empty_log_misses_everything(capsys, run):
     content = json.loads(printed(capsys, "align", "run", "nccl.log", "--json"))
     assert (content["matched"], content["extra"]) == (0, 0)
     assert content["missing"] > 0
-    # an alignment of which nothing matches is in nobody's way: it is kept only when that was asked for
+    # An alignment without matches is stored only if --force requests this, so that it blocks no later
+    # alignment.
     assert execute(["align", "run", "nccl.log", "--force"]) == 0
     assert execute(["align", "run", "nccl.log"]) == 2
     assert "already has an alignment; give --force" in capsys.readouterr().err
@@ -300,7 +301,10 @@ def test_a_place_that_only_receives_is_left_out_where_the_sends_are_shown(tmp_pa
 
 
 def test_a_report_shows_the_algorithms_of_an_aligned_log(capsys, tmp_path, monkeypatch):
-    """NCCL prints a choice on one rank; its bandwidth is that rank's: 2 (n - 1) / n of payload over time at n = 2."""
+    """NCCL prints a choice on one rank, so the bandwidth is that rank's.
+
+    It is 2 (n - 1) / n of the payload divided by the time, with n = 2.
+    """
     monkeypatch.chdir(tmp_path)
     with_choices(tmp_path / "run")
     capsys.readouterr()
@@ -343,15 +347,17 @@ def test_a_report_states_the_load_of_experts_and_what_to_try(capsys, tmp_path, m
     uneven_experts().write(tmp_path / "run")
     text = printed(capsys, "report", "run")
     assert "Experts: load in 12 training steps" in text
-    # Of expert 5 in 12 steps: 1 in four of them, 15/8, 22/8, 29/8, and 36/8 in five; the first of these is step 7.
+    # The loads of expert 5 in 12 steps are 1 in four steps, 15/8, 22/8, 29/8, and 36/8 in five steps. The
+    # first of the last five is step 7.
     assert row(text, "blocks.0.moe") == ["blocks.0.moe", "8", "3.19", "4.50", "7", "5", "1.94", "15.5%"]
     assert row(text, "blocks.1.moe") == ["blocks.1.moe", "8", "1.00", "1.00", "0", "0", "1.00", "0.0%"]
     flat = " ".join(text.split())
     assert "7.7% of the choices were dropped. Try a larger capacity_factor; with 4.50 nothing" in flat
-    # Of 8 exchanges of 4096 bytes a rank sends three quarters to others, two of three parts of that to the other host.
+    # A rank sends three quarters of 8 exchanges of 4096 bytes to other ranks. Two of these three parts go to
+    # the other host.
     assert "send 96.0 KiB between ranks (median, all ranks together), 64.0 KiB of it between hosts" in flat
     assert "In blocks.0.moe the most loaded expert gets 3.19 times the mean load" in flat
-    assert "Try an ep_size (now 4) of at most the ranks of a host" in flat
+    assert "Try an ep_size (now 4) of at most the number of ranks per host" in flat
     told = json.loads(printed(capsys, "report", "run", "--json"))
     first, second = told["experts"]["layers"]
     assert first["worst"] == {"attempt": 0, "step": 7, "expert": 5, "imbalance": 4.5}

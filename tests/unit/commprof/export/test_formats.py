@@ -1,4 +1,7 @@
-"""Exports in other formats, each read back with a reader of its own; protobuf by its wire format, by hand."""
+"""Test exports in other formats, each with an independent reader.
+
+Protobuf is read by its wire format, with code in this file.
+"""
 
 from __future__ import annotations
 
@@ -148,7 +151,7 @@ def test_the_check_knows_another_run(run, tmp_path):
     export_csv(run, tmp_path / "out")
     other = make(tmp_path / "other", "reduce")
     problems = check_csv(tmp_path / "out", other)
-    assert any("collectives.csv is not what the run holds: row 1" in problem for problem in problems) or any(
+    assert any("collectives.csv differs from the run: row 1" in problem for problem in problems) or any(
         "column op" in problem for problem in problems
     )
 
@@ -251,11 +254,12 @@ def test_arrows_join_one_collective_across_ranks_and_sends_with_their_recvs(run,
             assert len(names) == 1
             assert len({slice_["args"]["pg_seq"] for _, slice_ in ends}) == 1
     sizes = Counter(len(ends) for ends in arrows.values())
-    # 1 broadcast, 2 steps of 2 reductions and a barrier on 3 ranks; 2 all_gathers and 6 messages on 2.
+    # The run has 1 broadcast, and 2 steps with 2 reductions and a barrier on 3 ranks. On 2 ranks there are 2
+    # all_gathers and 6 messages.
     assert sizes == {3: 1 + 2 * 3, 2: 2 + 6}
 
 
-# Chakra: read with nothing but the wire format of protobuf and the numbers of the published schema.
+# Chakra traces are read with the wire format of protobuf and the field numbers of the published schema only.
 
 ATTRIBUTE_VALUES = {7: "int32_val", 9: "int64_val", 13: "uint64_val", 27: "bool_val", 29: "string_val"}
 
@@ -286,7 +290,7 @@ def fields(data):
 
 
 def numbers(values):
-    """Of a repeated integer, packed or not."""
+    """Return the numbers of a repeated integer field, packed or not."""
     found = []
     for value in values:
         if isinstance(value, int):
@@ -378,7 +382,7 @@ def test_chakra_compute_is_what_the_host_did_between(tmp_path):
     synthetic = SyntheticRun(world_size=2)
     synthetic.add_step(0, begin_ns=0, end_ns=100_000_000)
     sync = {"host_ns": 2_000_000, "wait_end_ns": 5_000_000}
-    # The host stands until 5 ms.
+    # The host is blocked until 5 ms.
     synthetic.add_collective("all_reduce", payload_bytes=8, issue_ns=1_000_000, **sync)
     synthetic.add_collective(
         "all_reduce",
@@ -388,7 +392,7 @@ def test_chakra_compute_is_what_the_host_did_between(tmp_path):
         wait_begin_ns=10_000_000,
         wait_end_ns=14_000_000,
     )
-    # Never awaited: nothing depends on it.
+    # The call is never waited for, so no node depends on it.
     synthetic.add_collective("barrier", issue_ns=15_500_000, is_async=True)
     export_chakra(synthetic.write(tmp_path / "run"), tmp_path / "et")
     _, nodes = read_trace(tmp_path / "et" / "trace.0.et")
@@ -468,11 +472,14 @@ def test_an_empty_run_is_exported_as_such(tmp_path, kind):
 # Columns of schema 2
 
 
-SENT = ((8, 0, 24), (4, 4, 4), (0, 40, 16))  # bytes from each rank to each
+SENT = ((8, 0, 24), (4, 4, 4), (0, 40, 16))  # The bytes from each rank to each rank.
 
 
 def uneven(path: Path) -> Path:
-    """An all_to_all of these parts, one whose parts nobody could read, and a gather with padding, on three hosts."""
+    """Write a run on three hosts with an all_to_all of these parts.
+
+    The run also has an all_to_all with unreadable parts, and a gather with padding.
+    """
     run = SyntheticRun(world_size=3)
     run.add_step(0, begin_ns=0, end_ns=1_000_000)
     for rank, row in enumerate(SENT):
@@ -514,7 +521,7 @@ def test_splits_padding_and_hosts_come_out_as_they_went_in(tmp_path, kind):
             (r for r in tables["collectives"] if int(r["rank"]) == rank), key=lambda r: int(r["seq"])
         )
         exchange, unread, gather = rows
-        # A list is read back by its commas; no list stands for equal parts.
+        # A list is parsed at its commas. No list means equal parts.
         sent = exchange["input_splits"] and [int(part) for part in exchange["input_splits"].split(",")]
         assert (sent or [4, 4, 4]) == list(SENT[rank])
         assert [int(part) for part in exchange["output_splits"].split(",")] == [row[rank] for row in SENT]
@@ -548,7 +555,7 @@ def test_perfetto_and_chakra_show_splits_and_padding(tmp_path):
             False,
         )
     exchanges = {each.get("input_splits"): each["wire_bytes"] for each in slices if each["seq"] == 0}
-    # What goes to others, without a rank's own part: 0 + 24, 4 + 4, 0 + 40.
+    # The bytes to other ranks, without a rank's own part: 0 + 24, 4 + 4, 0 + 40.
     assert exchanges == {"8,0,24": 24, None: 8, "0,40,16": 40}
     assert [each["wire_bytes"] for each in slices if each.get("input_splits") == "?"] == [None] * 3
     assert [each["padding_bytes"] for each in slices if "padding_bytes" in each] == [20] * 3
@@ -558,7 +565,7 @@ def test_perfetto_and_chakra_show_splits_and_padding(tmp_path):
 
 
 class Links(HTMLParser):
-    """What a page would load or lead to, and its text."""
+    """Collects the addresses that a page loads or links to, and its text."""
 
     def __init__(self):
         super().__init__()
@@ -585,7 +592,7 @@ def test_the_report_is_one_file_that_loads_nothing(tmp_path):
     page.feed(text)
     assert page.found == ["#advice", "#comparison", "#run-1", "#run-2"], "links within the file"
     assert all(f'id="{link[1:]}"' in text for link in page.found)
-    # Of the comparison's figures and itself; of the figures of each run.
+    # The tables are the comparison and its figures, and the figures of each run.
     assert page.tags["table"] == (2 + 1) + 2 * 4
     assert hostile not in text
     words = " ".join(page.words)

@@ -1,4 +1,7 @@
-"""Recordings of other tools become runs: the right numbers, what is missing said, and no code of a file ever run."""
+"""Test the import of recordings of other tools.
+
+The numbers are correct, missing data is reported, and no code from a file is executed.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ from commprof.trace.reader import open_run
 
 
 def commprof(*words):
-    """The exit code of a command."""
+    """Run a command and return its exit code."""
     with pytest.raises(SystemExit) as ended:
         main([str(word) for word in words])
     return ended.value.code or 0
@@ -178,7 +181,7 @@ def test_dumps_of_the_flight_recorder(tmp_path, form):
 def test_dumps_must_say_their_rank(tmp_path, capsys):
     (tmp_path / "dump.json").write_text(json.dumps(dump(entry(0))))
     assert commprof("import", str(tmp_path / "dump.json"), "-o", str(tmp_path / "run")) == 1
-    assert "does not say which rank" in capsys.readouterr().err
+    assert "does not show its rank" in capsys.readouterr().err
     for name in ("a_0", "b_0"):
         (tmp_path / name).write_text(json.dumps(dump(entry(0))))
     assert commprof("import", str(tmp_path / "a_0"), str(tmp_path / "b_0"), "-o", str(tmp_path / "run")) == 1
@@ -186,7 +189,10 @@ def test_dumps_must_say_their_rank(tmp_path, capsys):
 
 
 def hooked(rank, *more):
-    """A dump as torch 2.15's hooks write it: of a backend without a recorder of its own, seen on two ranks."""
+    """Return the dump of a rank as the hooks of torch 2.15 write it.
+
+    The backend has no recorder of its own, and the job has two ranks.
+    """
     own, whole, mine = [[8]], [[8], [8]], rank == 0
     entries = [
         ("all_reduce", own, own),
@@ -257,7 +263,8 @@ def test_dumps_of_torchs_hooks(tmp_path, form):
             ("all_to_all", 32, 8, -1),
             ("barrier", 0, 0, -1),
             ("all_reduce", 64, 16, -1),
-            ("gather", 64, 16, -1),  # on the rank that only sends, too: the payload is the root's buffer
+            # This is also the size on a rank that only sends, because the payload is the root's buffer.
+            ("gather", 64, 16, -1),
             ("scatter", 64, 16, -1),
             ("send", 32, 8, 1) if rank == 0 else ("recv", 32, 8, 0),
             last,
@@ -299,7 +306,7 @@ def test_json_that_is_cut_is_an_error_with_the_place(tmp_path, capsys, content):
     (tmp_path / "trace_0").write_text(whole[: len(whole) // 2])
     assert commprof("import", tmp_path / "trace_0", "--out", tmp_path / "run") == 1
     told = capsys.readouterr().err.strip()
-    assert len(told.splitlines()) == 1 and "cut or damaged at line 1, column" in told
+    assert len(told.splitlines()) == 1 and "truncated or damaged at line 1, column" in told
 
 
 # Kineto
@@ -430,7 +437,10 @@ def test_kineto_says_which_element_types_it_does_not_know(tmp_path):
 
 
 def identified(name, comms_id, external, ts, linked=None, dur=200.0, **more):
-    """A call and its kernel as torch 2.13 and newer write them; ``linked``: the external id that the kernel has."""
+    """Return a call and its kernel as torch 2.13 and newer write them.
+
+    ``linked`` is the external id of the kernel.
+    """
     told = {"Comms Id": comms_id, "Seq": comms_id % 100, **more}
     call, kernel, _ = comms(name, external, ts, 1000, 1000, **told)
     kernel["args"]["External id"] = external if linked is None else linked
@@ -438,7 +448,7 @@ def identified(name, comms_id, external, ts, linked=None, dur=200.0, **more):
     return [call, kernel]
 
 
-BIG = 18446744073709551600  # torch writes the hash as a number of 64 bits without a sign
+BIG = 18446744073709551600  # torch writes the hash as an unsigned number of 64 bits.
 
 
 def write_traces(directory, traces):
@@ -456,7 +466,10 @@ def device_times(run, rank):
 
 
 def test_the_comms_id_joins_calls_kernels_and_ranks(tmp_path):
-    """Rank 1's trace begins later: its first call is the second of rank 0, whatever stands first in the file."""
+    """The trace of rank 1 begins later, so its first call is the second call of rank 0.
+
+    The position in the file does not matter.
+    """
     wait = span("record_param_comms", 260, 1, **{"Collective name": "wait", "Comms Id": BIG + 1, "Seq": 1})
     run = write_traces(
         tmp_path,
@@ -464,10 +477,10 @@ def test_the_comms_id_joins_calls_kernels_and_ranks(tmp_path):
             0: [
                 *identified(
                     "allreduce", BIG + 2, 2, 300.0, dur=20.0, linked=77
-                ),  # the external id leads nowhere
+                ),  # No call has this external id.
                 *identified(
                     "allreduce", BIG + 1, 1, 200.0, dur=10.0, linked=2
-                ),  # the external id is another call's
+                ),  # The external id is the id of a different call.
                 wait,
             ],
             1: identified("allreduce", BIG + 2, 9, 100.0, dur=30.0),
@@ -479,7 +492,10 @@ def test_the_comms_id_joins_calls_kernels_and_ranks(tmp_path):
 
 
 def test_calls_of_a_coalesced_block_share_a_comms_id_and_no_kernel(tmp_path):
-    """One kernel runs them. It is the call's that the external id names, and counted once."""
+    """One kernel executes all calls of the block.
+
+    The kernel belongs to the call that the external id names, and it counts once.
+    """
     block = [
         comms("allreduce", each, 100.0 + each, 10, 10, **{"Comms Id": 5, "Seq": 5})[0] for each in (1, 2)
     ]
@@ -491,7 +507,10 @@ def test_calls_of_a_coalesced_block_share_a_comms_id_and_no_kernel(tmp_path):
 
 
 def test_messages_are_not_joined_by_the_comms_id(tmp_path):
-    """Each rank counts its messages by itself: rank 0's second send meets rank 1's first recv."""
+    """Each rank counts its messages separately.
+
+    The second send of rank 0 belongs to the first recv of rank 1.
+    """
     send = identified("send", 1, 1, 100.0, **{"Dst Rank": 1})
     recv = identified("recv", 1, 1, 100.0, **{"Src Rank": 0})
     run = write_traces(tmp_path, {0: send, 1: recv})
@@ -499,7 +518,7 @@ def test_messages_are_not_joined_by_the_comms_id(tmp_path):
 
 
 def test_a_group_that_counts_messages_too_is_joined_by_order(tmp_path, capsys):
-    """nccl2 gives a message and a collective one count, so rank 1, which sent to nobody, is one behind."""
+    """nccl2 counts messages and collectives together. Rank 1 sent to no rank, so its count is one behind."""
     traces = {
         0: [*identified("send", 101, 1, 100.0, **{"Dst Rank": 1}), *identified("allreduce", 102, 2, 200.0)],
         1: identified("allreduce", 101, 1, 200.0),
@@ -585,7 +604,7 @@ def marker(
     pid=None,
     us=5_000_000,
 ):
-    """The record that a dump begins with, as versions 4.1 and newer write it."""
+    """Return the record at the beginning of a dump, as versions 4.1 and newer write it."""
     return {
         "header": {"id": comm, "comm_name": "unknown", "rank": rank, "n_ranks": ranks, "nnodes": 1},
         "metadata": {
@@ -608,7 +627,7 @@ def marker(
 
 
 def perf(op, number, size, micros, begin=0, channels=2, algo="RING", proto="LL128"):
-    """A collective as versions 4.2 and newer write it; verbose with ``begin``."""
+    """Return a collective as versions 4.2 and newer write it. ``begin`` makes the record verbose."""
     body = {
         "coll": op,
         "coll_algo": algo,
@@ -631,7 +650,7 @@ def lines(*records):
 
 
 def with_context(dump, *records):
-    """Records as version 4.2 writes them: each with the header and metadata of its dump."""
+    """Return records as version 4.2 writes them, each with the header and metadata of its dump."""
     context = {"header": dump["header"], "metadata": dump["metadata"]}
     return lines(dump, *({**context, **record} for record in records))
 
@@ -639,7 +658,10 @@ def with_context(dump, *records):
 @pytest.mark.sampled
 @pytest.mark.parametrize("version", ["v4.2", "v4.3", "v4.4"])
 def test_inspector_logs_that_name_algorithms(tmp_path, capsys, version):
-    """NCCL numbers by operation: AllReduce 7 and AllGather 7 are two collectives, on whichever ranks they were kept."""
+    """NCCL numbers each operation separately, so AllReduce 7 and AllGather 7 are two collectives.
+
+    This is true whichever ranks recorded them.
+    """
     kept = {
         0: (
             perf("AllReduce", 7, 4096, 50, 1000),
@@ -685,7 +707,10 @@ def test_inspector_logs_that_name_algorithms(tmp_path, capsys, version):
 
 
 def test_the_report_of_an_inspector_log_has_algorithms_and_the_bandwidths_of_the_plugin(tmp_path, capsys):
-    """The bandwidths are computed from bytes and times; the plugin's own are of 10^9 bytes a second."""
+    """The bandwidths are computed from bytes and times.
+
+    The plugin's own bandwidths are in units of 10^9 bytes per second.
+    """
     records = [
         perf("AllReduce", 1, 1 << 20, 104, 1000),
         perf("AllReduce", 2, 1 << 20, 104, 2000),
@@ -711,7 +736,10 @@ def test_the_report_of_an_inspector_log_has_algorithms_and_the_bandwidths_of_the
 
 
 def test_records_of_a_dump_belong_to_its_communicator_and_no_other(tmp_path, capsys):
-    """From 4.3 on a record has no header of its own. Behind a damaged place nobody knows whose it is."""
+    """From 4.3 on, a record has no header of its own.
+
+    After a damaged place, it is not known to which communicator a record belongs.
+    """
     whole = lines(
         marker(0, 2, 1, comm="0xa"),
         perf("AllReduce", 1, 512, 5),
@@ -728,7 +756,7 @@ def test_records_of_a_dump_belong_to_its_communicator_and_no_other(tmp_path, cap
         {"proxy_trace": {"record_type": "proxy_op", "steps": [{"proxy_step_sn": 1}]}},
         marker(0, 1, comm="0xb", ranks=1),
         perf("Broadcast", 1, 8, 1),
-        perf("Broadcast", 2, 8, 1),  # more than the dump announces
+        perf("Broadcast", 2, 8, 1),  # The dump announces fewer records.
     )
     torn = (
         json.dumps(marker(0, 1, comm="0xc"))[:40]
@@ -859,12 +887,14 @@ def running_sums(values):
 def test_running_sums_become_latencies():
     true = [1.25, 0.5, 10.0, 0.01]
     assert latencies(running_sums(true)) == pytest.approx(true)
-    assert latencies([3.0, 1.0, 2.0]) is None  # of a logger that was mended, perhaps: not taken, not touched
+    # The logger may have been fixed, so its values are not used or changed.
+    assert latencies([3.0, 1.0, 2.0]) is None
     assert latencies([1.0, None]) is None
 
 
 def test_raw_data_of_the_comms_logger(tmp_path):
-    # Calls of two sizes in turn share one timer: what each size lists are running sums of both.
+    # Calls of two alternating sizes share one timer. The list of each size contains running sums of both
+    # sizes.
     true = [2.0, 7.0, 3.0, 5.0]
     sums = running_sums(true)
     raw = {
@@ -877,7 +907,7 @@ def test_raw_data_of_the_comms_logger(tmp_path):
     }
     (tmp_path / "raw.json").write_text(json.dumps(raw))
     found = import_files([tmp_path / "raw.json"], tmp_path / "run")
-    assert found.world_size == 4  # busbw / algbw = 3/4
+    assert found.world_size == 4  # The ratio busbw / algbw is 3/4.
     reduced = rows(tmp_path / "run", op="all_reduce")
     assert [(row["payload_bytes"], row["return_ns"] - row["issue_ns"]) for row in reduced] == [
         (4000, 2_000_000),

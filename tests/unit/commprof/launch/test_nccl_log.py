@@ -1,4 +1,4 @@
-"""What a run asks NCCL to print, beside what the user has chosen; collecting and counting the files."""
+"""Test the NCCL log settings of a run together with the user's settings, and how files are collected and counted."""
 
 import os
 import re
@@ -55,9 +55,9 @@ def test_an_empty_variable_says_nothing():
 @pytest.mark.parametrize(
     ("own", "lost"),
     [
-        ({"NCCL_DEBUG": "WARN"}, r"NCCL_DEBUG=WARN prints no line of an operation"),
-        ({"NCCL_DEBUG": "version"}, r"NCCL_DEBUG=version prints no line of an operation"),
-        ({"NCCL_DEBUG": "typo"}, r"NCCL_DEBUG=typo prints no line of an operation"),
+        ({"NCCL_DEBUG": "WARN"}, r"NCCL_DEBUG=WARN prints no lines of operations"),
+        ({"NCCL_DEBUG": "version"}, r"NCCL_DEBUG=version prints no lines of operations"),
+        ({"NCCL_DEBUG": "typo"}, r"NCCL_DEBUG=typo prints no lines of operations"),
         ({"NCCL_DEBUG": "info"}, r"NCCL_DEBUG=info loses the lines of API calls"),
         ({"NCCL_DEBUG": "trace"}, None),
         (
@@ -76,7 +76,7 @@ def test_an_empty_variable_says_nothing():
             r"has no %p, so the processes of a host write over each other",
         ),
         ({"NCCL_DEBUG_FILE": "/logs/%%p.log"}, r"has no %p"),
-        ({"NCCL_DEBUG_FILE": "/dev/stderr"}, r"is no file, so the log is not kept"),
+        ({"NCCL_DEBUG_FILE": "/dev/stderr"}, r"is not a file, so the log is not kept"),
         ({"NCCL_DEBUG_FILE": "%p"}, None),
     ],
 )

@@ -1,4 +1,4 @@
-"""``commprof check``: budgets that hold, budgets that break, and budget files that are wrong."""
+"""Test ``commprof check`` with budgets that the run meets, budgets that it exceeds, and invalid budget files."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ from support.runs import SyntheticRun, with_sums
 
 @pytest.fixture
 def run(tmp_path, monkeypatch):
-    """Two ranks; step 1 sends more than step 0: an all_reduce of 1000 bytes, and 24 bytes from a line of the script."""
+    """Write a run of two ranks and return its path.
+
+    Step 1 sends more than step 0: an all_reduce of 1000 bytes, and 24 bytes from a line of the script.
+    """
     monkeypatch.chdir(tmp_path)
     made = SyntheticRun(world_size=2, config={"zero_optimization": {"stage": 0}})
     made.add_parameters({"w": 250})
@@ -43,7 +46,8 @@ def check(capsys, text: str, *words: str) -> tuple[int, str]:
     "text",
     [
         "[step]\nmax_payload_bytes = 1028",
-        "[step]\nmax_wire_bytes = 1016",  # 1000 + 4 as all_reduce of 2 ranks, half of 24 as all_gather
+        # The bytes are 1000 + 4 as all_reduce of 2 ranks, and half of 24 as all_gather.
+        "[step]\nmax_wire_bytes = 1016",
         "[step]\nmax_collectives = 3",
         "[step]\nallowed_ops = ['all_reduce', 'all_gather']",
         "[step.op.all_reduce]\nmax_collectives = 2",
@@ -160,7 +164,9 @@ def test_of_a_run_of_sums_no_budget_is_written(capsys, tmp_path, monkeypatch):
     made.add_collective("all_reduce", payload_bytes=100, step=0)
     with_sums(made).write(tmp_path / "run")
     assert execute(["check", "run", "--write-budget", "own.toml"]) == 2
-    assert "meets no budget" in capsys.readouterr().err and not (tmp_path / "own.toml").exists()
+    assert (
+        "cannot be shown to meet a budget" in capsys.readouterr().err and not (tmp_path / "own.toml").exists()
+    )
 
 
 def test_nothing_can_be_shown_of_a_run_with_lost_records(capsys, tmp_path, monkeypatch):

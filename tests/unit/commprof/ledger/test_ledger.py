@@ -1,4 +1,4 @@
-"""The ledger of runs written by hand, whose every byte is computed here."""
+"""Test the ledger of hand-written runs. Every byte of the runs is computed here."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from commprof.analysis import api
 from commprof.cli import execute
 from support.runs import SyntheticRun
 
-# Two matrices of 600 and 400 elements on 4 ranks: a flat buffer of 1000, a multiple of 2 x 4, in pieces of 250.
+# Two matrices of 600 and 400 elements on 4 ranks need a flat buffer of 1000 elements, a multiple of 2 x 4.
+# The shards have 250 elements.
 SIZES = {"a.weight": 600, "b.weight": 400}
 GRADIENT_BYTES = 4000
 DEEPSPEED_DEFAULT = {"zero_optimization": {"stage": 2}}
@@ -127,8 +128,8 @@ SAVED = "0.75 instead of 1.50 of the gradient bytes per rank"
             {},
             "all_reduce",
             "DeepSpeed has no reduce_scatter at stages 1 and 2. With use_multi_rank_bucket_allreduce: false it sends each "
-            "owner one reduce, as many bytes by the model. For a reduce_scatter run the program with commprof run --engine "
-            f"zero_runtime and {OWN}: {SAVED}.",
+            "owner one reduce, as many bytes by the model. For a reduce_scatter, run the program with commprof run "
+            f"--engine zero_runtime and {OWN}: {SAVED}.",
         ),
         (
             "deepspeed 0.19.8",
@@ -136,7 +137,7 @@ SAVED = "0.75 instead of 1.50 of the gradient bytes per rank"
             "all_reduce",
             "DeepSpeed has no reduce_scatter at stages 1 and 2. With contiguous_gradients: true and "
             "use_multi_rank_bucket_allreduce: false it sends each owner one reduce, as many bytes by the model. For a "
-            f"reduce_scatter run the program with commprof run --engine zero_runtime and {OWN}: {SAVED}.",
+            f"reduce_scatter, run the program with commprof run --engine zero_runtime and {OWN}: {SAVED}.",
         ),
         (
             "zero_runtime",
@@ -315,7 +316,11 @@ def test_the_engines_config_stands_in_for_a_script_without_a_file():
 
 @pytest.mark.parametrize("is_missing", [False, True])
 def test_what_is_requested_in_a_step_is_of_the_steps_that_what_is_issued_is_of(is_missing):
-    """Of seven steps the first warms up: three ask for reduce_scatter and three for all_reduce, whatever a step lacks."""
+    """The requested and the issued bytes of a step must come from the same steps.
+
+    The first of seven steps is a warmup. Three steps request reduce_scatter and three request all_reduce,
+    whatever a step lacks.
+    """
     run = zero2(steps=0)
     other = {"zero_optimization": {"stage": 2, "reduce_scatter": False}}
     run.engines = [
@@ -346,7 +351,7 @@ def test_what_is_requested_in_a_step_is_of_the_steps_that_what_is_issued_is_of(i
     levels = api.reduction_levels([run.open()])
     requested = levels[levels["level"] == "requested"].set_index("op")
     assert requested["payload_bytes_per_step"].to_dict() == {"reduce_scatter": 2000.0, "all_reduce": 2000.0}
-    # On 4 ranks a reduce_scatter sends 3/4 of its payload, an all_reduce twice as much.
+    # On 4 ranks a reduce_scatter sends 3/4 of its payload, and an all_reduce sends twice as much.
     assert requested["wire_bytes_per_step"].to_dict() == {"reduce_scatter": 1500.0, "all_reduce": 3000.0}
     issued = levels[(levels["level"] == "issued") & (levels["intended_op"] == "reduce_scatter")]
     assert issued["payload_bytes_per_step"].tolist() == [2000.0]
@@ -450,7 +455,8 @@ def test_counters_of_one_host_agree_with_all_that_its_ranks_send():
     gradients(run, 0, payload_bytes=4_000_000)
     run.add_collective("all_reduce", payload_bytes=4, step=0, purpose="gradient_norm")
     run.add_collective("all_gather", payload_bytes=4_000_000, step=0, purpose="parameter_gather")
-    # 4 ranks x (1.5 x 4,000,000 + 1.5 x 4 + 0.75 x 4,000,000); the broadcasts were before the first reading.
+    # The expected bytes are 4 ranks x (1.5 x 4,000,000 + 1.5 x 4 + 0.75 x 4,000,000). The broadcasts were
+    # before the first reading.
     begin = min(row["issue_ns"] for row in run.rows["collectives"] if row["step"] == 0)
     end = max(row["return_ns"] for row in run.rows["collectives"])
     at_first, at_last = (begin - 1, -1, 12_000_000), (end + 1, 0, 12_000_000 + 36_100_000)
@@ -461,7 +467,7 @@ def test_counters_of_one_host_agree_with_all_that_its_ranks_send():
     run.rows["wire"][2]["sent_bytes"] -= 3_000_000
     verdict = api.verify(run.open())
     assert verdict.state == "mismatch"
-    assert "less moved than the model" in sentence(verdict, "Host host-a")
+    assert "fewer bytes moved than the model predicts" in sentence(verdict, "Host host-a")
 
 
 def test_an_untrue_flight_list_is_a_mismatch():
@@ -473,7 +479,9 @@ def test_an_untrue_flight_list_is_a_mismatch():
         )  # fmt: skip
     verdict = api.verify(run.open())
     assert verdict.state == "mismatch"
-    assert "lists reduce where all_reduce is known to run (4 of 5 agree)" in sentence(verdict, "Flight")
+    assert "lists reduce where gloo is expected to run all_reduce (4 of 5 agree)" in sentence(
+        verdict, "Flight"
+    )
 
 
 def test_coalesced_reduce_scatters_are_an_all_reduce_for_each_tensor_in_the_flight_list():
@@ -575,6 +583,6 @@ def test_what_the_words_of_a_config_cost_is_over_all_operations_that_came_of_the
     gradients(run, 0, "all_reduce", 1600)
     gradients(run, 0, "reduce_scatter", 2400)
     said = sentence(api.verify(run.open()), "requested")
-    # 2400 bytes at 0.5 and 1600 at 1.
+    # The 2400 bytes count with 0.5 and the 1600 bytes with 1.
     assert "for 60 % of the bytes, stage 3" in said
     assert "turned it into reduce_scatter: 0.70 instead of 1.00 of the gradient bytes" in said

@@ -1,6 +1,8 @@
-"""Each host beside the sum of its ranks: what is held, what is not, and what the tolerance may not hide.
+"""Compare the moved bytes of each host with the sum over its ranks.
 
-``MEASURED`` are counts of the interfaces of hosts of their own, one rank each, under gloo with torch 2.13: headers included.
+The tests check which differences are accepted, which are not, and what the tolerance must not hide.
+``MEASURED`` are interface counters of separate hosts with one rank each, under gloo with torch 2.13. The
+counters include headers.
 """
 
 from __future__ import annotations
@@ -13,7 +15,8 @@ from commprof.analysis import api
 from commprof.ledger.records.backends import Call, execution, flows
 from support.runs import SyntheticRun
 
-# Operation, bytes, ranks, root, and what the host of each rank sent and received.
+# The columns are the operation, the bytes, the ranks, the root, and the bytes that each rank's host sent and
+# received.
 MEASURED = [
     ("all_reduce", 4000012, None, (5343400, 5344172, 5343796), (5344238, 5343484, 5343694)),
     ("broadcast", 4000012, 2, (2604, 2076, 8010296), (4005898, 4005784, 3180)),
@@ -69,12 +72,16 @@ def test_the_model_has_what_the_interface_of_each_rank_counted(op, size, root, s
 
 
 MB = 1_000_000
-# A step of three hosts: a broadcast of 4 MB from rank 1, 3 MB from rank 0 to rank 2, 6 MB all_reduced by the hosts 0 and 2.
+# A step of three hosts has a broadcast of 4 MB from rank 1, 3 MB from rank 0 to rank 2, and 6 MB all_reduced
+# by hosts 0 and 2.
 STEP = {0: 3 * MB + 6 * MB, 1: 8 * MB, 2: 6 * MB}
 
 
 def on_hosts(backend: str = "gloo", hosts: tuple[str, ...] = ("a", "b", "c"), **sent: int) -> SyntheticRun:
-    """Two steps of :data:`STEP` on three ranks, with readings at the steps; ``sent``: what hosts sent besides."""
+    """Return a run of two steps of :data:`STEP` on three ranks, with readings at the steps.
+
+    ``sent`` gives bytes that hosts sent in addition.
+    """
     run = SyntheticRun(world_size=3, backend=backend)
     run.hosts = {rank: f"host-{name}" for rank, name in enumerate(hosts)}
     for step in range(2):
@@ -88,12 +95,14 @@ def on_hosts(backend: str = "gloo", hosts: tuple[str, ...] = ("a", "b", "c"), **
     return run
 
 
-Queued: TypeAlias = tuple[int | None, int | None]  # at the first reading and at the last
+# The queued bytes at the first reading and at the last reading.
+Queued: TypeAlias = tuple[int | None, int | None]
 
 
 def read(run: SyntheticRun, host: str, sent: int, resent: int = 0, queued: Queued = (None, None)) -> None:
     run.rows["wire"] = [row for row in run.rows["wire"] if row["host"] != f"host-{host}"]
-    ends = ((-1, -1, 0, 0, queued[0]), (1, 10**15, sent, resent, queued[1]))  # around all records
+    # The two readings are before and after all records.
+    ends = ((-1, -1, 0, 0, queued[0]), (1, 10**15, sent, resent, queued[1]))
     for step, time, count, again, waiting in ends:
         run.add(
             "wire", host=f"host-{host}", device="eth0", kind="interface", time_ns=time,
@@ -128,12 +137,12 @@ def test_a_shift_of_5_percent_between_two_hosts_is_two_mismatches():
     shifted = round(0.05 * 2 * STEP[1])
     texts = mismatches(on_hosts(a=shifted, b=-shifted))
     assert ["host-a" in text for text in texts] == [True, False]
-    assert "host-b moved 15,200,000 bytes where what was executed needs 16,000,000" in texts[1]
+    assert "host-b moved 15,200,000 bytes, but the executed collectives need 16,000,000" in texts[1]
 
 
 def test_what_tcp_has_sent_again_explains_more_bytes_and_never_fewer():
     run = on_hosts()
-    read(run, "a", round(1.03 * 2 * STEP[0]), resent=400)  # 400 x 1,514 bytes are 3.4 % of it
+    read(run, "a", round(1.03 * 2 * STEP[0]), resent=400)  # 400 x 1,514 bytes are 3.4 % of the bytes.
     assert mismatches(run) == []
     run.rows["wire"][-1]["sent_bytes"] = round(0.97 * 2 * STEP[0])
     assert len(mismatches(run)) == 1
@@ -143,23 +152,23 @@ def test_what_tcp_has_sent_again_explains_more_bytes_and_never_fewer():
 @pytest.mark.parametrize(
     ("sent", "queued", "accused"),
     [
-        # What waited at the first reading leaves after it, and was issued before.
+        # Bytes that are queued at the first reading leave after it, but were issued before it.
         (1.06, (0, 0), True),
         (1.06, (0.05, 0), False),
         (1.06, (0.03, 0), True),
         (0.97, (0.05, 0), True),
-        # What waits at the last one has not left.
+        # Bytes that are queued at the last reading have not left.
         (0.94, (0, 0.05), False),
         (0.94, (0, 0.03), True),
         (1.03, (0, 0.05), True),
-        # What leaves in each step as much as it leaves behind.
+        # In each step, as many bytes leave the queue as are added to it.
         (1.0, (0.05, 0.05), False),
         (1.09, (0.05, 0.05), True),
         (0.91, (0.05, 0.05), True),
-        # A process that was killed has not read it last: less is not judged.
+        # A killed process has no last reading of the queue. Too few bytes are then not judged.
         (0.9, (0, None), False),
         (1.03, (0, None), True),
-        # A trace from before it was read.
+        # The trace is from a version that did not read the queue.
         (1.06, (None, None), True),
         (0.94, (None, None), True),
     ],
@@ -174,15 +183,15 @@ def test_what_waits_in_send_buffers_explains_as_much_and_no_more(sent, queued, a
         sent > 1 and queued[0] == 0.05
     )
     assert ("900,000 bytes waited in send buffers at the last" in text) == (sent < 1 and queued[1] == 0.05)
-    assert ("less is not judged" in text) == (queued == (0, None) and sent < 1)
+    assert ("the difference is not judged" in text) == (queued == (0, None) and sent < 1)
 
 
 def test_what_waits_in_send_buffers_of_all_hosts_together_is_the_sum():
-    for queued, accused in ((0, 1), (500_000, 0)):  # 3 x 500,000 bytes are 3.3 % of 46 MB
+    for queued, accused in ((0, 1), (500_000, 0)):  # 3 x 500,000 bytes are 3.3 % of 46 MB.
         run = on_hosts("nccl")
         for name, number in (("a", 0), ("b", 1), ("c", 2)):
             read(run, name, round(1.04 * 2 * STEP[number]), queued=(queued, 0))
-        assert len(mismatches(run)) == 0  # more is not judged under NCCL
+        assert len(mismatches(run)) == 0  # Under NCCL, additional bytes are not judged.
         for name, number in (("a", 0), ("b", 1), ("c", 2)):
             read(run, name, round(0.96 * 2 * STEP[number]), queued=(0, queued))
         assert len(mismatches(run)) == accused
@@ -192,7 +201,8 @@ def test_what_waits_in_send_buffers_of_all_hosts_together_is_the_sum():
 def test_the_headers_of_counted_packets_are_nobody_s_message(payload, accused):
     run = on_hosts()
     for before, after in zip(run.rows["wire"][::2], run.rows["wire"][1::2], strict=True):
-        # Packets of 1,500 bytes, counted with all headers: 1,448 bytes of payload in each frame of 1,514.
+        # The packets have 1,500 bytes and are counted with all headers. Each frame of 1,514 bytes has 1,448
+        # bytes of payload.
         packets = round(payload * (after["sent_bytes"] - before["sent_bytes"]) / 1_448)
         before["sent_packets"] = 5
         after |= {"sent_packets": 5 + packets, "sent_bytes": before["sent_bytes"] + 1_514 * packets}
@@ -208,13 +218,13 @@ def test_where_a_backend_may_spread_bytes_unevenly_the_sum_is_held_and_that_is_s
     verdict = api.verify(run.open())
     assert [row.expected_bytes for row in verdict.moved] == [None, None, None]
     assert all("only the sum over the hosts is compared" in row.reason for row in verdict.moved)
-    # broadcast: 2/3 S of a mean rank; all_reduce: S of each of two.
+    # The broadcast is 2/3 S for the mean rank, and the all_reduce is S for each of two ranks.
     expected = 2 * (2 * 4 * MB + 3 * MB + 2 * 6 * MB)
     assert verdict.moved_together.expected_bytes == pytest.approx(expected)
     assert "All hosts together sent 46,000,000 bytes in 2 steps" in " ".join(verdict.sentences)
     assert mismatches(run) == []
     (text,) = mismatches(on_hosts("nccl", b=-2 * MB))
-    assert "all hosts moved 44,000,000 bytes where what was executed needs 46,000,000" in text
+    assert "all hosts moved 44,000,000 bytes, but the executed collectives need 46,000,000" in text
 
 
 def test_ranks_of_one_host_send_each_other_nothing_through_its_interface():

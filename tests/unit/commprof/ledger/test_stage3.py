@@ -1,6 +1,7 @@
-"""The ledger of stage 3, where evaluations gather too and some amounts depend on the order in which modules run.
+"""Test the ledger of stage 3.
 
-Two modules of 600 and 400 elements on two ranks; every message is written by hand.
+Evaluations gather too, and some amounts depend on the order in which modules run. The model has two modules
+of 600 and 400 elements on two ranks. Every message is written by hand.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ CONFIG = {
         "reduce_scatter_impl": "native",
     }
 }
-# The first micro-batch gathers for each module, forward and backward; later ones gather all at the root.
+# The first micro-batch gathers for each module in the forward and backward pass. Later micro-batches gather
+# everything at the root.
 RECORDING, KNOWN = (A, B, B, A), (A + B,)
 
 
@@ -54,7 +56,7 @@ class Stage3:
         if step == 0:
             self.check(step, 8, 0)
         elif step == 1:
-            # Three modules, entered forward and backward; each of two parameters used in both.
+            # Both passes enter three modules, and both passes use each of the two parameters.
             self.check(step, 8, 48, 8, 32, 8, 32)
         self.gather(step, sizes if sizes is not None else KNOWN if step else RECORDING)
         self.finish(step)
@@ -92,7 +94,7 @@ def test_an_evaluation_gathers_and_the_step_after_it_need_not(again):
     verdict = job.verify()
     assert (verdict.state, verdict.unexplained) == ("closed", ())
     assert f"Step 1, parameter_gather: {1 + again} message" in said(verdict, "of an evaluation")
-    assert "the evaluation before it had sent the rest" in said(verdict, "Step 2")
+    assert "the evaluation before this step had already sent the rest" in said(verdict, "Step 2")
 
 
 def test_an_evaluation_may_do_the_check_of_the_order_of_modules():

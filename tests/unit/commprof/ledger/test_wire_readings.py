@@ -1,4 +1,7 @@
-"""Readings of the interface counters: at steps by one process of a host, and the table that they become."""
+"""Test the readings of the interface counters at steps, and the table that is built from them.
+
+One process of each host reads the counters.
+"""
 
 import json
 from types import SimpleNamespace
@@ -33,7 +36,7 @@ def rows(directory):
 
 
 def of_lo(directory):
-    """(step, bytes sent) of each reading of the loopback interface, in the order of the files and their lines."""
+    """Return (step, bytes sent) of each reading of the loopback interface, in the order of the files and lines."""
     return [(row.get("step"), row["sent_bytes"]) for row in rows(directory) if row["device"] == "lo"]
 
 
@@ -173,7 +176,10 @@ SECOND = 10**9
 
 
 def a_run_of_two_hosts(times, state="complete", ended=(True, True)):
-    """Rank 0 on host g and rank 1 on host h, both from 10 s to 20 s; ``times`` of the readings of each host, in s."""
+    """Return a run with rank 0 on host g and rank 1 on host h, both from 10 s to 20 s.
+
+    ``times`` gives the times of the readings of each host in seconds.
+    """
     run = SyntheticRun(world_size=2)
     for rank, host in enumerate("gh"):
         for at in (10, 20):
@@ -222,10 +228,10 @@ def test_nothing_is_said_of_a_run_without_readings_or_that_still_works():
 def test_of_a_job_that_was_killed_the_last_reading_is_one_at_an_interval():
     run = a_run_of_two_hosts({"g": (9, 21), "h": (9, 20.25)}, state="killed", ended=(True, False))
     assert uncovered(run) == {
-        "h": "rank 1 was killed or left without ending, and the last reading was taken 0.25 s after its last record: "
-        "what moved later is not counted"
+        "h": "rank 1 was killed or exited without closing its recording, and the last reading was taken 0.25 s "
+        "after its last record: bytes that moved after this reading are not counted"
     }
-    # Its launcher has seen the end: it read the counters after that.
+    # The launcher saw the end and read the counters after the end.
     assert uncovered(a_run_of_two_hosts({"g": (9, 21), "h": (9, 21)}, "failed", (True, False))) == {}
 
 

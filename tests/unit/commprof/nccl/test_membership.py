@@ -1,4 +1,7 @@
-"""Which communicators are one, and which rank of the job each process is: by rule, or not at all and with the reason."""
+"""Test which communicators are grouped, and which rank of the job each process has.
+
+The result follows from a rule, or it is unknown and a reason is given.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from commprof.nccl.tables.missing_evidence import Findings, remarks
 
 
 class Log:
-    """Feeds a registry as a log would, one line after the other."""
+    """Feeds a registry with the lines of a log, one after the other."""
 
     def __init__(self) -> None:
         self.registry = Registry()
@@ -80,7 +83,7 @@ def test_containers_whose_addresses_are_equal_too_stay_apart():
         log.op(21, 0x10, 2, file=rank)
     rows = log.result()
     assert [(r["rank"], r["global_rank"], r["operations"]) for r in rows] == [(0, 0, 1), (1, 1, 1)]
-    # Host, pid, address and epoch still name one row.
+    # Host, pid, address and epoch still identify one row.
     assert len({(r["host"], r["pid"], r["comm"], r["comm_epoch"]) for r in rows}) == 2
 
 
@@ -131,7 +134,7 @@ def test_ranks_that_nothing_tells_apart_have_no_global_rank_and_say_so():
 def test_a_restart_is_a_second_world(comm_ids):
     log = Log()
     for attempt, comm_id in enumerate(comm_ids):
-        # Elastic restarts may give a process on the same card another rank.
+        # An elastic restart may give a process on the same device a different rank.
         for rank in (0, 1):
             log.init(100 * (attempt + 1) + rank, 0x10 + rank, (rank + attempt) % 2, 2, comm_id, device=rank)
     rows = log.result()
@@ -223,7 +226,7 @@ def test_part_of_a_smaller_group_without_id_is_no_family():
     log = Log()
     for rank in (0, 1, 2, 3):
         log.init(10 + rank, 0x10 + rank, rank, 4, stages=("complete",))
-    # Ranks 0 and 2 of two groups of three: who else is in them cannot be known.
+    # These are ranks 0 and 2 of two groups of three. The other members of each group cannot be determined.
     log.init(10, 0x20, 0, 3, stages=("complete",))
     log.init(13, 0x23, 2, 3, stages=("complete",), device=3)
     rows = log.result()
@@ -273,7 +276,7 @@ def test_lines_of_topology_belong_to_the_initialisation_of_their_thread():
     log.init(10, 0x20, 0, 2, "0xb", stages=("complete",), tid=8)
     assert current(process, 8) is first
     log.init(10, 0x10, 0, 2, "0xa", stages=("complete",), tid=7)
-    assert current(process, 9) is None  # a late connection, of either
+    assert current(process, 9) is None  # A late connection may belong to either communicator.
     log.end(10, 0x20)
     assert current(process, 9) is first
 
@@ -285,7 +288,7 @@ def test_the_ranks_of_a_split_are_not_those_of_the_job_where_the_log_does_not_sh
     rows = log.result()
     assert [row["rank"] for row in rows] == [0, 1]
     assert [row["global_rank"] for row in rows] == [None, None]
-    assert [row["parent"] for row in rows] == ["0x10", "0x11"]  # as printed
+    assert [row["parent"] for row in rows] == ["0x10", "0x11"]  # The parent is given as printed.
     assert all("split from one that the logs do not show" in row["reason"] for row in rows)
 
 
@@ -301,13 +304,17 @@ def test_a_late_connection_belongs_to_the_only_communicator_in_which_the_process
     assert owner(b"Channel 00/0 : 3[3] -> 4[4] via P2P/CUMEM") is world
     assert owner(b"Channel 00/0 : 1[3] -> 0[2] via P2P/CUMEM") is pair
     assert owner(b"Channel 00/0 : 2[0] -> 3[1] [receive] via NET/IB/0") is world
-    assert owner(b"Channel 00/0 : 3[0] -> 1[1] [receive] via NET/IB/0") is None  # nobody's
-    assert owner(b"Channel 00/0 : 1[0] -> 3[1] via P2P/IPC") is world  # a communicator of two has no rank 3
+    # No communicator has this connection.
+    assert owner(b"Channel 00/0 : 3[0] -> 1[1] [receive] via NET/IB/0") is None
+    # A communicator of two ranks has no rank 3.
+    assert owner(b"Channel 00/0 : 1[0] -> 3[1] via P2P/IPC") is world
     log.init(10, 0x30, 3, 4, "0xc", stages=("start", "complete"), tid=7)
     assert owner(b"Channel 00/0 : 3[3] -> 4[4] via P2P/CUMEM") is world
-    assert owner(b"Channel 00/0 : 3[3] -> 2[2] via P2P/CUMEM") is None  # of either
+    # The connection may belong to either communicator.
+    assert owner(b"Channel 00/0 : 3[3] -> 2[2] via P2P/CUMEM") is None
     log.op(10, 0x40, 2)
-    assert owner(b"Channel 00/0 : 3[3] -> 4[4] via P2P/CUMEM") is None  # of one that is not known, perhaps
+    # The connection may belong to an unknown communicator.
+    assert owner(b"Channel 00/0 : 3[3] -> 4[4] via P2P/CUMEM") is None
 
 
 def test_before_starts_were_printed_no_line_of_topology_is_given_away_early():
@@ -338,7 +345,7 @@ def test_remarks_name_a_log_that_is_there_twice():
     log = Log()
     for pid in (10, 20):
         log.init(pid, 0x10, 0, 2, "0xa")
-    assert "2 communicators is not known: two processes claim one rank with one commId" in notes(log)
+    assert "2 communicators is not known: two processes have the same rank and commId" in notes(log)
     assert "Name each log once" in notes(log)
 
 

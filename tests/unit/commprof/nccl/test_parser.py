@@ -1,4 +1,7 @@
-"""The reader on planted logs: every line of the plan comes back as it was planned, and nothing else does."""
+"""Test the reader on planted logs.
+
+Every line of the plan is returned as planned, and nothing else is returned.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +64,7 @@ LINE = (
 
 
 class Planned(NamedTuple):
-    """One operation line as planned, in the terms of the table."""
+    """One planned operation line, with the columns of the table."""
 
     op: str
     kind: str
@@ -97,7 +100,10 @@ def parsed_rows(directory: Path):
 
 
 def scenario(seed: int, version, prefix: str, newline: str):
-    """One process that makes, uses and drops communicators, some at addresses that it used before."""
+    """Return one process that creates, uses and destroys communicators.
+
+    Some communicators reuse an earlier address.
+    """
     chance = random.Random(seed)
     writer = Writer(f"node-{seed % 7}", 1000 + seed % 50, version, device=seed % 8, prefix=prefix)
     writer.banner()
@@ -346,10 +352,10 @@ def test_lines_that_a_collector_left_out_are_stated(tmp_path):
     for careful in (False, True):
         parsed = parse_logs(tmp_path / "nccl.log", careful=careful)
         assert parsed.counts.coll == 3
-        (note,) = [note for note in parsed.notes if "left out" in note]
+        (note,) = [note for note in parsed.notes if "dropped lines" in note]
         assert note.startswith("2 lines stand for 1,207 similar ones") and "RAY_DEDUP_LOGS=0" in note
     (tmp_path / "plain.log").write_bytes(LINE)
-    assert not any("left out" in note for note in parse_logs(tmp_path / "plain.log").notes)
+    assert not any("dropped lines" in note for note in parse_logs(tmp_path / "plain.log").notes)
 
 
 def test_compressed_logs_globs_and_single_files_read_alike(tmp_path):

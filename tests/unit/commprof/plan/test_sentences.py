@@ -1,4 +1,4 @@
-"""Blocks, latency and frozen parameters of a plan, by hand."""
+"""Test the blocks, the latency and the frozen parameters of a plan against hand-computed values."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ def test_blocks_are_the_outermost_numbered_modules_that_contain_modules():
 def test_gathering_by_block_launches_one_all_gather_for_each():
     job = Job(sized_model(4 * 12 * 64 * 64, 4), 8, 8)
     found = predict(STAGE_3, job)
-    # Four matrices in each of four layers, forward and backward; by block one message for each layer. zero_runtime does not
-    # release the last one between the passes.
+    # There are four matrices in each of four layers, in the forward and the backward pass. With blocks there
+    # is one message per layer. zero_runtime does not release the last block between the passes.
     assert (all_gathers(found.sent), all_gathers_by_block(found, job)) == (32, 7)
     deepspeed = job._replace(framework="deepspeed")
     assert all_gathers_by_block(predict(STAGE_3, deepspeed), deepspeed) == 8
@@ -66,7 +66,7 @@ def test_gathering_by_block_launches_one_all_gather_for_each():
 
 
 def test_a_chunk_below_the_calibrated_one_is_latency_bound():
-    """100 us and 1 ns per byte on 4 ranks: 100 kB a message, 25 kB a chunk."""
+    """The calibration has 100 us and 1 ns per byte on 4 ranks. A message has 100 kB, and a chunk 25 kB."""
     sent = [row("step", Purpose.GRADIENT_REDUCE, Op.ALL_REDUCE, [1_000_000, 2_000_000], 100)]
     chunk = gradient_chunk(traffic_of(sent, Hosts(1, 100)), calibration(100_000, 1.0))
     assert chunk is not None
@@ -95,7 +95,8 @@ def test_the_sentence_about_latency(tmp_path, capsys):
     tiny = [row("step", Purpose.GRADIENT_REDUCE, Op.ALL_REDUCE, [1_000], 8)]
     sentence = by_calibration(tiny, Hosts(1, 8), calibration(100_000, 1.0))
     assert (
-        sentence is not None and "latency bound. It is so at any number of ranks: latency equals" in sentence
+        sentence is not None
+        and "latency bound. It stays latency bound at any number of ranks: latency equals" in sentence
     )
     assert execute([*words, "8", "--set", "zero_optimization.stage=0,1"]) == 0
     assert "stage=0: The largest gradient message, all_reduce of" in " ".join(capsys.readouterr().out.split())
@@ -127,14 +128,15 @@ def test_frozen_parameters_have_neither_gradients_nor_states(stage):
 
 
 def test_the_largest_gradient_message_by_the_model_of_nccl():
-    """A ring over 1,024 ranks takes 2,046 steps; 128 hosts of 8 share 400 GB/s each."""
+    """A ring over 1,024 ranks takes 2,046 steps. Each of the 128 hosts has 8 ranks that share 400 GB/s."""
     links, hosts = Links(450e9, 400e9), Hosts(128, 8)
 
     def bound(*sizes):
         sent = [row("step", Purpose.GRADIENT_REDUCE, Op.REDUCE_SCATTER, list(sizes), 1024)]
         return gradient_bound(sent, hosts, links)
 
-    # Simple: 896 steps of 3.4 us within hosts and 127 of 14 us between them, and 8.4 us to begin with.
+    # With the protocol Simple, 896 steps within hosts take 3.4 us and 127 steps between hosts take 14 us,
+    # plus 8.4 us at the beginning.
     large = bound(10**6, 10**10)
     assert (large.op, large.message_bytes, large.ranks) == ("reduce_scatter", 10**10, 1024)
     assert large.latency_ns == pytest.approx(8_400 + 896 * 3_400 + 127 * 14_000)
@@ -151,7 +153,7 @@ def test_the_largest_gradient_message_by_the_model_of_nccl():
 
 
 def test_other_numbers_of_ranks_are_on_hosts_as_those_of_the_plan():
-    """8 ranks do not share a host of 6, and two ranks of a group with one rank on each host are on two hosts."""
+    """8 ranks do not fit on one host of 6. Two ranks of a group with one rank on each host are on two hosts."""
     sent = [row("step", Purpose.GRADIENT_REDUCE, Op.ALL_REDUCE, [10**10], 6)]
     inside = gradient_bound(sent, Hosts(1, 6), Links(450e9, None))
     assert inside is not None and inside.most_ranks == 4

@@ -1,4 +1,4 @@
-"""Hosts, links, sizes and recommendations of a plan, by hand."""
+"""Test the hosts, links, sizes and recommendations of a plan against hand-computed values."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_a_ring_leaves_each_host_once():
     sent = sent_by_link(Op.ALL_REDUCE, [range(8)], 100.0, Hosts(2, 4))
     assert sent.between == {0: 100, 1: 100}
     assert sent.inside == dict.fromkeys((0, 1, 2, 4, 5, 6), 100)
-    # Groups across hosts, one for each local rank: every rank sends to another host.
+    # The groups are across hosts, one for each local rank, so every rank sends to another host.
     across = sent_by_link(Op.ALL_REDUCE, [(0, 2), (1, 3)], 100.0, Hosts(2, 2))
     assert across.between == {0: 200, 1: 200} and not across.inside
     alone = sent_by_link(Op.ALL_REDUCE, [range(4)], 100.0, Hosts(1, 4))
@@ -109,7 +109,7 @@ def test_the_known_keys_are_keys_of_the_runtime():
     from zero_runtime.configuration.all_keys import BLOCKS
 
     theirs = {f"{block}.{name}" if block else name for block, table in BLOCKS.items() for name in table}
-    # Open blocks, an alias, and a block that the runtime refuses as a whole.
+    # These are open blocks, an alias, and a block that the runtime refuses as a whole.
     others = ("optimizer.params.", "zero_optimization.offload_params.", "expert_parallel.")
     assert sorted(key for key in KNOWN - theirs if not key.startswith(others)) == []
 
@@ -139,8 +139,8 @@ def test_other_hosts_are_named_only_where_there_are_some():
     )
     _, hosts = advice([candidate("a", 90, 20, 30), candidate("b", 90, 10, 30)], None, of_steps=False)
     assert hosts.startswith(
-        "Use b: its ranks send the fewest bytes, and hosts send equally many to other hosts. It sends 30 B per host to "
-        "other hosts and 10 B per rank in a step"
+        "Use b: its ranks send the fewest bytes, and the bytes to other hosts equal those of the next setting. It "
+        "sends 30 B per host to other hosts and 10 B per rank in a step"
     )
 
 

@@ -1,4 +1,7 @@
-"""Other gradient messages in a recorded step: where they are issued and waited for, and what stays."""
+"""Test a recorded step in which the gradient messages change.
+
+The tests check where the new messages are issued and waited for, and which parts of the step do not change.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,7 @@ from unit.commprof.prediction.made_runs import (
 
 
 def placed(changed):
-    """(kind, payload bytes, ms of compute before it since the step began) of each event on rank 0."""
+    """Return (kind, payload bytes, ms of compute since the step began) of each event on rank 0."""
     work = np.cumsum(changed.steps[0].spans[:, 0]) / MS
     return [
         (event.kind, changed.program.messages[event.message].payload_bytes, round(float(at), 3))
@@ -58,7 +61,8 @@ def test_smaller_buckets_are_sent_where_their_gradients_have_arrived():
     before, after = sent(config()), sent(config(reduce_bucket_size=WIDTH * WIDTH))
     made = run(before)
     issues = [each for each in placed(change(made.program, made.steps, before, after)) if each[0] == "issue"]
-    # Gradient n + 1, which sends bucket n, arrives at 30 + 7.5 (n + 1) ms; the last at the end of the backward pass.
+    # Gradient n + 1, which triggers bucket n, arrives at 30 + 7.5 (n + 1) ms. The last bucket is sent at the
+    # end of the backward pass.
     wanted = [30 + 7.5 * count for count in (2, 3, 4, 5, 6, 7, 8, 8)]
     gradients = [each for each in issues if each[1] == 40_000]
     assert [each[2] for each in gradients] == pytest.approx(wanted)
@@ -92,7 +96,7 @@ def test_chunks_of_reduce_scatter_are_sent_from_the_last_one():
     after = sent(config(gradient_reduction="reduce_scatter", reduce_bucket_size=WIDTH * WIDTH))
     counts = [count for _, count in after.gradients[0]]
     assert counts == sorted(counts) and counts[-1] == LAYERS
-    assert after.overlaps  # the default of that reduction
+    assert after.overlaps  # Overlap is the default of this reduction.
     assert {each.op for each, _ in after.gradients[0]} == {"all_to_all"}
 
 
@@ -101,7 +105,7 @@ def test_stage_0_sends_a_bucket_as_soon_as_it_is_full_and_waits_at_the_end():
     before, after = sent(config()), sent(config(**buckets))
     made = run(before)
     events = placed(change(made.program, made.steps, before, after))
-    # Of eight gradients each two share a bucket: it is full when its second one has arrived.
+    # Each two of the eight gradients share a bucket, which is full when its second gradient has arrived.
     issues = [each[2] for each in events if each[0] == "issue"]
     assert issues == pytest.approx([30 + 7.5 * count for count in (2, 4, 6, 8)])
     waits = [each[2] for each in events if each[0] == "wait"]
@@ -113,7 +117,8 @@ def test_stage_0_sends_all_gradients_at_the_end_and_gathers_nothing():
     made = run(before)
     changed = change(made.program, made.steps, before, after, shrinks_optimizer=2.0)
     assert {each.purpose for each in changed.program.messages} == {"gradient_reduce"}
-    # The optimizer updates all elements instead of half of them: 8 ms instead of 4, and 1 after it.
+    # The optimizer updates all elements instead of half of them. The update takes 8 ms instead of 4, and 1 ms
+    # follows.
     assert changed.steps[0].spans[-1, 0] == pytest.approx(9 * MS)
 
 
@@ -202,14 +207,17 @@ NOTHING = Assumed()
 
 
 def stage3(world=2, **zero):
-    """Stage 3 that gathers each layer when it is needed: nothing is prefetched, and nothing kept."""
+    """Return the traffic of stage 3 without prefetch and without kept parameters.
+
+    Each layer is gathered when it is needed.
+    """
     return sent(
         config(**{**SHARDED, "stage3_prefetch_bucket_size": 0, "stage3_max_reuse_distance": 0, **zero}), world
     )
 
 
 def gathers_of(changed):
-    """(kind, number, ms of compute before it) of each event of a gathered parameter on rank 0."""
+    """Return (kind, number, ms of compute since the step began) of each event of a gathered parameter on rank 0."""
     work = np.cumsum(changed.steps[0].spans[:, 0]) / MS
     return [
         (event.kind, event.message, round(float(at), 3))
@@ -223,7 +231,7 @@ def test_modules_of_stage_3_gather_where_they_run():
     before, after = sent(config()), stage3()
     made = run(before)
     changed = change(made.program, made.steps, before, after, assumed=NOTHING)
-    # 8 equal layers: a forward pass of 30 ms, and a backward pass of 60 ms.
+    # With 8 equal layers, the forward pass takes 30 ms and the backward pass 60 ms.
     events = gathers_of(changed)
     issues = [(number, at) for kind, number, at in events if kind == "issue"]
     assert [at for _, at in issues] == pytest.approx(
@@ -241,7 +249,8 @@ def test_prefetched_parameters_are_waited_for_by_the_module_that_uses_them():
     before, after = sent(config()), stage3(stage3_prefetch_bucket_size=2 * WIDTH * WIDTH)
     made = run(before)
     events = gathers_of(change(made.program, made.steps, before, after, assumed=NOTHING))
-    # The model itself, which has no parameters, prefetches the first two, and each layer two more where there is room.
+    # The model itself has no parameters. It prefetches the first two layers, and each layer prefetches two
+    # more if there is room.
     assert events[:3] == [("issue", 0, 0.0), ("wait", 0, 0.0), ("issue", 1, 0.0)]
     waits = {number: at for kind, number, at in events if kind == "wait"}
     issues = {number: at for kind, number, at in events if kind == "issue"}
@@ -265,7 +274,7 @@ def test_filling_gathered_parameters_takes_time_after_the_wait():
 
 
 def test_hooks_of_deepspeed_take_time_for_each_call_of_a_module():
-    """Its stage 3 was predicted 10 to 14 % too short from runs of other stages, which have no hooks."""
+    """Runs of other stages have no such hooks, so DeepSpeed's stage 3 was predicted 10 to 14 % too short."""
     spans = {}
     for runtime in ("deepspeed", "zero_runtime"):
         before, after = sent(config(), runtime=runtime), sent(config(**SHARDED), runtime=runtime)
@@ -276,7 +285,7 @@ def test_hooks_of_deepspeed_take_time_for_each_call_of_a_module():
         )
         spans[runtime] = (hooked.steps[0].spans - free.steps[0].spans).sum(axis=0)
         assert any("hooks" in each for each in hooked.assumed) == (runtime == "deepspeed")
-    # The layers and the model itself, in both passes.
+    # The modules are the layers and the model itself, in both passes.
     calls = 2 * (LAYERS + 1)
     assert spans["deepspeed"] == pytest.approx([calls * MS / 2] * 2) and not spans["zero_runtime"].any()
 
@@ -290,7 +299,7 @@ def test_from_stage_3_and_back():
         each._replace(bucket=None) for each in made.program.messages
     ]
     assert back.program.events == made.program.events
-    gradients = 2 * len(before.gradients[0])  # where the optimizer ends, stage 3 does not say
+    gradients = 2 * len(before.gradients[0])  # Stage 3 does not record where the optimizer ends.
     for old, new in zip(made.steps, back.steps, strict=True):
         assert new.spans[:gradients] == pytest.approx(old.spans[:gradients], abs=MS / 100)
         assert new.spans.sum() == pytest.approx(old.spans.sum())
@@ -303,7 +312,7 @@ def test_other_gathers_of_stage_3():
     there = change(made.program, made.steps, first, before, assumed=NOTHING)
     changed = change(there.program, there.steps, before, after, assumed=NOTHING)
     assert [each[:2] for each in gathers_of(changed)] == [("issue", 0), ("wait", 0)]
-    # Parameters of another order of modules are not moved.
+    # If the parameters belong to a different order of modules, they are not moved.
     other = there.program._replace(
         messages=tuple(
             each._replace(payload_bytes=LAYER + 8) if each.phase == "forward" else each
@@ -319,7 +328,7 @@ def test_gathers_by_blocks_are_not_predicted_but_can_be_left_out():
     first = sent(config())
     made = run(first)
     there = change(made.program, made.steps, first, before, assumed=NOTHING)
-    with pytest.raises(UsageError, match="gathered with stage3_gather_unit is not known"):
+    with pytest.raises(UsageError, match="not known when parameters are gathered with stage3_gather_unit"):
         change(there.program, there.steps, before, blocks, assumed=NOTHING)
 
 

@@ -1,4 +1,7 @@
-"""The null case, and the times of messages, on runs whose compute and message times are known."""
+"""Test the prediction of an unchanged run, and the times of messages.
+
+The runs have known compute and message times.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ SPANS = [[30, 33], [0, 0], [20, 18], [0, 0], [5, 5], [0, 0], [2, 2]]
 
 
 def by_size(message):
-    return 1 + message.payload_bytes / 1e6  # ms: 1 ms of latency, 1 GB/s
+    return 1 + message.payload_bytes / 1e6  # In ms: 1 ms of latency, and 1 GB/s.
 
 
 def blocking_run(**changes):
@@ -76,9 +79,9 @@ def test_a_slowdown_beside_messages_is_taken_out_and_put_back():
 def test_the_replay_does_not_use_message_times_of_the_step_it_replays():
     made = blocking_run()
     slow = made.finishes.copy()
-    slow[::2, -1] += 100 * MS  # the gather of every other step ends later than it did
+    slow[::2, -1] += 100 * MS  # In every other step, the gather ends later than before.
     changed = replayed(made._replace(finishes=slow), made.steps, 1.0)
-    # So the other steps get longer, and these do not.
+    # These steps become longer, and the other steps do not.
     longer = changed.step_ns - made.step_ns
     assert longer[1::2] == pytest.approx(100 * MS, rel=0.01)
     assert longer[::2] == pytest.approx(0, abs=MS)
@@ -118,12 +121,16 @@ def test_sizes_between_recorded_ones_are_interpolated_and_far_ones_refused():
 
 
 def test_a_group_of_one_rank_copies_at_any_size_and_on_any_links():
-    """``predict`` refused every setting of a run whose experts are on one rank each, for a message that no link carries."""
+    """``predict`` used to refuse every setting of a run whose experts are on one rank each.
+
+    The reason was a message that passes no link.
+    """
     alone = Message("all_to_all", 8_000_000, "gradient_reduce", ((0,),), True)
     times = {(Kind("all_reduce", 1), 1_000_000): np.full((5, 1), 0.25 * MS)}
     for link in (Link(), Link(factor=0.1), Link(added_ns=MS)):
         assert typical(Durations(times, link=link).of(alone).times) == pytest.approx(0.25 * 9 / 2 * MS)
-    # A norm of four bytes was taken as a rate of bytes: a copy of 1 MB took 72 s, and such runs could not be replayed.
+    # A norm of four bytes was used as a rate of bytes. A copy of 1 MB then took 72 s, and such runs could not
+    # be replayed.
     tiny = {(Kind("all_reduce", 1), 4): np.full((5, 1), 0.25 * MS)}
     assert typical(Durations(tiny).of(alone).times) == pytest.approx(0.25 * 9 * MS, rel=1e-4)
     assert typical(Durations({}).of(alone).times) == 0
@@ -139,19 +146,19 @@ def calibration(ns_per_byte):
 
 
 def test_a_calibration_is_scaled_by_how_much_slower_the_run_is():
-    # Calibrated messages take half of what those of the run do.
+    # Calibrated messages take half as long as the messages of the run.
     durations = Durations(message_times(blocking_run(steps=10)), calibration(0.4375))
     sample = durations.of(message(32_000_000))
     assert sample.source == "calibration"
     calibrated = 1 + 0.4375 * 32
     assert typical(sample.times) == pytest.approx(calibrated * 9 / 4.5 * MS, rel=0.01)
     assert typical(durations.of(message(8_000_000, "reduce")).times) == pytest.approx(9 * MS, rel=0.01)
-    with pytest.raises(UsageError, match="and the calibration none of that size"):
+    with pytest.raises(UsageError, match="and the calibration has none of that size"):
         durations.of(message(200_000_000))
 
 
 def halves(size, *, twice_as_slow):
-    """A run with one message of ``size`` bytes of float16, summed at 1 or 2 ns/byte."""
+    """Return a run with one message of ``size`` bytes of float16. The sum takes 1 or 2 ns per byte."""
     return recorded(
         [gradient(size, 0)._replace(dtype="float16")],
         [[5, 5], [0, 0], [1, 1]],
@@ -161,17 +168,20 @@ def halves(size, *, twice_as_slow):
 
 
 def test_times_of_float16_do_not_stand_for_float32():
-    """gloo sums float16 more slowly: a step with float32 was predicted up to 15 % too long from a run with float16."""
+    """gloo sums float16 more slowly than float32.
+
+    A step with float32 used to be predicted up to 15 % too long from a run with float16.
+    """
     times = message_times(halves(8_000_000, twice_as_slow=True))
-    durations = Durations(times, calibration(1.0))  # 1 ms and 1 ns/byte of float32
+    durations = Durations(times, calibration(1.0))  # The calibration is 1 ms and 1 ns per byte of float32.
     assert typical(durations.of(message(16_000_000, dtype="float32")).times) == pytest.approx(
         17 * MS, rel=0.01
     )
-    # Another bucket of float16 is as slow, by calibrated time, as the recorded one.
+    # Relative to the calibrated time, a different bucket of float16 is as slow as the recorded bucket.
     assert typical(durations.of(message(40_000_000, dtype="float16")).times) == pytest.approx(
         41 * 16 / 9 * MS, rel=0.01
     )
-    # Without a calibration the recorded element type stands for the other one.
+    # Without a calibration, the times of the recorded element type also apply to the other element type.
     alone = Durations(times)
     assert typical(alone.of(message(8_000_000, dtype="float32")).times) == pytest.approx(16 * MS, rel=0.01)
 
@@ -188,9 +198,10 @@ def test_an_element_type_that_nobody_measured_takes_the_times_of_another():
 
 
 def test_times_of_small_messages_are_not_extended_along_the_noise_of_a_calibration():
-    """Stage 3 was predicted 37 times too long: a line through 0.9 ms for 1 KiB and 4.1 ms for 4 KiB is below 0 at 4 bytes.
+    """Stage 3 was predicted 37 times too long.
 
-    So the run's message of 4 bytes seemed thousands of times slower than a calibrated one, and each small gather with it.
+    A line through 0.9 ms for 1 KiB and 4.1 ms for 4 KiB is below 0 at 4 bytes. The run's message of 4 bytes
+    therefore seemed thousands of times slower than a calibrated message, and so did each small gather.
     """
     small = recorded([gradient(4, 0), gradient(8_000_000, 1)], [[5, 5], *[[0, 0]] * 4], by_size, steps=10)
     sizes = {1024: 0.9, 4096: 4.1, 16_384: 0.8, 65_536: 1.0, 1_048_576: 2.0, 16_777_216: 17.0}
@@ -210,9 +221,9 @@ def test_links_change_the_transfer_and_not_the_latency():
 
     assert changed(factor=4.0) == pytest.approx((1 + 8 / 4) * MS, rel=0.01)
     assert changed(added_ns=2 * MS) == pytest.approx(11 * MS, rel=0.01)
-    # The run's 8 MB in 9 ms are taken to fill its links; TCP gets 95 % of a rate.
+    # The run's 8 MB in 9 ms are assumed to fill its links. TCP gets 95 % of a rate.
     assert changed(rate=2e9) == pytest.approx((1 + 8 / (2e9 * 0.95 / (8e6 / 9e-3))) * MS, rel=0.01)
-    # Whatever the links, a byte takes 0.5 ns of a processor.
+    # Whatever the links are, a byte takes 0.5 ns of a processor.
     assert changed(factor=1000.0, cpu_per_byte=0.5) == pytest.approx((1 + 4) * MS, rel=0.01)
 
 

@@ -1,4 +1,7 @@
-"""Memory of each rank, and what offload moves, by hand; and the command that shows them."""
+"""Test the memory of each rank, the bytes that offload moves, and the command that shows both.
+
+The expected values are computed by hand.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +55,10 @@ def test_what_every_stage_shares_out():
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_gradients_that_wait_for_the_boundary_are_whole(stage):
-    """Only where a step has several micro-batches; the shards of the reduced gradients are there beside them."""
+    """The complete gradients are kept only if a step has several micro-batches.
+
+    The shards of the reduced gradients are kept in addition.
+    """
     one = {**config(stage, gradient_accumulation_reduce="boundary")}
     held = {each.what: each.device for each in holdings(one, MODEL, 4)}
     assert (held["gradients"], "reduced gradients" in held) == (2 * N // 4, False)
@@ -71,7 +77,7 @@ def test_plan_says_what_decides_about_auto(tmp_path, capsys):
     for limit, sentence in (
         (
             {},
-            "the start of the run decides by the free memory, of which whole gradients need 4,000,000 bytes",
+            "decided at the start of the run by the free memory (whole gradients need 4,000,000 bytes)",
         ),
         (
             {"gradient_accumulation_limit": 5_000_000},
@@ -125,7 +131,7 @@ def test_a_wide_parameter_is_its_own_master():
     assert "masters" not in table(2, "fp32")
     assert table(2, "fp32", offload_optimizer={"device": "cpu"})["masters"] == (0, N, 0)
     assert table(3, "fp32", offload_param={"device": "cpu"})["masters"] == (N, 0, 0)
-    # What is in files is read for its update.
+    # State that is in files is read for its update.
     assert "masters" not in table(3, "fp32", offload_param={"device": "nvme", "max_in_cpu": 0})
     given = config(3, "fp32", offload_param={"device": "nvme", "max_in_cpu": 0})
     assert movements(given, MODEL, 4, 4 * N)[0] == Movement("parameters", "disk", "host", 4 * N // 4 * 2)
@@ -156,7 +162,7 @@ def test_what_moves_in_a_step():
     slices = {"device": "nvme", "nvme_path": "x", "max_in_cpu": 0}
     given = config(3, offload_optimizer={"device": "nvme", "nvme_path": "x"}, offload_param=slices)
     assert movements(given, MODEL, 4, 2 * 2 * N) == [
-        Movement("parameters", "disk", "host", N),  # twice a quarter of 2 bytes for each parameter
+        Movement("parameters", "disk", "host", N),  # This is twice a quarter of 2 bytes per parameter.
         Movement("parameters", "host", "disk", 2 * N // 4),
         Movement("parameters", "host", "device", N),
         Movement("masters", "disk", "host", 4 * N // 4),
@@ -243,7 +249,10 @@ AXES = {"tp_size": 2, "pipeline_parallel": {"pp_size": 2, "micro_batches": 3}}
 
 
 def test_ranks_along_axes_send_what_each_axis_adds(tmp_path, capsys):
-    """Four layers of width 64: two on each of two stages, halved by two slices, on two replicas."""
+    """The model has four layers of width 64.
+
+    There are two layers on each of two stages, halved by two tensor-parallel ranks, on two replicas.
+    """
     path = tmp_path / "ds.json"
     path.write_text(
         json.dumps({"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 1}, **AXES})
@@ -261,7 +270,8 @@ def test_ranks_along_axes_send_what_each_axis_adds(tmp_path, capsys):
     assert sent["groups"] == [[0, 4], [1, 5], [2, 6], [3, 7]]
     assert (sent["count"], sent["payload_bytes"]) == (2 * 3, 2 * 3 * activation)
     shared = [row for row in rows if row["purpose"] == "activation"]
-    # Two layers of a stage: a sum after each of two row layers forward, and before each of two column layers backward.
+    # Each stage has two layers. There is a sum after each of two row layers in the forward pass, and one
+    # before each of two column layers in the backward pass.
     assert [(row["groups"], row["count"], row["payload_bytes"]) for row in shared] == [
         ([[4 * stage, 4 * stage + 1], [4 * stage + 2, 4 * stage + 3]], 2 * 4 * 3, 2 * 4 * 3 * activation)
         for stage in range(2)

@@ -1,4 +1,4 @@
-"""What is read of a rank's files while they are written to, and what samplers write beside them."""
+"""Test how a rank's files are read while they are being written, and which files samplers write."""
 
 import json
 import os
@@ -33,7 +33,10 @@ from support.rank_files import write_rank
 
 
 def test_the_end_of_a_file_that_somebody_writes_to(tmp_path):
-    """Of 5000 records the last 100, from behind the reserved zeros; and reading changes nothing."""
+    """The last 100 of 5000 records are read from behind the reserved zeros.
+
+    Reading does not change the file.
+    """
     identity = RankFile(0, 0, 7, 1)
     file = RecordFile(tmp_path / identity.stem, identity)
     for n in range(5000):
@@ -43,7 +46,7 @@ def test_the_end_of_a_file_that_somebody_writes_to(tmp_path):
     tail = read_tail(path, 100)
     assert (tail.total, len(tail.data), tail.totals) == (5000, 100 * RECORD.size, None)
     assert [fields[0] for fields in RECORD.iter_unpack(tail.data)] == list(range(5900, 6000))
-    assert path.stat().st_size > 5000 * RECORD.size + 4096  # there is reserved space behind
+    assert path.stat().st_size > 5000 * RECORD.size + 4096  # Reserved space follows the records.
     assert path.read_bytes() == before
     file.close({"records": 5000})
     assert read_tail(path).totals == {"records": 5000}
@@ -120,7 +123,7 @@ def test_of_several_processes_of_a_rank_the_last_attempt_counts(tmp_path):
 
 
 def write_own_files(run):
-    """This process as rank 2."""
+    """Write the files of rank 2 for this process."""
     identity = RankFile(2, 0, os.getpid(), 1)
     begin = {"kind": "begin", "host": socket.gethostname(), "start_ticks": start_ticks(os.getpid())}
     (run / f"{identity.stem}.events").write_text(json.dumps(begin) + "\n")
@@ -128,7 +131,8 @@ def write_own_files(run):
 
 def test_local_ranks_are_those_that_live_on_this_host(tmp_path):
     write_rank(tmp_path, rank=0, ended=False, host="elsewhere")
-    write_rank(tmp_path, rank=1, ended=False, host=socket.gethostname())  # dead: its pid is made up
+    # This process is dead, because its pid does not exist.
+    write_rank(tmp_path, rank=1, ended=False, host=socket.gethostname())
     write_own_files(tmp_path)
     assert [(process.rank, process.pid) for process in local_ranks(tmp_path)] == [(2, os.getpid())]
 
@@ -299,7 +303,7 @@ def test_interfaces_are_read_at_the_interval_that_was_asked_for(tmp_path):
     rows = [json.loads(line) for line in (tmp_path / "wire.jsonl").read_text().splitlines()]
     times = sorted({row["time_ns"] for row in rows})
     assert len(times) > 5
-    # What waits in send buffers costs milliseconds to read, and matters at the end.
+    # Reading the send buffers takes milliseconds. The value matters only at the end.
     assert {row["time_ns"] for row in rows if "queued_bytes" in row} == {times[-1]}
 
 
@@ -312,11 +316,11 @@ def test_stillness_is_reported_once_until_something_moves():
     assert not still.is_long({FILE: (1, 1)}, 100)
     assert not still.is_long({FILE: (1, 1)}, 109)
     assert still.is_long({FILE: (1, 1)}, 110)
-    assert not still.is_long({FILE: (1, 1)}, 115)  # it was looked at a moment ago
+    assert not still.is_long({FILE: (1, 1)}, 115)  # The file was checked a moment ago.
     assert still.is_long({FILE: (1, 1)}, 120)
     still.reported = True
     assert not still.is_long({FILE: (1, 1)}, 500)
-    assert not still.is_long({FILE: (1, 2)}, 501)  # a completion
+    assert not still.is_long({FILE: (1, 2)}, 501)  # A completion changed the file.
     assert still.is_long({FILE: (1, 2)}, 511)
 
 
@@ -328,7 +332,7 @@ def test_a_run_without_records_is_no_stillness():
 def test_a_job_that_stood_still_together_with_its_watchdog_is_no_stillness():
     still, running = Stillness(10), RunningTime(5)
     found = {FILE: (1, 1)}
-    # 4 seconds, of the 896 in between no more than 5, and half a one.
+    # The limit is 4 seconds. Of the 896 seconds between, at most 5 count, plus half a second.
     assert not any(still.is_long(found, running.at(now)) for now in (100, 102.5, 104, 1000, 1000.5))
     assert still.is_long(found, running.at(1001))
 
@@ -342,7 +346,7 @@ def test_a_watchdog_that_fails_says_so_and_ends(tmp_path):
 
     with Watchdog(tmp_path, 0.1, said.append, take):
         time.sleep(0.8)
-    assert said == ["watchdog: it has stopped: ZeroDivisionError: boom"]
+    assert said == ["watchdog: stopped after an error: ZeroDivisionError: boom"]
 
 
 def test_dumps_do_not_overwrite_each_other(tmp_path):

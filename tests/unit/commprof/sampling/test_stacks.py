@@ -1,4 +1,7 @@
-"""Stacks as py-spy prints them and as faulthandler writes them, and what is said where neither may look."""
+"""Test stacks as printed by py-spy and as written by faulthandler.
+
+The tests also check the message if neither may read the process.
+"""
 
 import faulthandler
 import json
@@ -47,7 +50,7 @@ def test_py_spys_threads_with_the_main_one_first():
     main, other = parse_spy(SPY, 7)
     assert (main.thread, main.is_main) == ("MainThread", True)
     assert main.frames[1] == Frame("/home/me/train.py", 40, "train")
-    assert main.place == Frame("/home/me/train.py", 40, "train")  # not torch's
+    assert main.place == Frame("/home/me/train.py", 40, "train")  # The place is not a frame of torch.
     assert (other.thread, other.is_main) == ("thread 9", False)
     assert folded(main) == "train.py:train;c10d.py:wait"
 
@@ -58,7 +61,7 @@ def test_a_stack_without_the_programs_own_code_has_its_innermost_frame_as_place(
 
 
 def test_faulthandlers_text_as_this_python_writes_it(tmp_path):
-    """Written by a real process, with two threads."""
+    """A real process with two threads writes the text."""
     script = """
         import faulthandler, sys, threading
         def waits(event): event.wait()
@@ -106,7 +109,7 @@ def test_other_failures_of_py_spy_are_quoted():
         explain_refusal("Error: No python processes found\n")
         == "py-spy failed: Error: No python processes found"
     )
-    assert explain_refusal("") == "py-spy failed: it said nothing"
+    assert explain_refusal("") == "py-spy failed: it printed no error"
 
 
 def test_without_py_spy_that_is_said(monkeypatch):
@@ -131,13 +134,13 @@ def test_a_py_spy_that_is_refused_leaves_faulthandler_to_answer(tmp_path, monkey
     assert neither.source is None
     assert (
         neither.problem.startswith("py-spy was refused")
-        and "offers no stacks by faulthandler" in neither.problem
+        and "cannot write stacks by faulthandler" in neither.problem
     )
 
 
 def test_output_of_py_spy_that_is_something_else(tmp_path, monkeypatch):
     fake_py_spy(tmp_path, monkeypatch, "echo '{\"a\": 1}'")
-    assert spy(1).problem == "what py-spy printed is not the JSON that it is known to print"
+    assert spy(1).problem == "py-spy printed output that is not in its known JSON format"
 
 
 def test_a_sampler_whose_py_spy_is_refused_says_so_once(tmp_path, monkeypatch):
@@ -152,7 +155,7 @@ def test_a_sampler_whose_py_spy_is_refused_says_so_once(tmp_path, monkeypatch):
 
 
 class answering_child:  # noqa: N801 - reads as a statement
-    """A process that waits, and offers its stacks as a recorded one does."""
+    """A process that waits and offers its stacks as a recorded process does."""
 
     def __init__(self, run, after=""):
         self.run, self.after = run, after
@@ -237,7 +240,7 @@ def test_handlers_of_the_user_stay_and_come_back_to_default(tmp_path):
         assert catches(os.getpid(), row["signal"])
         answer.remove()
         assert not catches(os.getpid(), row["signal"])
-        assert not (tmp_path / "stacks").exists()  # nobody asked, so nothing is left
+        assert not (tmp_path / "stacks").exists()  # No dump was requested, so nothing remains.
     finally:
         signal.signal(taken, before)
     assert not faulthandler.unregister(row["signal"])
@@ -267,7 +270,7 @@ def test_usage_and_state_of_a_process():
     usage = usage_of(os.getpid())
     assert usage.rss_bytes > 1 << 20 and usage.threads >= 1 and usage.cpu_ns > 0
     assert state_of(RankProcess(0, os.getpid())) is State.RUNS
-    # Another process with its number.
+    # This is a different process with the same process id.
     assert state_of(RankProcess(0, os.getpid(), start_ticks=1)) is State.GONE
     assert usage_of(2**22 + 5) is None
 
@@ -307,7 +310,8 @@ def test_a_process_whose_stack_is_being_taken_is_not_stopped(tmp_path, monkeypat
 
     monkeypatch.setattr("commprof.sampling.processes.time.sleep", sleep)
     assert state_of(RankProcess(0, 7), tmp_path) is State.RUNS and len(looks) == 3
-    stat.write_text("7 (python) T 1 7 7\n")  # by a signal: nothing to wait for
+    # The process is stopped by a signal, so there is no reason to wait.
+    stat.write_text("7 (python) T 1 7 7\n")
     assert state_of(RankProcess(0, 7), tmp_path) is State.STOPPED and len(looks) == 3
 
 

@@ -1,4 +1,4 @@
-"""Who is named as the one that holds a job up, from made-up ranks: no process is started."""
+"""Test which rank is named as the cause of a hang. The ranks are synthetic, and no process is started."""
 
 import pytest
 
@@ -14,7 +14,7 @@ PAIR, WORLD = "1", "0"
 
 
 class Rank:
-    """One rank, told call by call."""
+    """One rank whose calls are added one by one."""
 
     def __init__(self, rank, world=4, groups=()):
         members = {WORLD: ("default_pg", range(world)), **{name: (name, ranks) for name, ranks in groups}}
@@ -136,7 +136,7 @@ def test_different_collectives_in_one_place_are_named_side_by_side():
         ("broadcast", {"peer": 0}, {"peer": 1}, True),
         ("broadcast", {"dtype": "int8", "peer": 0}, {"dtype": "uint8", "peer": 0}, False),
         ("all_gather", {"size": 8}, {"size": 16}, True),
-        ("all_to_all", {"size": 8}, {"size": 16}, False),  # the parts may differ
+        ("all_to_all", {"size": 8}, {"size": 16}, False),  # The parts may differ.
         ("barrier", {"size": 0, "dtype": None}, {"size": 0, "dtype": None}, False),
     ],
 )
@@ -146,13 +146,13 @@ def test_what_ranks_must_agree_about(op, mine, theirs, parts):
 
 
 def test_an_operation_of_a_later_version_is_named_as_it_is_recorded():
-    """Also what a damaged file has in its place: ``commprof dump`` ended in a traceback."""
+    """A damaged file may also contain an unknown operation. ``commprof dump`` used to end in a traceback."""
     ranks = [Rank(n, 2).issue(op) for n, op in enumerate(("all_reduce", "all_transmogrify"))]
     assert "rank 1 issued all_transmogrify #0 (4,096 bytes" in " ".join(look(*ranks, moved=(0, 1)).notes)
 
 
 def test_a_difference_long_ago_is_named_where_a_group_hangs_now():
-    """Rank 1 left out one of equal collectives' neighbours: everything behind it is shifted."""
+    """Rank 1 omitted one of several equal collectives. Everything after this collective is shifted."""
     ranks = [Rank(n, 2).issue(numbers=2) for n in range(2)]
     ranks[0].issue("all_gather", size=64).issue(numbers=2).issue(stage="inside")
     ranks[1].issue(numbers=2).issue("barrier", size=0, stage="inside")
@@ -226,7 +226,7 @@ def test_ranks_without_a_file_are_not_blamed():
     ranks = [Rank(n, 3).issue().issue(stage="inside") for n in range(2)]
     verdict = look(*ranks)
     assert verdict.sentence.endswith(
-        "; whether rank 2 issued it is not known: no file of it can be read here"
+        "; it is not known whether rank 2 issued it, because no file of rank 2 can be read here"
     )
     assert verdict.notes == (
         "rank 2 left no file in this run: not started yet, or on a host that writes elsewhere",
@@ -244,7 +244,10 @@ def test_ranks_of_other_hosts_are_told_apart():
 
 
 def messages(first, second):
-    """Ranks 0 and 1 after the messages in ``first`` and ``second``: pairs of op and stage."""
+    """Return ranks 0 and 1 after the messages in ``first`` and ``second``.
+
+    Each message is a pair of op and stage.
+    """
     ranks = [Rank(n, 2).issue() for n in range(2)]
     for rank, told in zip(ranks, (first, second), strict=True):
         for op, stage in told:
@@ -325,10 +328,10 @@ def test_stages_of_calls():
         ({"stage": "inside", "is_async": True}, Stage.INSIDE),
         ({"stage": "returned", "layer": "c10d"}, Stage.UNKNOWN),
         ({"stage": "returned", "device": "cuda:0"}, Stage.UNKNOWN),
-        ({"stage": "returned"}, Stage.DONE),  # its thread has gone on since
+        ({"stage": "returned"}, Stage.DONE),  # The thread has continued since the call.
         ({"stage": "calling"}, Stage.DONE),
         ({"stage": "calling", "thread": "other"}, Stage.INSIDE),
-        ({"stage": "returned"}, Stage.INSIDE),  # synchronous, and the last of its thread
+        ({"stage": "returned"}, Stage.INSIDE),  # The call is synchronous and the last call of its thread.
     ]
     rank = Rank(0)
     for what, _ in told:
@@ -358,7 +361,10 @@ def test_groups_with_one_description_are_told_apart_by_name_and_ranks():
 
 
 def two_threads(*, ident, name="sender"):
-    """Stacks of a rank whose main thread is in ``epoch`` and whose other thread is in ``prepare``."""
+    """Return the stacks of a rank with two threads.
+
+    The main thread is in ``epoch`` and the other thread is in ``prepare``.
+    """
     return Stacks(
         "py-spy",
         (
@@ -374,7 +380,7 @@ def test_of_a_rank_that_issues_from_another_thread_that_thread_is_looked_at(by):
     for rank in ranks:
         rank.issue(pg=PAIR, numbers=2, thread="sender")
     ranks[0].issue(pg=PAIR, stage="inside", thread="sender")
-    ranks[1].issue()  # the main thread, which has issued last
+    ranks[1].issue()  # The main thread issued the last call.
     ranks[1].calls.calls = [
         call._replace(thread_ident=2 if call.thread == "sender" else 1) for call in ranks[1].calls.calls
     ]
@@ -404,9 +410,9 @@ def test_of_a_job_that_has_ended_the_killed_rank_is_named_with_the_exit_code():
     reports = [RankReport(ranks[0].calls, State.ENDED), RankReport(ranks[1].calls, State.GONE)]
     verdict = judge(Situation(reports, end=End(137, 1)))
     assert verdict.sentence == (
-        "the job has ended with exit code 137; rank 1 failed first, killed by SIGKILL; the last that rank 1 had issued is "
-        "all_reduce #2 of group default_pg at train.py:8 step, and rank 0 issued a later one; no rank was inside a "
-        "collective"
+        "the job has ended with exit code 137; rank 1 failed first, killed by SIGKILL; the last operation of rank 1 "
+        "is all_reduce #2 of group default_pg at train.py:8 step, and rank 0 issued a later one; no rank was inside "
+        "a collective"
     )
     assert not verdict.hangs and verdict.notes == ()
 
@@ -435,7 +441,7 @@ def test_a_job_that_failed_in_order_is_not_said_to_have_ended_well():
     rank.calls.ended = True
     reports = [RankReport(rank.calls, State.ENDED)]
     assert judge(Situation(reports, end=End(1, 0))).sentence.startswith(
-        "the job has ended with exit code 1; rank 0 failed first; the last that rank 0 had issued is all_reduce #2"
+        "the job has ended with exit code 1; rank 0 failed first; the last operation of rank 0 is all_reduce #2"
     )
     assert judge(Situation(reports, end=End(0))).sentence.startswith("nothing hangs")
 
@@ -445,5 +451,6 @@ def test_a_collective_after_which_the_group_went_on_is_not_doubted():
     assert rank.calls.last_unknown() is None
     again = rank.issue(stage="returned", layer="c10d").calls
     assert again.last_unknown() is again.calls[-1]
-    again.ended = True  # in order: on the host a call that is not asynchronous has ended when it returned
+    # The calls are in order. On the host, a call that is not asynchronous has ended when it returns.
+    again.ended = True
     assert again.last_unknown() is None and again.last_done() is again.calls[-1]

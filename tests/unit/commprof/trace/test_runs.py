@@ -1,4 +1,4 @@
-"""Run directories: manifests, finalising once and for all, and what is said about what is missing."""
+"""Test run directories: manifests, finalizing once, and the messages about missing data."""
 
 from __future__ import annotations
 
@@ -193,7 +193,7 @@ def test_a_run_without_records_is_told_in_one_note(tmp_path, capsys):
     run = tmp_path / "run"
     create_run(run, Manifest(started_realtime_ns=5, nproc=2, ended_realtime_ns=6, exit_code=0))
     (note,) = open_run(run).health.notes
-    assert "never initialised torch.distributed" in note
+    assert "never initialized torch.distributed" in note
     assert execute(["verify", str(run)]) == 3
     said = capsys.readouterr().out
     assert "No payload is among the records." in said and "0 of 0" not in said
@@ -280,7 +280,7 @@ def test_one_damaged_rank_does_not_hide_the_others(tmp_path):
     opened = open_run(run)
     assert opened.health.records == 10
     assert any("rank 1" in note and "cannot be read" in note for note in opened.health.notes)
-    assert list(run.glob("rank-00001-*.records"))  # kept for whoever can repair it
+    assert list(run.glob("rank-00001-*.records"))  # The files are kept so that a user can repair them.
     shutil.rmtree(run)
     write_rank(run, 0, 1)
     next(run.glob("*.records")).write_bytes(b"")
@@ -343,7 +343,8 @@ def test_answers_about_a_large_run_are_those_about_a_small_one(tmp_path, monkeyp
     run = two_ranks(tmp_path / "run")
     finalise(run)
     mine = {"pid": os.getpid(), "host": socket.gethostname(), "start_ticks": start_ticks(os.getpid())}
-    write_rank(run, 2, 3, records=7, ended=False, **mine)  # it still works, and is no Parquet file
+    # This rank is still running, and its file is not a Parquet file.
+    write_rank(run, 2, 3, records=7, ended=False, **mine)
     answers = (lambda: api.traffic(run), lambda: api.step_times(run))
     small = [answer().to_dict("list") for answer in answers]
     assert sum(small[0]["records"]) == 27

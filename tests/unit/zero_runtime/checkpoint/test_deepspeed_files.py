@@ -71,7 +71,7 @@ def test_a_hostile_pickle_is_refused_by_name_and_never_run(
     path = directory / "mp_rank_00_model_states.pt"
     states = torch.load(path, weights_only=True)
     torch.save({**states, "epoch": Hostile(function, *arguments)}, path)
-    message = refused(directory, str(path), name, "nothing of it was run")
+    message = refused(directory, str(path), name, "no code of the file was run")
     assert "\n" not in message
     assert not (tmp_path / "MARK").exists()
 
@@ -207,7 +207,7 @@ def test_files_of_two_saves_in_one_folder(copy):
     states = torch.load(other, weights_only=True)
     states["param_shapes"] = states["param_shapes"][:1]
     torch.save(states, directory / "mp_rank_00_model_states.pt")
-    refused(directory, "2 flat groups", "tells of 1", "different saves")
+    refused(directory, "2 flat groups", "names 1", "different saves")
 
 
 def test_optimizer_states_that_are_too_short_for_the_parameters(copy):
@@ -351,6 +351,6 @@ def test_a_momentum_of_whole_matrices_that_was_cut_is_refused():
     _, ranks = of_whole_matrices()
     ranks[1].state["momentum_buffer"] = ranks[1].state["momentum_buffer"][:-1]
     with pytest.raises(
-        CheckpointError, match=r"second has 7 elements of 'momentum_buffer'.* of 8.*elastic_checkpoint"
+        CheckpointError, match=r"second has 7 elements of 'momentum_buffer'; expected 8, .*elastic_checkpoint"
     ):
         end_to_end(["a", "b", "c"], [4, 6, 2], [0, 0, 0], ranks)

@@ -114,7 +114,7 @@ def test_pickles_in_client_state_stay_bytes_that_are_refused():
     ],
 )
 def test_json_that_no_value_is_written_as_is_an_error(value):
-    with pytest.raises(CheckpointError, match="means nothing"):
+    with pytest.raises(CheckpointError, match="this version cannot read"):
         decode(value, {}.__getitem__)
 
 

@@ -118,7 +118,7 @@ def test_timers_add_up_and_throughput_counts_samples():
         named("fwd").stop(record=True)
     assert 15 < named("fwd").elapsed(reset=False) < 2000 and named("fwd").mean() >= 9
     assert named.get_mean(["fwd", "absent"], reset=True).keys() == {"fwd"}
-    with pytest.raises(UsageError, match="does not run"):
+    with pytest.raises(UsageError, match="is not running"):
         named("fwd").stop()
     said = []
     speed = ThroughputTimer(batch_size=4, start_step=1, steps_per_output=2, logging_fn=said.append)

@@ -163,7 +163,7 @@ def test_the_gradient_reaches_the_logits_through_weights_and_loss():
 
 
 def test_too_few_tokens_are_refused_with_the_numbers():
-    with pytest.raises(UsageError, match="got 3 tokens, and its min_capacity is 4"):
+    with pytest.raises(UsageError, match="got 3 tokens, fewer than its min_capacity 4"):
         top_1(some_logits(tokens=3), CapacityRule(1.0, 4))
 
 

@@ -33,7 +33,7 @@ def test_lines_are_parts_of_all_ranks():
 
 
 def test_what_is_no_grid_is_refused():
-    with pytest.raises(ConfigError, match="equally many"):
+    with pytest.raises(ConfigError, match="the same length"):
         ProcessTopology(("pipe",), (1, 2))
     with pytest.raises(ConfigError, match="differ"):
         ProcessTopology(("pipe", "pipe"), (1, 2))
@@ -42,7 +42,7 @@ def test_what_is_no_grid_is_refused():
     grid = ProcessTopology.of(pipe=2, data=3)
     with pytest.raises(ConfigError, match="2 x 3"):
         grid.rank(pipe=0, data=3)
-    with pytest.raises(ConfigError, match="every axis once"):
+    with pytest.raises(ConfigError, match="a value for every axis"):
         grid.rank(pipe=0)
     with pytest.raises(ConfigError, match="no axis modle"):
         grid.ranks(modle=0)
@@ -50,7 +50,7 @@ def test_what_is_no_grid_is_refused():
         grid.place(6)
     with pytest.raises(ConfigError, match="pipe=2, data=3 has 6 places, and there are 8 ranks"):
         grid.check(8)
-    with pytest.raises(UsageError, match="not initialised"):
+    with pytest.raises(UsageError, match="not initialized"):
         ProcessGrid(grid)
 
 

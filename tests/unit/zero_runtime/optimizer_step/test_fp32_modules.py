@@ -112,7 +112,7 @@ def test_patterns_that_mean_nothing(patterns, message):
 def test_a_shared_parameter_is_kept_in_all_its_modules_or_in_none():
     model = Model()
     model.head.weight = model.embed.weight
-    with pytest.raises(ConfigError, match="'weight' of 'head', which is not kept; name both modules"):
+    with pytest.raises(ConfigError, match="'weight' of 'head', which is not in the list; list both modules"):
         keep_in_fp32(model, ["embed"], torch.float16)
     assert keep_in_fp32(model, ["embed", "head"], torch.float16) == {model.embed.weight, model.head.bias}
 

@@ -47,7 +47,7 @@ def test_axes_lie_along_the_hosts_where_they_can(topology, on, sizes):
         (3, hosts(7), (7,), "7 ranks do not make a grid of 3 axes"),
         ("auto", hosts(4), (4,), "all 4 ranks are on one host"),
         ("auto", hosts(1, 1, 1), (3,), "has one rank"),
-        ("auto", hosts(1, 3), (4,), "do not have as many ranks each"),
+        ("auto", hosts(1, 3), (4,), "do not have equal numbers"),
     ],
 )
 def test_what_cannot_be_has_fewer_axes_and_says_so(topology, on, sizes, said):
