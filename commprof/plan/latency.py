@@ -100,7 +100,10 @@ class Bound(NamedTuple):
 
 
 def gradient_bound(sent: Iterable[Expectation], hosts: Hosts, links: Links) -> Bound | None:
-    """Return what the largest gradient message among ``sent`` is bound by; None without one, or without its rates."""
+    """Return whether latency or bandwidth limits the largest gradient message among ``sent``.
+
+    None means that there is no gradient message, or that the rates of its links are not known.
+    """
     reduced = [each for each in sent if each.purpose == Purpose.GRADIENT_REDUCE and each.payloads]
     sizes = [(max(map(sum, each.payloads)), each) for each in reduced]
     size, row = max(sizes, key=lambda pair: pair[0], default=(0, None))

@@ -331,7 +331,7 @@ def _change(base: Base, candidate: Candidate, answer: Predicted, memory: int | N
 
 
 def _why(base: Base, answer: Predicted) -> str:
-    """Return the reasons about the purpose whose exposed time shrinks most, without reasons about other purposes."""
+    """Return the reasons for the purpose whose exposed time shrinks most. Reasons for other purposes are left out."""
     before = base.exposed_ns
     gains = {purpose: ns - answer.exposed_ns.get(purpose, 0.0) for purpose, ns in before.items()}
     main = max(gains, key=lambda purpose: gains[purpose], default="")

@@ -10,13 +10,13 @@ from commprof.quantities import bytes_per_second, duration_ns
 
 
 class Assumptions(NamedTuple):
-    """The differences of a prediction from the run in addition to the config.
+    """The assumptions of a prediction that differ from the recorded run, apart from the config.
 
     Attributes:
         link: The change of bandwidth and latency.
         world: The number of ranks, or None for that of the run.
         comm_free: Whether messages take no time.
-        no_straggler: Whether all ranks compute for the mean time of the ranks in each span.
+        no_straggler: Whether the compute time of every rank in a span is the mean over the ranks.
     """
 
     link: Link = UNCHANGED

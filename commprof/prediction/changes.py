@@ -288,7 +288,7 @@ def _work(program: Program, step: Step) -> Floats:
 
 
 def _kept(program: Program, before: Sent, after: Sent) -> tuple[set[int], list[str]]:
-    """Return the numbers of the messages that remain, and the purposes at the end of a step whose messages change."""
+    """Return the numbers of the messages that remain, and the purposes whose messages at the end of a step change."""
     moved = [
         purpose
         for purpose in AT_END

@@ -68,7 +68,8 @@ def on_stream(records: pd.DataFrame, path: str) -> pd.DataFrame:
 
 
 def stream_steps(records: pd.DataFrame, usable: Sequence[int]) -> tuple[pd.DataFrame, list[int]]:
-    """Return the steps on the stream. A step lasts from the end of the previous step's last message to that of its own.
+    """Return the steps on the stream. A step lasts from the end of the previous step's last message to the end of its own
+    last message.
 
     The host ends a step before the GPU does, and only the messages show where a step ends on the stream.
 

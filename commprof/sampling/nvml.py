@@ -66,7 +66,7 @@ class Nvml(Protocol):
         """Shut NVML down."""
 
     def utilisation(self, gpu: int) -> tuple[float, float]:
-        """Return how much of the time a kernel ran, and how much of it memory was read or written, both in percent."""
+        """Return two percentages of the time: in which a kernel ran, and in which memory was read or written."""
 
     def memory(self, gpu: int) -> tuple[int, int]:
         """Return the used memory and the total memory of a GPU, in bytes."""

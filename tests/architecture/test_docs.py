@@ -1,4 +1,4 @@
-"""The documentation says what the code does."""
+"""The documentation describes the code correctly."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_generated_pages_are_current(monkeypatch, capsys):
-    """In this process, which has imported what the pages are made from."""
+    """The generated pages are equal to the output of docs/generate.py.
+
+    The generator runs in this process, which has already imported the modules that the pages describe.
+    """
     spec = importlib.util.spec_from_file_location("docs_generate", ROOT / "docs" / "generate.py")
     generate = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(generate)

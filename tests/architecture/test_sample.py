@@ -1,4 +1,4 @@
-"""Which cases of a sampled test `make test` runs."""
+"""The selection of the cases of a sampled test that `make test` runs."""
 
 from support.sample import sample
 

@@ -1,4 +1,4 @@
-"""Rules about the sources that no linter knows."""
+"""Rules for the sources that no linter checks."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def imported_modules(path: Path) -> set[str]:
 
 
 def names_torch_distributed(path: Path) -> bool:
-    if "distributed" not in path.read_text():  # parsing takes long
+    if "distributed" not in path.read_text():  # skip the slow parsing
         return False
     if any(
         name == "torch.distributed" or name.startswith("torch.distributed.")
@@ -50,7 +50,8 @@ def names_torch_distributed(path: Path) -> bool:
 
 
 def test_only_comm_names_torch_distributed_in_the_runtime():
-    allowed = {"comm.py", "comm_functions.py"}  # the runtime's, and deepspeed.comm under its own names
+    # The module of the runtime, and the replacement of deepspeed.comm.
+    allowed = {"comm.py", "comm_functions.py"}
     found = {path.name for path in sources("zero_runtime") if names_torch_distributed(path)}
     assert found <= allowed, (
         "only zero_runtime/comm.py and deepspeed_names/ranks/comm_functions.py may name torch.distributed; "
@@ -94,7 +95,7 @@ def test_nothing_from_outside_is_unpickled(package):
     found = [
         path.name
         for path in sources(package)
-        if any(word in path.read_text() for word in (*loaders, "torch.load"))  # parsing takes long
+        if any(word in path.read_text() for word in (*loaders, "torch.load"))  # skip the slow parsing
         and (
             {name.partition(".")[0] for name in imported_modules(path)} & loaders
             or any(map(loads_objects, ast.walk(ast.parse(path.read_text()))))
@@ -104,7 +105,7 @@ def test_nothing_from_outside_is_unpickled(package):
 
 
 def loads_objects(node: ast.AST) -> bool:
-    """Whether ``node`` is a call of torch.load that may run what is in the file."""
+    """Return whether ``node`` is a call of torch.load that may execute code from the file."""
     if not isinstance(node, ast.Call) or ast.unparse(node.func) != "torch.load":
         return False
     return not any(
@@ -115,9 +116,9 @@ def loads_objects(node: ast.AST) -> bool:
 
 @pytest.mark.parametrize("package", PACKAGES)
 def test_sources_are_ascii_outside_of_strings_that_people_read(package):
-    # Box-drawing and typographic signs may appear in docstrings and output; identifiers and code may not have them.
+    # Docstrings and output may contain box-drawing and typographic characters. Identifiers and code must not.
     for path in sources(package):
-        if path.read_text().isascii():  # parsing takes long
+        if path.read_text().isascii():  # skip the slow parsing
             continue
         for node in ast.walk(ast.parse(path.read_text())):
             for name in (getattr(node, "id", None), getattr(node, "name", None), getattr(node, "attr", None)):
@@ -126,11 +127,11 @@ def test_sources_are_ascii_outside_of_strings_that_people_read(package):
 
 @pytest.mark.parametrize("package", PACKAGES)
 def test_no_tuple_is_spliced_to_put_several_names_on_a_line(package):
-    """``(*("a", "b"), *("c",))`` is ``("a", "b", "c")``."""
+    """No source writes ``(*("a", "b"), *("c",))`` instead of ``("a", "b", "c")``."""
     spliced = [
         f"{path.name}:{node.lineno}"
         for path in sources(package)
-        if re.search(r"\*[(\[]", path.read_text())  # parsing takes long
+        if re.search(r"\*[(\[]", path.read_text())  # skip the slow parsing
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Starred) and isinstance(node.value, ast.Tuple | ast.List)
     ]
@@ -138,7 +139,10 @@ def test_no_tuple_is_spliced_to_put_several_names_on_a_line(package):
 
 
 def test_no_message_puts_a_path_into_a_command_unquoted():
-    """A path with spaces would be several words in a shell: ``commprof.printable.command_line`` quotes it."""
+    """Messages quote paths in commands with ``commprof.printable.command_line``.
+
+    A path with spaces that is not quoted would be several words in a shell.
+    """
     pattern = re.compile(r"(?<!<)commprof [a-z]+(?: (?:[A-Z.]+|--[a-z-]+))* \{")
     found = [
         (path.name, line.strip())

@@ -1,4 +1,4 @@
-"""What an installed commprof makes importable."""
+"""The content of the wheel: the packages, data files and compiled parts that an installation contains."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def build(source: Path, out: Path, **variables: str) -> tuple[Path, str]:
-    """The wheel that is built from ``source``, and what was said meanwhile."""
+    """Build a wheel from ``source`` and return its path and the output of the build."""
     built = subprocess.run(
         [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(out)],
         cwd=source,
@@ -35,7 +35,7 @@ def build(source: Path, out: Path, **variables: str) -> tuple[Path, str]:
 
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory):
-    """The sources without what was built from them: the parts that are in use are not to be touched."""
+    """Return a copy of the sources without compiled files, so that the build does not replace files that are in use."""
     target = tmp_path_factory.mktemp("sources")
     for name in ("commprof", "runtime", "dashboards"):
         shutil.copytree(ROOT / name, target / name, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
@@ -75,7 +75,10 @@ def test_the_wheel_holds_what_is_not_python(wheel_names):
 
 
 def test_torch_finds_the_recorder_in_it(wheel, tmp_path):
-    """As torch looks for it at the end of its import; nothing of ours runs at the start of an interpreter."""
+    """torch finds the entry point of the recorder at the end of ``import torch``.
+
+    The wheel contains no ``.pth`` file, so commprof runs no code when an interpreter starts.
+    """
     wheel.extractall(tmp_path)
     points = [
         p
@@ -119,7 +122,7 @@ def test_without_a_compiler_the_wheel_is_one_for_all_and_says_so(sources, tmp_pa
 
 @pytest.mark.long
 def test_a_part_that_fails_to_compile_takes_the_others_with_it(sources, tmp_path):
-    """All or none: the parts call each other."""
+    """If one part does not compile, the wheel contains no compiled part, because the parts call each other."""
     copy = tmp_path / "sources"
     shutil.copytree(sources, copy)
     build(copy, tmp_path / "whole")

@@ -1,11 +1,15 @@
-"""Tests on a real GPU with NCCL: two ranks on one card (see ``support/ranks.py``). Skipped where there is none."""
+"""Tests on a real GPU with NCCL, with two ranks on one card (see ``support/ranks.py``).
+
+The tests are skipped if there is no GPU or no NCCL.
+"""
 
 import os
 from pathlib import Path
 
 import pytest
 
-# Else the question starts CUDA, and ranks cannot be forked.
+# Without this variable, torch.cuda.is_available() initializes CUDA. Ranks cannot be forked from a process that has
+# initialized CUDA.
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 
 

@@ -1,7 +1,7 @@
-"""Exposed time of what C++ and side streams wait for, against the kernels that CUPTI saw.
+"""The recorded exposed time of waits in C++ and on side streams agrees with the kernels that CUPTI saw.
 
-The host runs ahead of the GPU, so the default stream is idle within a step only where it waits. While a kernel of NCCL runs
-and no kernel of the default stream does, communication is exposed.
+The host runs ahead of the GPU, so within a step the default stream is idle only if it waits. Communication is
+exposed while a kernel of NCCL runs and no kernel of the default stream runs.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from support.recording import record
 
 pytestmark = [pytest.mark.ranks, pytest.mark.filterwarnings("ignore")]
 WIDTH, LAYERS, ROWS, WARM, STEPS = 2048, 6, 2048, 2, 6
-AHEAD = 60_000_000  # cycles that the GPU is busy before each step, while the host queues the step
-DEFAULT_STREAM = 7  # CUPTI's number
+AHEAD = 60_000_000  # cycles for which the GPU is busy while the host queues a step
+DEFAULT_STREAM = 7  # the number of the default stream in CUPTI
 
 
 def layers() -> torch.nn.Sequential:
@@ -71,7 +71,7 @@ def zero(**options) -> Callable[[], None]:
 
 
 def ahead(step: Callable[[], None]) -> None:
-    """Queue a step while the GPU is busy with something else."""
+    """Queue a step while the GPU is busy with a different kernel."""
     torch.cuda.synchronize()
     torch.cuda._sleep(AHEAD)
     step()
@@ -105,7 +105,7 @@ def length(intervals) -> float:
 
 
 def seen_by_cupti(profile) -> float:
-    """Nanoseconds of NCCL's kernels beside which no kernel of the default stream ran."""
+    """Return the nanoseconds in which a kernel of NCCL ran and no kernel of the default stream ran."""
     events = [
         event
         for event in profile.profiler.kineto_results.events()
@@ -122,7 +122,7 @@ def seen_by_cupti(profile) -> float:
 
 
 def recorded(run, rank: int) -> tuple[float, float]:
-    """The least and the most of the exposed time of the profiled steps."""
+    """Return the lower and upper bound of the recorded exposed time of the profiled steps, in ns."""
     rows, stalls = (
         [row for row in run.table(name).to_pylist() if row["rank"] == rank and row["step"] >= WARM]
         for name in ("collectives", "stalls")

@@ -1,4 +1,7 @@
-"""The recorder beside NCCL: it never waits for the device, keeps none of its memory, and times what CUDA events time."""
+"""The recorder with NCCL on a GPU.
+
+The recorder never waits for the device and keeps no device memory alive. Its times agree with CUDA events.
+"""
 
 from __future__ import annotations
 
@@ -13,16 +16,16 @@ from commprof import hooks
 from support.recording import calls, record
 
 pytestmark = pytest.mark.ranks
-MIB = 2**18  # float32 elements of a MiB
+MIB = 2**18  # float32 elements per MiB
 
 
 def spin(seconds: float) -> None:
-    """A kernel that keeps the stream busy; an H100 does 1.98e9 cycles a second at most."""
+    """Queue a kernel that keeps the stream busy. An H100 runs at most 1.98e9 cycles per second."""
     torch.cuda._sleep(int(seconds * 1.9e9))
 
 
 def warm(size: int = 4) -> None:
-    """Make NCCL's connections, which its first operation does while the host waits."""
+    """Create the connections of NCCL. Otherwise the first operation of a test creates them while the host waits."""
     dist.all_reduce(torch.ones(size))
     torch.cuda.synchronize()
 
@@ -106,7 +109,7 @@ def test_exposed_time_of_synchronous_calls_is_what_events_around_them_say(tmp_pa
             dist.all_reduce(x)
             end.record()
             torch.cuda.synchronize()
-            if number >= 2:  # the first calls of a form take the host longer
+            if number >= 2:  # the first calls with the same arguments take longer on the host
                 measured.append(begin.elapsed_time(end) * 1e6)
         return measured
 
@@ -115,8 +118,9 @@ def test_exposed_time_of_synchronous_calls_is_what_events_around_them_say(tmp_pa
         rows = calls(run, rank, "payload_bytes", "exposed_ns", "device_begin_ns", "device_end_ns")[3:]
         for (payload, exposed, begin, end), measured in zip(rows, outcome["result"], strict=True):
             assert payload == 64 * 2**20
-            # Our two events lie between the program's: shorter, by what the host needs to issue, and by the other rank's
-            # turn on the GPU where that comes between two events.
+            # The two events of the recorder are between the events of the program. So the recorded time is
+            # shorter by the time that the host needs to issue. If the GPU runs the other rank between two
+            # events, the recorded time is also shorter by that time.
             assert measured - 5_000_000 < exposed <= measured + 1000
             assert end - begin == pytest.approx(exposed, rel=0.02, abs=20_000)
 
@@ -125,7 +129,7 @@ def test_exposed_time_of_an_asynchronous_call_is_what_its_wait_blocks(tmp_path):
     def body(rank, world):
         warm()
         x = torch.ones(64)
-        for _ in range(3):  # hidden: the work beside it outlasts it
+        for _ in range(3):  # overlapped: the kernel takes longer than the collective
             torch.cuda.synchronize()
             work = dist.all_reduce(x, async_op=True)
             spin(0.3)
@@ -136,7 +140,7 @@ def test_exposed_time_of_an_asynchronous_call_is_what_its_wait_blocks(tmp_path):
     for rank in range(2):
         rows = calls(run, rank, "is_async", "exposed_ns")[1:]
         assert all(is_async for is_async, _ in rows)
-        assert min(exposed for _, exposed in rows) < 5_000_000  # the kernel beside it takes 300 ms
+        assert min(exposed for _, exposed in rows) < 5_000_000  # the overlapping kernel takes 300 ms
 
 
 def test_no_tensor_and_no_device_memory_is_kept(tmp_path):
@@ -153,7 +157,8 @@ def test_no_tensor_and_no_device_memory_is_kept(tmp_path):
                 work.wait()
             del x, work
         torch.cuda.synchronize()
-        # NCCL's own work list of asynchronous calls holds tensors until its watchdog passes.
+        # The work list of ProcessGroupNCCL keeps the tensors of asynchronous calls alive until its watchdog
+        # checks the list.
         deadline = time.monotonic() + 10
         while torch.cuda.memory_allocated() > before and time.monotonic() < deadline:
             time.sleep(0.05)

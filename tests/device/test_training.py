@@ -1,4 +1,7 @@
-"""Trainings over NCCL: what is recorded against the NCCL kernels that CUPTI saw, and losses against one GPU alone."""
+"""Trainings over NCCL.
+
+The records agree with the NCCL kernels that CUPTI saw, and the losses agree with a training on one GPU alone.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,7 @@ def batch(step: int, rank: int) -> torch.Tensor:
 
 
 def kernels(profile: torch.profiler.profile) -> list[str]:
-    """The names of NCCL's kernels that CUPTI saw."""
+    """Return the names of the NCCL kernels that CUPTI saw."""
     return [
         event.name()
         for event in profile.profiler.kineto_results.events()
@@ -36,12 +39,12 @@ def kernels(profile: torch.profiler.profile) -> list[str]:
 
 
 def kind_of_kernel(name: str) -> str:
-    """``ncclDevKernel_AllReduce_Sum_f32_RING_LL(...)``: ``allreduce``."""
+    """Return the operation of a kernel: ``allreduce`` for ``ncclDevKernel_AllReduce_Sum_f32_RING_LL(...)``."""
     return name.removeprefix("ncclDevKernel_").partition("_")[0].partition("(")[0].lower()
 
 
 def kind_of_record(op: str) -> str:
-    """The kernel of an operation. A barrier is a sum of one element."""
+    """Return the kernel that runs an operation. A barrier is an all_reduce of one element."""
     return {"barrier": "allreduce"}.get(op, op.replace("_", ""))
 
 
@@ -54,7 +57,7 @@ def profiled(body):
 
 
 def alone(world: int) -> list[float]:
-    """Mean losses of a training on all ranks' batches at once."""
+    """Return the mean losses of a training of one process on the batches of all ranks."""
     net = model()
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
     losses = []
@@ -157,7 +160,7 @@ def test_each_kernel_of_nccl_has_its_record_and_the_losses_are_those_of_one_gpu(
     ]
     assert together == pytest.approx(outcomes[0]["result"][2], rel=2e-5)
     for rank in range(2):
-        # NCCL launches nothing for a message of no bytes.
+        # NCCL launches no kernel for an empty message.
         rows = calls(run, rank, "op", "payload_bytes")[1:]
         ops = [op for op, payload in rows if payload or op == "barrier"]
         names = outcomes[rank]["result"][1]

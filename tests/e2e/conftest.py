@@ -1,4 +1,7 @@
-"""The one browser of all tests here: imported into each file it would be one for each, and Playwright runs only once."""
+"""Provides one browser for all tests of this directory.
+
+If each file imported the fixture, each file would start a browser, but Playwright can run only once in a process.
+"""
 
 import pytest
 
@@ -11,7 +14,10 @@ DESKTOP = {"width": 1280, "height": 900}
 
 @pytest.fixture
 def page(browser, base_url):
-    """A desktop page; afterwards nothing may have left the dashboard, nor gone wrong in the console."""
+    """Yield a page of desktop size.
+
+    After the test, assert that there were no requests to other hosts and no errors in the console.
+    """
     view = watched(browser, viewport=DESKTOP)
     yield view
     view.close()

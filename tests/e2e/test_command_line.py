@@ -1,4 +1,7 @@
-"""The main job from the command line: record, report, compare, export, align, look; by a program that is not ours."""
+"""The main workflow on the command line, with the program examples/train_gpt.py.
+
+The tests record, report, export and align a run, and serve the dashboard.
+"""
 
 import csv
 import json
@@ -27,7 +30,7 @@ COMMPROF = [sys.executable, "-m", "commprof"]
 
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory):
-    """A directory in which one run of the example was recorded, and what it printed."""
+    """Record one run of the example, and return its directory and the completed process."""
     directory = tmp_path_factory.mktemp("main-job")
     done = commprof("run", "--nproc", "2", *EXAMPLE, cwd=directory)
     assert done.returncode == 0, done.stderr
@@ -87,7 +90,8 @@ def test_planted_lines_are_found_missing_and_extra(recorded):
     assert found["missing_at_least"] <= 3 <= found["missing_at_most"]
     assert found["extra_at_least"] <= 2 <= found["extra_at_most"]
     records = json.loads(output(directory, "report", "latest", "--json"))["overview"]["records"]
-    # Broadcasts of equal parameters follow each other: which of those lost its line cannot be told, that one did can.
+    # Broadcasts of parameters of equal size are adjacent. The alignment cannot determine the broadcast whose line is
+    # missing, but it determines that one line is missing.
     rows = pq.read_table(run / "matches.parquet").to_pylist()
     unclear = [row for row in rows if row["state"] == "ambiguous"]
     lost = sum((row["seq"] is not None) - (row["line"] is not None) for row in unclear)

@@ -1,4 +1,7 @@
-"""axe-core over every page, over what pages say instead, over lists and menus that are open: nothing that it objects to."""
+"""axe-core finds no violation of accessibility rules on any page of the dashboard.
+
+This includes pages that show a message instead of data, and open lists and menus.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +16,10 @@ pytest.importorskip("axe_playwright_python", reason="axe-playwright-python is no
 pytestmark = [pytest.mark.browser, pytest.mark.shared_answers]
 
 RULES = ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "wcag22aa", "best-practice"]
-# The other two differ from these in nothing that axe looks at.
+# axe finds no further differences in the remaining two combinations of color scheme and width.
 LOOKS = [("light", 1280, 900), ("dark", 400, 900)]
-ZOOMED = ("light", 720, 450)  # the CSS pixels of a window of 1440 x 900 at a zoom of 200 %
-RUN_OF = {"/alignment": "aligned"}  # the others are shown over the run called plain
+ZOOMED = ("light", 720, 450)  # the size in CSS pixels of a window of 1440 x 900 at a zoom of 200 %
+RUN_OF = {"/alignment": "aligned"}  # all other pages show the run called plain
 ADDRESSES = {
     "chosen in the timeline": "/timeline?run=plain&from=0&to=30000000&record=0.0.1000.5",
     "what cannot be understood": "/matrix?run=plain&steps=abc",
@@ -51,18 +54,22 @@ def axe():
 
 @pytest.fixture(scope="module")
 def view(browser):
-    """One page that the tests take in turn, so that the scripts are loaded once."""
+    """Yield a page that all tests share, so that the scripts are loaded only once."""
     view = watched(browser, viewport={"width": 1280, "height": 900}, color_scheme="light")
     yield view
     view.close()
 
 
-# Mantine hangs an open list at the end of the body, so that no card cuts it off; its box refers to it by aria-controls.
+# Mantine adds an open list at the end of the body, so that no card cuts the list off. The input of the list refers to
+# the list by aria-controls.
 OF_OPEN_LISTS = frozenset({"region"})
 
 
 def objections(axe, view, but: frozenset[str] = frozenset()) -> list[str]:
-    """What axe objects to, one text for each rule that is not in ``but``: what is wrong, and where first."""
+    """Return the violations that axe finds, one text for each rule that is not in ``but``.
+
+    Each text describes the violation and its first place.
+    """
     found = axe.run(
         view.page, options={"runOnly": {"type": "tag", "values": RULES}, "resultTypes": ["violations"]}
     )
@@ -75,20 +82,20 @@ def objections(axe, view, but: frozenset[str] = frozenset()) -> list[str]:
 
 
 def begin_at(view, url: str, width: int = 1280) -> None:
-    """Open ``url`` as the browser of a system in light colours shows it, so wide."""
+    """Open ``url`` with the light color scheme in a window of this width."""
     view.page.emulate_media(color_scheme="light")
     view.page.set_viewport_size({"width": width, "height": 900})
     view.open(url)
 
 
 def look(view, scheme: str, width: int, height: int = 900) -> None:
-    """The same page as the browser of a system in ``scheme`` shows it, so wide and high."""
+    """Change the color scheme and the size of the window, and wait until the page is drawn again."""
     view.page.emulate_media(color_scheme=scheme)
     view.page.set_viewport_size({"width": width, "height": height})
     view.page.wait_for_function(
         "(scheme) => document.documentElement.dataset.mantineColorScheme === scheme", arg=scheme
     )
-    view.page.wait_for_timeout(150)  # the server draws the figures of the scheme
+    view.page.wait_for_timeout(150)  # the server draws the figures again for the color scheme
     view.settle()
 
 
@@ -97,7 +104,7 @@ def open_details(view) -> None:
     view.settle()
 
 
-# One page each time; all of them with the long sets.
+# The pages that `make test` checks. The long sets check all pages.
 SAMPLE = ("/overview",)
 
 
@@ -153,7 +160,10 @@ def test_open_lists_and_the_menu_of_a_telephone(axe, view, base_url):
 
 
 def tab_to(page, what: str) -> None:
-    """Press Tab until ``what``, the text or the label of it, has the focus, which is seen."""
+    """Press Tab until the element with the text or label ``what`` has the focus.
+
+    Also assert that the focus is visible.
+    """
     for _ in range(80):
         page.keyboard.press("Tab")
         named, outline = page.evaluate(

@@ -1,4 +1,4 @@
-"""The Bandwidth page in a real Chromium, over a run made here: what is drawn equals what the library answers."""
+"""The Bandwidth page in a real Chromium draws the values that the library returns for the same recorded run."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ def record(rank: int, world: int, out: str, sizes: list[int]) -> None:
         for numel in sizes:
             dist.all_reduce(torch.ones(numel))
             dist.broadcast(torch.ones(numel), 0)
-            dist.all_reduce(torch.ones(numel), async_op=True)  # nobody sees when this one ends
+            dist.all_reduce(torch.ones(numel), async_op=True)  # the end of this call is not known
     dist.barrier()
     hooks.detach()
 
 
 def calibration(path: Path) -> None:
-    """A machine that is faster than any that this runs on: 1 us and 100 GB/s."""
+    """Write a calibration of 1 us and 100 GB/s, which is faster than any machine that runs this test."""
     timings = {op: tuple(Timing(2**n, 1000 + 2**n // 100, 1, 1, 5) for n in range(10, 20, 3)) for op in OPS}
     made = Calibration(
         created="2026-01-02T03:04:05+00:00", torch="2.13.0", backend="gloo", backend_version=None, device="cpu",
@@ -101,7 +101,7 @@ def cells(view, card: str) -> list[list[str]]:
 
 
 def choose(view, key: str, value: str) -> None:
-    """Take ``value`` in the list whose key in the address is ``key``."""
+    """Choose ``value`` in the list that the address contains under ``key``."""
     view.page.locator(f"""[id='{{"key":"{key}","type":"control"}}']""").click()
     view.page.get_by_role("option", name=value, exact=True).click()
     view.page.wait_for_url(f"**{key}={value}*")
@@ -130,7 +130,7 @@ def test_points_curves_table_and_file_hold_the_answers_of_the_library_and_fit_a_
     view.page.locator("#card-bandwidth tbody tr").first.wait_for()
     assert [row[0] for row in cells(view, "bandwidth")] == expected["op"].tolist()
     assert "9 of 27 collectives have no time" in view.page.inner_text("#body")
-    # The server draws the page anew for a narrow window.
+    # The server draws the page again for a narrow window.
     with view.page.expect_response(lambda answer: "_dash-update-component" in answer.url):
         view.page.set_viewport_size({"width": 400, "height": 900})
     view.settle()

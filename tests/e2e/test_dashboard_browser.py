@@ -1,4 +1,4 @@
-"""The dashboard in a real Chromium, over runs recorded here with random sizes: what is drawn equals the exported CSV."""
+"""The dashboard in a real Chromium draws the values of the exported CSV, for recorded runs with random sizes."""
 
 from __future__ import annotations
 
@@ -20,18 +20,21 @@ pytestmark = [pytest.mark.browser, pytest.mark.ranks, pytest.mark.shared_answers
 
 WORLD = 2
 STEPS = 3
-RUNS_MORE = (WORLD + 1) / WORLD  # of gloo's reduce
+RUNS_MORE = (WORLD + 1) / WORLD  # executed bytes per issued byte of a reduce on gloo
 DESKTOP = {"width": 1280, "height": 900}
 HOSTILE = "<img src=x onerror=alert(1)>"
 
 
 def name_of(how: str) -> str:
-    """The name of a run: as long as a sweep makes them, so that it must be cut short on a telephone."""
+    """Return a run name that is as long as in a sweep, so that a phone must shorten it."""
     return f"sweep-of-reductions/{how}-use_multi_rank_bucket_allreduce_true-contiguous_gradients_true"
 
 
 def record(rank: int, world: int, out: str, how: str, sizes: list[list[int]]) -> None:
-    """Train nothing, but send: buckets of random sizes, reduced as ``how`` says, then one all_gather, in each step."""
+    """Record steps that only communicate.
+
+    Each step reduces buckets of the given sizes with the operation ``how``, then issues one all_gather and a barrier.
+    """
     import torch
     import torch.distributed as dist
 
@@ -62,7 +65,7 @@ def record(rank: int, world: int, out: str, how: str, sizes: list[list[int]]) ->
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """A directory with three recorded runs whose configs differ, and the CSV export of each."""
+    """Record three runs whose configs differ, export them as CSV, and return the directory."""
     from commprof.export.csv import export_csv
     from commprof.trace.manifest import Manifest, create_run
 
@@ -101,12 +104,15 @@ def rows_of(path: Path) -> list[dict[str, str]]:
 
 
 def sent_model(op: str, payload: int, size: int) -> float:
-    """Mean bytes that a rank sends, written down again here: twice for all_reduce, once for the others."""
+    """Return the mean bytes that a rank sends, computed independently of commprof: doubled for all_reduce."""
     return {"all_reduce": 2.0, "barrier": 0.0}.get(op, 1.0) * (size - 1) / size * payload
 
 
 def sums(export: Path) -> dict[str, dict[tuple[int, str], float]]:
-    """Of each measure: the sum per step and series over an exported collectives.csv, each collective counted once."""
+    """Return the sum of each measure by step and series over an exported collectives.csv.
+
+    Each collective is counted once.
+    """
     seen = set()
     found: dict[str, dict[tuple[int, str], float]] = {
         name: defaultdict(float) for name in ("wire", "payload", "count")
@@ -129,22 +135,23 @@ SERIES = {"all_reduce": "all_reduce", "reduce": "reduce", "all_to_all": "reduce_
 
 
 def expected_bars(base: Path, measure: str, shown: list[str], series: str) -> list[float]:
-    """The mean of ``series`` over the steps after the first, in each of the runs ``shown``: the first one warms up.
+    """Return the mean of ``series`` over the steps after the first, for each of the runs ``shown``.
 
-    gloo's reduce is a reduce_scatter whose parts go to the root: (n^2-1)/n^2 of the payload in place of (n-1)/n.
+    The first step is not warm. On gloo, a reduce is a reduce_scatter whose parts are then sent to the root. Therefore
+    its wire bytes are (n^2-1)/n^2 of the payload instead of (n-1)/n.
     """
     runs_more = RUNS_MORE if (measure, series) == ("wire", "reduce") else 1.0
     return [runs_more * mean_of(base, measure, how, series) for how in shown]
 
 
 def mean_of(base: Path, measure: str, how: str, series: str) -> float:
-    """The mean of a step after the first."""
+    """Return the mean of ``series`` over the steps after the first."""
     found = sums(base / "csv" / how)[measure]
     return sum(found.get((step, series), 0.0) for step in range(1, STEPS)) / (STEPS - 1)
 
 
 def shown_order(view, card: str = "reducing") -> list[str]:
-    """Which run stands in which row, by the labels that the figure shows."""
+    """Return the runs in the order of the rows, according to the labels of the figure."""
     texts = view.page.locator(f"#card-{card} .annotation-text").all_text_contents()
     labels = [text for text in texts if "gradient_reduction=" in text]
     return [label.rpartition("gradient_reduction=")[2].partition(",")[0] for label in labels]
@@ -192,7 +199,7 @@ def test_compare_draws_what_was_issued_beside_what_was_asked_for(page, runs, bas
     assert len(drawn["step time"]) == len(SERIES)
     texts = page.page.locator("#card-levels .annotation-text").all_text_contents()
     assert texts.count("requested") == texts.count("executed") == len(SERIES)
-    assert texts.count("not known") == len(SERIES)  # no such words in DeepSpeed's configs
+    assert texts.count("not known") == len(SERIES)  # DeepSpeed has no such configuration keys
     page.page.get_by_text("Bytes of each rank", exact=True).first.click()
     page.settle()
     ranks = page.page.evaluate(
@@ -204,7 +211,7 @@ def test_compare_draws_what_was_issued_beside_what_was_asked_for(page, runs, bas
 
 @pytest.fixture(scope="module")
 def grid_url(tmp_path_factory):
-    """Four settings of the two keys, their rows said by hand."""
+    """Serve synthetic runs with the four combinations of two configuration keys."""
     base = tmp_path_factory.mktemp("grid")
     for scatter in (True, False):
         for multi in (True, False):
@@ -330,7 +337,7 @@ def test_toggle_redraws_the_figures_for_the_dark_scheme(page, base_url):
     page.settle()
 
 
-@pytest.mark.long  # light and 1280 wide, the tests below and above look at these pages, which they open anyway
+@pytest.mark.long  # other tests check these pages with the light scheme and a width of 1280
 @pytest.mark.parametrize(("width", "scheme"), [(420, "dark"), (1280, "light")])
 def test_nothing_is_cut_or_covered_and_the_scheme_is_the_systems(browser, base_url, width, scheme):
     view = watched(browser, viewport={"width": width, "height": 900}, color_scheme=scheme)
@@ -345,7 +352,7 @@ def test_nothing_is_cut_or_covered_and_the_scheme_is_the_systems(browser, base_u
 
 
 def brightness(view) -> int:
-    """Of the background, from 0 to 255."""
+    """Return the brightness of the background, from 0 to 255."""
     background = view.page.evaluate("getComputedStyle(document.body).backgroundColor")
     return max(int(part) for part in background.strip("rgb()").split(","))
 
@@ -356,7 +363,10 @@ SEEN_PLOTS = (
 
 
 def assert_nothing_is_cut_or_covered(view) -> None:
-    """No text of a figure that is seen leaves it or lies over a bar. Those of closed folds get their width when opened."""
+    """Assert that no text of a visible figure is outside of the figure or covers a bar.
+
+    Figures in closed folds are not checked, because they get their width only when the fold is opened.
+    """
     assert view.page.evaluate("document.documentElement.scrollWidth - window.innerWidth") <= 0
     outside = view.page.evaluate(
         SEEN_PLOTS

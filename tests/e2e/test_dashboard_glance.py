@@ -1,4 +1,4 @@
-"""The pages in a real Chromium at 1440 x 900: the answer is there without scrolling."""
+"""In a real Chromium of 1440 x 900 pixels, every page shows its answer without scrolling."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from support.runs import SyntheticRun
 pytestmark = [pytest.mark.browser, pytest.mark.shared_answers]
 
 SCREEN = {"width": 1440, "height": 900}
-WIDE = 1200  # pixels from which on the server draws for a wide window
+WIDE = 1200  # the width in pixels from which on the server draws for a wide window
 KEYS = ("reduce_scatter", "use_multi_rank_bucket_allreduce")
 NAMES = ("true", "false")
 MIB = 1 << 20
@@ -26,7 +26,7 @@ BOTTOM = "(query) => document.querySelector(query).getBoundingClientRect().botto
 
 
 def write_setting(path, scatter: bool, multi: bool) -> None:
-    """A run of DeepSpeed's keys on two ranks, with what DeepSpeed issues for them."""
+    """Write a run of two ranks with the two keys of DeepSpeed and the operations that DeepSpeed issues for them."""
     keys = {"stage": 2} | dict(zip(KEYS, (scatter, multi), strict=True))
     run = SyntheticRun(2, config={"train_micro_batch_size_per_gpu": 1, "zero_optimization": keys})
     run.add_parameters({"weight": MIB // 4})
@@ -71,13 +71,16 @@ def view(browser, base_url):
 
 
 def awaited_drawing(view):
-    """Waits until the server has drawn the page again."""
+    """Wait until the server has drawn the page again."""
     return view.page.expect_response(lambda answer: "_dash-update-component" in answer.url)
 
 
 @pytest.fixture(scope="module")
 def opened_once(browser, base_url):
-    """Opens the page of an address for several tests, which read it or change the size of its window only."""
+    """Open the page of an address only once for several tests.
+
+    These tests only read the page or change the size of its window.
+    """
     views = {}
 
     def open_once(address: str, viewport: dict[str, int] = SCREEN):
@@ -106,7 +109,7 @@ def test_compare_answers_without_scrolling_and_takes_two_screens(opened_once):
     assert view.page.evaluate(BOTTOM, "#card-levels .js-plotly-plot") <= SCREEN["height"]
     assert view.page.evaluate("document.documentElement.scrollHeight") <= 2 * SCREEN["height"]
     labels = view.page.locator("#card-levels .annotation-text").all_text_contents()
-    assert sum("(x2)" in label for label in labels) == 4  # repeats are one row
+    assert sum("(x2)" in label for label in labels) == 4  # the repeats of a setting share one row
     assert view.page.locator("#card-settings summary").all_inner_texts() == ["x2"] * 4
 
 
@@ -198,9 +201,9 @@ def test_the_exposed_time_is_that_of_the_report_on_both_pages(opened_once, base,
     assert time != "not known"
 
 
-# Where the answer of a page stands, and what it says; the text of a chart is that of its card.
+# The selector of the answer of each page, and a text that the answer contains. The text of a chart is that of its card.
 ANSWERS = {
-    "/": (  # the fourth row; settings take three lines of the rows above it
+    "/": (  # the fourth row; the rows above contain settings of three lines
         ".ag-row:has-text('false-false-1'):has-text('10.0 ms')",
         "false-false-1 complete stage=2, reduce_scatter=false, use_multi_rank_bucket_allreduce=false 10.0 ms",
     ),
@@ -233,7 +236,7 @@ def test_every_other_page_answers_in_its_first_600_pixels(view, base_url, path):
 
 
 def test_the_columns_of_records_show_their_text_and_fit_the_page(view, base_url):
-    """Those shown first: a purpose that is cut after "gradient_" is no purpose."""
+    """The text of the columns that are shown first is complete, for example a purpose such as "gradient_reduce"."""
     view.open(f"{base_url}/records?run=late&filter=purpose:=:parameter_broadcast", ready=".ag-row")
     cut = view.page.evaluate(
         "() => [...document.querySelectorAll('.ag-header-cell-text, .ag-row .ag-cell-value')]"

@@ -1,4 +1,7 @@
-"""A run of tensor, data and pipeline groups on the timeline: a lane for each, near and from afar, as in the exported CSV."""
+"""The timeline of a run with tensor, data and pipeline groups has one lane for each group.
+
+The lanes contain the data of the exported CSV, both for a short window and for the complete run.
+"""
 
 from __future__ import annotations
 
@@ -63,7 +66,7 @@ def base_url(runs):
 
 @pytest.fixture(scope="module")
 def exported(runs, tmp_path_factory):
-    """The rows of collectives.csv: rank, seq, group, begin and end."""
+    """Return the rows of the exported collectives.csv: rank, seq, group, begin and end."""
     out = tmp_path_factory.mktemp("csv")
     export_csv(runs / "shared", out, tables=["collectives"])
     with (out / "collectives.csv").open(newline="") as stream:

@@ -1,4 +1,4 @@
-"""What stays between the pages of the dashboard: run, step and filters, the title, and a run that is being recorded."""
+"""Navigation between the pages of the dashboard: run, step, filters, titles, progress, and runs that are recorded."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def base_url(tmp_path_factory):
 
 
 def links(page) -> dict[str, dict[str, list[str]]]:
-    """The queries of the links of the navigation, by the path of their page."""
+    """Return the query parameters of the links of the navigation, by the path of their page."""
     addresses = page.locator("#navigation a").evaluate_all("links => links.map((link) => link.href)")
     return {urlsplit(one).path: parse_qs(urlsplit(one).query) for one in addresses}
 
@@ -150,7 +150,10 @@ def test_a_chart_is_downloaded_as_an_image_with_its_title(page, base_url):
 
 
 def write_live(run: Path, records: int, ended: bool = False) -> None:
-    """Replace the files of a rank of ``run`` by those with ``records`` records, of this process, which works."""
+    """Replace the files of a rank of ``run`` by files with ``records`` records.
+
+    The files name this process as their writer, so that the run counts as running.
+    """
     mine = {"pid": os.getpid(), "host": socket.gethostname(), "start_ticks": start_ticks(os.getpid())}
     elsewhere = run.parent.parent / f"written-{records}-{ended}"
     stem = write_rank(elsewhere, records=records, ended=ended, **mine)
@@ -165,7 +168,7 @@ TICK_MS = 400
 
 @pytest.fixture
 def quick_tick(monkeypatch):
-    """Pages that follow a run ask for news several times in a second; otherwise every 3 s."""
+    """Make pages that follow a run ask for changes every 0.4 s instead of every 3 s."""
     from commprof_dash.components import shell
 
     monkeypatch.setattr(shell, "_FOLLOW_MS", TICK_MS)
@@ -247,7 +250,7 @@ def test_a_run_that_is_deleted_while_its_page_is_open_is_said(browser, tmp_path,
         view = watched(browser, viewport={"width": 1280, "height": 900})
         view.open(f"{url}{path}?run=gone")
         shutil.rmtree(tmp_path / "runs" / "gone")
-        time.sleep(0.2)  # the list of runs is older than that is allowed to be
+        time.sleep(0.2)  # longer than the list of runs is cached
         if path == "/timeline":
             view.page.locator("#timeline-step").fill("2")
             view.page.locator("#timeline-step").press("Enter")
@@ -260,8 +263,8 @@ def test_a_run_that_is_deleted_while_its_page_is_open_is_said(browser, tmp_path,
     assert view.errors == []
 
 
-# Clicks on the link of a page, and returns the milliseconds until its heading and what is being read for it are there,
-# without anything of the page before.
+# JavaScript that clicks on the link of a page. It returns the milliseconds until the heading and the progress
+# of the new page are visible and the content of the previous page is gone.
 DEPART = """([selector, name]) => new Promise((resolve) => {
     const begin = performance.now();
     const look = () => {
@@ -276,7 +279,7 @@ DEPART = """([selector, name]) => new Promise((resolve) => {
 
 
 class Held:
-    """Drawings of the dashboard that wait, while ``is_held``, until they are released."""
+    """Delays the drawing of pages while ``is_held`` is true, until ``release`` is called."""
 
     def __init__(self, monkeypatch) -> None:
         from commprof_dash import app
@@ -307,7 +310,11 @@ def held(monkeypatch):
 
 
 def depart(page, base_url, held, path: str) -> float:
-    """Go from Runs to the page at ``path`` while nothing is drawn; the milliseconds until its progress is seen."""
+    """Follow the link from Runs to the page at ``path`` while the server is prevented from drawing.
+
+    Returns:
+        The milliseconds until the progress of the page is visible.
+    """
     title = next(one.title for one in PAGES if one.path == path)
     page.open(f"{base_url}/?tick=older&tick=newer", ready=".ag-row")
     held.hold()
@@ -324,7 +331,7 @@ def depart(page, base_url, held, path: str) -> float:
 
 def test_a_click_shows_the_page_and_what_is_read_for_it_before_the_server_has_drawn_it(page, base_url, held):
     waits = [depart(page, base_url, held, path) for path in ("/compare", "/stragglers")]
-    # Milliseconds; a machine that does other work delays one or the other.
+    # The limit is 300 ms. A busy machine may delay some clicks, so up to five clicks are tried.
     while min(waits) >= 300 and len(waits) < 5:
         waits.append(depart(page, base_url, held, "/compare"))
     assert min(waits) < 300

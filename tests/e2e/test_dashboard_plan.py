@@ -1,4 +1,4 @@
-"""The Plan page in a real Chromium: what is drawn equals ``commprof plan --json``, and the address holds the form."""
+"""The Plan page in a real Chromium draws the values of ``commprof plan --json``, and the address contains the form."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def field(page, key: str):
 
 
 def form(page) -> dict[str, str]:
-    """The fields that the address names, by key."""
+    """Return the values of the form fields in the address, by key."""
     values = parse_qs(urlsplit(page.page.url).query, keep_blank_values=True)
     return {key: value for key, (value,) in values.items()}
 
@@ -117,11 +117,11 @@ def test_a_field_is_written_to_the_address_back_undoes_it_and_a_config_that_is_t
     page.page.wait_for_url("**world=128**")
     page.page.wait_for_selector("#card-plan-sizes .card-subtitle:has-text('at 128 ranks')")
     assert form(page)["set"] == SETS and json.loads(form(page)["config"]) == CONFIG
-    assert form(page)["setting"] == ""  # so the figures go on showing the recommended one
+    assert form(page)["setting"] == ""  # so the figures still show the recommended setting
     page.page.go_back()
     page.page.wait_for_selector("#card-plan-sizes .card-subtitle:has-text('at 32 ranks')")
     assert field(page, "world").input_value() == "32"
-    # A config that is typed is planned, or refused in one line.
+    # A config that is typed into the form is either planned or refused with a one-line message.
     field(page, "config").fill('{"zero_optimization": {"stage": 2},}')
     page.page.wait_for_selector("text=The config is not JSON: line 1, column 35")
     field(page, "config").fill('{"zero_optimization": {"stage": 2}}')
@@ -134,7 +134,8 @@ def test_the_config_of_a_run_and_the_setting_of_the_figures_are_chosen(page, bas
     page.open(f"{base_url}/plan?{ADDRESS}")
     field(page, "run").click()
     page.page.get_by_role("option", name="trained").click()
-    page.page.wait_for_selector("text=trained/config.json --model run:")  # the run fills the form anew
+    # Choosing a run fills in the form again.
+    page.page.wait_for_selector("text=trained/config.json --model run:")
     assert [field(page, key).input_value() for key in ("model", "world")] == ["run:trained", "2"]
     assert form(page) == {"run": "trained"}
     page.page.wait_for_selector("#card-plan-traffic")

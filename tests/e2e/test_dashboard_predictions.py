@@ -1,4 +1,7 @@
-"""Predictions in a real Chromium: the changes worth trying on Overview, and predicted beside measured on Compare."""
+"""Predictions in a real Chromium.
+
+Overview shows the changes that are worth trying. Compare shows predicted and measured step times side by side.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,7 @@ BUCKETS = "zero_optimization.reduce_bucket_size"
 PREDICTED = {
     20_000: (150, 130, 170),
     80_000: (120, 110, 135),
-}  # by bucket size: ms of the median, low and high
+}  # key: the bucket size; value: median, low and high in ms
 BARS = """() => document.querySelector('#card-levels .js-plotly-plot')._fullData.filter((trace) => trace.xaxis === 'x2')
     .map((trace) => ({name: trace.name, x: [...trace.x], fill: trace.marker.color, outline: trace.marker.line.width}))"""
 SPANS = """() => document.querySelector('#card-levels .js-plotly-plot')._fullLayout.shapes
@@ -69,7 +72,7 @@ def base_url(base):
 
 
 def calibrate(path: Path, host: str) -> None:
-    """A calibration in which each message of any operation takes 12 ms."""
+    """Write a calibration in which each message of any operation takes 12 ms."""
     timings = {
         op: tuple(Timing(4**power, 12 * MS, 12 * MS, 12 * MS, 5) for power in range(3, 12))
         for op in ("all_reduce", "reduce", "all_gather", "all_to_all", "reduce_scatter")
@@ -104,7 +107,7 @@ def rows(page) -> list[dict[str, str]]:
 
 
 def check_same(page, text: str, told: dict) -> None:
-    """The card and its file have the changes that the command printed, in their order."""
+    """Assert that the card and its file contain the changes that the command printed, in the same order."""
     changes = told["promising"]["changes"]
     assert changes
     listed = page.page.locator(f"{CARD} .changes li").all_inner_texts()
@@ -140,8 +143,8 @@ def test_the_card_has_what_the_command_prints_and_fits_a_telephone(page, base, b
         "train.py --config ds.json",
     ]
     follows = "([one, other]) => !!(document.querySelector(one).compareDocumentPosition(document.querySelector(other)) & 4)"
-    assert page.page.evaluate(follows, ["#card-by-step", CARD])  # the answer of the page comes first
-    for scheme in ("light", "dark"):  # each drawn anew: for a narrow window, then in other colours
+    assert page.page.evaluate(follows, ["#card-by-step", CARD])  # the answer of the page is above this card
+    for scheme in ("light", "dark"):  # both are drawn again: for a narrow window, then in other colors
         with page.page.expect_response(lambda answer: "_dash-update-component" in answer.url):
             page.page.emulate_media(color_scheme=scheme)
             page.page.set_viewport_size({"width": 400, "height": 844})

@@ -1,4 +1,4 @@
-"""The table of runs in a real Chromium: it fills by itself, is searched, sorted, filtered, opened and ticked."""
+"""The table of runs in a real Chromium fills automatically and can be searched, sorted, filtered, opened and ticked."""
 
 from __future__ import annotations
 
@@ -198,14 +198,15 @@ def test_the_main_columns_fit_a_window_of_1440_pixels_and_all_are_a_click_away(b
         opened(view, base_url, f"?open={SWEEP}&find=")
         filled(view.page)
         assert shown_columns(view.page) == MAIN
-        view.page.wait_for_function(LAST_COLUMN_FITS)  # columns move to their places for some frames
+        view.page.wait_for_function(LAST_COLUMN_FITS)  # for some frames, the columns are still moving
         assert view.page.evaluate(CUT) == []
         row = view.page.locator(f"#runs-grid .ag-row[row-id='sweep:{SWEEP}']")
         assert row.locator("[col-id=step_time]").inner_text() == "2.00 to 4.00 ms"
         view.page.get_by_role("button", name="All columns").click()
         view.page.wait_for_function("location.search.includes('columns=all')")
         view.page.get_by_role("button", name="Fewer columns").wait_for()
-        view.page.wait_for_selector(f"#runs-grid .ag-row[row-id='run:{MEMBERS[0]}']")  # the sweep stays open
+        # The sweep stays unfolded.
+        view.page.wait_for_selector(f"#runs-grid .ag-row[row-id='run:{MEMBERS[0]}']")
         assert set(shown_columns(view.page)) == {
             *MAIN,
             "ranks",
@@ -248,11 +249,11 @@ def test_a_wide_window_shows_all_columns_and_dropped_records_have_theirs_in_ever
 
 
 def check_breaks(view) -> None:
-    """A long setting breaks between the parts of its keys: there each stretch of text is in one line."""
+    """Assert that a long setting is wrapped only between the parts of its keys."""
     cell = view.page.locator("#runs-grid .ag-row [col-id=setting]").first
     cell.locator("wbr").first.wait_for(state="attached")
     assert cell.evaluate("cell => cell.textContent") == LONG_SETTING
-    # Each stretch of text between two possible breaks is in one line: it has one box.
+    # The text between two possible breaks has one box, because it is on one line.
     boxes = cell.evaluate(
         "cell => [...cell.querySelector('.run-setting').childNodes].filter((node) => node.nodeType === 3)"
         ".flatMap((node) => "

@@ -1,4 +1,4 @@
-"""One-off traffic and executed bytes in a real Chromium: what is drawn is worked out here by hand."""
+"""The dashboard in a real Chromium draws one-off traffic and executed bytes that are computed here by hand."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ SIZE = 1_200_000
 
 
 def a_run() -> SyntheticRun:
-    """Three gloo ranks: a bucket reduced to rank 1 in each step, twice in the first; a checkpoint is gathered in step 3."""
+    """Return a run of three gloo ranks.
+
+    Each step reduces one bucket to rank 1, and the first step reduces two buckets. Step 3 also gathers a checkpoint.
+    """
     run = SyntheticRun(world_size=3)
     for step in range(STEPS):
         begin = 10_000_000 * (step + 1)
@@ -57,7 +60,7 @@ def rows_of(page, card: str) -> list[list[str]]:
 
 
 def check_width(page) -> None:
-    """In the window of a telephone, whose page the server draws anew, nothing is wider than that."""
+    """Assert that the page, drawn again for the window of a phone, is not wider than the window."""
     with page.page.expect_response(lambda answer: "_dash-update-component" in answer.url):
         page.page.set_viewport_size({"width": 400, "height": 900})
     page.settle()
@@ -67,7 +70,7 @@ def check_width(page) -> None:
 def test_the_overview_lists_what_was_sent_once(page, base_url):
     page.open(f"{base_url}/overview?run=run")
     once = [[api.format_bytes(2 / 3 * SIZE), api.format_bytes(SIZE), "1"]]
-    more = [[api.format_bytes(8 / 9 * SIZE), api.format_bytes(SIZE), "1"]]  # gloo's reduce on 3 ranks
+    more = [[api.format_bytes(8 / 9 * SIZE), api.format_bytes(SIZE), "1"]]  # a reduce on gloo with 3 ranks
     assert rows_of(page, "one-offs") == [
         ["step 0", "gradient_reduce", "reduce", *more[0]],
         ["step 3", "checkpoint", "all_gather", *once[0]],
@@ -76,7 +79,8 @@ def test_the_overview_lists_what_was_sent_once(page, base_url):
 
 
 def test_the_matrix_draws_what_gloo_runs_and_what_was_issued(page, base_url):
-    # Reduces: to the rank before 2/3, then 1/3 to rank 1; the gather goes around the other way.
+    # In a reduce, each rank sends 2/3 of the bucket to the previous rank of the ring. Then the other two ranks
+    # send 1/3 to rank 1. The gather uses the opposite direction of the ring.
     sent = STEPS + 1
     ring, part, gather = sent * SIZE * 2 / 3, sent * SIZE / 3, SIZE * 2 / 3
     executed = {
@@ -97,7 +101,7 @@ def test_the_matrix_draws_what_gloo_runs_and_what_was_issued(page, base_url):
         assert drawn == pytest.approx(wanted, rel=1e-9)
         text = page.page.inner_text("#card-model")
         assert ("against the order of the group" in text) == (measure == "wire")
-    check_width(page)  # the four measures were 80 px wider
+    check_width(page)  # the list of four measures was once 80 pixels too wide
 
 
 @pytest.mark.long
@@ -129,7 +133,7 @@ def test_the_buckets_of_a_step_have_both_bytes(page, base_url):
     assert {api.format_bytes(SIZE * 8 / 9), api.format_bytes(SIZE * 2 / 3)} <= set(row)
 
 
-@pytest.mark.long  # the tests above look at two of these pages, which they open anyway
+@pytest.mark.long  # the tests above already check two of these pages
 @pytest.mark.parametrize(("width", "scheme"), [(400, "dark"), (1280, "light")])
 def test_nothing_is_wider_than_the_window(browser, base_url, width, scheme):
     view = watched(browser, viewport={"width": width, "height": 900}, color_scheme=scheme)

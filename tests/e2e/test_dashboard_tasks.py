@@ -1,4 +1,4 @@
-"""Questions of a user over recorded runs, from the Runs page on: at most three clicks, and the answer needs no scrolling.
+"""A user on the Runs page gets the answers to typical questions with at most three clicks and without scrolling.
 
 Each test prints its clicks and seconds (``pytest -rP``).
 """
@@ -20,15 +20,15 @@ pytestmark = [pytest.mark.browser, pytest.mark.ranks, pytest.mark.shared_answers
 
 SCREEN = {"width": 1440, "height": 900}
 LAYERS, WIDTH = 10, 64
-LAYER = WIDTH * WIDTH + WIDTH  # elements of a layer, and of a bucket that holds one
-ONE_LINE = 23  # pixels of a message of one line
+LAYER = WIDTH * WIDTH + WIDTH  # the elements of a layer, and of a bucket for one layer
+ONE_LINE = 23  # the height in pixels of a one-line message
 STEPS, LATE_FROM, LATE_SECONDS = 13, 7, 0.2
 BUCKET = "zero_optimization.reduce_bucket_size"
 MULTI = "zero_optimization.use_multi_rank_bucket_allreduce"
 
 
 def train(rank: int, world: int, steps: int, multi: bool, bucket: int, late_from: int | None = None) -> None:
-    """Steps of zero_runtime; the last rank is late from a step on."""
+    """Train with zero_runtime. From step ``late_from`` on, the last rank is late."""
     import torch
 
     import zero_runtime
@@ -62,7 +62,7 @@ def train(rank: int, world: int, steps: int, multi: bool, bucket: int, late_from
 
 @pytest.fixture(scope="module")
 def slow(tmp_path_factory):
-    """A recorded run, and the same run, twice, as the runs of a sweep."""
+    """Record a run, and copy it twice as the runs of a sweep."""
     base = tmp_path_factory.mktemp("slow")
     record(base / "slow", 2, train, STEPS, True, LAYER, LATE_FROM)
     for repeat in range(2):
@@ -76,7 +76,11 @@ def slow(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def sweeps(tmp_path_factory):
-    """Two sweeps with repeats: of DeepSpeed's key that decides between reduce and all_reduce, and of the bucket size."""
+    """Record two sweeps with repeats.
+
+    One sweep varies the key of DeepSpeed that decides between reduce and all_reduce. The second sweep varies the
+    bucket size.
+    """
     base = tmp_path_factory.mktemp("sweeps")
     for name, points in (
         ("keys", [{MULTI: value} for value in (True, False)]),
@@ -93,7 +97,7 @@ def sweeps(tmp_path_factory):
 
 
 class Visitor:
-    """Somebody on the Runs page: what is clicked is counted."""
+    """A user who starts on the Runs page and whose clicks are counted."""
 
     def __init__(self, view, url: str) -> None:
         self.view, self.clicks = view, 0
@@ -121,7 +125,7 @@ class Visitor:
         self.view.page.wait_for_function("location.search.includes('tick=')")
 
     def read(self, selector: str) -> str:
-        """The answer, which is in the window although nothing was scrolled."""
+        """Return the text of an answer, and assert that it is visible without scrolling after at most three clicks."""
         answer = self.view.page.locator(selector).first
         answer.wait_for()
         print(f"{self.clicks} clicks, {time.monotonic() - self.begin:.1f} s")
@@ -134,7 +138,7 @@ class Visitor:
 
 @pytest.fixture(scope="module")
 def address():
-    """The address of the dashboard of a directory, which the tests share."""
+    """Yield a function that returns the address of the dashboard of a directory. The tests share these dashboards."""
     with ExitStack() as servers:
         addresses = {}
 
@@ -170,7 +174,7 @@ def test_which_rank_is_slow_and_since_when(visit, slow):
     chart = visitor.view.page.locator("#card-lateness-steps .js-plotly-plot")
     visitor.read("#card-lateness-steps .js-plotly-plot")
     assert f"rank 1 late from step {LATE_FROM} on" in chart.text_content()
-    # On a loaded machine the other rank may be late too: each sentence more takes a line or two above the chart.
+    # On a busy machine, the other rank may be late too. Each further sentence takes one or two lines above the chart.
     told = visitor.view.page.locator("#body .message").bounding_box()
     assert told["y"] + told["height"] <= 600
     assert chart.bounding_box()["y"] + chart.bounding_box()["height"] <= 600 + told["height"] - ONE_LINE
@@ -179,7 +183,8 @@ def test_which_rank_is_slow_and_since_when(visit, slow):
 def check_bucket_7(visitor) -> None:
     visitor.click(visitor.view.page.locator("#controls label", has_text="7").last)
     answer = visitor.read(".told:has-text('Bucket 7')")
-    # Gradients arrive last layer first: the bucket of one layer holds that one. It was sent because the next did not fit.
+    # Gradients arrive in reverse order of the layers, and each bucket has room for one layer. So bucket 7
+    # contains layer 2 and was sent because the next gradient did not fit.
     assert "2.bias and 2.weight" in answer and f"{LAYER:,} elements" in answer and "did not fit" in answer
 
 
@@ -216,7 +221,7 @@ def test_what_bucket_7_of_a_ticked_run_holds_and_a_click_above_a_small_bar_choos
     at = plot["x"] + 5.5 / LAYERS * plot["width"], plot["y"] + 4
     page.mouse.move(at[0] - 5, at[1])
     page.mouse.move(*at)
-    page.wait_for_timeout(300)  # plotly looks up what is below the pointer
+    page.wait_for_timeout(300)  # plotly finds the element below the pointer
     page.mouse.click(*at)
     page.wait_for_selector(".told:has-text('Bucket 5')")
     page.wait_for_function("location.search.includes('bucket=5')")
@@ -232,7 +237,7 @@ def test_a_click_on_a_bar_chooses_its_bucket(visit, slow):
     page.locator("#card-bucket-sizes .nsewdrag").scroll_into_view_if_needed()
     plot = page.locator("#card-bucket-sizes .nsewdrag").bounding_box()
     page.mouse.move(plot["x"] + 7.4 / LAYERS * plot["width"], plot["y"] + 0.8 * plot["height"])
-    page.wait_for_timeout(300)  # plotly looks up what is below the pointer
+    page.wait_for_timeout(300)  # plotly finds the element below the pointer
     page.mouse.click(plot["x"] + 7.5 / LAYERS * plot["width"], plot["y"] + 0.8 * plot["height"])
     answer = page.locator(".told:has-text('Bucket 7')")
     answer.wait_for()

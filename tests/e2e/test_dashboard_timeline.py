@@ -1,4 +1,4 @@
-"""The timeline and the records page in a real Chromium: what is drawn, listed and downloaded is what the library says."""
+"""The Timeline and Records pages in a real Chromium draw, list and download the values that the library returns."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def base_url(runs):
 
 
 def drawn_records(page) -> set[tuple[int, ...]]:
-    """rank, attempt, pid, seq, begin and length of each bar, from what plotly drew."""
+    """Return rank, attempt, pid, seq, begin and length of each bar that plotly drew."""
     bars = page.evaluate(
         """(graph) => document.querySelector(graph)._fullData.filter((trace) => trace.customdata).flatMap((trace) =>
             [...trace.base].map((base, i) => [...trace.customdata[i][0], Math.round(base), Math.round(trace.x[i])]))""",
@@ -85,7 +85,7 @@ def window_of(url: str) -> tuple[int, int]:
 
 
 def assert_window_is_drawn(page, runs: Path, name: str) -> api.Timeline:
-    """What is drawn is what the address says."""
+    """Assert that the graph shows the window in the address, and return the data of this window."""
     first = api.timeline(runs / name).run_begin_ns
     begin, end = window_of(page.url)
     shown = api.timeline(runs / name, first + begin, first + end)
@@ -104,7 +104,7 @@ def assert_window_is_drawn(page, runs: Path, name: str) -> api.Timeline:
 
 
 def click_on_graph(page, x: float, y: float) -> None:
-    """A click on what is there, which plotly looks up while the mouse rests."""
+    """Click on the graph after plotly has found the element at this position, which needs a resting mouse."""
     for number in range(200):
         page.mouse.move(x - number % 2, y)
         page.wait_for_timeout(50)
@@ -126,7 +126,7 @@ def test_bars_are_the_records_and_buttons_move_the_window(page, runs, base_url):
     for label in ("Zoom in", "Later", "Earlier", "Zoom out"):
         moved(page.page, page.page.get_by_label(label, exact=True).click)
         assert_window_is_drawn(page.page, runs, "few")
-    page.open(page.page.url)  # the address holds all of it
+    page.open(page.page.url)  # the address contains the complete state
     assert_window_is_drawn(page.page, runs, "few")
     moved(page.page, page.page.get_by_label("Whole run").click)
     shown = api.timeline(runs / "few")
@@ -177,7 +177,7 @@ def test_it_opens_on_the_steps_after_the_first_and_keys_and_a_drag_over_the_mini
 
 
 def write_wide_run(path: Path, world: int) -> None:
-    """``world`` ranks on hosts of 8 ranks; the last rank of host 1 is late."""
+    """Write a run of ``world`` ranks with 8 ranks per host, in which the last rank of host 1 is late."""
     run = SyntheticRun(world)
     run.hosts = {rank: f"host-{rank // 8}" for rank in range(world)}
     for step in range(STEPS):
@@ -222,9 +222,9 @@ def test_many_ranks_are_a_heat_map_the_latest_first_that_folds_by_host_and_unfol
     moved(page.page, page.page.get_by_text("Hosts", exact=True).click)
     wait_for_labels(page.page, "host-0", 6)
     assert heat_labels(page.page) == [f"host-{number}" for number in range(6)]
-    page.open(page.page.url)  # the address holds all of it
+    page.open(page.page.url)  # the address contains the complete state
     wait_for_labels(page.page, "host-0", 6)
-    # A click on the row of host 1, where its heat is.
+    # Click on a colored cell in the row of host 1.
     box = page.page.locator(f"{GRAPH} .nsewdrag").first.bounding_box()
     moved(
         page.page,
@@ -264,13 +264,13 @@ def test_the_lanes_grow_with_the_window(page, base_url):
         page.page.set_viewport_size({"width": 1280, "height": window})
         if window == 700:
             page.open(f"{base_url}/timeline?run=few")
-        # After a change of the window plotly draws again, a little later.
+        # plotly draws again some time after the window has changed.
         page.page.wait_for_function(
             "([graph, before]) => document.querySelector(graph + ' .nsewdrag').getBoundingClientRect().height > before",
             arg=[GRAPH, heights[-1]],
         )
         heights.append(page.page.locator(f"{GRAPH} .nsewdrag").first.bounding_box()["height"])
-        # The strip of phases and steps above the ranks keeps its height.
+        # The strip of phases and steps above the ranks has a constant height.
         assert (
             page.page.evaluate("(graph) => document.querySelector(graph)._fullLayout.margin.t", GRAPH) == 42
         )
@@ -337,7 +337,7 @@ def test_many_records_are_drawn_as_density_until_they_are_few(page, runs, base_u
     for row, rank in enumerate(shown.ranks):
         part = shown.density[shown.density["rank"] == rank].groupby("begin_ns")["busy_ns"].sum() / width
         assert heat["sums"][3 * row] == pytest.approx(part.clip(upper=0.999).sum(), rel=1e-6)
-    # A cell of the first rank: goes nearer.
+    # A click on a cell of the first rank zooms in.
     box = page.page.locator(f"{GRAPH} .nsewdrag").first.bounding_box()
     click_on_graph(page.page, box["x"] + 200, box["y"] + 8)
     page.page.wait_for_function("!window.location.search.includes('from=0&')")
@@ -403,7 +403,7 @@ def test_the_file_of_the_timeline_is_what_is_drawn(page, runs, base_url):
 
 
 def shown_rows(page, column: str) -> list[str]:
-    """The cells of a column that the grid shows, from the top."""
+    """Return the texts of the visible cells of a column, from top to bottom."""
     rows = page.evaluate(
         """(column) => [...document.querySelectorAll('.ag-center-cols-container .ag-row')]
             .map((row) => [Number(row.getAttribute('row-index')), row.querySelector(`[col-id="${column}"]`)?.innerText])""",
@@ -455,7 +455,7 @@ def test_the_grid_filters_sorts_and_scrolls_on_the_server(page, runs, base_url):
     whole = api.records_page(path, filters, "-payload_bytes", limit=10_000).rows
     assert [int(row["begin_ns"]) for row in rows] == whole["begin_ns"].tolist()
     assert [int(row["payload_bytes"]) for row in rows] == whole["payload_bytes"].tolist()
-    page.open(page.page.url)  # the address holds filter and order
+    page.open(page.page.url)  # the address contains the filter and the order
     wait_for_rows(page.page, "op", fit.rows["op"].tolist())
 
 
@@ -495,7 +495,7 @@ def test_records_begin_with_the_second_step_and_a_click_opens_all_about_a_row(pa
     page.open(f"{base_url}/records?run=few")
     later = api.records_page(runs / "few", [api.Filter("step", ">=", "1")], limit=1)
     page.page.wait_for_function(f"document.body.innerText.includes('{later.total} of 120 records fit')")
-    # The address follows the table.
+    # The address contains the filter of the table.
     page.page.wait_for_function("new URLSearchParams(location.search).get('filter') === 'step:>=:1'")
     page.page.locator(".ag-center-cols-container .ag-row[row-index='0'] [col-id='op']").click()
     page.page.wait_for_selector(".mantine-Drawer-content .record")
@@ -509,7 +509,11 @@ def test_records_begin_with_the_second_step_and_a_click_opens_all_about_a_row(pa
 
 
 def test_a_record_is_opened_and_left_with_the_keyboard_alone(page, base_url):
-    """It failed where the first row was focused before its record was there: then the row is made anew, not focused."""
+    """The keyboard alone opens and closes a record.
+
+    The test waits for the record of the first row before it sets the focus. AG Grid replaces a row when its record
+    arrives, and the new row does not have the focus.
+    """
     page.open(f"{base_url}/records?run=few")
     row = page.page.locator(".ag-center-cols-container .ag-row[row-index='0'][row-id]")
     row.locator("[col-id='op']").focus()

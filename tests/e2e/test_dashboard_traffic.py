@@ -1,4 +1,4 @@
-"""Traffic matrix, Buckets, Stragglers and Alignment in a real Chromium: what is drawn equals what the api answers."""
+"""Traffic matrix, Buckets, Stragglers and Alignment in a real Chromium draw the values that the api returns."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CUT_WORDS = """() => [...document.querySelectorAll('.message p, .message li')]
     .filter(words => words.getBoundingClientRect().right > words.closest('.message').getBoundingClientRect().right)
     .map(words => words.innerText)"""
 PATHS = ("/matrix", "/buckets", "/stragglers", "/alignment")
-# What plotly holds of the first graph of a card: its traces as they are drawn.
+# JavaScript that returns the drawn traces of the first graph of a card.
 TRACES = """(card) => document.querySelector(`#card-${card} .js-plotly-plot`)._fullData.map((trace) => ({
     name: trace.name,
     x: Array.from(trace.x ?? []), y: Array.from(trace.y ?? []),
@@ -51,14 +51,14 @@ def traces(view, card):
 
 
 def choose(view, label, option):
-    """Take ``option`` of the list called ``label``, as a person does."""
+    """Choose ``option`` in the list called ``label`` with the mouse."""
     view.page.get_by_role("textbox", name=label).click()
     view.page.get_by_role("option", name=option, exact=True).click()
     view.settle()
 
 
 def drawn_sizes(view):
-    """The sizes of the cells of the matrix, from their logarithms, by row and column."""
+    """Return the sizes of the cells of the matrix by row and column, computed from the drawn logarithms."""
     heat = traces(view, "matrix")[0]["z"]
     return {
         (i, j): pytest.approx(2**value, rel=1e-6)
@@ -69,7 +69,7 @@ def drawn_sizes(view):
 
 
 def check_charts_and_keys(view):
-    """Every chart has a name, a table and a file; Tab reaches the controls."""
+    """Assert that every chart has a name, a table and a file, and that Tab reaches the controls."""
     for card in view.page.locator(".card:has(.dash-graph)").all():
         assert card.get_by_role("img").first.get_attribute("aria-label")
         assert card.locator("details summary").count() == 1
@@ -187,7 +187,10 @@ def test_an_alignment_with_its_rings(page, base_url, runs):
 @pytest.mark.long
 @pytest.mark.parametrize("path", ["/buckets", "/alignment"])
 def test_every_chart_has_a_name_and_its_table_and_keys_reach_the_controls(page, base_url, path):
-    """Of the other pages it is looked at where they are opened anyway."""
+    """Every chart has a name, a table and a file, and Tab reaches the controls.
+
+    For the other pages, the tests that open these pages check this.
+    """
     page.open(f"{base_url}{path}?run={'aligned' if path == '/alignment' else 'plain'}")
     check_charts_and_keys(page)
 
@@ -207,7 +210,7 @@ def test_a_telephone_has_no_sideways_scrolling(browser, base_url, scheme):
     for path in (
         "/alignment?run=plain",
         "/bandwidth?run=plain",
-    ):  # notices with commands longer than the window
+    ):  # pages with messages that contain commands wider than the window
         view.open(base_url + path)
         assert view.page.evaluate(CUT_WORDS) == [], path
     view.close()

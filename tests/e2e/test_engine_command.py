@@ -1,4 +1,7 @@
-"""``commprof run --engine zero_runtime`` with real processes: every launcher's ranks get this runtime as deepspeed."""
+"""``commprof run --engine zero_runtime`` with real processes.
+
+With every launcher, the ranks import zero_runtime as deepspeed.
+"""
 
 from __future__ import annotations
 

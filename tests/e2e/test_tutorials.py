@@ -1,4 +1,4 @@
-"""The tutorials: their commands, run in the order of the page, print what the page shows."""
+"""The commands of the tutorials, run in the order of the page, print the output that the page shows."""
 
 from __future__ import annotations
 

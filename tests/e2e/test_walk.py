@@ -1,4 +1,4 @@
-"""One gradient bucket, from the bucketer to the CSV file, by the walk of docs/ARCHITECTURE.md."""
+"""One gradient bucket on its path from the bucketer to the CSV file, as docs/ARCHITECTURE.md describes it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SIZES = (
     37,
     53,
     11,
-)  # one Linear after another: 2,027 + 594 parameters, odd sizes, so owners share parameters
+)  # widths of two successive Linear layers: 2,014 + 594 parameters, odd sizes, so owners share parameters
 LIMIT = 700
 CONFIG = {
     "train_micro_batch_size_per_gpu": 4,
@@ -58,11 +58,12 @@ def run_directory(tmp_path_factory):
 
 
 def expected_reduces() -> list[tuple[int, int]]:
-    """(owner, elements) of each reduce of a step, by hand: gradients arrive last parameter first.
+    """Return (owner, elements) of each reduce of a step, derived by hand.
 
-    Flat order: 0.weight 1961, 0.bias 53, 2.weight 583, 2.bias 11: 2,608 elements, two pieces of 1,304 (a multiple of
-    2 x 2 already). The bucket of 700 takes 2.bias and 2.weight (594) and 0.bias (647); 0.weight is oversized, alone, and
-    straddles: 1,304 of it are rank 0's, 657 rank 1's.
+    Gradients arrive in reverse order of the parameters. The flat buffer contains 0.weight 1961, 0.bias 53,
+    2.weight 583 and 2.bias 11. These are 2,608 elements, two shards of 1,304 elements (already a multiple of 2 x 2).
+    The bucket of 700 elements takes 2.bias and 2.weight (594 elements) and 0.bias (647 elements in total). 0.weight
+    exceeds the bucket size and is reduced alone. Rank 0 owns 1,304 of its elements, and rank 1 owns 657.
     """
     return [(1, 11 + 583 + 53), (0, 1304), (1, 657)]
 

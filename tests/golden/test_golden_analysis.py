@@ -1,6 +1,6 @@
-"""The answers to a small run as they stand in CSV files: any change of a column, a type or a number shows here.
+"""The answers for small runs equal the recorded CSV files, so that any change of a column, type or number is noticed.
 
-``python tests/golden/test_golden_analysis.py`` writes the files anew; read the difference before it is committed.
+``python tests/golden/test_golden_analysis.py`` writes the files again. Review the difference before you commit them.
 """
 
 import sys
@@ -20,7 +20,11 @@ BY = ("attempt", "step", "phase", "op", "intended_op", "purpose", "pg", "group_r
 
 
 def _run(reduce_scatter: bool) -> SyntheticRun:
-    """Four ranks, two of whose pairs form groups of one name; a second attempt; a message; a step that never ended."""
+    """Return a run of four ranks.
+
+    The run has two groups of two ranks with the same name, and a second attempt. Each step has a message, and one step
+    did not end.
+    """
     run = SyntheticRun(
         world_size=4, config={"zero_optimization": {"stage": 2, "reduce_scatter": reduce_scatter}}
     )

@@ -1,8 +1,9 @@
-"""Exposed time on a GPU, of two runs of ``tests/device/test_exposed.py`` on one H200 in which CUPTI was asked too.
+"""Exposed time on a GPU equals the CUPTI measurements of two runs of ``tests/device/test_exposed.py`` on one H200.
 
-``h200/ddp``, ``h200/fsdp2``: two ranks that take turns on the card, 6 layers of 2,048 times 2,048 elements, 8 steps. In the
-last 6 steps CUPTI saw NCCL's kernels beside which the default stream stood for 293 and 291 ms (DDP's two ranks), and for 449
-and 455 ms (FSDP2's).
+``h200/ddp`` and ``h200/fsdp2`` are recordings of two ranks that take turns on the card, with 6 layers of 2,048
+times 2,048 elements and 8 steps. CUPTI measured how long kernels of NCCL ran in the last 6
+steps while the default stream was idle. The times are 293 and 291 ms for the two ranks of DDP, and 449 and 455 ms for
+the two ranks of FSDP2.
 """
 
 from pathlib import Path
@@ -18,7 +19,10 @@ RUNS = Path(__file__).parent / "h200"
 
 
 def exposed(name: str, column: str) -> list[float]:
-    """Milliseconds of each rank in the last 6 steps of the host, which is one step ahead of the device at most."""
+    """Return the milliseconds of each rank in ``column``, summed over the last 6 steps of the host.
+
+    The host is at most one step ahead of the device.
+    """
     rows = api.exposure(open_run(RUNS / name), by=("rank", "step", "purpose"))
     rows = rows[(rows["step"] >= 2) & rows["purpose"].isin(["gradient_reduce", "parameter_gather"])]
     by_step = api.exposure(open_run(RUNS / name), by=("rank", "step"))

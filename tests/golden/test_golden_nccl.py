@@ -1,7 +1,9 @@
-"""Recorded on an H100 with NCCL 2.28.9: two ranks on one card, each of which named another host (NCCL_HOSTID).
+"""Alignment and ledger of runs that were recorded on an H100 with NCCL 2.28.9.
 
-``h100/deepspeed_stage2``: DeepSpeed 0.19.8 with ``reduce_scatter: true``. ``h100/ddp_trace``: DDP under NCCL_DEBUG=TRACE
-with all subsystems. No expected count here comes from the records: the steps, layers and buckets of the programs give them.
+Two ranks share one card, and each rank sets a different host (NCCL_HOSTID). ``h100/deepspeed_stage2`` is
+DeepSpeed 0.19.8 with ``reduce_scatter: true``. ``h100/ddp_trace`` is DDP under NCCL_DEBUG=TRACE with all
+subsystems. The expected counts are not taken from the records. They follow from the steps, layers and buckets
+of the programs.
 """
 
 from __future__ import annotations
@@ -18,24 +20,24 @@ from commprof.nccl.parser import parse_logs
 from commprof.trace.reader import open_run
 
 RUNS = Path(__file__).parent / "h100"
-RANKS, PARAMETERS = 2, 53  # tensors of the transformer
+RANKS, PARAMETERS = 2, 53  # PARAMETERS: the number of tensors of the transformer
 OPERATIONS = {
-    # Parameters are broadcast before the first step. A step: 5 buckets of 200,000 elements, the overflow flag, the norm, and
-    # one all_gather of the parameters; after 6 of them the mean of the validation loss.
+    # The parameters are broadcast before the first step. Each of the 6 steps reduces 5 buckets of 200,000 elements, the
+    # overflow flag and the norm, and gathers the parameters once. The mean of the validation loss follows the steps.
     "deepspeed_stage2": {
         "broadcast": RANKS * PARAMETERS,
         "all_reduce": RANKS * (6 * (5 + 1 + 1) + 1),
         "all_gather": RANKS * 6,
     },
-    # The number and the shapes of the parameters are compared, then they are broadcast. A first step with 1 bucket, 7 with
-    # 4, and the new order of the buckets in two broadcasts after the first.
+    # DDP compares the number and the shapes of the parameters and then broadcasts the parameters. The first step has 1
+    # bucket, and the other 7 steps have 4 buckets. Two broadcasts after the first step contain the rebuilt buckets.
     "ddp_trace": {"all_gather": RANKS, "broadcast": RANKS * 4, "all_reduce": RANKS * (1 + 7 * 4)},
 }
 
 
 @pytest.fixture(params=sorted(OPERATIONS))
 def recorded(request, tmp_path):
-    """A run's name and a copy of it: answers may be kept beside a run."""
+    """Return the name of a run and a copy of the run, because commprof may store answers in the directory of a run."""
     return request.param, Path(shutil.copytree(RUNS / request.param, tmp_path / "run"))
 
 

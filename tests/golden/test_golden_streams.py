@@ -1,6 +1,7 @@
-"""Predictions from trainings on an H100 with NCCL: two ranks on one card, whose kernels take turns.
+"""Predictions from trainings on an H100 with NCCL, with two ranks on one card whose kernels take turns.
 
-``h100/zero_stage2``: zero_runtime at stage 2 with 8 layers of 1,024 times 1,024 elements and buckets of 4,000,000, 40 steps.
+``h100/zero_stage2`` is zero_runtime at stage 2 with 8 layers of 1,024 times 1,024 elements, buckets of
+4,000,000 elements and 40 steps.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ RUNS = Path(__file__).parent / "h100"
 
 
 def opened(name: str, tmp_path: Path):
-    """A copy: answers may be kept beside a run."""
+    """Open a copy of a run, because commprof may store answers in the directory of a run."""
     return open_run(shutil.copytree(RUNS / name, tmp_path / "run"))
 
 
@@ -32,7 +33,7 @@ def test_the_streams_steps_are_as_long_as_the_hosts(tmp_path):
     recorded = recorded_steps(run)
     steps = run.table("steps").to_pandas()
     host = (steps["end_ns"] - steps["begin_ns"])[steps["step"].isin(recorded.numbers)].median()
-    assert recorded.device == "cuda" and len(recorded.steps) == 38  # neither the first nor the one after it
+    assert recorded.device == "cuda" and len(recorded.steps) == 38  # without the first two of the 40 steps
     assert np.median(recorded.step_ns) == pytest.approx(host, rel=0.01)
 
 
@@ -43,7 +44,7 @@ def test_replay_of_a_gpus_run(tmp_path):
     (unchanged,) = answer.settings
     assert unchanged.median_ns == pytest.approx(answer.recorded_ns, rel=0.01)
     assert any("the run used cuda" in note for note in answer.notes)
-    # The same exposed time as the report's, which does not use this room's code.
+    # The report computes the same exposed time with different code.
     reported = api.exposure_per_step(run).set_index("purpose")["exposed_ns"]
     assert len(answer.recorded_exposed_ns) == 3
     for purpose, ns in answer.recorded_exposed_ns.items():

@@ -1,4 +1,7 @@
-"""Ranks that tests of a file share end with it: what one leaves in their process is met by tests of the same file only."""
+"""Stop the shared ranks at the end of each test file.
+
+State that a test leaves in the process of a rank can therefore affect only tests of the same file.
+"""
 
 from collections.abc import Iterator
 

@@ -1,4 +1,4 @@
-"""A real Chromium and a served dashboard for tests. Tests that use them carry the marker ``browser``."""
+"""A real Chromium and a served dashboard for tests. Tests that use them have the marker ``browser``."""
 
 from __future__ import annotations
 
@@ -26,26 +26,32 @@ FLAGS = (
     "--disable-sync",
     "--disable-dev-shm-usage",
     "--hide-scrollbars",
-    "--js-flags=--no-opt --no-maglev",  # pages are left before compiled scripts pay: 8 % of the time of a test
+    # Tests leave a page before optimized scripts pay off. Without the optimizing compilers, a test takes 8 % less time.
+    "--js-flags=--no-opt --no-maglev",
 )
-# dash-ag-grid asks for the selected rows in a timer, which may end after the page with the table was left.
+# dash-ag-grid reads the selected rows in a timer. The timer may fire after the browser has left the page of the
+# table, and then AG Grid prints this warning.
 ASKED_TOO_LATE = "warning #26 Grid API function getSelectedRows()"
 
 
 def chromium() -> str | None:
-    """Path of the machine's Chromium; None when there is none."""
+    """Return the path of the Chromium on this machine; None if there is no Chromium."""
     return next((path for name in NAMES if (path := shutil.which(name))), None)
 
 
 @contextmanager
 def open_browser() -> Iterator[Any]:
-    """A Playwright browser. Raises FileNotFoundError when the machine has no Chromium."""
+    """Yield a Playwright browser.
+
+    Raises:
+        FileNotFoundError: this machine has no Chromium.
+    """
     from playwright.sync_api import sync_playwright
 
     path = chromium()
     if path is None:
         raise FileNotFoundError(f"no Chromium on PATH; looked for: {', '.join(NAMES)}")
-    # It would follow the proxy of the machine even to the loopback address.
+    # Chromium would use the proxy of the machine even for the loopback address.
     quiet = {name: value for name, value in os.environ.items() if "proxy" not in name.lower()}
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=path, args=list(FLAGS), env=quiet)
@@ -56,8 +62,9 @@ def open_browser() -> Iterator[Any]:
 
 
 def _close_sockets(server: Any) -> None:
-    """End the loop of ``server``, in its own thread, by closing every socket: also those of idle browsers, with
-    the temporary files that hold the rest of their answers.
+    """Stop the loop of ``server`` by closing every socket; call this in the thread of the server.
+
+    This also closes the sockets of idle browsers and the temporary files with the rest of their responses.
     """
     for item in list(server._map.values()):
         item.handle_close()
@@ -67,7 +74,10 @@ _last_port: list[int] = [0]
 
 
 def _free_port() -> int:
-    """That of the dashboard before, if it is free again; 0, any other, if not."""
+    """Return the port of the previous dashboard if the port is free again.
+
+    Otherwise return 0, for which the system chooses a port.
+    """
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -79,9 +89,10 @@ def _free_port() -> int:
 
 @contextmanager
 def served(directory: Path) -> Iterator[str]:
-    """The dashboard of the runs below ``directory``; the address without a trailing slash.
+    """Serve the dashboard of the runs below ``directory``, and yield its address without a trailing slash.
 
-    Its port is that of the dashboard before it, if that is free: the browser has its scripts then.
+    The dashboard uses the port of the previous dashboard if that port is free. The browser then already has the
+    scripts in its cache.
     """
     from waitress.server import create_server
 
@@ -102,7 +113,7 @@ def served(directory: Path) -> Iterator[str]:
 
 @pytest.fixture(scope="session")
 def browser() -> Iterator[Any]:
-    """The shared browser; the test is skipped, with the reason, where there is no Chromium."""
+    """Yield the browser that all tests share. Skip the test with a reason if there is no Chromium."""
     pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
     if chromium() is None:
         pytest.skip(
@@ -113,9 +124,10 @@ def browser() -> Iterator[Any]:
 
 
 class Watched:
-    """A page whose requests, console errors, warnings of its tables and uncaught exceptions are kept, until it is closed.
+    """A page that collects its requests, failed responses, console errors, table warnings and uncaught exceptions.
 
-    With ``free`` it is added to that list when it is closed, without anything that the next test could see.
+    With ``free``, ``close`` adds the page to this list for the next test, after it has removed everything that the
+    next test could see.
     """
 
     def __init__(self, page: Any, free: list[Any] | None = None) -> None:
@@ -140,7 +152,7 @@ class Watched:
             page.on(event, listener)
 
     def close(self) -> None:
-        """Close the page, or clean it and leave it to the next test."""
+        """Close the page, or clean the page and keep it for the next test."""
         if self._free is None:
             self.page.context.close()
             return
@@ -156,19 +168,21 @@ class Watched:
         self._free = None
 
     def foreign_requests(self, base: str) -> list[str]:
-        """Requests that left the dashboard."""
+        """Return the URLs of requests to other places than the dashboard at ``base``."""
         inside = (base + "/", "data:", "blob:")
         return [url for url in self.requests if not url.startswith(inside)]
 
     def open(self, url: str, ready: str = ".page-body > .card, .page-body > .message") -> None:
-        """Go there and wait until the page is drawn."""
+        """Open ``url`` and wait until the page is drawn."""
         self.page.goto(url)
         self.page.wait_for_selector(ready, timeout=60_000)
         self.settle()
 
     def settle(self) -> None:
-        """Wait until every graph on the page has drawn its data, every open fold has its content, and no callback is under
-        way, in three frames in turn: a graph whose script is still loaded is not on the page for a moment.
+        """Wait until the page is complete in three successive frames.
+
+        A page is complete if every graph has drawn its data, every open fold has its content, and no callback is in
+        progress. One frame is not enough, because a graph is briefly not on the page while its script is loading.
         """
         self._settled += 1
         self.page.wait_for_function(
@@ -188,13 +202,14 @@ class Watched:
         )
 
 
-_free_pages: dict[Any, list[Any]] = {}  # by browser
+_free_pages: dict[Any, list[Any]] = {}  # key: the browser
 
 
 def watched(browser: Any, viewport: dict[str, int], color_scheme: str = "light", **context: Any) -> Watched:
-    """A page so wide and in this scheme, which a test before may have used: it has loaded and compiled the scripts then.
+    """Return a page with this viewport and color scheme, which the caller must close.
 
-    With anything else for the ``context`` it is a new page in a context of its own. Close it in the end.
+    The page may be one that an earlier test used, because such a page has already loaded and compiled the scripts.
+    If ``context`` contains further options, the page is new and has a separate browser context.
     """
     if context:
         return Watched(
@@ -217,7 +232,10 @@ DRAWN_BARS = """(name) => {
 
 
 def drawn_bars(page: Any, card: str) -> dict[str, list[float]]:
-    """For each series of the bar chart in ``card``, the sizes of its bars from the first row on, as plotly drew them."""
+    """Return the sizes of the bars that plotly drew in the bar chart of ``card``, by series.
+
+    The sizes are in the order of the rows, from the first row on.
+    """
     return {
         series["name"]: [row["value"] for row in sorted(series["rows"], key=lambda row: row["position"])]
         for series in page.evaluate(DRAWN_BARS, card)

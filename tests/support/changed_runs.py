@@ -1,4 +1,4 @@
-"""Runs with other records than they have: faults that somebody planted."""
+"""Runs whose records a test changes, in order to plant faults."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from commprof.trace.tables import arrow_schema
 
 
 class Changed:
-    """A run whose records are what ``change`` makes of each of them: none, one or several."""
+    """A run in which ``change`` replaces each record by no record, one record or several records."""
 
     def __init__(self, run: Any, change: Callable[[dict[str, Any]], list[dict[str, Any]]]) -> None:
         self.path, self.manifest, self.health = run.path, run.manifest, run.health
@@ -20,10 +20,10 @@ class Changed:
         self._records = pa.Table.from_pylist(rows, arrow_schema("collectives"))
 
     def table(self, name: str) -> pa.Table:
-        """A table of the run."""
+        """Return a table of the run, with the changed records."""
         return self._records if name == "collectives" else self._run.table(name)
 
     def parts(self, name: str, columns: Sequence[str] | None = None) -> Iterator[pa.Table]:
-        """The same."""
+        """Yield the table ``name`` with the changed records, in one part."""
         table = self.table(name)
         yield table if columns is None else table.select(list(columns))

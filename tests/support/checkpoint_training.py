@@ -1,4 +1,4 @@
-"""A small training in which everything that a checkpoint keeps matters: for tests of checkpoints."""
+"""A small training for tests of checkpoints, whose results depend on everything that a checkpoint stores."""
 
 from __future__ import annotations
 
@@ -20,7 +20,11 @@ SCHEDULE = {
 
 
 class Odd(nn.Module):
-    """Tied, frozen, unused, empty and transposed parameters; a buffer that differs on every rank; dropout; extra state."""
+    """A model with unusual state.
+
+    The model has tied, frozen, unused, empty and transposed parameters, a buffer that differs on every rank,
+    dropout, and extra state.
+    """
 
     def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
@@ -55,7 +59,7 @@ class Odd(nn.Module):
 
 
 def make_engine(stage, precision="fp32", optimizer="AdamW", schedule=True, dropout=0.0, **more):
-    """An engine of ``Odd`` with two param groups; its weights are the same in every process."""
+    """Return an engine for ``Odd`` with two param groups. The initial weights are equal in every process."""
     generator_state = torch.get_rng_state()
     torch.manual_seed(0)
     model = Odd(dropout)
@@ -80,7 +84,10 @@ def make_engine(stage, precision="fp32", optimizer="AdamW", schedule=True, dropo
 
 
 def train(engine, rank, first, steps, precision="fp32"):
-    """Losses of ``steps`` steps from number ``first``; the data depend on step, micro-batch and rank alone."""
+    """Train for ``steps`` steps from step ``first``, and return the losses of all micro-batches.
+
+    The data depend only on the step, the micro-batch and the rank.
+    """
     losses = []
     for step in range(first, first + steps):
         for micro in range(engine.gradient_accumulation_steps()):
@@ -94,7 +101,10 @@ def train(engine, rank, first, steps, precision="fp32"):
 
 
 def everything_in(directory: Path):
-    """Every tensor of a checkpoint, whole, by name, and every number: independent of how it is cut up."""
+    """Return every complete tensor and every scalar of a checkpoint by name.
+
+    The result does not depend on how the checkpoint partitions the tensors.
+    """
     checkpoint = Checkpoint(directory)
     tensors = {}
     for name, facts in checkpoint.parameters.items():
@@ -111,7 +121,7 @@ def everything_in(directory: Path):
 
 
 def differences(first, second):
-    """The names under which two results of ``everything_in`` differ by a bit."""
+    """Return the sorted names whose values are not exactly equal in two results of ``everything_in``."""
     return sorted(
         str(name)
         for name in first.keys() | second.keys()

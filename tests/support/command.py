@@ -1,7 +1,8 @@
-"""The commprof command as a user gives it: a process of its own, in a directory and an environment of its own.
+"""Runs the commprof command as a user does: in a separate process, with its own directory and environment.
 
-:func:`commprof` forks the process from the warm test process (``support.warm``), which saves its imports. What tests the
-start itself (entry point, imports, signals) calls :func:`execute` with ``[sys.executable, "-m", "commprof", ...]``.
+:func:`commprof` forks the process from the warm test process (``support.warm``), so that the process does not
+repeat the imports. Tests of the start itself (entry point, imports, signals) call :func:`execute` with
+``[sys.executable, "-m", "commprof", ...]``.
 """
 
 from __future__ import annotations
@@ -14,13 +15,17 @@ from typing import Any
 from support import warm
 
 ROOT = Path(__file__).resolve().parents[2]
-# First on the PYTHONPATH of ranks: they need 2 seconds of CPU time less to start.
+# The first directory on the PYTHONPATH of ranks. It saves each rank 2 seconds of CPU time at its start.
 WITHOUT_DYNAMO = ROOT / "tests" / "support" / "without_dynamo"
 _OF_A_LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
 def environment(**variables: str) -> dict[str, str]:
-    """This process's variables without those of a launcher or of commprof, with the sources, and ``variables``."""
+    """Return the environment for a command.
+
+    It contains the variables of this process except those of a launcher and of commprof, a PYTHONPATH with the
+    sources, and ``variables``.
+    """
     kept = {
         name: value
         for name, value in os.environ.items()
@@ -31,7 +36,7 @@ def environment(**variables: str) -> dict[str, str]:
 
 
 def execute(words: list[str], cwd: Path, **options: Any) -> subprocess.CompletedProcess[str]:
-    """Run a program to its end; ``options`` are those of ``subprocess.run``."""
+    """Run a program until it exits, with the ``options`` of ``subprocess.run``."""
     given = {"env": environment(), "timeout": 200, **options}
     return subprocess.run(words, cwd=cwd, capture_output=True, text=True, check=False, **given)
 
@@ -44,17 +49,17 @@ def commprof(
     input: str | None = None,
     new_interpreters: bool = False,
 ) -> subprocess.CompletedProcess[str]:
-    """The command with ``words``, and how it ended; ``input`` is typed on its standard input.
+    """Run ``commprof WORDS`` with ``input`` on its standard input, and return the completed process.
 
-    The Python programs that it starts are forked from the test process as well (``support.warm_programs``), unless
-    ``new_interpreters``.
+    Python programs that the command starts are also forked from the test process (``support.warm_programs``), unless
+    ``new_interpreters`` is true.
     """
     variables = environment() if env is None else env
     return warm.commprof([*map(str, words)], Path(cwd), variables, timeout, input, new_interpreters)
 
 
 def output(*words: str, cwd: Path, expected: int = 0, **options: Any) -> str:
-    """What the command with ``words`` prints; it has to end with exit code ``expected``."""
+    """Return what ``commprof WORDS`` prints. The exit code must be ``expected``."""
     done = commprof(*words, cwd=cwd, **options)
     assert done.returncode == expected, done.stdout + done.stderr
     return done.stdout

@@ -1,4 +1,4 @@
-"""Runs of two ranks, and what may happen to one of their files."""
+"""Runs of two ranks, and the damage that may happen to one of their files."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ EVENTS = [
 
 
 def unfinalised_run(run: Path, records: int = 40) -> Path:
-    """A run as two ranks and the launcher leave it."""
+    """Write a run in the state in which two ranks and the launcher leave it, not finalized."""
     from commprof.trace.manifest import Manifest, create_run
 
     about = {"script": "train.py", "nproc": 2, "world_size": 2, "config": CONFIG, "state": "complete"}
@@ -103,7 +103,7 @@ DAMAGES: list[Callable[[Path], None]] = [
 
 
 def contents(place: Path) -> dict[str, bytes]:
-    """The bytes of every regular file below ``place``."""
+    """Return the bytes of every regular file below ``place``, by relative path."""
     return {
         str(path.relative_to(place)): path.read_bytes()
         for path in sorted(place.rglob("*"))

@@ -1,4 +1,4 @@
-"""What the dashboard's server answers a browser that asks for a page, without a browser."""
+"""Requests the pages of the dashboard from its server as a browser does, without a browser."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import dash
 
 
 def page_of(app: dash.Dash, path: str, search: str, scheme: str = "light") -> str:
-    """The JSON that the server sends for an address, drawn in a ``scheme`` that the browser reports."""
+    """Return the JSON that the server sends for an address, for the color ``scheme`` that a browser reports."""
     key = next(key for key in app.callback_map if "heading.children" in key)
     spec = app.callback_map[key]
     values = {"address.pathname": path, "address.search": search, "scheme.data": scheme}

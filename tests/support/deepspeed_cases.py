@@ -1,7 +1,7 @@
-"""The model, the data and the settings of the recorded DeepSpeed checkpoints; no import of any runtime.
+"""The model, the data and the settings of the recorded DeepSpeed checkpoints. This module imports no runtime.
 
-``tools/deepspeed_checkpoints.py`` trains this with the real DeepSpeed and saves; tests load what it saved into zero_runtime
-and go on with the same data.
+``tools/deepspeed_checkpoints.py`` trains these cases with the real DeepSpeed and saves checkpoints. Tests load the
+checkpoints into zero_runtime and continue the training with the same data.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 CLIENT_STATE = {"epoch": 3, "seen": (1, 2.5), "names": ["a", None], "table": torch.arange(3.0)}
 
 _PLAIN = {"type": "AdamW", "params": {"lr": 0.01, "torch_adam": True, "weight_decay": 0.1}}
-# Without torch_adam DeepSpeed takes its FusedAdam, and with an offloaded optimizer its DeepSpeedCPUAdam.
+# Without torch_adam, DeepSpeed uses its FusedAdam. If the optimizer is offloaded, DeepSpeed uses its DeepSpeedCPUAdam.
 _OWN = {"type": "AdamW", "params": {"lr": 0.01, "weight_decay": 0.1}}
 _LAMB = {"type": "Lamb", "params": {"lr": 0.01, "weight_decay": 0.1}}
 _LION = {"type": "Lion", "params": {"lr": 0.01, "weight_decay": 0.1}}
@@ -28,7 +28,7 @@ _FP16 = {
 }
 _BF16 = {"bf16": {"enabled": True}}
 
-# The key is the name of the fixture's directory; "version" is the DeepSpeed that records it.
+# The key is the name of the fixture's directory. "version" is the version of DeepSpeed that records the case.
 CASES = {
     "stage0_fp32": {"stage": 0},
     "stage0_bf16": {"stage": 0, "config": _BF16},
@@ -105,7 +105,7 @@ CASES = {
         }.items()
     },
 }
-# With layers of experts, which have files of their own.
+# Cases with expert layers, whose parameters are in separate files of the checkpoint.
 EXPERTS = {
     "experts_stage0": {"stage": 0, "ep_size": 2},
     "experts_stage1_w4": {"stage": 1, "ep_size": 2, "world": 4},
@@ -120,13 +120,14 @@ EXPERTS = {
 }
 for _case in EXPERTS.values():
     _case["one_group"] = True
-# Made of the checkpoint of another case: by DeepSpeed's own ds_to_universal, save_16bit_model and zero_to_fp32.
+# Checkpoints that are converted from the checkpoint of a different case, by DeepSpeed's own ds_to_universal,
+# save_16bit_model and zero_to_fp32. The value is the name of that case.
 UNIVERSAL = {"universal_of_stage2_fp32": "stage2_fp32", "universal_of_stage3_bf16": "stage3_bf16"}
 EXPORTS = {"export_of_stage2_bf16": "stage2_bf16", "export_of_stage3_fp16": "stage3_fp16"}
 
 
 class Words(nn.Module):
-    """Tied and frozen parameters of odd sizes, and buffers that count."""
+    """A small language model with tied and frozen parameters of odd sizes, and buffers that count passes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -153,10 +154,10 @@ class Words(nn.Module):
 
 
 class WordsWithExperts(Words):
-    """The same with two layers of experts, whose gates draw no random numbers."""
+    """The model ``Words`` with two expert layers, whose gates draw no random numbers."""
 
     def __init__(self, ep_size: int) -> None:
-        from deepspeed.moe.layer import MoE  # zero_runtime's, where it stands in for deepspeed
+        from deepspeed.moe.layer import MoE  # of zero_runtime, if it is installed as deepspeed
 
         super().__init__()
         expert = nn.Sequential(nn.Linear(WIDTH, 5), nn.GELU(), nn.Linear(5, WIDTH))
@@ -185,10 +186,13 @@ def make_model(case: dict | None = None) -> Words:
 
 
 def make_groups(model: nn.Module, case: dict) -> list[dict]:
-    """Two param groups of different sizes and options, or one; the frozen parameters are in none."""
+    """Return two param groups of different sizes and options, or one group if the case says so.
+
+    Frozen parameters are in no group. For a case with experts, the result is the plain list of trained parameters.
+    """
     trained = [each for each in model.parameters() if each.requires_grad]
     if "ep_size" in case:
-        return trained  # both runtimes give experts groups of their own
+        return trained  # both runtimes put experts into separate groups
     if case.get("one_group"):
         return [{"params": trained}]
     wide = [each for each in trained if getattr(each, "ds_shape", each.shape).numel() > 20]
@@ -203,7 +207,7 @@ def make_batch(step: int, micro: int, rank: int) -> tuple[torch.Tensor, torch.Te
 
 
 def make_config(case: dict) -> dict:
-    """The configuration of ``case``; both runtimes take it."""
+    """Return the configuration of ``case``, which both runtimes accept."""
     return {
         "train_micro_batch_size_per_gpu": 2,
         "gradient_clipping": 1.0,
@@ -228,7 +232,7 @@ def make_config(case: dict) -> dict:
 
 
 def train(engine, rank: int, first: int, steps: int) -> list[float]:
-    """The losses of all micro-batches of ``steps`` steps from number ``first``."""
+    """Train for ``steps`` steps from step ``first``, and return the losses of all micro-batches."""
     losses = []
     for step in range(first, first + steps):
         for micro in range(engine.gradient_accumulation_steps()):

@@ -1,4 +1,4 @@
-"""A small run with something for each page of details: messages, owners, buckets, a straggler, an alignment."""
+"""A small run with data for each detail page of the dashboard: messages, owners, buckets, a straggler, an alignment."""
 
 from __future__ import annotations
 
@@ -13,12 +13,15 @@ from support import planted_nccl
 from support.runs import SyntheticRun
 
 WORLD = 4
-LATE = 2  # the rank that comes late
+LATE = 2  # the straggler
 LATENESS_NS = 700_000
 
 
 def detailed_run(seed: int = 0, steps: int = 12, backend: str = "nccl") -> SyntheticRun:
-    """Two buckets a step, reduced to owners in parts; rank 2 comes 0.7 ms late to every all_gather."""
+    """Return a run of four ranks with two buckets per step, whose parts are reduced to their owners.
+
+    Rank 2 arrives 0.7 ms late at every all_gather.
+    """
     chance = random.Random(seed)
     run = SyntheticRun(WORLD, backend=backend, config={"zero_optimization": {"stage": 2}})
     run.add_parameters({"embedding.weight": 6000, "head.weight": 3000, "head.bias": 1000})
@@ -54,15 +57,18 @@ def detailed_run(seed: int = 0, steps: int = 12, backend: str = "nccl") -> Synth
 
 
 def aligned_run(path: Path, drop: int = 3, is_marked: bool = True) -> Path:
-    """The same as a run directory, aligned with a planted log that has lost ``drop`` lines; with a ring and a tree.
+    """Write the detailed run, aligned with a planted NCCL log, and return its directory.
+
+    The run has a ring and a tree. Its sends and recvs are left out.
 
     Args:
-        is_marked: the log says of itself that it was generated.
+        drop: The number of lines that are missing from the log.
+        is_marked: Whether the log contains the lines that mark it as generated.
     """
     from commprof.cli.application import invoke
 
     run = detailed_run()
-    # Communicators of lone messages are a matter of their own.
+    # Sends and recvs outside of a group have separate communicators, which are not needed here.
     run.rows["collectives"] = [row for row in run.rows["collectives"] if row["op"] not in ("send", "recv")]
     written = run.write(path)
     logs = written / "nccl"
@@ -78,7 +84,7 @@ def aligned_run(path: Path, drop: int = 3, is_marked: bool = True) -> Path:
 
 
 def add_topology(path: Path) -> None:
-    """A ring 0, 2, 1, 3 and a tree with root 0 for the first communicator of the log."""
+    """Add a ring 0, 2, 1, 3 and a tree with root 0 for the first communicator of the log."""
     from commprof.trace.reader import open_run
     from commprof.trace.tables import arrow_schema, write_table
 

@@ -2,11 +2,11 @@
 
 ``tools/deepspeed_experts.py`` trains these cases with the real DeepSpeed and writes
 ``tests/golden/deepspeed_experts``. Tests train the same cases with zero_runtime. ``train`` imports ``deepspeed``
-for both: the tests call ``zero_runtime.as_deepspeed`` before.
+for both. The tests call ``zero_runtime.as_deepspeed`` first.
 
-Random numbers are part of the data. Both runtimes make the parts of an expert layer in the same order: copies of the
-expert, the gate's matrix, then the coefficient of a residual layer. Gates draw from torch's generator, which is
-seeded before each forward pass.
+Random numbers are part of the data. Both runtimes construct the parts of an expert layer in the same order: the
+copies of the expert, the matrix of the gate, then the coefficient of a residual layer. Gates draw random
+numbers from torch's generator, which is seeded before each forward pass.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _CIFAR_ADAM = {
     "type": "Adam",
     "params": {"lr": 0.001, "betas": [0.8, 0.999], "eps": 1e-8, "weight_decay": 3e-7, "torch_adam": True},
 }
-# The configuration of cifar10_deepspeed.py, with fewer steps of warmup.
+# The configuration of cifar10_deepspeed.py, with fewer warmup steps.
 _CIFAR_CONFIG = {
     "optimizer": _CIFAR_ADAM,
     "scheduler": {
@@ -61,7 +61,7 @@ def _case(
     zero: dict[str, Any] | None = None,
     **rest: Any,
 ) -> dict[str, Any]:
-    """A case; ``layers`` are the arguments of its expert layers."""
+    """Return a case. ``layers`` are the arguments of its expert layers."""
     base_config, base_zero = (_CIFAR_CONFIG, _CIFAR_ZERO) if model == "cifar" else ({"optimizer": _ADAM}, {})
     return {
         "model": model,
@@ -87,7 +87,7 @@ def _gpt(
 def _cifar(
     stage: int, ep_size: int, world: int, layer: dict[str, Any] | None = None, **rest: Any
 ) -> dict[str, Any]:
-    """As ``cifar10_deepspeed.py --moe`` makes its layer: no minimum of the capacity."""
+    """Return a case with the expert layer of ``cifar10_deepspeed.py --moe``, which has no minimum capacity."""
     return _case("cifar", stage, world, {"ep_size": ep_size, "min_capacity": 0, **(layer or {})}, **rest)
 
 
@@ -105,7 +105,7 @@ _DATA_FIRST = {"use_data_before_expert_parallelism": True}
 _ALL_TOKENS = {"drop_tokens": False}
 _HALF = {"capacity_factor": 0.5}
 
-# The name of a case says its model, stage, ep_size and world, then what distinguishes it.
+# The name of a case contains its model, stage, ep_size and world size, then the feature that distinguishes the case.
 CASES: dict[str, dict[str, Any]] = {
     "gpt_s0_ep1_w2": _gpt(0, 1, 2),
     "gpt_s0_ep2_w2": _gpt(0, 2, 2),
@@ -119,7 +119,7 @@ CASES: dict[str, dict[str, Any]] = {
     "gpt_s2_ep2_w2": _gpt(2, 2, 2),
     "gpt_s2_ep2_w4": _gpt(2, 2, 4),
     "gpt_s2_ep4_w4": _gpt(2, 4, 4),
-    # the gates
+    # Options of the gates.
     "gpt_s2_ep2_w2_drops": _gpt(2, 2, 2, _HALF),
     "gpt_s2_ep2_w2_first_tokens": _gpt(2, 2, 2, {**_HALF, "use_rts": False}),
     "gpt_s2_ep2_w2_capacity": _gpt(2, 2, 2, {"capacity_factor": 2.0, "eval_capacity_factor": 0.5}),
@@ -141,7 +141,7 @@ CASES: dict[str, dict[str, Any]] = {
     "gpt_s1_ep2_w2_k3_all_tokens": _gpt(1, 2, 2, {"k": 3, **_ALL_TOKENS}),
     "gpt_s1_ep3_w3": _gpt(1, 3, 3, {"num_experts": 6, "k": 2}),
     "gpt_s2_ep2_w4_recomputed": _gpt(2, 2, 4, {"k": 2}, recomputed=True),
-    # precision, clipping, accumulation
+    # Precision, clipping and gradient accumulation.
     "gpt_s0_ep2_w2_bf16": _gpt(0, 2, 2, config=_BF16),
     "gpt_s0_ep2_w2_bf16_frozen": _gpt(0, 2, 2, config=_BF16, frozen_experts=True),
     "gpt_s1_ep2_w2_bf16": _gpt(1, 2, 2, config=_BF16),
@@ -156,7 +156,7 @@ CASES: dict[str, dict[str, Any]] = {
     "gpt_s0_ep2_w2_twice": _gpt(0, 2, 2, config=_TWICE),
     "gpt_s1_ep2_w4_twice": _gpt(1, 2, 4, config=_TWICE),
     "gpt_s2_ep2_w2_twice": _gpt(2, 2, 2, config=_TWICE),
-    # the reduction of gradients
+    # Gradient reduction.
     "gpt_s0_ep2_w4_small": _gpt(0, 2, 4, zero=_SMALL),
     "gpt_s1_ep2_w4_small": _gpt(1, 2, 4, zero=_SMALL),
     "gpt_s2_ep2_w4_small": _gpt(2, 2, 4, zero=_SMALL),
@@ -167,7 +167,7 @@ CASES: dict[str, dict[str, Any]] = {
     "gpt_s2_ep2_w4_round_robin": _gpt(2, 2, 4, zero={"round_robin_gradients": True}),
     "gpt_s1_ep2_w4_offload_twice": _gpt(1, 2, 4, config=_TWICE, zero=_ON_HOST),
     "gpt_s2_ep2_w2_offload": _gpt(2, 2, 2, config=_CLIPPED, zero=_ON_HOST),
-    # groups
+    # Groups.
     "gpt_s0_ep2_w4_data_first": _gpt(0, 2, 4, config=_DATA_FIRST),
     "gpt_s2_ep2_w4_data_first": _gpt(2, 2, 4, config=_DATA_FIRST),
     "gpt_s0_w4_two_sizes": _case("gpt", 0, 4, {"ep_size": 2}, {"ep_size": 4}, config=_CLIPPED),
@@ -179,7 +179,7 @@ CASES: dict[str, dict[str, Any]] = {
     "gpt_s2_ep2_w4_client_decay": _gpt(
         2, 2, 4, {"k": 2}, groups="decay", client_optimizer="AdamW", zero=_SMALL
     ),
-    # DeepSpeed's cifar example, with the arguments of run_ds_moe.sh and run_ds_prmoe.sh in the first two
+    # DeepSpeed's cifar example. The first two cases use the arguments of run_ds_moe.sh and run_ds_prmoe.sh.
     "cifar_s0_ep2_w2_run_ds_moe": _cifar(0, 2, 2, {"num_experts": 2, "noisy_gate_policy": "RSample"}),
     "cifar_s2_ep2_w2_run_ds_prmoe": _case(
         "cifar",
@@ -208,7 +208,7 @@ CASES: dict[str, dict[str, Any]] = {
     "cifar_s2_ep4_w4": _cifar(2, 4, 4),
     "cifar_s2_ep2_w2_k2": _cifar(2, 2, 2, {"k": 2}),
     "cifar_s2_ep2_w2_bf16": _cifar(2, 2, 2, config=_BF16),
-    # refused
+    # Refused cases.
     "gpt_s3_ep2_w2": _gpt(3, 2, 2),
     "gpt_s1_ep2_w2_all_reduce": _gpt(1, 2, 2, zero={"reduce_scatter": False}),
     "gpt_s2_ep2_w2_all_reduce": _gpt(2, 2, 2, zero={"reduce_scatter": False}),
@@ -224,26 +224,30 @@ CASES: dict[str, dict[str, Any]] = {
 
 @dataclass
 class Training:
-    """What one rank did in one case."""
+    """The results of one rank in one case."""
 
-    losses: list[float] = field(default_factory=list)  # of every micro-batch
+    losses: list[float] = field(default_factory=list)  # by micro-batch
     gate_losses: list[list[float]] = field(default_factory=list)  # by micro-batch and layer
     expert_counts: list[list[list[int]]] = field(default_factory=list)  # by micro-batch, layer and expert
     grad_norms: list[float | None] = field(default_factory=list)  # by step
     loss_scales: list[float | None] = field(default_factory=list)
-    # After the last step: of dense parameters, of experts.
+    # The norms after the last step: of all dense parameters, and of all expert parameters.
     weight_norms: list[float] = field(default_factory=list)
     evaluated: float | None = None  # the loss of one evaluation after the last step
     calls: list[Call] = field(default_factory=list)
     error: str | None = None
 
     def messages(self, step: int) -> list[str]:
-        """The messages of a step, as text; -1 is initialization, STEPS the evaluation."""
+        """Return the messages of ``step`` as text. Step -1 is the initialization, and STEPS is the evaluation."""
         return [message(call) for call in self.calls if call.step == step]
 
 
 def message(call: Call) -> str:
-    """Phase, operation, ranks of the group, elements (in>out where they differ), dtype, reduction or root."""
+    """Return a call as text.
+
+    The text contains the phase, the operation, the ranks of the group, the number of elements, the dtype, and the
+    reduction or the root. If the numbers of input and output elements differ, the text contains "in>out".
+    """
     elements = str(call.numel_in) if call.numel_in == call.numel_out else f"{call.numel_in}>{call.numel_out}"
     rest = [call.reduction] if call.reduction else [] if call.root is None else [f"root={call.root}"]
     return " ".join([call.phase, call.method, call.group, elements, call.dtype, *rest])
@@ -269,7 +273,7 @@ def feed_forward() -> nn.Sequential:
 
 
 class WithExperts(nn.Module):
-    """Keeps what the gates of the last forward pass said."""
+    """A model that stores the losses of the gates and the expert counts of the last forward pass."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -287,7 +291,10 @@ class WithExperts(nn.Module):
 
 
 class Transformer(WithExperts):
-    """For each expert layer two blocks, of which the second has it in place of its feed-forward network."""
+    """A GPT with two blocks for each expert layer.
+
+    The second block has the expert layer instead of a feed-forward network.
+    """
 
     def __init__(self, expert_layer, case: dict[str, Any]) -> None:
         super().__init__()
@@ -319,7 +326,10 @@ class Transformer(WithExperts):
 
 
 class Convolutions(WithExperts):
-    """``Net`` of DeepSpeed's cifar example with ``--moe``: its expert layers share the module that they copy."""
+    """The model ``Net`` of DeepSpeed's cifar example with ``--moe``.
+
+    All expert layers copy the same module to make their experts.
+    """
 
     def __init__(self, expert_layer, case: dict[str, Any]) -> None:
         super().__init__()
@@ -348,7 +358,10 @@ MODELS = {"gpt": Transformer, "cifar": Convolutions}
 
 
 def make_model(case: dict[str, Any], rank: int) -> WithExperts:
-    """The model of a case on one rank; every expert has weights of its own, by its number among all experts."""
+    """Return the model of a case for one rank.
+
+    Every expert has different weights, which depend on the number of the expert among all experts.
+    """
     from deepspeed.moe.layer import MoE
 
     torch.manual_seed(0)
@@ -367,7 +380,10 @@ def make_model(case: dict[str, Any], rank: int) -> WithExperts:
 
 
 def place_of(rank: int, ep_size: int, case: dict[str, Any]) -> int:
-    """The place of ``rank`` in its expert-parallel group: consecutive ranks, or with data before experts every n-th."""
+    """Return the position of ``rank`` in its expert-parallel group.
+
+    A group consists of consecutive ranks. With ``use_data_before_expert_parallelism``, it consists of every n-th rank.
+    """
     if case["config"].get("use_data_before_expert_parallelism"):
         return rank // (case["world"] // ep_size)
     return rank % ep_size
@@ -376,7 +392,8 @@ def place_of(rank: int, ep_size: int, case: dict[str, Any]) -> int:
 def make_batch(case: dict[str, Any], step: int, micro: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(10_000 * step + 100 * micro + rank)
     if case["model"] == "gpt":
-        # The smaller of two numbers: some tokens are frequent, so that the load of the experts is uneven.
+        # Each token is the smaller of two random numbers. Small tokens are frequent, so the load of the experts
+        # is uneven.
         pairs = torch.randint(0, VOCABULARY, (2, 2, MICRO_BATCHES["gpt"], CONTEXT), generator=generator)
         tokens, targets = pairs.amin(dim=0)
         return tokens, targets
@@ -386,7 +403,7 @@ def make_batch(case: dict[str, Any], step: int, micro: int, rank: int) -> tuple[
 
 
 def make_engine(case: dict[str, Any], rank: int):
-    """The engine, with the parameters or the optimizer as the case says."""
+    """Return the engine of a case, which gets its param groups or its client optimizer as the case specifies."""
     import deepspeed
     from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer as split_groups
 
@@ -415,7 +432,7 @@ def make_engine(case: dict[str, Any], rank: int):
 
 
 def train(name: str, rank: int, refusals: tuple[type[Exception], ...]) -> Training:
-    """Train case ``name`` on this rank; an error of ``refusals`` becomes the result."""
+    """Train case ``name`` on this rank. If an exception in ``refusals`` is raised, the result contains its text."""
     case, training = CASES[name], Training()
     with logged() as log:
         try:

@@ -1,4 +1,4 @@
-"""Runs with layers of experts whose loads are said by hand."""
+"""Synthetic runs with expert layers, whose loads are specified by hand."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LAYER: dict[str, Any] = {
 
 
 def add_layer(run: SyntheticRun, layer: str = "moe", **changes: Any) -> None:
-    """A layer that groups of ``ep_size`` neighbouring ranks share, as every rank publishes it."""
+    """Add the rows of an expert layer that groups of ``ep_size`` consecutive ranks share, one row per rank."""
     row = LAYER | changes
     size = row["ep_size"]
     for rank in range(run.world_size):
@@ -41,7 +41,10 @@ def add_load(
     sent: int | None = None,
     **changes: Any,
 ) -> None:
-    """A forward pass of ``layer`` in which ``counts`` tokens of the rank chose each expert."""
+    """Add the rows of a forward pass of ``layer`` on one rank.
+
+    ``counts`` contains, for each expert, the number of tokens of ``rank`` that chose this expert.
+    """
     row = {
         "rank": rank,
         "attempt": 0,
@@ -62,10 +65,11 @@ def add_load(
 
 
 def uneven_experts(steps: int = 12) -> SyntheticRun:
-    """Four ranks on two hosts share eight experts of two layers; the load moves to expert 5 of the first layer.
+    """Return a run in which the load moves to expert 5 of the first of two expert layers.
 
-    Of 64 tokens a rank the experts of an even choice get 8 each, and expert 5 of ``blocks.0.moe`` gets 8 more in each step
-    from step 4 on, up to 40; what it gets the others lack in equal parts. The capacity is 16.
+    Four ranks on two hosts share the eight experts of each layer. Each rank has 64 tokens, and with an even load each
+    expert gets 8 tokens per rank. From step 4 on, expert 5 of ``blocks.0.moe`` gets 7 more tokens per rank in each
+    step, up to 36. Each of the other experts gets one token less for every 7 tokens more. The capacity is 16.
     """
     run = SyntheticRun(world_size=4)
     run.hosts = {0: "host-a", 1: "host-a", 2: "host-b", 3: "host-b"}

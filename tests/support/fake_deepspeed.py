@@ -1,6 +1,7 @@
-"""A package called deepspeed, of the real one's shape as far as the adapter reaches, small enough to see what it must issue.
+"""A fake package ``deepspeed`` with the parts of the real package that the adapter of commprof uses.
 
-Its ``__init__`` imports torch.distributed first, as the real one does. Written out by tests, since its version varies.
+The package is so small that the collectives it must issue can be read from its source. Its ``__init__`` imports
+torch.distributed first, as in the real package. Tests write the package to a directory, because its version varies.
 """
 
 from __future__ import annotations
@@ -188,7 +189,7 @@ def all_gather_into_tensor(output_tensor, tensor, group=None, async_op=False):
 
 
 def write_fake(directory: Path, version: str, without: str = "") -> Path:
-    """Write the package below ``directory``, as version ``version``, less the stage 1 and 2 method ``without``."""
+    """Write the package below ``directory`` as ``version``, without the method ``without`` of stages 1 and 2."""
     package = directory / "deepspeed"
     stage = _STAGE_1_2.replace(f"{without}(", "renamed(") if without else _STAGE_1_2
     files = {

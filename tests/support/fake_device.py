@@ -1,6 +1,6 @@
-"""A device that is not there, with a default stream and a side stream.
+"""A simulated device with a default stream and a side stream.
 
-Its clock is off from the host's by an amount and a rate that tests choose.
+The clock of the device differs from the clock of the host by an offset and a rate that tests choose.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 class FakeEvent:
     def __init__(self, device: FakeDevice) -> None:
         self.device = device
-        self.reached_ns: float | None = None  # of the host, the truth that no recorder can ask for
+        self.reached_ns: float | None = None  # in host time; the recorder cannot read this value
 
     def query(self) -> bool:
         assert not self.device.capturing, "asked during a capture"
@@ -23,7 +23,7 @@ class FakeEvent:
         assert self.reached_ns is not None and end.reached_ns is not None
         assert self.device.now >= max(self.reached_ns, end.reached_ns), "asked before it was reached"
         begin, last = (self.device.device_time(event.reached_ns) for event in (self, end))
-        # Single precision, as CUDA gives.
+        # CUDA returns single precision.
         return struct.unpack("f", struct.pack("f", (last - begin) / 1e6))[0]
 
     def synchronize(self) -> None:
@@ -33,7 +33,7 @@ class FakeEvent:
 
 
 class FakeStream:
-    """What a program gives as a stream."""
+    """The stream object that a program passes to the recorder."""
 
     def __init__(self, index: int, handle: int) -> None:
         self.device_index = index
@@ -41,9 +41,13 @@ class FakeStream:
 
 
 class FakeDevice:
-    """The host's clock is :attr:`now`; the streams work until :attr:`busy_until` and :attr:`side_busy_until`.
+    """A simulated device and the clock of its host.
 
-    :attr:`aside`: the side stream is the current one.
+    Attributes:
+        now: The time of the host in ns.
+        busy_until: The host time in ns at which the default stream has finished its work.
+        side_busy_until: The host time in ns at which the side stream has finished its work.
+        aside: Whether the side stream is the current stream.
     """
 
     def __init__(self, offset_ns: int = 0, drift: float = 0.0) -> None:
@@ -59,18 +63,18 @@ class FakeDevice:
         self.indices: set[int] = set()
 
     def clock(self) -> int:
-        self.now += 100  # what reading it takes
+        self.now += 100  # reading the clock takes 100 ns
         return self.now
 
     def work(self, ns: float) -> None:
-        """Put work into the current stream."""
+        """Queue ``ns`` nanoseconds of work in the current stream."""
         if self.aside:
             self.side_busy_until = max(self.side_busy_until, self.now) + ns
         else:
             self.busy_until = max(self.busy_until, self.now) + ns
 
     def wait(self) -> None:
-        """The current stream waits for what is in the other one now."""
+        """Let the current stream wait for the work that is now queued in the other stream."""
         if self.aside:
             self.side_busy_until = max(self.side_busy_until, self.busy_until)
         else:
@@ -79,7 +83,7 @@ class FakeDevice:
     def device_time(self, host_ns: float) -> float:
         return host_ns * (1 + self.drift) + self.offset_ns
 
-    # commprof.recorder.device.device_events.EventSource
+    # The methods below implement commprof.recorder.device.device_events.EventSource.
 
     def record(self, event: Any, index: int, stream: FakeStream | None = None) -> FakeEvent:
         assert not self.capturing, "an event during a capture"

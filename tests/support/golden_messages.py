@@ -1,4 +1,4 @@
-"""Golden traces: what rank 0 of a small recorded run sends, kept as CSV files in ``tests/golden``."""
+"""Golden traces: the messages that rank 0 of a small recorded run sends, as CSV files in ``tests/golden``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ SHOWN = ("step", "phase", "purpose", "op", "module", "group_desc", "group_ranks"
 
 
 def messages(run: Any, steps: tuple[int, ...] = (-1, 1)) -> list[tuple[str, ...]]:
-    """What rank 0 sent in ``steps``, -1 being the time before the first, counted and sorted; not what is outside later."""
+    """Return the different messages that rank 0 sent in ``steps`` and their counts, sorted.
+
+    Step -1 is the time before the first step. Messages outside of the steps after the first step are left out.
+    """
     rows = [
         row
         for row in run.table("collectives").to_pylist()
@@ -23,7 +26,7 @@ def messages(run: Any, steps: tuple[int, ...] = (-1, 1)) -> list[tuple[str, ...]
 
 
 def kept(name: str) -> list[tuple[str, ...]]:
-    """The messages of the golden trace ``name``."""
+    """Return the messages of the golden trace ``name``."""
     with (GOLDEN / f"{name}.csv").open(newline="") as file:
         heading, *rows = map(tuple, csv.reader(file))
     assert heading == (*SHOWN, "count")
@@ -31,6 +34,6 @@ def kept(name: str) -> list[tuple[str, ...]]:
 
 
 def keep(name: str, found: list[tuple[str, ...]]) -> None:
-    """Write the golden trace ``name`` anew; read the difference before it is committed."""
+    """Overwrite the golden trace ``name``. Review the difference before you commit the file."""
     with (GOLDEN / f"{name}.csv").open("w", newline="") as file:
         csv.writer(file, lineterminator="\n").writerows([(*SHOWN, "count"), *found])

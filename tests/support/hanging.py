@@ -1,4 +1,4 @@
-"""Recorded gloo ranks that hang: forked from the warm test process, looked at while they stand, and killed."""
+"""Recorded gloo ranks that hang. They are forked from the warm test process, examined while they hang, and killed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from typing import Any, Final
 
 from support.ranks import run_ranks  # noqa: F401 - imports what forked ranks need warm
 
-# Looks, a tenth of a second apart, between which nothing moved: a busy machine may pause for one.
+# The number of successive checks, 0.1 s apart, that must find no change. One check does not suffice, because a
+# rank on a busy machine may pause for 0.1 s.
 _STILL: Final = 3
 
 
@@ -21,7 +22,10 @@ _STILL: Final = 3
 def hanging_ranks(
     run: Path, world: int, body: Callable[..., Any], *args: Any, env: dict[str, str] | None = None
 ) -> Iterator[dict[int, int]]:
-    """Start ``body(rank, world, *args)`` on ``world`` recorded ranks; yields their pids by rank. None outlives the block."""
+    """Start ``body(rank, world, *args)`` on ``world`` recorded ranks, and yield their process ids by rank.
+
+    All ranks are killed at the end of the block.
+    """
     import torch
     import torch._dynamo
 
@@ -46,7 +50,7 @@ def hanging_ranks(
 
 
 def all_reduces(count: int, numel: int = 256, group: Any = None) -> None:
-    """``count`` collectives of one kind, all from one place in the program."""
+    """Issue ``count`` equal all_reduces from one line of the program."""
     import torch
     import torch.distributed as dist
 
@@ -55,7 +59,7 @@ def all_reduces(count: int, numel: int = 256, group: Any = None) -> None:
 
 
 def load_batch() -> None:
-    """What a rank is busy with that never comes."""
+    """Simulate a rank that loads data and never issues its next collective."""
     time.sleep(300)
 
 
@@ -75,9 +79,10 @@ def _main(run, rank, world, body, args, store, env):
 
 
 def await_stillness(run: Path, records: int, seconds: float = 60.0) -> None:
-    """Wait until all ranks together have issued ``records`` collectives, and then nothing new for a moment.
+    """Wait until all ranks together have issued ``records`` collectives and nothing new for a moment.
 
-    The number of records is that of the script, so that nobody looks before the ranks have come to where they hang.
+    ``records`` is the number that the script issues before it hangs, so that a test does not examine the ranks too
+    early.
     """
     from commprof.sampling.live import fingerprint, latest_files
 
@@ -94,7 +99,7 @@ def await_stillness(run: Path, records: int, seconds: float = 60.0) -> None:
 
 
 def await_records(run: Path, records: int, seconds: float = 60.0) -> None:
-    """Wait until all ranks together have issued ``records`` collectives, whatever comes after."""
+    """Wait until all ranks together have issued at least ``records`` collectives."""
     from commprof.sampling.live import fingerprint, latest_files
 
     deadline = time.monotonic() + seconds

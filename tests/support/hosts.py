@@ -1,6 +1,8 @@
-"""Several hosts on one machine: network namespaces, joined by veth pairs to a bridge, each with a host name of its own.
+"""Several simulated hosts on one machine.
 
-Needs root and ip(8). Nothing outside the namespaces is changed; they are removed when the block is left, whatever happens.
+Each host is a network namespace with a separate host name, which a veth pair connects to a bridge. This needs
+root and ip(8). Nothing outside of the namespaces changes. The namespaces are removed at the end of the block,
+also after an error.
 """
 
 from __future__ import annotations
@@ -18,34 +20,39 @@ from support.command import WITHOUT_DYNAMO
 
 ROOT = Path(__file__).resolve().parents[2]
 INTERFACE = "eth0"
-PORT = 29_511  # of the ranks' rendezvous: hosts of their own share no ports with this machine
-# What a shaped link holds back: enough that three hosts sending to one lose nothing, as on a switch with buffers.
+# The port for the rendezvous of the ranks. The ports of a namespace are separate from the ports of this machine.
+PORT = 29_511
+# The burst size and the longest queueing time of a link with a limited rate. They are large enough that no
+# packet is dropped when three hosts send to one host, as on a switch with buffers.
 _BURST = "256kb"
 _LATENCY = "100ms"
 Rate = str | None | tuple[str | None, str | None]
-_FRAME = 1514  # bytes: a veth's packet of 1500, and Ethernet's head
+_FRAME = 1514  # bytes: a packet of 1500 bytes on a veth, and the Ethernet header
 
 
 class Host(NamedTuple):
-    """A network namespace: its name is the host's name as well. ``ahead`` shifts its monotonic clock, in seconds."""
+    """A network namespace that acts as a host.
+
+    ``name`` is the name of the namespace and of the host. The monotonic clock of the host is ``ahead`` seconds ahead.
+    """
 
     name: str
     address: str
     ahead: int = 0
 
     def command(self, words: Sequence[str]) -> list[str]:
-        """``words`` as they are run on this host."""
+        """Return the command line that runs ``words`` on this host."""
         script = f"hostname {shlex.quote(self.name)} && exec {shlex.join(words)}"
         clock = shifted_clock(self.ahead) if self.ahead else []
         return ["ip", "netns", "exec", self.name, "unshare", "--uts", *clock, "sh", "-c", script]
 
     def start(self, words: Sequence[str], environment: Mapping[str, str], **options) -> subprocess.Popen:
-        """Start ``words`` on this host."""
+        """Start the command ``words`` on this host."""
         return subprocess.Popen(self.command(words), env=dict(environment), **options)
 
 
 def why_impossible() -> str | None:
-    """Why there can be no such hosts here; None where there can."""
+    """Return the reason why this machine cannot simulate hosts; None if it can."""
     if os.geteuid() != 0:
         return "network namespaces need root"
     missing = [tool for tool in ("ip", "tc", "unshare", "hostname", "sh") if shutil.which(tool) is None]
@@ -66,12 +73,15 @@ def why_impossible() -> str | None:
 
 
 def shifted_clock(seconds: int) -> list[str]:
-    """Options of unshare(1) for a monotonic clock of its own, ``seconds`` ahead. Only a child of the caller gets it."""
+    """Return the options of unshare(1) that shift the monotonic clock ``seconds`` ahead.
+
+    Only a child process of unshare(1) gets the shifted clock.
+    """
     return ["--time", "--monotonic", str(seconds), "--fork", "--kill-child"]
 
 
 def why_no_shifted_clocks() -> str | None:
-    """Why hosts cannot have clocks of their own here; None where they can."""
+    """Return the reason why hosts on this machine cannot have separate clocks; None if they can."""
     reason = why_impossible()
     if reason is not None:
         return reason
@@ -87,11 +97,17 @@ def hosts(
     rate: str | Sequence[Rate] | None = None,
     ahead: Sequence[int] | None = None,
 ) -> Iterator[list[Host]]:
-    """``count`` hosts in one network, 10.77.0.1 and up, each with interface ``eth0``.
+    """Create ``count`` hosts in one network and yield them.
 
-    ``rate``, in the words of tc(8) ("1gbit"), limits each host's link in both directions, or that of each host (a pair: what
-    it sends, what it receives); default: no limit. ``ahead`` shifts the monotonic clock of each host by so many seconds;
-    default: they share the machine's.
+    The addresses start at 10.77.0.1. Each host has an interface ``eth0``.
+
+    Args:
+        count: The number of hosts.
+        rate: The limit of the links as a rate of tc(8), such as "1gbit". A single rate applies to both directions of
+            every host. A sequence contains an entry for each host: a rate, or a pair of rates (sent, received). The
+            default is no limit.
+        ahead: The number of seconds by which the monotonic clock of each host is ahead. By default, all hosts share
+            the clock of the machine.
     """
     rates = [rate] * count if rate is None or isinstance(rate, str) else list(rate)
     prefix = f"commprof-{os.getpid()}"
@@ -134,9 +150,9 @@ def hosts(
 
 
 def limit_links(machines: Sequence[Host], rates: Sequence[Rate]) -> None:
-    """Limit the links of all ``machines`` of :func:`hosts` to ``rates``, also while programs run on them.
+    """Limit the links of ``machines`` to ``rates``, also while programs run on the hosts.
 
-    A link without a rate keeps the limit that it has.
+    ``machines`` are all hosts of :func:`hosts`. A link without a rate keeps its current limit.
     """
     for number, (host, rate) in enumerate(zip(machines, rates, strict=True)):
         places = (host.name, INTERFACE), (_switch(), f"port{number}")
@@ -146,7 +162,10 @@ def limit_links(machines: Sequence[Host], rates: Sequence[Rate]) -> None:
 
 
 def environment(machines: Sequence[Host], rank: int, each: int = 1, port: int = PORT) -> dict[str, str]:
-    """What ``rank`` finds, of ``each`` ranks on every host; neither commprof nor NCCL is told anything by this process."""
+    """Return the environment of ``rank`` in a job with ``each`` ranks per host.
+
+    The variables of commprof and NCCL in this process are left out.
+    """
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("COMMPROF_", "NCCL_"))}
     return kept | {
         "RANK": str(rank),
@@ -162,9 +181,10 @@ def environment(machines: Sequence[Host], rank: int, each: int = 1, port: int = 
 
 
 def resent_bytes(host: Host) -> int:
-    """At most so many bytes ``host`` has sent a second time: TCP's own count of segments, each as a frame of a veth.
+    """Return the largest number of bytes that ``host`` can have retransmitted.
 
-    A machine that is short of time sends again what is only late, and interfaces count what they send.
+    The result is TCP's count of retransmitted segments times the frame size of a veth. On a busy machine, TCP
+    retransmits data that is only late, and the interfaces count the retransmitted bytes too.
     """
     words = ["ip", "netns", "exec", host.name, "cat", "/proc/net/snmp"]
     read = subprocess.run(words, capture_output=True, text=True, check=True, timeout=20).stdout
@@ -173,17 +193,20 @@ def resent_bytes(host: Host) -> int:
 
 
 def _switch() -> str:
-    """The namespace of the bridge: a process has one network at a time."""
+    """Return the name of the namespace of the bridge.
+
+    The process id suffices to identify the bridge, because a process has at most one network at a time.
+    """
     return f"commprof-{os.getpid()}-switch"
 
 
 def _both_ways(rate: Rate) -> tuple[str | None, str | None]:
-    """What a host may send and what it may receive."""
+    """Return the rates at which a host may send and receive."""
     return (rate, rate) if rate is None or isinstance(rate, str) else rate
 
 
 def _limit(namespace: str, device: str, rate: str) -> None:
-    """Let ``device`` send at ``rate`` at most."""
+    """Limit the rate at which ``device`` sends to ``rate``."""
     bucket = ["tbf", "rate", rate, "burst", _BURST, "latency", _LATENCY]
     words = ["ip", "netns", "exec", namespace, "tc", "qdisc", "replace", "dev", device, "root", *bucket]
     subprocess.run(words, check=True, timeout=20)

@@ -1,4 +1,7 @@
-"""A directory with a run of every kind that the dashboard may meet: recorded here, killed, imported, sums only, hostile."""
+"""Writes a directory with a run of every kind that the dashboard may read.
+
+There are recorded, killed and imported runs, a run with only sums, and a hostile run.
+"""
 
 from __future__ import annotations
 
@@ -37,13 +40,13 @@ KINDS = (
 
 
 def make_kinds(base: Path) -> None:
-    """Every run of :data:`KINDS` but ``going``, below ``base``."""
+    """Write every run of :data:`KINDS` except ``going`` below ``base``."""
     record(base / "ddp", "ddp")
     record(base / "fsdp", "fsdp")
     record(base / "one-rank", "ddp", world=1)
     record(base / "sums", "ddp", aggregate=True)
     record(base / "no-steps", "plain")
-    with contextlib.suppress(RankError):  # that is what is wanted
+    with contextlib.suppress(RankError):  # the ranks of this run are meant to be killed
         record(base / "killed", "killed")
     import_flight(base)
     import_kineto(base)
@@ -56,7 +59,7 @@ def make_kinds(base: Path) -> None:
 
 
 def record(path: Path, how: str, world: int = WORLD, **options: Any) -> None:
-    """Train, or only send, as ``how`` says, on recorded gloo ranks."""
+    """Record a run of gloo ranks that train, or that only issue collectives, as ``how`` specifies."""
     from commprof.trace.manifest import COMPLETE, Manifest, create_run, read_manifest, write_manifest
 
     create_run(path, _manifest(Manifest, world))
@@ -79,7 +82,7 @@ def _manifest(kind: Any, world: int) -> Any:
 
 @contextlib.contextmanager
 def going_run(path: Path) -> Iterator[None]:
-    """A run whose ranks have issued a few steps and wait: they live as long as the context."""
+    """Write a run whose ranks have finished a few steps, and keep the ranks waiting until the end of the context."""
     from commprof.trace.manifest import Manifest, create_run
 
     create_run(path, _manifest(Manifest, WORLD))
@@ -130,7 +133,7 @@ def _rank(rank: int, world: int, path: str, how: str, options: dict[str, Any]) -
 
 
 def layers() -> Any:
-    """Three blocks of 8,320 elements, and a head of 65."""
+    """Return a model with three blocks of 8,320 elements and a head of 65 elements."""
     import torch
 
     torch.manual_seed(0)
@@ -167,7 +170,7 @@ def _train(model: Any, steps: int) -> None:
 
 
 def import_flight(base: Path) -> None:
-    """A dump of the Flight Recorder of each rank, imported: no steps, no purposes, times of the wall clock."""
+    """Import a dump of the Flight Recorder of each rank. The run has no steps, no purposes, and wall-clock times."""
     from commprof.imports.formats import import_files
 
     files = []
@@ -193,7 +196,7 @@ def import_flight(base: Path) -> None:
 
 
 def import_kineto(base: Path) -> None:
-    """A trace of torch.profiler of each rank, imported: host and kernel times of NCCL."""
+    """Import a trace of torch.profiler of each rank. The run has host times and kernel times of NCCL."""
     from commprof.imports.formats import import_files
 
     files = []
@@ -227,7 +230,7 @@ def import_kineto(base: Path) -> None:
 
 
 def import_inspector(base: Path) -> None:
-    """The log of NCCL's Inspector of each rank, imported: kernel times alone, no times of the host."""
+    """Import the log of NCCL's Inspector of each rank. The run has kernel times, but no host times."""
     from commprof.imports.formats import import_files
 
     files = []
@@ -252,7 +255,7 @@ def import_inspector(base: Path) -> None:
 
 
 def import_comms_logger(base: Path) -> None:
-    """What DeepSpeed's comms logger printed, imported: one rank, latencies of calls, no groups."""
+    """Import the output of DeepSpeed's comms logger. The run has one rank and the latencies of calls, but no groups."""
     from commprof.imports.formats import import_files
 
     head = "[INFO] [logging.py:96:log_dist] [Rank 0] comm op: all_reduce | time (ms):"
@@ -266,7 +269,10 @@ def import_comms_logger(base: Path) -> None:
 
 
 def hostile_run() -> SyntheticRun:
-    """Markup and 10,000 characters where names stand; times before the beginning, a step that ends before it begins."""
+    """Return a run with hostile values.
+
+    Names contain markup or 10,000 characters, some times are negative, and a step ends before it begins.
+    """
     config = {"zero_optimization": {"stage": 2, HOSTILE[:200]: HOSTILE}}
     run = SyntheticRun(2, backend="nccl", script=HOSTILE, config=config)
     run.add_parameters({HOSTILE: 100})

@@ -1,4 +1,7 @@
-"""Damage as logs meet it: bytes changed, lines cut, glued, torn into each other. The same seed, the same damage."""
+"""Typical damage of logs: changed bytes, and truncated, joined or interleaved lines.
+
+The same seed always produces the same damage.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,7 @@ _ODD_BYTES = (
 
 
 def change_byte(rng: random.Random, line: bytes, other: bytes) -> bytes:
-    """One byte becomes another."""
+    """Change one byte."""
     place = rng.randrange(len(line) + 1)
     return (
         line[:place]
@@ -35,57 +38,57 @@ def change_byte(rng: random.Random, line: bytes, other: bytes) -> bytes:
 
 
 def insert_odd_bytes(rng: random.Random, line: bytes, other: bytes) -> bytes:
-    """Bytes that mean something to a reader, where they do not belong."""
+    """Insert bytes that have a meaning for a reader of logs at a place where they are wrong."""
     place = rng.randrange(len(line) + 1)
     return line[:place] + rng.choice(_ODD_BYTES) * rng.randint(1, 3) + line[place:]
 
 
 def drop_bytes(rng: random.Random, line: bytes, other: bytes) -> bytes:
-    """A few bytes are gone."""
+    """Remove a few bytes."""
     place = rng.randrange(len(line) + 1)
     return line[:place] + line[place + rng.randint(1, 12) :]
 
 
 def cut_tail(rng: random.Random, line: bytes, other: bytes) -> bytes:
-    """The line ends early."""
+    """Remove the end of the line."""
     return line[: rng.randrange(len(line) + 1)]
 
 
 def cut_head(rng: random.Random, line: bytes, other: bytes) -> bytes:
-    """The line begins late."""
+    """Remove the beginning of the line."""
     return line[rng.randrange(len(line) + 1) :]
 
 
 def glue(rng: random.Random, line: bytes, other: bytes) -> bytes:
-    """Two lines without the newline between them."""
+    """Join two lines without a newline."""
     return line + other
 
 
 def tear(rng: random.Random, line: bytes, other: bytes) -> bytes:
-    """Another process writes in the middle of the line."""
+    """Insert a line of another process into the middle of the line."""
     place = rng.randrange(len(line) + 1)
     return line[:place] + other + b"\n" * rng.randint(0, 1) + line[place:]
 
 
 def swap_tails(rng: random.Random, line: bytes, other: bytes) -> bytes:
-    """The head of one line with the tail of another."""
+    """Join the beginning of one line and the end of another line."""
     return line[: rng.randrange(len(line) + 1)] + other[rng.randrange(len(other) + 1) :]
 
 
 def repeat(rng: random.Random, line: bytes, other: bytes) -> bytes:
-    """The line twice."""
+    """Write the line twice."""
     return line + b"\n" + line
 
 
 def repeat_inside(rng: random.Random, line: bytes, other: bytes) -> bytes:
-    """A stretch of the line many times."""
+    """Repeat a part of the line many times."""
     begin = rng.randrange(len(line) + 1)
     end = begin + rng.randint(1, 40)
     return line[:end] + line[begin:end] * rng.randint(1, 30) + line[end:]
 
 
 def change_number(rng: random.Random, line: bytes, other: bytes) -> bytes:
-    """A number that no column holds, or that means nothing."""
+    """Replace a number by a value that is too large for its column or not valid there."""
     found = list(_NUMBER.finditer(line))
     if not found:
         return line
@@ -97,7 +100,7 @@ def change_number(rng: random.Random, line: bytes, other: bytes) -> bytes:
 
 
 def change_case(rng: random.Random, line: bytes, other: bytes) -> bytes:
-    """Letters of the other case."""
+    """Swap the case of all letters."""
     return line.swapcase()
 
 
@@ -108,7 +111,10 @@ MUTATIONS: tuple[Callable[[random.Random, bytes, bytes], bytes], ...] = (
 
 
 def mutate(lines: Sequence[bytes], num_lines: int, seed: int, share: float = 0.5) -> bytes:
-    """A log of about ``num_lines`` lines drawn from ``lines``, of which ``share`` were damaged, some of them twice."""
+    """Return a log of about ``num_lines`` lines that are drawn from ``lines``.
+
+    A fraction ``share`` of the lines is damaged, and some of these lines are damaged more than once.
+    """
     rng = random.Random(seed)
     out = []
     for _ in range(num_lines):

@@ -1,6 +1,7 @@
-"""A small training that keeps its own count: each line of its log says what it is about to do, or what came of it.
+"""A small training that logs its collectives independently of commprof.
 
-The log is written with one ``write`` a line and not buffered, so it tells what a process had begun before it was killed.
+A line of the log announces a collective before it is issued, or contains the result of a step. Each line is
+written with one unbuffered ``write``, so the log also shows which collectives a killed process had begun.
 """
 
 from __future__ import annotations
@@ -16,34 +17,34 @@ ISSUE = b"issue\n"
 
 
 class Log:
-    """An append-only file. ``issued`` counts the collectives that were about to be issued."""
+    """An append-only log file. The function ``issued`` counts the collectives that the log announces."""
 
     def __init__(self, path: Path) -> None:
         self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
 
     def issue(self) -> None:
-        """A collective is issued next."""
+        """Log that a collective is issued next."""
         os.write(self._descriptor, ISSUE)
 
     def say(self, text: str) -> None:
-        """One line that is no collective."""
+        """Log a line that announces no collective."""
         os.write(self._descriptor, f"{text}\n".encode())
 
 
 def issued(path: Path) -> int:
-    """How many collectives the program was about to issue, by its own log; 0 without a log."""
+    """Return the number of collectives that the log of the program announces; 0 if there is no log."""
     return path.read_bytes().count(ISSUE) if path.exists() else 0
 
 
 def results(path: Path) -> list[str]:
-    """What came of each step: the loss and a hash of the parameters, exactly."""
+    """Return one line per step with its exact loss and a hash of the parameters."""
     return [line for line in path.read_text().splitlines() if line.startswith("step")]
 
 
 def train(
     log: Log, steps: int, at_step: Callable[[int], Any] = lambda step: None, loader: Any = None
 ) -> None:
-    """Train with gradients reduced by all_reduce; ``at_step`` is called in the middle of each step."""
+    """Train with all_reduce of the gradients. Call ``at_step`` in each step between two of these all_reduces."""
     import torch
     import torch.distributed as dist
 
@@ -70,7 +71,10 @@ def train(
 
 
 def fork(function: Callable[..., Any], *args: Any) -> int:
-    """A forked child that calls ``function`` and ends with 0, or with 1 where that raises. Returns its pid."""
+    """Fork a child that calls ``function``, and return the process id of the child.
+
+    The child exits with 0, or with 1 if ``function`` raises.
+    """
     import torch._dynamo  # noqa: F401 - or every child imports it for itself, in its optimizer's first step: seconds
 
     pid = os.fork()
@@ -85,7 +89,10 @@ def fork(function: Callable[..., Any], *args: Any) -> int:
 
 
 def outcome(pid: int, seconds: float = 120.0) -> int:
-    """How child ``pid`` ended: its exit code, or the negative number of the signal that killed it."""
+    """Wait for child ``pid`` and return its exit code.
+
+    If a signal killed the child, the result is the negative number of the signal.
+    """
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         done, status = os.waitpid(pid, os.WNOHANG)

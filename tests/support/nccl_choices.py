@@ -1,4 +1,7 @@
-"""A run aligned with an NCCL log in which rank 0 prints the algorithm of each collective, as NCCL 2.24 and newer do."""
+"""A run that is aligned with an NCCL log that contains the algorithm of each collective.
+
+Only rank 0 prints the algorithms, as NCCL 2.24 and newer do.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +12,13 @@ from pathlib import Path
 from support import planted_nccl
 from support.runs import SyntheticRun
 
-# What is printed for each size in bytes: algorithm, protocol, first and last channel.
+# The printed choice for each size in bytes: algorithm, protocol, first channel and last channel.
 CHOICES = {4096: ("TREE", "LL", 0, 0), 1 << 20: ("RING", "LL128", 0, 7)}
 STEPS = 3
 
 
 def with_choices(path: Path) -> Path:
-    """Two all_reduces a step on two ranks; the log of the second rank prints no choice."""
+    """Write a run of two ranks with two all_reduces per step. The log of the second rank contains no choices."""
     from commprof.cli.application import invoke
 
     run = SyntheticRun(2, backend="nccl")
@@ -39,7 +42,7 @@ def with_choices(path: Path) -> Path:
 
 
 def _choice(line: str) -> list[str]:
-    """The line that follows that of an AllReduce of floats."""
+    """Return the line with the choice that follows the COLL line of an AllReduce of floats; empty for other lines."""
     if "AllReduce: opCount" not in line:
         return []
     size = 4 * int(line.partition(" count ")[2].split()[0])

@@ -1,4 +1,4 @@
-"""The example GPT trained over a grid of ranks, and by one process on the same samples."""
+"""Trains the example GPT on a grid of ranks, or in one process on the same samples."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ PLAN = {
 
 
 def example() -> Any:
-    """The module of ``examples/train_gpt.py``."""
+    """Return the module ``examples/train_gpt.py``."""
     if "train_gpt" not in sys.modules:
         spec = importlib.util.spec_from_file_location("train_gpt", EXAMPLE)
         assert spec is not None and spec.loader is not None
@@ -42,21 +42,21 @@ def example() -> Any:
 
 
 def model(seed: int = 0, heads: int = HEADS, words: int = WORDS) -> torch.nn.Module:
-    """A small GPT of the example."""
+    """Return a small GPT of the example."""
     torch.manual_seed(seed)
     made: torch.nn.Module = example().GPT(WIDTH, LAYERS, heads, CONTEXT, words)
     return made
 
 
 def batch(step: int, samples: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The samples of all ranks in a step: inputs and targets, (samples, CONTEXT) int64."""
+    """Return the samples of all ranks in a step: inputs and targets, each (samples, CONTEXT) int64."""
     generator = torch.Generator().manual_seed(1000 + step)
     pieces = torch.randint(0, WORDS, (samples, CONTEXT + 1), generator=generator)
     return pieces[:, :-1], pieces[:, 1:]
 
 
 def config(stage: int = 1, **more: Any) -> dict[str, Any]:
-    """A configuration for two samples of each replica."""
+    """Return a configuration with a micro-batch of two samples per replica."""
     return {
         "train_micro_batch_size_per_gpu": 2,
         "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
@@ -75,7 +75,11 @@ def train(
     seed_by_rank: bool = False,
     made: torch.nn.Module | None = None,
 ) -> tuple[list[float], float | None]:
-    """Train on this replica's share of ``samples``; the mean loss of each step over the replicas, and the last norm."""
+    """Train on this replica's part of the samples.
+
+    Returns:
+        The loss of each step, averaged over the replicas, and the last gradient norm.
+    """
     trained = engine_of(given, made or model(rank if seed_by_rank else 0), mpu)
     losses = [step_of(trained, step, samples) for step in range(steps)]
     norm = trained.get_global_grad_norm()
@@ -83,12 +87,12 @@ def train(
 
 
 def engine(given: Mapping[str, Any], seed: int = 0) -> Any:
-    """An engine for the example."""
+    """Return an engine for the GPT of the example."""
     return engine_of(given, model(seed))
 
 
 def engine_of(given: Mapping[str, Any], made: torch.nn.Module, mpu: Any = None) -> Any:
-    """An engine for ``made``."""
+    """Return an engine for the model ``made``."""
     found, *_ = zero_runtime.initialize(
         model=made, model_parameters=list(made.parameters()), config=dict(given), mpu=mpu
     )
@@ -96,7 +100,7 @@ def engine_of(given: Mapping[str, Any], made: torch.nn.Module, mpu: Any = None) 
 
 
 def step_of(trained: Any, step: int, samples: int = 4) -> float:
-    """One optimizer step; the mean loss over the replicas."""
+    """Run one optimizer step and return the loss, averaged over the replicas."""
     replicas, replica = trained.parallelism.replicas, trained.parallelism.replica
     share = samples // replicas
     micro = trained.train_micro_batch_size_per_gpu()
@@ -112,7 +116,13 @@ def step_of(trained: Any, step: int, samples: int = 4) -> float:
 
 
 def refusal(rank: int, world: int, given: Mapping[str, Any], **arguments: Any) -> str:
-    """What ``initialize`` says of a configuration that it refuses, for a model of ``arguments``."""
+    """Return the error message of ``initialize`` for a configuration that it must refuse.
+
+    Also assert that ``initialize`` does not change the shapes of the parameters.
+
+    Args:
+        arguments: The arguments of :func:`model`.
+    """
     made = model(**arguments)
     before = {name: parameter.shape for name, parameter in made.named_parameters()}
     try:

@@ -1,6 +1,6 @@
-"""Most bytes of tensors that a training has at once, on zero_runtime or on an installed DeepSpeed: two ranks over gloo.
+"""Measures the peak bytes of tensors in a training on zero_runtime or on an installed DeepSpeed: two ranks over gloo.
 
-``python -m support.peaks deepspeed`` reads cases from standard input; the interpreter may have torch and DeepSpeed alone.
+``python -m support.peaks deepspeed`` reads cases from standard input. The interpreter needs only torch and DeepSpeed.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Network(nn.Module):
 
 class ExpertBlock(nn.Module):
     def __init__(self, ep_size, **layer):
-        from deepspeed.moe.layer import MoE  # zero_runtime's, where it stands in for deepspeed
+        from deepspeed.moe.layer import MoE  # of zero_runtime, if it is installed as deepspeed
 
         super().__init__()
         self.norm, self.second_norm = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
@@ -84,10 +84,11 @@ class ExpertNetwork(nn.Module):
 
 
 def make_model(kind):
-    """A network and its tokens.
+    """Return a network and its tokens.
 
-    ``kind``: plain, checkpoints, or own: in bf16, with a tied and frozen parameters; or a mapping of the arguments of the
-    layers of experts in a GPT.
+    Args:
+        kind: ``plain``; ``checkpoints`` for activation checkpointing; ``own`` for a network in bf16 with a tied and
+            with frozen parameters; or a mapping with the arguments of the expert layers of a GPT.
     """
     if isinstance(kind, dict):
         return ExpertNetwork(**kind), torch.zeros(MICRO_BATCH, SEQUENCE, dtype=torch.int64)
@@ -112,7 +113,7 @@ def make_config(stage, precision="bf16", micro_batches=1, **zero):
 
 
 class Storages(TorchDispatchMode):
-    """Follows the storages that operations return, until nothing refers to them."""
+    """Tracks the bytes of all storages that operations return, until nothing refers to a storage."""
 
     def __init__(self):
         super().__init__()
@@ -138,10 +139,10 @@ class Storages(TorchDispatchMode):
 
 
 def most_bytes(runtime, config, kind):
-    """Most bytes of tensors in a step of ``runtime``: the module zero_runtime or deepspeed.
+    """Return the peak bytes of tensors in a step of ``runtime``, which is the module zero_runtime or deepspeed.
 
-    Of the last two steps the one with fewer counts: a thread of gloo may hold the tensors of a collective for some
-    microseconds after its end.
+    The result is the smaller peak of the last two steps. A thread of gloo may keep the tensors of a collective alive
+    for some microseconds after the collective, which would increase a single peak.
     """
     peaks = []
     with Storages() as storages:

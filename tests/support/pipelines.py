@@ -1,4 +1,4 @@
-"""Small pipelines, and what one process that has all their layers makes of the same samples."""
+"""Small pipelines, and the reference results of one process that has all layers and trains on the same samples."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def config(micro_batches=MICRO_BATCHES, **keys):
 
 
 class Residual(nn.Module):
-    """A layer whose trouble is in what it passes on: nested values, several dtypes, some without a gradient."""
+    """A layer that passes nested values of several dtypes to the next stage, some of them without a gradient."""
 
     def __init__(self, in_place: bool = False) -> None:
         super().__init__()
@@ -103,7 +103,7 @@ def pipeline(layers, stages=2, **options):
 
 
 def sizes(step, number):
-    """Samples of a micro-batch, where they change."""
+    """Return the number of samples of a micro-batch in tests in which this number changes."""
     return 2 + (step + number) % 3
 
 
@@ -118,7 +118,12 @@ def batches(step, replica=0, changing=False, count=MICRO_BATCHES):
 
 
 def reference(layers, replicas=1, changing=False, clip=None, count=MICRO_BATCHES):
-    """One process with all layers: (losses, norms, values of the parameters by name, as in a pipeline)."""
+    """Train all layers in one process.
+
+    Returns:
+        The losses and the gradient norms of all steps, and the values of the parameters by the names that a pipeline
+        uses.
+    """
     modules, named, functions = {}, {}, []
     for number, spec in enumerate(layers):
         torch.manual_seed(1234 + number)
@@ -150,7 +155,7 @@ def reference(layers, replicas=1, changing=False, clip=None, count=MICRO_BATCHES
 
 
 def same(engine, found, wanted):
-    """Whether losses and this stage's parameters are the reference's."""
+    """Assert that the losses and the parameters of this stage equal the results of ``reference``."""
     losses, _, values = wanted
     assert found == pytest.approx(losses, rel=1e-5)
     for name, parameter in engine.module.named_parameters():
@@ -168,7 +173,7 @@ def made(layers, given=None, **options):
 
 
 def scheduled(layers, schedule, given=None, **options):
-    """An engine whose layers are dealt out evenly, when the configuration is known."""
+    """Return an engine whose layers are divided evenly over the stages when ``initialize`` reads the configuration."""
     block = {"pp_size": options.pop("stages", 2), **schedule}
     given = {**(given or config()), "pipeline_parallel": block, "partition_methods": "uniform"}
     return made(layers, given, stages=None, **options)

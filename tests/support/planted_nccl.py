@@ -1,16 +1,18 @@
-"""Logs as NCCL would write them, planted from known truth: what was called, what was dropped, added or torn.
+"""Generates NCCL logs from records, with known truth: the operations, and the dropped, added or truncated lines.
 
     python tests/support/planted_nccl.py RUN_DIR --out DIR [--version 2.27.3] [--drop N] [--extra N] [--tear N]
         [--duplicate N] [--renew N] [--frozen] [--one-stream] [--call]
 
-writes one file per process of a recorded run, in the formats of NVIDIA/nccl, and ``planted-truth.json`` beside them. The
-files say of themselves that they are generated: nobody can take them for the output of NCCL.
+writes one file per process of a recorded run, in the formats of NVIDIA/nccl, and ``planted-truth.json`` in the
+same directory. The first line of each file states that the file is generated, so that nobody takes it for the
+output of NCCL.
 
-A second opinion on purpose: nothing is imported from commprof.nccl or commprof.align. Each rule names its section of the
-project's reference of NCCL's logs (written from src/debug.cc, src/enqueue.cc and src/init.cc at the release tags, and from
-torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp): 1 heads and banner, 3.1 operation lines, 3.2 their counts and roots, 3.4
-opCount, 4 CALL lines and their order, 5 life of communicators, 7.5 communicators of torch's groups, 7.7 order of lines, 9
-operations behind torch's calls, 10 torn lines.
+This module is an independent implementation on purpose: it imports nothing from commprof.nccl or
+commprof.align. Each rule names its section of the project's reference of NCCL's logs (written from
+src/debug.cc, src/enqueue.cc and src/init.cc at the release tags, and from
+torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp): 1 heads and banner, 3.1 operation lines, 3.2 their counts and
+roots, 3.4 opCount, 4 CALL lines and their order, 5 lifetime of communicators, 7.5 communicators of torch's
+groups, 7.7 order of lines, 9 operations behind torch's calls, 10 truncated lines.
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ PRIMES = (104_729, 104_743, 104_759, 104_761, 104_773, 104_779, 104_789, 104_801
 
 
 class Operation(NamedTuple):
-    """One call of NCCL as the caller made it: ``count`` and ``datatype`` are the caller's, not what is printed."""
+    """One call of NCCL. ``count`` and ``datatype`` are the arguments of the caller, not the printed values."""
 
     name: str
     count: int
@@ -71,24 +73,24 @@ class Writer:
     version: tuple[int, int, int]
     device: int = 0
     prefix: str = ""
-    frozen: bool = False  # 3.4: opCount stays 0 in 2.8.3, and for ever on one node in 2.9 to 2.11
+    frozen: bool = False  # 3.4: opCount is always 0 in 2.8.3, and on one node also in 2.9 to 2.11
     lines: list[str] = field(default_factory=list)
 
     def say(self, text: str, tid: int | None = None) -> int:
-        """One INFO line; returns its index in ``lines``."""
+        """Write one INFO line and return its index in ``lines``."""
         tid = self.pid if tid is None else tid
         self.lines.append(f"{self.prefix}{self.host}:{self.pid}:{tid} [{self.device}] NCCL INFO {text}")
         return len(self.lines) - 1
 
     def say_call(self, text: str) -> int:
-        """One CALL line: no device."""
+        """Write one CALL line, which contains no device, and return its index in ``lines``."""
         self.lines.append(f"{self.prefix}{self.host}:{self.pid}:{self.pid} NCCL CALL {text}")
         return len(self.lines) - 1
 
     def banner(self, cuda: str = "cuda12.4") -> None:
         text = f"NCCL version {'.'.join(map(str, self.version))}+{cuda}"
         if self.version < (2, 22, 3):
-            self.lines.append(self.prefix + text)  # rank 0 only, and bare
+            self.lines.append(self.prefix + text)  # only rank 0 prints the banner, without a head
         else:
             self.say(text)
 
@@ -119,7 +121,7 @@ class Writer:
         return f"{mark}ncclCommInitRankConfig {body}"
 
     def split(self, comm: Communicator, parent: Communicator, number: int, color: int, key: int) -> None:
-        """A communicator made from ``parent``; 2.23 and newer print no commId for it."""
+        """Write the lines of a communicator that is split from ``parent``. NCCL 2.23 and newer print no commId here."""
         body = (
             f"ncclCommSplit comm 0x{comm.address:x} rank {comm.rank} nranks {comm.nranks} cudaDev {self.device} "
             f"nvmlDev {self.device} busId {0x1000 * (self.device + 1):x} parent 0x{parent.address:x}"
@@ -145,7 +147,7 @@ class Writer:
     def operation(
         self, comm: Communicator, operation: Operation, *, call: bool = False, coll: bool = True
     ) -> list[int]:
-        """The lines of one call of NCCL; returns their indices."""
+        """Write the lines of one call of NCCL and return their indices."""
         name, count, datatype, reduction, root = operation
         if name in ("AllGather", "Broadcast") and (2, 7, 3) <= self.version <= (2, 21, 5):
             count, datatype = count * BYTES_OF_TYPE[datatype], 0
@@ -176,10 +178,10 @@ class Writer:
 
 
 def operations_of(record: Mapping[str, Any], version: tuple[int, int, int] = (2, 27, 3)) -> list[Operation]:
-    """The calls of NCCL that torch makes for one record, on the rank of the record (9; roots and peers 3.2).
+    """Return the calls of NCCL that torch makes for one record, on the rank of the record (9; roots and peers 3.2).
 
-    ``version`` is that of NCCL: torch calls it for empty messages from 2.13 on, and for an all_to_all without splits as
-    one from 2.28 on.
+    ``version`` is the version of NCCL. From 2.13 on, torch also calls NCCL for empty messages. From 2.28 on, torch
+    makes a single call for an all_to_all without splits.
     """
     op, nranks, rank = record["op"], int(record["group_size"]), int(record["group_rank"])
     datatype = NUMBER_OF_TYPE.get(record["dtype"] or "float32", 1)
@@ -236,14 +238,17 @@ def operations_of(record: Mapping[str, Any], version: tuple[int, int, int] = (2,
 
 
 def communicator_ranks(record: Mapping[str, Any]) -> list[int]:
-    """The global ranks of the communicator that torch uses (7.5): messages outside of a group have one of two ranks."""
+    """Return the global ranks of the communicator that torch uses (7.5).
+
+    A send or recv that is not coalesced uses a communicator of two ranks.
+    """
     if record["op"] in ("send", "recv") and record.get("coalesce_id") in (None, ""):
         return sorted({int(record["rank"]), int(record["peer"])})
     return ranks_of(record["group_ranks"])
 
 
 def primes(count: int) -> list[int]:
-    """The first primes from 101 on: sizes that tell each operation from every other."""
+    """Return the first ``count`` primes from 101 on, which serve as unique sizes of operations."""
     found: list[int] = []
     number = 101
     while len(found) < count:
@@ -254,12 +259,12 @@ def primes(count: int) -> list[int]:
 
 
 def watermark(prime: int, nranks: int) -> int:
-    """Payload bytes that carry a prime and divide by the ranks of a group."""
+    """Return a payload in bytes that identifies ``prime`` and is divisible by the number of ranks of a group."""
     return ITEM_BYTES * nranks * prime
 
 
 def elements(sizes: str | None) -> tuple[list[int], list[int]]:
-    """Elements of each input and output tensor: ``4x16;2->8``."""
+    """Return the numbers of elements of the input and output tensors of a text such as ``4x16;2->8``."""
     inputs, _, outputs = (sizes or "").partition("->")
     return _products(inputs), _products(outputs)
 
@@ -281,10 +286,10 @@ def ranks_of(text: str) -> list[int]:
 
 @dataclass
 class Planted:
-    """The logs by file name, and the truth about them.
+    """The lines of the generated logs by file name, and the truth about them.
 
-    ``said`` has an entry for each whole operation line: which part of which record it belongs to; None for one that was
-    added. ``lost`` names the parts of records that have no whole line at all.
+    ``said`` contains an entry for each complete operation line: the record and the part of the record that the line
+    belongs to, or None if the line was added. ``lost`` contains the parts of records that have no complete line.
     """
 
     files: dict[str, list[str]]
@@ -303,7 +308,7 @@ class Planted:
 
 
 class Spoiling(NamedTuple):
-    """How many operation lines to leave out, cut short, double and add, each at a random place."""
+    """The numbers of operation lines to drop, truncate, duplicate and add, each at a random place."""
 
     drop: int = 0
     tear: int = 0
@@ -313,7 +318,7 @@ class Spoiling(NamedTuple):
 
 @dataclass
 class _Line:
-    """One line to write: its text, whether it tells an operation, and whose."""
+    """One line of a log: its text, whether it is an operation line, and the part of a record that it belongs to."""
 
     text: str
     operation: bool = False
@@ -340,13 +345,18 @@ def plant(
     origin: str = "records",
     host: str = "node-0",
 ) -> Planted:
-    """Logs for ``records``, spoiled.
+    """Generate logs for ``records``, with damaged lines.
 
     Args:
-        frozen: opCount stays 0.
-        renew: make each communicator anew, at the same address, after so many records (0: never).
-        one_stream: all processes write to one log, mixed at random (7.7: only the order within one is kept).
-        spoil_twins: spoil CALL lines too; otherwise only the COLL lines where there are both.
+        drop: The number of operation lines to drop.
+        extra: The number of operation lines to add.
+        tear: The number of operation lines to truncate.
+        duplicate: The number of operation lines to write twice.
+        frozen: Whether opCount is always 0.
+        renew: The number of records after which a communicator is replaced by a new one at the same address (0: never).
+        one_stream: Whether all processes write to one log, in a random order (7.7: only the order within each process
+            is kept).
+        spoil_twins: Whether CALL lines are damaged too. Otherwise only COLL lines are damaged if there are both.
     """
     chance = random.Random(seed)
     logs: dict[str, list[_Line]] = {}
@@ -399,7 +409,10 @@ def _key(said: Mapping[str, Any]) -> tuple[int, ...]:
 
 @dataclass
 class _Process:
-    """The communicators of one process: made at first use (7.5), ended and made anew where that is asked for (5)."""
+    """The communicators of one process.
+
+    A communicator is created at its first use (7.5). With ``renew``, it is ended and created again (5).
+    """
 
     writer: Writer
     attempt: int
@@ -432,7 +445,7 @@ class _Process:
 
 
 def _mixed(logs: Mapping[str, list[_Line]], chance: random.Random) -> dict[str, list[_Line]]:
-    """All logs in one, in a random order that keeps that of each."""
+    """Merge all logs into one log, in a random order that keeps the order of lines within each log."""
     turns = [name for name, log in logs.items() for _ in log]
     chance.shuffle(turns)
     rest = {name: iter(log) for name, log in logs.items()}
@@ -442,7 +455,7 @@ def _mixed(logs: Mapping[str, list[_Line]], chance: random.Random) -> dict[str, 
 def _spoil(
     planted: Planted, logs: Mapping[str, list[_Line]], amount: Spoiling, chance: random.Random, twins: bool
 ) -> dict[str, list[_Line]]:
-    """Leave out, tear, double and add lines at random places; an added line has a size that no other line has."""
+    """Drop, truncate, duplicate and add lines at random places. An added line has a size that no other line has."""
     places = [(name, index) for name, log in logs.items() for index, line in enumerate(log) if line.operation]
     coll = [(name, index) for name, index in places if "opCount " in logs[name][index].text]
     places = places if twins else coll or places
@@ -473,14 +486,14 @@ def _spoil(
 
 
 def _torn(line: str, chance: random.Random) -> str:
-    """The line, cut where it still tells which operation it was (10)."""
+    """Truncate the line after the name of its operation (10)."""
     begin = line.index("opCount ") + 8 if "opCount " in line else line.index("(") + 1
     end = line.index(" stream ") if "opCount " in line else len(line) - 1
     return line[: chance.randrange(begin, end)]
 
 
 def _with_count(line: str, count: int) -> str:
-    """The line with another count."""
+    """Return the line with a different count."""
     if " count " in line:
         before, _, after = line.partition(" count ")
         return f"{before} count {count} {after.partition(' ')[2]}"
@@ -490,7 +503,11 @@ def _with_count(line: str, count: int) -> str:
 
 
 def read_records(run: Path) -> list[dict[str, Any]]:
-    """The collectives of a run: an exported ``collectives.csv``, the directory of one, or a run directory."""
+    """Return the collectives of a run.
+
+    Args:
+        run: An exported ``collectives.csv``, the directory of such a file, or a run directory.
+    """
     table = run / "collectives.csv" if run.is_dir() else run
     if table.exists():
         with table.open(newline="") as stream:

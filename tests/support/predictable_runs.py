@@ -1,4 +1,4 @@
-"""A synthetic run whose steps can be predicted: equal compute, and messages of known length one after another."""
+"""A synthetic run whose steps can be predicted: equal compute, and successive messages of known duration."""
 
 from __future__ import annotations
 
@@ -16,13 +16,18 @@ CONFIG: Final[dict[str, Any]] = {
     "gradient_clipping": 0.0,
     "zero_optimization": {"stage": 2, "reduce_bucket_size": 2 * NUMEL, "overlap_comm": False},
 }
-# By zero_runtime's rules: a bucket is sent by the gradient that exceeds it.
+# The number of gradients that have arrived when each bucket is sent. By the rules of zero_runtime, the first
+# gradient that does not fit into a bucket causes the bucket to be sent.
 _ARRIVED: Final = (3, 5, 7, 8)
 _BUCKET_BYTES: Final = 8 * NUMEL
 
 
 def predictable_run(path: Path, *, gradient_ms: float, steps: int = 10, **options: Any) -> Path:
-    """Write a run of two gloo ranks: passes of 30 and 60 ms, four gradient messages, an optimizer step and the gather."""
+    """Write a run of two gloo ranks.
+
+    A step has a forward pass of 30 ms and a backward pass of 60 ms. It also has four gradient messages of
+    ``gradient_ms`` each, an optimizer step and the gather of the parameters.
+    """
     run = SyntheticRun(2, **{"config": CONFIG, **options})
     run.add_parameters({f"layer{number}.weight": NUMEL for number in range(LAYERS)})
     now = 1_000 * MS

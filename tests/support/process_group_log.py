@@ -1,4 +1,4 @@
-"""Counts collectives at torch's ProcessGroup objects, independently of commprof and of the runtime.
+"""Records collectives at torch's ProcessGroup objects, independently of commprof and of the runtime.
 
 Every Python-issued collective calls exactly one method of the pybind class ``ProcessGroup`` exactly once.
 """
@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import ProcessGroup, ReduceOp
 
-# Method -> (position of the inputs, position of the outputs), among the arguments after self.
+# For each method, the positions of the inputs and of the outputs among the arguments after self.
 _METHODS = {
     "allreduce": (0, 0),
     "allreduce_coalesced": (0, 0),
@@ -33,7 +33,7 @@ _METHODS = {
     "recv": (None, 0),
     "barrier": (None, None),
 }
-# Names before torch 2.13.
+# The method names before torch 2.13, and the names since then.
 _RENAMED = {
     "_allgather_base": "all_gather_single",
     "_reduce_scatter_base": "reduce_scatter_single",
@@ -49,7 +49,7 @@ class Call(NamedTuple):
     micro: int
     phase: str
     method: str
-    root: int | None  # global rank; of a send or receive the other one
+    root: int | None  # the global rank of the root, or the peer of a send or recv
     group: str
     numel_in: int
     numel_out: int
@@ -58,7 +58,10 @@ class Call(NamedTuple):
 
 
 class Log:
-    """Collectives of this process, in order; ``at`` says where the training is."""
+    """The collectives of this process in the order of issue.
+
+    The method ``at`` sets the phase, step and micro-batch of the calls that follow.
+    """
 
     def __init__(self) -> None:
         self.calls: list[Call] = []
@@ -115,9 +118,9 @@ def _tensors(arguments, position):
 
 @contextmanager
 def logged():
-    """A :class:`Log` of the collectives inside the block."""
+    """Yield a :class:`Log` of the collectives inside the block."""
     log = Log()
-    # From the class's own dict: what getattr gives would not be a method again when it is put back.
+    # Read the methods from the dict of the class. A value from getattr would not be a method after it is set again.
     originals = {name: vars(ProcessGroup)[name] for name in _METHODS if name in vars(ProcessGroup)}
 
     def wrap(name, original):

@@ -1,7 +1,7 @@
-"""Programs that issue collectives in every way that torch has, each with what it must issue, derived by hand.
+"""Programs that issue collectives in every way that torch offers, and the expected collectives, derived by hand.
 
-A program runs on two ranks. ``expected`` is what rank 0 issues, in order: operation, and payload in bytes; None where
-torch's own bookkeeping decides how many.
+A program runs on two ranks. ``expected`` contains the operation and the payload in bytes of each collective of
+rank 0, in order of issue. The payload is None if internal data of torch determine it.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from support.ranks import device
 WORLD = 2
 STEPS = 3
 WIDTH = 8
-LAYER = WIDTH * WIDTH * 4  # bytes of one layer's weight
-# The gloo of torch 2.11 has no all_to_all of lists.
+LAYER = WIDTH * WIDTH * 4  # bytes of the weight of one layer
+# The gloo backend of torch 2.11 has no all_to_all with lists of tensors.
 EXCHANGES_LISTS = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
 
 
@@ -30,12 +30,12 @@ class Program(NamedTuple):
     """One program.
 
     Attributes:
-        name: what it is called in docs/coverage.md.
-        body: called on each rank with its rank and the number of ranks.
-        expected: what rank 0 issues.
-        layers: who sees it, by the layers of the schema, in the default mode.
-        flight: torch's Flight Recorder lists the same operations, other than a reduce_scatter, which gloo runs as an
-            all_reduce, and messages.
+        name: The name of the program in docs/coverage.md.
+        body: The function that each rank calls with its rank and the number of ranks.
+        expected: The collectives that rank 0 issues.
+        layers: The layers (of the schema) that record the collectives in the default mode.
+        flight: Whether torch's Flight Recorder lists the same operations. With gloo, it lists an all_reduce for a
+            reduce_scatter. The value is false for programs with messages.
     """
 
     name: str
@@ -59,14 +59,15 @@ def train(model: torch.nn.Module, steps: int = STEPS) -> None:
 
 
 def ddp(**options: Any) -> torch.nn.Module:
-    """Every layer its own bucket, but for the first step."""
+    """Return a DDP model in which every layer has its own bucket after the first step."""
     return torch.nn.parallel.DistributedDataParallel(layers(), bucket_cap_mb=0.0001, **options)
 
 
-# The shapes are compared (their number is gathered, the shapes come from rank 0), then the weights come from rank 0.
+# DDP first compares the shapes of the parameters: it gathers the number of parameters, and rank 0 broadcasts
+# the shapes. Then rank 0 broadcasts the weights.
 CONSTRUCTED: Calls = [("all_gather", None), ("broadcast", None), ("broadcast", 3 * LAYER)]
 WHOLE: Calls = [("all_reduce", 3 * LAYER)]  # the first step, in which all gradients are one bucket
-# After the first backward pass DDP orders its buckets anew: their indices and sizes come from rank 0.
+# After the first backward pass, DDP rebuilds its buckets, and rank 0 broadcasts their indices and sizes.
 REBUILT: Calls = [("broadcast", None), ("broadcast", None)]
 REDUCED: Calls = [("all_reduce", LAYER)] * 3
 
@@ -138,13 +139,13 @@ def run_functional_autograd(rank: int, world: int) -> None:
 
     group = dist.group.WORLD
     x = torch.ones(4, requires_grad=True)
-    # Squares, since their gradients are contiguous: torch 2.11 refuses others.
+    # The results are squared because torch 2.11 requires contiguous gradients.
     functional.all_gather_tensor_autograd(x, 0, group).square().sum().backward()
     functional.reduce_scatter_tensor_autograd(x, "sum", 0, group).square().sum().backward()
     functional.all_to_all_single_autograd(x, [2, 2], [2, 2], group).square().sum().backward()
 
 
-# The backward pass of a gather is a reduce_scatter, and the other way round.
+# The backward pass of an all_gather is a reduce_scatter, and vice versa.
 FUNCTIONAL_AUTOGRAD: Calls = [
     ("all_gather", 32),
     ("reduce_scatter", 32),
@@ -248,7 +249,7 @@ def run_p2p(rank: int, world: int) -> None:
     if rank == 0:
         dist.send(x, other)
         dist.recv(x, other)
-        dist.recv(x, other if device() == "cuda" else None)  # NCCL receives from a named rank only
+        dist.recv(x, other if device() == "cuda" else None)  # with NCCL, a recv must name its source
         dist.isend(x, other, tag=5).wait()
     else:
         dist.recv(x, other)
@@ -291,7 +292,7 @@ def run_plain(rank: int, world: int) -> None:
             if async_op:
                 work.wait()
     if device() == "cpu":
-        dist.monitored_barrier()  # gloo alone has it
+        dist.monitored_barrier()  # only gloo supports this barrier
     dist.all_gather_object([None, None], "word")
     with dist.distributed_c10d._coalescing_manager():
         dist.all_reduce(x)
@@ -350,13 +351,15 @@ def run_modes(rank: int, world: int) -> None:
 
 MODES: Calls = [("all_reduce", 16), ("all_reduce", 16), ("broadcast", 16), *[("all_reduce", 16)] * 7]
 
-# What a stage hands on is described by a pickled object, sent as its length and its bytes. torch 2.13 has the stage behind
-# describe the gradients that come back as well. torch 2.11 does not: a gradient has the shape and type of what was sent.
-# The source is looked at, since importing it takes a second that other tests which read this module need not spend.
+# A stage sends a description of its outputs as a pickled object: first its length, then its bytes. With torch
+# 2.13, the next stage also sends back a description of the gradients. With torch 2.11 it does not, because a
+# gradient has the shape and type of the output. The code below searches the source of torch instead of
+# importing it, because the import takes a second and other tests that import this module do not need it.
 _PIPELINING = Path(torch.__file__).parent / "distributed" / "pipelining"
 GRADIENTS_ARE_DESCRIBED = "def _backward_metadata_inference(" in (_PIPELINING / "stage.py").read_text()
-# torch 2.15 votes whether all stages know their shapes, then connects each pair of peers: the lower rank sends one element,
-# and all ranks meet in an all_reduce. Before, one element went each way (2.11: to connect the stages; 2.13: that vote).
+# In torch 2.15, all stages vote with an all_reduce whether they know their shapes. Then each pair of peers
+# connects: the lower rank sends one element, and all ranks take part in an all_reduce. Before 2.15, each peer
+# sends one element to the other (in 2.11 to connect the stages, in 2.13 to vote).
 PEERS_ARE_PRECONNECTED = "_preconnect_shared_p2p_edges(" in (_PIPELINING / "schedules.py").read_text()
 _PIPELINE: Calls = [
     *(
@@ -367,12 +370,12 @@ _PIPELINE: Calls = [
     ("send", 8),
     ("send", None),
     *([("recv", 8), ("recv", None)] if GRADIENTS_ARE_DESCRIBED else []),
-    # a message each way for each micro-batch
+    # One message in each direction for each micro-batch.
     *[("send", 2 * WIDTH * 4)] * 2,
     *[("recv", 2 * WIDTH * 4)] * 2,
 ]
-# Three layers are gathered for the forward pass and again for the backward pass, in which FSDP gathers the next one before
-# it reduces the gradients of this one.
+# FSDP gathers three layers for the forward pass and again for the backward pass. In the backward pass, FSDP
+# gathers the next layer before it reduces the gradients of the current layer.
 _SHARDED: Calls = [
     *[("all_gather", LAYER)] * 5,
     ("reduce_scatter", LAYER),
@@ -413,11 +416,12 @@ PROGRAMS = [
         False,
     ),
     Program("DDP", run_ddp, CONSTRUCTED + WHOLE + REBUILT + REDUCED * 2, _CPP),
-    # buckets keep their order, and which parameters were used anywhere is summed each step: an int32 for each
+    # The buckets are not rebuilt. In each step, an all_reduce of one int32 per parameter determines the parameters that
+    # any rank used.
     Program(
         "DDP, find_unused_parameters", run_ddp_unused, CONSTRUCTED + [*REDUCED, ("all_reduce", 12)] * 3, _CPP
     ),
-    # the first step finds out what is used; nothing is sent in no_sync
+    # The first step determines which parameters are used. Nothing is sent inside no_sync.
     Program(
         "DDP, static graph and no_sync",
         run_ddp_static,
@@ -427,7 +431,7 @@ PROGRAMS = [
     Program(
         "DDP, communication hook", run_ddp_hook, CONSTRUCTED + WHOLE + REBUILT + REDUCED * 2, _CPP | _METHODS
     ),
-    # half the bytes
+    # The hook compresses gradients to fp16, which halves the bytes.
     Program(
         "DDP, built-in hook",
         run_ddp_builtin_hook,

@@ -1,4 +1,4 @@
-"""Records and steps whose values are drawn anew for each row: nothing need agree, so that every branch is taken."""
+"""Records with independent random values in each row, so that tests execute every branch of a query."""
 
 import random
 
@@ -9,7 +9,10 @@ from commprof.trace.tables import table_from_rows
 
 
 def random_records(seed: int, count: int) -> pa.Table:
-    """Records of four ranks whose numbers, groups, roots and times are drawn anew for each: nothing need agree."""
+    """Return records of four ranks with independent random numbers, groups, roots and times.
+
+    The records of different ranks need not be consistent.
+    """
     draw = random.Random(seed)
     rows = []
     for number in range(count):
@@ -39,7 +42,7 @@ def random_records(seed: int, count: int) -> pa.Table:
             "group_size": draw.choice([1, 4]),
             "payload_bytes": draw.randrange(1 << 40),
             "device": draw.choice([None, "cpu", "cuda:0"]),
-            # of which the plain question knows nothing: analysis/test_matrix.py holds them to what is worked out by hand
+            # The plain reference does not support splits. analysis/test_matrix.py tests splits against results by hand.
             "input_splits": None,
             "output_splits": None,
             "issue_ns": issue,

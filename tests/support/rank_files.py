@@ -1,4 +1,4 @@
-"""A rank's binary files written without torch, as the recorder writes them."""
+"""Writes the files of a rank in the format of the recorder, without torch."""
 
 from __future__ import annotations
 
@@ -41,9 +41,10 @@ def write_rank(
     first_pid: int = 4_000_000,
     **begin: Any,
 ) -> Path:
-    """Write the files of one rank into ``run``; returns their path without suffix. The process that wrote is dead.
+    """Write the files of one rank into ``run``, and return their path without suffix.
 
-    The calls whose numbers are in ``raised`` raise, each when the call after it has been recorded already.
+    The process id in the files belongs to no running process. The calls whose numbers are in ``raised`` raise an
+    exception. Each of them is marked as raised only after the next call has been recorded.
     """
     run.mkdir(parents=True, exist_ok=True)
     identity = RankFile(rank, 0, first_pid + rank, 1)

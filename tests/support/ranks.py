@@ -1,8 +1,9 @@
-"""Real ranks for tests, forked from the warm test process (torch is imported once).
+"""Real ranks for tests, forked from the warm test process, which imports torch once.
 
-They use gloo on the CPU. With COMMPROF_TESTS_DEVICE=cuda they use NCCL, all on the first GPU: NCCL refuses two ranks of one
-host on one GPU, so each rank names another host (NCCL_HOSTID), and they talk over loopback sockets. Their kernels take turns
-on the GPU: operations, bytes, order and logs are NCCL's own, the times of communication are not those of several GPUs.
+The ranks use gloo on the CPU. With COMMPROF_TESTS_DEVICE=cuda they use NCCL, all on the first GPU. NCCL refuses
+two ranks of one host on one GPU, so each rank sets a different host (NCCL_HOSTID), and the ranks communicate
+over loopback sockets. Their kernels take turns on the GPU. Operations, bytes, order and logs are therefore
+those of NCCL, but the communication times differ from the times on several GPUs.
 """
 
 from __future__ import annotations
@@ -23,19 +24,19 @@ DEVICE = "COMMPROF_TESTS_DEVICE"
 
 
 def device() -> str:
-    """Where the ranks' tensors are: ``cpu`` (gloo) or ``cuda`` (NCCL)."""
+    """Return the device of the tensors of the ranks: ``cpu`` (gloo) or ``cuda`` (NCCL)."""
     return os.environ.get(DEVICE, "cpu")
 
 
 def one_gpu(rank: int) -> dict[str, str]:
-    """The environment of ``rank`` where all ranks share one GPU over NCCL."""
+    """Return the environment of ``rank`` if all ranks use NCCL on the same GPU."""
     return {
         "LOCAL_RANK": "0",
         "LOCAL_WORLD_SIZE": "1",
         "NCCL_HOSTID": f"rank{rank}",
         "NCCL_SOCKET_IFNAME": "lo",
         "NCCL_IB_DISABLE": "1",
-        "TORCH_FR_BUFFER_SIZE": "20000",  # or torch keeps no Flight Recorder that a test could read
+        "TORCH_FR_BUFFER_SIZE": "20000",  # enables the Flight Recorder of torch, which tests read
     }
 
 
@@ -44,9 +45,12 @@ class RankError(AssertionError):
 
 
 def prepare() -> None:
-    """What every rank would do for itself: import torch and the recorder, and keep our functions from torch's compiler."""
+    """Do once what every rank would otherwise do after its fork.
+
+    This imports torch and the recorder, and excludes the functions of commprof from torch's compiler.
+    """
     import torch
-    import torch._dynamo  # in its optimizer's first step: seconds
+    import torch._dynamo  # otherwise the first optimizer step imports it, which takes seconds
 
     import commprof.recorder.session  # noqa: F401 - where it is recorded: 90 modules
     from commprof.recorder.dispatcher.compiler import keep_from_compiler
@@ -66,11 +70,12 @@ def run_ranks(
     """Run ``function(rank, world, *args)`` on ``world`` forked ranks and return what each returned.
 
     Args:
-        process_group: initialise torch.distributed (gloo or NCCL, a FileStore) before, and destroy it after.
-        env: variables to set in every rank; RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE are set anyway.
+        process_group: Whether to initialize torch.distributed (gloo or NCCL, a FileStore) before the call, and to
+            destroy the process group after it.
+        env: Variables to set in every rank. RANK, LOCAL_RANK, WORLD_SIZE and LOCAL_WORLD_SIZE are always set.
 
     Raises:
-        RankError: with every failing rank's traceback.
+        RankError: a rank failed. The message contains the traceback of every failing rank.
     """
     prepare()
     store = tempfile.mktemp(prefix="commprof-store-")
@@ -95,28 +100,32 @@ def run_ranks(
 
 
 class Working:
-    """The ranks that have not returned yet: each holds one end of a pipe until it returns or dies.
+    """A pipe on which a rank waits until all other ranks have returned.
 
-    Who leaves takes its connections along, and a group is made on one rank before it is on another: gloo fails there with
-    "Connection closed by peer" if the first is gone by then.
+    Each rank keeps the write end of the pipe open until it returns or dies. A rank must not exit too early,
+    because its connections close when it exits. One rank may finish the creation of a group before another rank
+    does. If the first rank exits in between, gloo fails on the other rank with "Connection closed by peer".
     """
 
     def __init__(self) -> None:
         self._read_end, self._write_end = os.pipe()
 
     def close(self) -> None:
-        """For the process that forks the ranks and is none."""
+        """Close both ends of the pipe in the parent process, which is not a rank."""
         os.close(self._read_end)
         os.close(self._write_end)
 
     def wait_for_others(self, seconds: float) -> None:
-        """For a rank that has returned: until all others have, or time is up (a rank may wait for this one to leave)."""
+        """Wait in a rank that has returned until all other ranks have returned, but at most ``seconds``.
+
+        The limit is necessary because another rank may wait for this rank to exit.
+        """
         os.close(self._write_end)
         select.select([self._read_end], [], [], seconds)
 
 
 def rank_main(rank, world, function, args, write_end, store, process_group, env, working):
-    gc.freeze()  # or the first collection copies every page of the test process
+    gc.freeze()  # otherwise the first collection copies every page of the test process
     try:
         os.environ.update(
             RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world)
@@ -127,8 +136,9 @@ def rank_main(rank, world, function, args, write_end, store, process_group, env,
         import torch
         import torch.distributed as dist
 
-        # After a fork torch makes its pool of threads anew, at the first call of this. Two threads that come at once (this
-        # one and gloo's) would race for it, and one fail with "Invalid thread pool".
+        # After a fork, torch creates its thread pool again at the first call of this function. If this thread
+        # and a thread of gloo made the first call at the same time, they would race, and one of them would fail
+        # with "Invalid thread pool".
         torch.set_num_threads(1)
         backend = "gloo"
         if device() == "cuda":

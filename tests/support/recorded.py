@@ -1,8 +1,8 @@
-"""Replays runs of DeepSpeed 0.19.8 that were recorded collective by collective, with zero_runtime.
+"""Replays with zero_runtime the recorded runs of DeepSpeed 0.19.8, whose collectives were recorded one by one.
 
-The recorded runs are not part of the repository. They are looked for in ``../shared/data/deepspeed`` beside it, or where
-COMMPROF_RECORDED_RUNS says; without them the tests are skipped. Which cases are replayed is decided by a predicate over
-their configuration, never by name.
+The recorded runs are not part of the repository. They are read from ``../shared/data/deepspeed`` beside the
+repository, or from the directory COMMPROF_RECORDED_RUNS. Without them the tests are skipped. A predicate over
+the configuration selects the replayed cases. Cases are never selected by name.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ ROOT = Path(
 )
 MISSING = f"no recorded runs at {ROOT}; set COMMPROF_RECORDED_RUNS to the directory that holds them"
 
-# Flags of a case that say how it was recorded, or that ``_engine`` and ``_SCRIPTS`` know.
+# The flags of a case that describe how it was recorded, or that ``_engine`` and ``_SCRIPTS`` support.
 _KNOWN_FLAGS = {
     "name",
     "world",
@@ -92,7 +92,7 @@ class Case:
 
     @property
     def script(self) -> str:
-        """What the recorded program did: ``std``, or one of the other keys of ``_SCRIPTS``."""
+        """The kind of the recorded program: ``std`` or a different key of ``_SCRIPTS``."""
         return self.flags.get("args", {}).get("which") or self.flags.get("kind", "std")
 
     @property
@@ -100,7 +100,10 @@ class Case:
         return self.results["status"] == "ok"
 
     def expected_calls(self, rank: int) -> list[Call]:
-        """The recorded collectives of ``rank``; those of initialisation are rank 0's where they were left out."""
+        """Return the recorded collectives of ``rank``.
+
+        If the record of the rank contains no initialization, the initialization of rank 0 is used.
+        """
         with (self.path / "collectives.csv").open() as file:
             rows = list(csv.DictReader(file))
         mine = [_call(row) for row in rows if int(row["rank"]) == rank]
@@ -127,12 +130,12 @@ def _call(row: Mapping[str, str]) -> Call:
 
 
 def all_cases() -> list[Case]:
-    """Every recorded run there is, by name."""
+    """Return all recorded runs, sorted by name."""
     return [Case(path.parent) for path in sorted(ROOT.glob("*/config.json"))]
 
 
 def known_features(case: Case) -> bool:
-    """Whether the case trains with ``initialize``, forward, backward and step."""
+    """Return whether a replay supports all flags, scripts, optimizers and configuration blocks of the case."""
     config, zero = case.config, case.zero
     optimizer = config.get("optimizer", {"type": "SGD"})["type"].lower()
     return (
@@ -148,12 +151,15 @@ def known_features(case: Case) -> bool:
 
 
 def precision_of(case: Case) -> str:
-    """What the parameters of the case are: fp16, bf16 or fp32."""
+    """Return the precision of the parameters of the case: fp16, bf16 or fp32."""
     return next((name for name in ("fp16", "bf16") if case.config.get(name, {}).get("enabled")), "fp32")
 
 
 def compute_precision(case: Case) -> str:
-    """What the case computes in: the precision of its parameters, or that of ``torch_autocast`` (bf16 by default)."""
+    """Return the precision in which the case computes.
+
+    This is the precision of ``torch_autocast`` (bf16 by default) if it is enabled, otherwise that of the parameters.
+    """
     autocast = case.config.get("torch_autocast", {})
     if not autocast.get("enabled"):
         return precision_of(case)
@@ -161,8 +167,9 @@ def compute_precision(case: Case) -> str:
 
 
 def draws_otherwise(case: Case) -> bool:
-    """Whether zero.Init makes its parameters of other random numbers than those of the recorded run: on a GPU, or in 16 bits
-    with a torch that draws those as 2.11 does.
+    """Return whether zero.Init draws other random parameters than the recorded run.
+
+    This happens on a GPU, and in 16 bits with a version of torch that draws 16-bit numbers as torch 2.11 does.
     """
     if not case.flags.get("zero_init"):
         return False
@@ -171,22 +178,22 @@ def draws_otherwise(case: Case) -> bool:
 
 
 def difference(case: Case) -> str | None:
-    """How the run differs by a row of docs/deepspeed-differences.md; None where it should not."""
+    """Return the difference from the run that docs/deepspeed-differences.md states; None if it states none."""
     return shown_difference(case.config, case.succeeded)
 
 
 def replayable(case: Case) -> bool:
-    """Whether the case ran to its end with features that zero_runtime has and treats alike."""
+    """Return whether the recorded run succeeded and zero_runtime must reproduce it."""
     return known_features(case) and difference(case) is None and case.succeeded
 
 
 def refused(case: Case) -> bool:
-    """Whether DeepSpeed refused a configuration of features that zero_runtime has and treats alike."""
+    """Return whether the recorded run failed and zero_runtime must also refuse its configuration."""
     return known_features(case) and difference(case) is None and not case.succeeded
 
 
 def features(case: Case) -> frozenset[tuple[str, Any]]:
-    """What distinguishes a case, for choosing a varied subset."""
+    """Return the features of a case, which are used to choose a varied subset of the cases."""
     config, zero = case.config, case.zero
     size = zero.get("reduce_bucket_size", 500_000_000)
     plain = {
@@ -213,7 +220,10 @@ def features(case: Case) -> frozenset[tuple[str, Any]]:
 
 
 def varied(cases: Iterable[Case], count: int) -> list[Case]:
-    """``count`` cases that together hold as many pairs of features as can be had, chosen greedily."""
+    """Return ``count`` cases that together cover many pairs of features.
+
+    A greedy algorithm chooses the cases.
+    """
     pairs = {case: {frozenset(pair) for pair in combinations(features(case), 2)} for case in cases}
     chosen: list[Case] = []
     uncovered = set().union(*pairs.values()) if pairs else set()
@@ -226,7 +236,7 @@ def varied(cases: Iterable[Case], count: int) -> list[Case]:
 
 @dataclass
 class Replay:
-    """What one rank did in one case."""
+    """The results of one rank in the replay of one case."""
 
     calls: list[Call]
     losses: list[Any]
@@ -239,9 +249,13 @@ class Replay:
 
 
 def replay_all(rank: int, world: int, cases: list[Case]) -> dict[str, Replay]:
-    """Replay ``cases``, all of world size ``world``, on this rank; an error of one does not stop the others."""
+    """Replay ``cases`` on this rank. The world size of all cases is ``world``.
+
+    If one case fails, the other cases are still replayed.
+    """
     replays = {}
-    # The random numbers of the recorded runs are the CPU's, also where a GPU trains.
+    # The random numbers of the recorded runs were drawn on the CPU, so they must be drawn on the CPU even if a
+    # GPU trains.
     torch.set_default_device("cpu")
     for case in cases:
         with logged() as log:
@@ -284,9 +298,10 @@ def _engine(case: Case):
 
 
 def _config(case: Case) -> dict[str, Any]:
-    """The case's own config. At stage 3 it says how to issue a reduce_scatter, and names the classes of the models here.
+    """Return the config of the case, adapted to this process.
 
-    Where it names a scratch directory, there is one of this process.
+    At stage 3, a missing ``reduce_scatter_impl`` is set to ``native``. Class names are replaced by the names of the
+    classes of this package, and the scratch directory is replaced by a directory of this process.
     """
     config = json.loads(json.dumps(case.config).replace("@SCRATCH", _scratch().name))
     zero = config.get("zero_optimization", {})
@@ -336,7 +351,7 @@ def _train_coalesced(case: Case, engine, rank: int, log):
 
 
 def _accumulate(case: Case, engine, rank: int, log, step: int):
-    """Two backward passes. Returns the last loss."""
+    """Run two forward and backward passes and return the last loss."""
     for micro in range(2):
         loss = _forward(case, engine, rank, log, step, micro)
         log.at("backward")

@@ -1,7 +1,7 @@
 """The two models and the batches of the recorded DeepSpeed runs.
 
-Initial weights come from one seed, so modules are made in the order of the recorded runs: that order is
-part of the data. Every batch is seeded by (step, micro-batch, rank), so rank r sees the same data at every world size.
+The initial weights depend on one seed and on the order in which modules are constructed. The order must be that of the
+recorded runs. Every batch is seeded by (step, micro-batch, rank), so rank r sees the same data at every world size.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Transformer(nn.Module):
 
 
 class CheckpointedTransformer(Transformer):
-    """``gpt`` whose blocks run again in the backward pass."""
+    """The model ``gpt`` with activation checkpointing: its blocks run again in the backward pass."""
 
     reentrant = False
 
@@ -75,14 +75,17 @@ class ReentrantTransformer(CheckpointedTransformer):
 
 
 class RegionsTransformer(Transformer):
-    """The same by DeepSpeed's own function."""
+    """The model ``gpt`` with activation checkpointing by the function of DeepSpeed's interface."""
 
     def run(self, block, hidden):
         return checkpointing.checkpoint(block, hidden)
 
 
 class Perceptron(nn.Module):
-    """``mlp``: 56,936 parameters in 8 tensors of odd sizes, so that pieces of 2, 3 and 4 ranks end inside tensors."""
+    """``mlp``: 56,936 parameters in 8 tensors of odd sizes.
+
+    With 2, 3 and 4 ranks, the boundaries of shards are inside tensors.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -95,7 +98,7 @@ class Perceptron(nn.Module):
 
 
 class PartlyUsed(Perceptron):
-    """``mlp`` behind a frozen layer, with a trainable layer that nothing uses."""
+    """The model ``mlp`` with a frozen first layer and a trainable layer that is never used."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -115,7 +118,7 @@ MODELS = {
     "reentrant_gpt": ReentrantTransformer,
     "ds_gpt": RegionsTransformer,
 }
-# Classes that recorded configs name, and what they are called here.
+# The class names in recorded configs, and the names of the corresponding classes in this module.
 CLASSES = {"models.Block": f"{Layer.__module__}.{Layer.__name__}"}
 
 

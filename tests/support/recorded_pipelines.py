@@ -1,4 +1,4 @@
-"""Replays the recorded pipelines of DeepSpeed: the same layers, seeds and batches, through PipelineModule."""
+"""Replays the recorded pipelines of DeepSpeed with the same layers, seeds and batches, through PipelineModule."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Embedding(nn.Module):
 
 
 class Block(Layer):
-    """Of the name that a recorded ``partition_method`` looks for."""
+    """A layer with the class name that the ``partition_method`` of recorded configs matches."""
 
 
 class Head(nn.Module):
@@ -51,7 +51,7 @@ def transposed(module, hidden):
 
 
 def layers_of(arguments: dict[str, Any]) -> list[Any]:
-    """The layers of a recorded case."""
+    """Return the layers of a recorded case."""
     if not arguments.get("tied"):
         blocks = [zero_runtime.LayerSpec(Block) for _ in range(arguments.get("blocks", 2))]
         return [zero_runtime.LayerSpec(Embedding), *blocks, zero_runtime.LayerSpec(Head)]
@@ -67,7 +67,7 @@ def layers_of(arguments: dict[str, Any]) -> list[Any]:
 
 @dataclass
 class Replay:
-    """What one rank did in one case."""
+    """The results of one rank in the replay of one case."""
 
     calls: list[Call] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
@@ -78,12 +78,12 @@ class Replay:
 
 
 def cases() -> list[Case]:
-    """The recorded pipelines."""
+    """Return the recorded pipeline cases."""
     return [case for case in all_cases() if case.flags.get("kind") == "pipe"]
 
 
 def replay_all(rank: int, world: int, found: list[Case]) -> dict[str, Replay]:
-    """Replay ``found`` on this rank."""
+    """Replay the cases ``found`` on this rank."""
     replays = {}
     for case in found:
         replay = replays[case.name] = Replay()
@@ -124,7 +124,7 @@ def _replay(case: Case, log, replay: Replay) -> None:
 
 
 def batches(step: int, replica: int):
-    """The recorded micro-batches of a step, without end."""
+    """Yield the recorded micro-batches of a step, in an endless sequence."""
     micro = 0
     while True:
         yield make_batch("gpt", step, micro, replica)
@@ -132,7 +132,10 @@ def batches(step: int, replica: int):
 
 
 def expected_calls(case: Case, rank: int) -> list[Call]:
-    """The recorded messages; those between stages, which were sent in the group of all ranks, in that of the pipeline."""
+    """Return the recorded collectives and messages of ``rank``, with the groups that zero_runtime uses.
+
+    DeepSpeed sends messages between stages in the group of all ranks. Here they are in the group of the pipeline.
+    """
     stages = case.flags.get("args", {}).get("stages", 2)
     replicas = case.world // stages
     line = "-".join(str(rank % replicas + stage * replicas) for stage in range(stages))

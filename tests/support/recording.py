@@ -1,4 +1,4 @@
-"""Recording what forked ranks issue, and torch's own count of it beside."""
+"""Records the collectives of forked ranks, and the counts of torch for comparison."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from support.ranks import device, run_ranks
 def record(run: Path, world: int, body: Any, *args: Any, **options: Any) -> tuple[Any, list[dict[str, Any]]]:
     """Run ``body(rank, world, *args)`` on recorded ranks.
 
-    Returns the opened run and, per rank, what ``body`` returned, the group's own sequence number and the Flight
-    Recorder's operation names of what was issued while recording.
+    Returns:
+        The opened run, and one mapping per rank: the result of ``body``, the increase of the sequence number of the
+        group during the recording, and the names of the operations that the Flight Recorder saw in this time.
     """
     from commprof.trace.finaliser import finalise
     from commprof.trace.reader import open_run
@@ -24,7 +25,7 @@ def record(run: Path, world: int, body: Any, *args: Any, **options: Any) -> tupl
 
 
 def recorded(rank: int, world: int, run: str, body: Any, args: Any, options: Any) -> dict[str, Any]:
-    """What :func:`record` does on each rank."""
+    """Run ``body`` on one rank with the recorder attached, and return the results that :func:`record` describes."""
     import torch.distributed as dist
 
     import commprof
@@ -45,16 +46,16 @@ def recorded(rank: int, world: int, run: str, body: Any, args: Any, options: Any
 
 
 def flight_names() -> list[str]:
-    """The names of the operations in torch's Flight Recorder, oldest first, without the backend before them."""
+    """Return the operation names in torch's Flight Recorder, oldest first, without the name of the backend."""
     from torch._C import _distributed_c10d
 
     dump = _distributed_c10d._dump_fr_trace if device() == "cpu" else _distributed_c10d._dump_nccl_trace
-    entries = pickle.loads(dump()).get("entries", [])  # torch's own dump, of this very process
+    entries = pickle.loads(dump()).get("entries", [])  # safe, because torch created this dump in this process
     return [entry["profiling_name"].rpartition(":")[2] for entry in entries]
 
 
 def calls(run: Any, rank: int, *columns: str) -> list[Any]:
-    """The values of ``columns`` of each collective of ``rank``, in issue order."""
+    """Return the values of ``columns`` of each collective of ``rank``, in the order of issue."""
     table = run.table("collectives").to_pylist()
     rows = sorted((row for row in table if row["rank"] == rank), key=lambda row: row["seq"])
     if len(columns) == 1:

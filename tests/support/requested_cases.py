@@ -1,6 +1,6 @@
-"""The models of the recorded DeepSpeed runs as lists of parameters, and where those runs are.
+"""The models of the recorded DeepSpeed runs as lists of parameters, and the configs of these runs.
 
-The runs are data of the development tree, not of the repository; COMMPROF_RECORDED_RUNS names another folder of them.
+The runs are not part of the repository. COMMPROF_RECORDED_RUNS sets a different folder for them.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def mlp_shapes(sizes=(37, 131, 257, 67, 11)):
 
 
 def unused_shapes():
-    """The MLP with a layer that no batch reaches and one that is frozen."""
+    """Yield the shapes of the MLP with one unused layer and one frozen layer."""
     yield from mlp_shapes()
     yield from (("never.weight", (53, 101)), ("never.bias", (53,)))
     yield from (("frozen.weight", (37, 37)), ("frozen.bias", (37,)))
@@ -54,7 +54,7 @@ def parameters_of(case: dict[str, Any]) -> list[Parameter]:
         shapes = list(unused_shapes())
     else:
         shapes = list(mlp_shapes() if case.get("model") == "mlp" else gpt_shapes())
-    # Two groups: matrices and the rest, which is also how Muon splits a model.
+    # The two groups are the matrices and the other parameters. Muon splits a model in the same way.
     split = case.get("two_groups") or case["config"].get("optimizer", {}).get("type") == "Muon"
     return [
         Parameter(
@@ -69,7 +69,7 @@ def parameters_of(case: dict[str, Any]) -> list[Parameter]:
 
 
 def finished_cases() -> dict[str, dict[str, Any]]:
-    """The configs of the recorded runs that trained to their end and kept their collectives, by name."""
+    """Return the configs of the recorded runs that succeeded and have a file of collectives, by name."""
     cases = {}
     for folder in sorted(RECORDED.glob("*/")) if RECORDED.is_dir() else ():
         if not all((folder / name).exists() for name in ("config.json", "losses.json", "collectives.csv")):

@@ -1,4 +1,4 @@
-"""Run directories as accidents and hostile people leave them: each mutation changes one thing about one run."""
+"""Mutations of run directories that simulate accidents and attacks. Each mutation changes one thing in a run."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ Mutation = Callable[[Path, Random], None]
 
 
 def files_of(run: Path, *suffixes: str) -> list[Path]:
-    """The regular files of ``run`` with one of ``suffixes``; all without any."""
+    """Return the regular files of ``run`` with one of ``suffixes``; all regular files if no suffix is given."""
     return sorted(
         path
         for path in run.rglob("*")
@@ -120,14 +120,14 @@ def wrong_value_in_manifest(run: Path, rng: Random) -> None:
     try:
         content = json.loads(file.read_bytes())
     except (OSError, ValueError, RecursionError):
-        return  # another mutation was here
+        return  # an earlier mutation damaged the file
     for _ in range(rng.choice([1, 1, 3])):
         _replace_somewhere(content, rng)
     file.write_text(json.dumps(content))
 
 
 def _replace_somewhere(value: Any, rng: Random) -> None:
-    """Put a hostile value in the place of one that stands anywhere within ``value``."""
+    """Replace a random value inside of ``value`` by a hostile value."""
     while isinstance(value, dict | list) and value:
         key = rng.choice(sorted(value)) if isinstance(value, dict) else rng.randrange(len(value))
         if not isinstance(value[key], dict | list) or not value[key] or rng.random() < 0.3:
@@ -209,7 +209,7 @@ def device_instead(run: Path, rng: Random) -> None:
 
 
 def link_outside(run: Path, rng: Random) -> None:
-    """The file lies elsewhere, and a link to it in the run: what is outside is nobody's to change."""
+    """Move a file out of the run and replace it by a link. commprof must not change files outside of the run."""
     file = _any(run, rng)
     outside = run.parent.parent / "outside"
     outside.mkdir(exist_ok=True)
@@ -230,7 +230,7 @@ def hostile_names(run: Path, rng: Random) -> None:
     ):
         (run / name).write_bytes(rng.randbytes(200))
     (run / "<script>alert(1)<b>").write_text("x")
-    if not (run / "collectives").is_file():  # what another kind of damage has made of it
+    if not (run / "collectives").is_file():  # an earlier mutation may have replaced the directory by a file
         (run / "collectives").mkdir(exist_ok=True)
         (run / "collectives" / "rank-<b>.parquet").write_bytes(b"PAR1")
 
@@ -261,7 +261,7 @@ def unknown_kinds(run: Path, rng: Random) -> None:
 
 
 def another_table(run: Path, rng: Random) -> None:
-    """A Parquet file holds something else than its name says."""
+    """Replace a Parquet file by a different table, so that its content does not match its name."""
     found = files_of(run, ".parquet")
     if found:
         file = rng.choice(found)
@@ -273,7 +273,7 @@ def another_table(run: Path, rng: Random) -> None:
 
 
 def hostile_column(run: Path, rng: Random) -> None:
-    """A Parquet file of ours in which one column holds values that nothing real has."""
+    """Replace all values of one column of a Parquet file by a value that no real run contains."""
     found = files_of(run, ".parquet")
     if not found:
         return
@@ -281,7 +281,7 @@ def hostile_column(run: Path, rng: Random) -> None:
     try:
         table = pq.read_table(file)
     except (OSError, pa.ArrowException):
-        return  # another mutation was here
+        return  # an earlier mutation damaged the file
     index = rng.randrange(table.num_columns)
     item = table.schema.field(index)
     value: Any = {"int64": 2**62, "int32": 2**31 - 1, "double": float("nan")}.get(str(item.type), "<b>\x00")

@@ -1,12 +1,12 @@
-"""Synthetic runs: every row of a run said by hand, so that a test knows the right answers without asking the code.
+"""Synthetic runs whose rows are specified by hand, so that a test knows the right answers independently of the code.
 
 ::
 
     run = SyntheticRun(world_size=2, config={"zero_optimization": {"stage": 2}})
     run.add_step(0, begin_ns=0, end_ns=1_000, loss=2.0)
     run.add_collective("all_reduce", step=0, phase="backward", payload_bytes=400, purpose="gradient_reduce")
-    run.write(tmp_path / "a-run")        # a finalised run directory
-    run.open()                           # or the same without any file: has path, manifest, health, table(name)
+    run.write(tmp_path / "a-run")        # a finalized run directory
+    run.open()                           # or an opened run without files: path, manifest, health, table(name)
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def arrow_schema(table: str) -> pa.Schema:
 
 
 class SyntheticRun:
-    """Rows of one run, added by hand; ranks have pid ``1000 + 100 * attempt + rank``."""
+    """The rows of one run, added by hand. The process id of a rank is ``1000 + 100 * attempt + rank``."""
 
     def __init__(
         self,
@@ -96,9 +96,9 @@ class SyntheticRun:
         self._next_seq: dict[tuple[int, int], int] = {}
         self._next_pg_seq: dict[tuple[Any, ...], int] = {}
         self._clock = 1_000_000
-        self._issued: dict[tuple[int, int], int] = {}  # by attempt and step
-        self.engines: list[dict[str, Any]] = []  # in turn: see commprof.trace.rank_files.engines
-        self.hosts: dict[int, str] = {}  # of ranks, where they are not all on one
+        self._issued: dict[tuple[int, int], int] = {}  # the number of issued calls by attempt and step
+        self.engines: list[dict[str, Any]] = []  # in order of creation: see commprof.trace.rank_files.engines
+        self.hosts: dict[int, str] = {}  # by rank; empty if all ranks are on one host
 
     def pid(self, rank: int, attempt: int = 0) -> int:
         return PID_BASE + 100 * attempt + rank
@@ -114,7 +114,7 @@ class SyntheticRun:
         attempt: int = 0,
         **columns: Any,
     ) -> None:
-        """One ``steps`` row for each rank; ``end_ns=None`` is a step that never ended."""
+        """Add one ``steps`` row for each rank. With ``end_ns=None``, the step did not end."""
         if begin_ns is None:
             begin_ns = self._clock
         if duration_ns is not None:
@@ -155,10 +155,11 @@ class SyntheticRun:
         issue_ns: int | None = None,
         **columns: Any,
     ) -> None:
-        """One ``collectives`` row for each recording member (``ranks``: only those) of ``group``.
+        """Add one ``collectives`` row for each recorded rank of ``group``, or for each recorded rank of ``ranks``.
 
-        ``payload_bytes`` is S of the schema; what a rank contributes and receives follows from it. It is issued within its
-        step, where that was added before; a wait that ``exposed_ns`` speaks of ends so long after.
+        ``payload_bytes`` is S of the schema and determines the input and output bytes of each rank. The call is
+        issued within its step if the step was added before. With ``exposed_ns``, a wait ends ``exposed_ns`` ns after
+        the call is issued.
         """
         place = self._place(step, attempt)
         group = tuple(range(self.world_size)) if group is None else group
@@ -169,7 +170,7 @@ class SyntheticRun:
             stream = (attempt, pg, group, is_p2p, rank)
             number = self._next_pg_seq.get(stream, 0) if pg_seq is None else pg_seq
             if columns.get("status") == "raised":
-                number = -1 - number  # as the reader says it of a call that takes none
+                number = -1 - number  # as in the reader, for a call that takes no number
             else:
                 self._next_pg_seq[stream] = number + 1
             seq = self._next_seq.get((rank, attempt), 0)
@@ -219,7 +220,10 @@ class SyntheticRun:
             )
 
     def _place(self, step: int, attempt: int) -> int:
-        """A time within the step, later than that of its earlier collectives; the clock where it was not added."""
+        """Return a time within the step that is later than the times of the earlier collectives of the step.
+
+        If the step was not added, the time is that of a counter.
+        """
         begins = [
             row["begin_ns"] for row in self.rows["steps"] if (row["step"], row["attempt"]) == (step, attempt)
         ]
@@ -230,7 +234,7 @@ class SyntheticRun:
         return begins[0] + 10 * self._issued[attempt, step]
 
     def add_parameters(self, sizes: dict[str, int], dtype: str = "float32", param_group: int = 0) -> None:
-        """One ``parameters`` row for each name, in order."""
+        """Add one ``parameters`` row for each name, in order."""
         for index, (name, numel) in enumerate(sizes.items()):
             self.rows["parameters"].append(
                 {
@@ -246,7 +250,7 @@ class SyntheticRun:
             )
 
     def add(self, table: str, **row: Any) -> None:
-        """One row of any table, as it stands."""
+        """Add one row to any table, without changes."""
         self.rows[table].append(row)
 
     def tables(self, *names: str) -> dict[str, pa.Table]:
@@ -336,7 +340,7 @@ class SyntheticRun:
         }
 
     def write(self, path: Path) -> Path:
-        """Write a finalised run directory: run.json, collectives/*.parquet and one Parquet file per other table."""
+        """Write a finalized run directory: run.json, collectives/*.parquet and one Parquet file per other table."""
         path.mkdir(parents=True)
         for name in schema.TABLES:
             table = self.table(name)
@@ -364,7 +368,7 @@ class SyntheticRun:
             pq.write_table(part, directory / f"{entry['file']}.parquet", compression="zstd")
 
     def open(self, path: Path = Path("synthetic")) -> SimpleNamespace:
-        """What ``commprof.trace.reader.open_run`` would give, straight from memory."""
+        """Return the object that ``commprof.trace.reader.open_run`` would return for this run, from memory."""
         ranks = self.manifest()["ranks"]
         missing = tuple(rank for rank in range(self.world_size) if rank not in self.recorded_ranks)
         statuses = [row["status"] for row in self.rows["collectives"]]
@@ -395,7 +399,7 @@ class SyntheticRun:
 
 
 def _buffers(op: str, payload_bytes: int, size: int, rank: int, peer: int) -> tuple[int, int]:
-    """(input_bytes, output_bytes) of one rank, from the payload, by the definitions of the schema."""
+    """Return (input_bytes, output_bytes) of one rank for a payload, by the definitions of the schema."""
     share = payload_bytes // size
     is_root = rank == peer
     return {
@@ -431,7 +435,7 @@ _SUMMED_BY = (
 
 
 def with_sums(run: SyntheticRun, steps: tuple[int, ...] | None = None) -> SyntheticRun:
-    """``run`` with the records of ``steps`` (default: of all) as sums."""
+    """Replace the records of ``steps`` (default: all steps) in ``run`` by sums, and return ``run``."""
     run.rows["groups"] = run._groups()
     sums: dict[tuple[Any, ...], Counter[str]] = defaultdict(Counter)
     left = []

@@ -1,14 +1,14 @@
-"""Which cases of a sampled family `make test` runs; the others are part of the long sets.
+"""Selects the cases of a sampled family that `make test` runs. The other cases are part of the long sets.
 
-A family is the cases of one parametrized test that has the marker ``sampled``. The rule depends on the names of the test
-and its cases only, so that every machine runs the same ones:
+A family consists of the cases of one parametrized test that has the marker ``sampled``. The selection depends
+only on the names of the test and its cases, so that every machine runs the same cases:
 
-1. each case whose name is an argument of the marker, for example one that found a defect;
-2. with ``one_in=N``, each case whose CRC-32 (of both names) is a multiple of N;
-3. further cases, until every word that two or more cases share in their names (a stage, a framework, a reduction) is in
-   the name of a case that runs.
+1. each case whose name is an argument of the marker, for example one that found a defect; 2. with ``one_in=N``,
+each case whose CRC-32 (of both names) is a multiple of N; 3. further cases, until every word that occurs in the
+names of two or more cases (a stage, a framework, a reduction) is in
+   the name of a selected case.
 
-A property-based test tries a fifth of its examples in `make test`: `examples`.
+In `make test`, a property-based test tries a fifth of its examples: see `examples`.
 """
 
 import re
@@ -18,23 +18,23 @@ from zlib import crc32
 
 import pytest
 
-EXAMPLES = 100  # of a property-based test that does not say how many
+EXAMPLES = 100  # the default number of examples of a property-based test
 _share = 1
 
 
 def set_share(config: pytest.Config) -> None:
-    """Where the long sets are left out, property-based tests try a fifth of their examples."""
+    """Reduce the examples of property-based tests to a fifth if the long sets are not selected."""
     global _share
     _share = 5 if "not long" in config.option.markexpr else 1
 
 
 def examples(count: int) -> int:
-    """How many of ``count`` examples a property-based test tries: all of them with the long sets, or a fifth."""
+    """Return the number of examples that a property-based test tries: ``count``, or a fifth without the long sets."""
     return -(-count // _share)
 
 
 def mark_long(items: Iterable[pytest.Item]) -> None:
-    """Adds the marker ``long`` to each case of a sampled family that is not in its sample."""
+    """Add the marker ``long`` to each case of a sampled family that is not in the sample."""
     families: defaultdict[str, dict[str, pytest.Item]] = defaultdict(dict)
     for item in items:
         if item.get_closest_marker("sampled") and not item.get_closest_marker("long"):
@@ -49,9 +49,9 @@ def mark_long(items: Iterable[pytest.Item]) -> None:
 def sample(
     family: str, cases: Iterable[str], always: Iterable[str] = (), one_in: int | None = None
 ) -> set[str]:
-    """The names of the ``cases`` of ``family`` that `make test` runs.
+    """Return the names of the ``cases`` of ``family`` that `make test` runs.
 
-    The name of the family counts, so that of two tests with the same cases each runs others.
+    The selection depends on the name of the family, so that two tests with the same cases run different samples.
     """
     codes = {case: crc32(f"{family}[{case}]".encode()) for case in cases}
     words = {

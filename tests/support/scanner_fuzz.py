@@ -1,9 +1,10 @@
-"""Run the compiled scanner under the sanitizers: damaged logs, cut anywhere, in buffers of exactly their size.
+"""Runs the compiled scanner under the sanitizers, on damaged logs that are cut at random places.
 
     python scanner_fuzz.py SECONDS SEED MODULE... < LOG
 
-Each MODULE is a build of ``_scanner.c``; all must find the same. Standard library only, so that nothing else runs under
-the sanitizers.
+Each MODULE is a build of ``_scanner.c``. All builds must return equal results. The scanned buffers have exactly
+the size of the text. This program uses only the standard library, so that no other compiled code runs under the
+sanitizers.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ def load(path: str) -> ModuleType:
 
 
 def main() -> None:
-    """Scan until the time is over."""
+    """Scan damaged logs until the given number of seconds has passed."""
     seconds, seed, *paths = sys.argv[1:]
     rng = random.Random(int(seed))
     modules = [load(path) for path in paths]
@@ -45,7 +46,7 @@ def main() -> None:
             text = mutate(lines, rng.randint(1, 40), rng.randrange(1 << 30))
             for place in {0, len(text), *(rng.randrange(len(text) + 1) for _ in range(20))}:
                 for cut in (text[:place], text[place:]):
-                    block = (ctypes.c_ubyte * len(cut)).from_buffer_copy(cut)  # which has no byte more
+                    block = (ctypes.c_ubyte * len(cut)).from_buffer_copy(cut)  # a buffer without spare bytes
                     found = [scanner.scan(block) for scanner in scanners]
                     assert all(other == found[0] for other in found), cut
                     kinds = array("b", (rng.randrange(-1, 3) for _ in range(len(found[0][0]) // 20)))

@@ -1,8 +1,10 @@
-"""Plays programs of ranks in SimGrid, for a Python that has it: cases as JSON from stdin, when each rank ended to stdout.
+"""Simulates the programs of ranks in SimGrid. This needs a Python in which simgrid is installed.
 
-Every rank has a link of its own of 1 byte per nanosecond; a message is a flow over the link of each rank, as many bytes as
-it takes nanoseconds alone. It begins when all ranks of its group have issued it and the flow before it in the same groups
-has ended. How flows share a link is SimGrid's. Standard library and simgrid only.
+The program reads cases as JSON from standard input and writes the time at which each rank ends to standard
+output. Every rank has a separate link of 1 byte per nanosecond. A message is a flow over the link of each rank,
+with as many bytes as the message takes nanoseconds alone. A flow begins when all ranks of its group have issued
+the message and the previous flow in the same groups has ended. SimGrid determines how flows share a link. Only
+the standard library and simgrid are used.
 """
 
 from __future__ import annotations
@@ -12,11 +14,11 @@ import sys
 
 from simgrid import Actor, Comm, Engine, LinkInRoute, NetZone, Semaphore, this_actor
 
-NS = 1e6  # of what is a second there, whose precision is 1e-9
+NS = 1e6  # nanoseconds per simulated second, because the precision of SimGrid is 1e-9 s
 
 
 def rank_body(rank, case, issued, ended):
-    """What a rank computes, issues and waits for."""
+    """Simulate a rank: its computations, the messages that it issues, and its waits."""
     for (kind, message), spans in zip(case["events"], case["spans"], strict=False):
         this_actor.sleep_for(spans[rank] / NS)
         if kind == "issue":
@@ -29,7 +31,7 @@ def rank_body(rank, case, issued, ended):
 
 
 def flow_body(rank, message, case, hosts, issued, ended, passed):
-    """The flow of a message over the link of a rank."""
+    """Simulate the flow of a message over the link of a rank."""
     for _ in group_of(case, message, rank):
         issued[message][rank].acquire()
     groups = case["groups"][message]
@@ -47,7 +49,7 @@ def group_of(case, message, rank):
 
 
 def main():
-    """All cases beside each other, each with hosts of its own."""
+    """Simulate all cases at the same time, each with separate hosts."""
     engine = Engine(
         [
             "player",
@@ -77,7 +79,7 @@ def ranks_of(case):
 
 
 def linked(zone, name):
-    """Two hosts with a link between them."""
+    """Return two hosts with a link between them."""
     pair = [zone.create_host(f"{end}{name}", NS).seal() for end in ("from", "to")]
     link = zone.create_link(f"link{name}", NS).set_latency(0).seal()
     zone.add_route(pair[0].netpoint, pair[1].netpoint, None, None, [LinkInRoute(link)], True)
@@ -85,7 +87,10 @@ def linked(zone, name):
 
 
 def start(case, hosts):
-    """Make the actors of a case; what they share has to be kept until they have ended."""
+    """Create the actors of a case and return their semaphores.
+
+    The caller must keep the semaphores until the actors have ended.
+    """
     messages, ranks = len(case["groups"]), ranks_of(case)
     case["ends"] = {}
     marks = [[[Semaphore(0) for _ in range(ranks)] for _ in range(messages)] for _ in range(3)]

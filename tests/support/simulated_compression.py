@@ -1,7 +1,8 @@
-"""Training with compressed gradients, simulated in one process: the reference of the exchange on real ranks.
+"""Simulates training with compressed gradients in one process, as a reference for the exchange on real ranks.
 
-Plain torch, written down from docs/compression.md; shares no code with zero_runtime. All workers use one model, which is
-what equal replicas are. Values are flat vectors of all gradients in the model's order, one bucket, as at stage 0.
+The module uses plain torch, follows docs/compression.md, and shares no code with zero_runtime. All workers use the same
+model, because all replicas are equal. Values are flat vectors of all gradients in the order of the model. They form one
+bucket, as at stage 0.
 """
 
 from __future__ import annotations
@@ -12,12 +13,12 @@ from math import ceil, sqrt
 
 import torch
 
-BLOCK = 2048  # elements that share their magnitudes
+BLOCK = 2048  # the number of elements that share a magnitude
 
 
 @dataclass(frozen=True)
 class Rules:
-    """The keys of ``gradient_compression``, by their names, and two of the configuration beside it."""
+    """The keys of ``gradient_compression``, and the momentum and the clipping of the configuration."""
 
     algorithm: str = "topk"
     topk_ratio: float = 0.01
@@ -29,26 +30,30 @@ class Rules:
     momentum_correction: bool = False
     clip_before_residual: bool = False
     residual_decay: float = 1.0
-    momentum: float = 0.0  # of SGD, where momentum_correction applies it
+    momentum: float = 0.0  # the momentum of SGD, if momentum_correction applies it
     gradient_clipping: float = 0.0
 
 
 def largest(values: torch.Tensor, ratio: float) -> torch.Tensor:
-    """``values``, zero where they are not among the ceil(ratio n) of largest magnitude."""
+    """Return ``values`` with zeros instead of all but the ceil(ratio n) elements of largest magnitude."""
     magnitudes = values.abs()
     least = magnitudes.topk(max(1, ceil(ratio * values.numel()))).values[-1]
     return torch.where(magnitudes >= least, values, 0.0)
 
 
 def signs(values: torch.Tensor) -> torch.Tensor:
-    """The sign of each, times the mean magnitude of its block; zero counts as positive."""
+    """Return the sign of each element times the mean magnitude of its block. Zero counts as positive."""
     return torch.cat(
         [torch.where(block >= 0, 1.0, -1.0) * block.abs().mean() for block in values.split(BLOCK)]
     )
 
 
 def two_magnitudes(values: torch.Tensor) -> torch.Tensor:
-    """The sign of each, times the mean of the magnitudes of its block that are above their mean, or of the others."""
+    """Return the sign of each element times one of two magnitudes of its block.
+
+    One magnitude is the mean of all magnitudes above the mean of the block. The second magnitude is the mean of the
+    remaining magnitudes. Zero counts as positive.
+    """
     blocks = []
     for block in values.split(BLOCK):
         magnitudes = block.abs()
@@ -60,7 +65,7 @@ def two_magnitudes(values: torch.Tensor) -> torch.Tensor:
 
 
 def clipped(values: torch.Tensor, limit: float) -> torch.Tensor:
-    """``values``, scaled down to the norm ``limit``."""
+    """Return ``values``, scaled down so that their norm is at most ``limit``."""
     return values * min(1.0, limit / (float(values.norm()) + 1e-6))
 
 
@@ -68,10 +73,11 @@ class Workers:
     """Data-parallel workers whose gradients are compressed.
 
     Args:
-        model: the model that all of them have.
-        optimizer: of the model; its momentum must be 0 where ``rules.momentum_correction`` applies ``rules.momentum``.
-        rules: how gradients are compressed.
-        count: number of workers.
+        model: The model that all workers share.
+        optimizer: The optimizer of the model. Its momentum must be 0 if ``rules.momentum_correction`` applies
+            ``rules.momentum``.
+        rules: The rules by which gradients are compressed.
+        count: The number of workers.
     """
 
     def __init__(
@@ -84,12 +90,16 @@ class Workers:
         numel = sum(each.numel() for each in self._parameters)
         self.residuals = [torch.zeros(numel) for _ in range(count)]
         self.velocities = [torch.zeros(numel) for _ in range(count)]
-        # Of each worker's share of the sum, in two phases.
+        # The number of elements of the sum that each worker owns in the second phase.
         self._width = ceil(numel / (count * BLOCK)) * BLOCK
         self.of_shares = torch.zeros(count * self._width)
 
     def step(self, losses: Sequence[Callable[[], torch.Tensor]]) -> list[float]:
-        """Take a step with one micro-batch for each worker, whose loss each of ``losses`` computes. Returns the losses."""
+        """Run a step with one micro-batch for each worker, and return the losses.
+
+        Args:
+            losses: One function for each worker that computes the loss of its micro-batch.
+        """
         found, vectors = [], []
         for compute in losses:
             self._optimizer.zero_grad()
@@ -110,7 +120,7 @@ class Workers:
         return found
 
     def ratio(self) -> float:
-        """The share of the elements that topk sends in the next step."""
+        """Return the fraction of the elements that topk sends in the next step."""
         rules = self._rules
         progress = self._steps - rules.warmup_steps
         if progress >= rules.topk_warmup_steps:
@@ -119,7 +129,7 @@ class Workers:
         return rules.topk_warmup_ratio * (rules.topk_ratio / rules.topk_warmup_ratio) ** share
 
     def _encode(self, values: torch.Tensor) -> torch.Tensor:
-        """What arrives of ``values``."""
+        """Return ``values`` as a receiver decodes them after compression."""
         if self._rules.algorithm == "topk":
             return largest(values, self.ratio())
         return {"none": torch.clone, "1bit": signs, "2bit": two_magnitudes}[self._rules.algorithm](values)
@@ -152,11 +162,17 @@ class Workers:
         return self._rules.two_phase and len(self.residuals) > 2
 
     def _of_two_phases(self, values: torch.Tensor) -> torch.Tensor:
-        """The first phase compresses whole blocks, the last of them filled with zeros."""
+        """Return ``values`` after the first phase.
+
+        The first phase compresses complete blocks, and pads the last block with zeros.
+        """
         return self._encode(self._filled(values))[: values.numel()]
 
     def _second_phase(self, total: torch.Tensor) -> torch.Tensor:
-        """The sum, compressed again by the workers that own its shares, each with a residual of its own."""
+        """Return the sum after the second phase.
+
+        The owner of each part of the sum compresses this part again, with a separate residual.
+        """
         values = self._filled(total)
         if self._rules.error_feedback:
             values[: total.numel()] += self._rules.residual_decay * self.of_shares[: total.numel()]

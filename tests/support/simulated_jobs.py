@@ -1,14 +1,14 @@
-"""A job as a discrete-event simulation: the truth is known (compute times, link rates, groups), the records follow from it.
+"""A discrete-event simulation of a job. The compute times, link rates and groups are known and determine the records.
 
 ::
 
-    job = Job(world=3, hosts=["a", "b", "c"], rates={"b": (20, 20)})      # Mbit/s that b sends and receives
+    job = Job(world=3, hosts=["a", "b", "c"], rates={"b": (20, 20)})      # b sends and receives at 20 Mbit/s
     for step in range(10):
         job.all(Step(step), Compute(5 * MS), Call("all_reduce", 256 << 10))
-        job.program(2).insert(...)                                        # or what one rank does alone
+        job.do(2, Compute(MS))                                            # or the actions of one rank
     run = job.run()                                                       # a SyntheticRun
 
-Nothing of the product is used but the columns of its tables.
+The simulation uses nothing of commprof except the columns of its tables.
 """
 
 from __future__ import annotations
@@ -21,29 +21,29 @@ from support.runs import SyntheticRun
 
 MS = 1_000_000
 FAST = 8_000.0  # Mbit/s
-_LATENCY = 20_000  # ns of any transfer
-_COPIES_NS = 100_000  # of gradients, after C++ has waited
+_LATENCY = 20_000  # ns, of each transfer
+_COPIES_NS = 100_000  # the time in which C++ copies gradients after its wait
 _FROM_ROOT = ("broadcast", "scatter")
 _TO_ROOT = ("reduce", "gather")
 
 
 @dataclass(frozen=True)
 class Step:
-    """A training step begins."""
+    """The begin of a training step."""
 
     number: int
 
 
 @dataclass(frozen=True)
 class Compute:
-    """The rank works by itself for so many nanoseconds."""
+    """A computation of ``ns`` nanoseconds on one rank."""
 
     ns: int
 
 
 @dataclass(frozen=True)
 class Call:
-    """A collective or a message; ``is_async``: only ``Wait`` holds the program."""
+    """A collective or a message. If ``is_async`` is true, the program is blocked only in ``Wait``."""
 
     op: str
     payload: int
@@ -56,9 +56,10 @@ class Call:
 
 @dataclass(frozen=True)
 class Wait:
-    """For all asynchronous calls so far. ``is_recorded``: whether the recorder sees it.
+    """A wait for all asynchronous calls so far.
 
-    With ``apart_ns`` C++ waits: that it was blocked is recorded as a stall, whose bounds are so far apart.
+    ``is_recorded`` states whether the recorder sees the wait. With ``apart_ns``, C++ waits. This wait is recorded as a
+    stall, and ``apart_ns`` is the distance in ns between the bounds of its exposed time.
     """
 
     is_recorded: bool = True
@@ -67,7 +68,7 @@ class Wait:
 
 @dataclass
 class _Instance:
-    """One collective: who came when, and when each has its result."""
+    """One collective or message: when each rank arrived, and when each rank has its result."""
 
     call: Call
     arrived: dict[int, int] = field(default_factory=dict)
@@ -83,16 +84,18 @@ class _Rank:
     counts: dict[object, int] = field(default_factory=dict)
     pending: list[dict] = field(default_factory=list)
     called: tuple[_Instance, dict] | None = None
-    stalled: tuple[int, int, int] | None = None  # the rank, its first call, and when it began to wait
+    # The rank, the time of its first call, and the begin of its wait.
+    stalled: tuple[int, int, int] | None = None
 
 
 class Job:
-    """Ranks with programs of their own.
+    """A simulated job in which each rank has a separate program.
 
     Args:
-        hosts: of each rank; default: all on one.
-        rates: of each host, Mbit/s that it sends and receives; of others FAST. Of one host: of ranks, as ``rank 1``.
-        shifts: of each host, how far its clock is ahead, ns.
+        hosts: The host of each rank. By default, all ranks are on one host.
+        rates: The rates (sent, received) of each host in Mbit/s. The default rate is FAST. If there is only one host,
+            the keys are ranks, such as ``rank 1``.
+        shifts: The number of ns by which the clock of each host is ahead.
     """
 
     def __init__(self, world, hosts=None, rates=None, shifts=None):
@@ -105,11 +108,11 @@ class Job:
         self._seq = [0] * world
 
     def do(self, rank, *actions):
-        """``rank`` does this next."""
+        """Append ``actions`` to the program of ``rank``."""
         self.ranks[rank].actions += actions
 
     def all(self, *actions):
-        """Every rank does."""
+        """Append ``actions`` to the program of every rank."""
         for rank in range(self.world):
             self.do(rank, *actions)
 
@@ -125,7 +128,7 @@ class Job:
         return run
 
     def _advance(self, number, rank, run) -> bool:
-        """Do what can be done; whether anything was."""
+        """Execute the actions of ``rank`` that are possible now, and return whether there were any."""
         begin = rank.place
         while rank.place < len(rank.actions):
             if not self._act(number, rank, rank.actions[rank.place], run):
@@ -206,7 +209,7 @@ class Job:
         return self._instances.setdefault((*stream, count), _Instance(call))
 
     def _finish(self, instance):
-        """When each member has its result, once all are there."""
+        """Determine when each member has its result, after all necessary members have arrived."""
         call, arrived = instance.call, instance.arrived
         if call.op in (*_FROM_ROOT, *_TO_ROOT):
             self._finish_rooted(call, arrived, instance.ended)
@@ -220,7 +223,7 @@ class Job:
                     call.peer if call.op == "send" else next(iter(arrived)),
                 )
                 begin = max(arrived.values())
-                instance.ended[sender] = arrived[sender] + _LATENCY  # what is sent is buffered
+                instance.ended[sender] = arrived[sender] + _LATENCY  # a send is buffered
                 instance.ended[receiver] = begin + self._takes(sender, receiver, call.payload)
             return
         members = call.group or tuple(range(self.world))
@@ -230,9 +233,14 @@ class Job:
                 instance.ended[rank] = last + took
 
     def _finish_rooted(self, call, arrived, ended):
-        """What is sent is buffered: only who receives waits, a receiver for its sender or the root for every sender."""
+        """Determine when each member of a rooted collective has its result.
+
+        Sends are buffered, so only receivers wait. A receiver waits for its sender, and the root waits for
+        every sender.
+        """
         root, members = call.peer, call.group or tuple(range(self.world))
-        # The payload of a scatter or gather is the root's buffer, of which each rank has its part.
+        # The payload of a scatter or gather is the buffer of the root. Each rank sends or receives a part of
+        # the buffer.
         size = call.payload // (len(members) if call.op in ("scatter", "gather") else 1)
         for rank in arrived:
             if call.op == "broadcast" and rank != root:
@@ -246,8 +254,10 @@ class Job:
                 ended[rank] = begin + max(self._takes(each, rank, size) for each in senders)
 
     def _way_down(self, members, root, rank):
-        """From the root of gloo's binomial tree to ``rank``: the nth after the root has the data of the one without n's
-        highest bit."""
+        """Return the path from the root of gloo's binomial tree to ``rank``.
+
+        The n-th rank after the root receives the data from the rank whose number is n without its highest bit.
+        """
         first = members.index(root)
         place, way = (members.index(rank) - first) % len(members), []
         while place:
@@ -263,7 +273,10 @@ class Job:
             ended[way[-1]] = have
 
     def _ring(self, members, call) -> dict[int, int]:
-        """Steps of a ring: a rank receives from one neighbour what that had after the step before."""
+        """Return the duration of a ring collective for each rank.
+
+        In each step of the ring, a rank receives the chunk that its neighbor had after the previous step.
+        """
         count, way = len(members), {"all_gather": -1}.get(call.op, 1)
         steps = (count - 1) * (2 if call.op == "all_reduce" else 1)
         chunk = call.payload // count
@@ -315,9 +328,11 @@ class Job:
 
 
 def of_ddp(world=2, late_ns=20 * MS, since=0, apart_ns=50_000, count=40, seed=1, metric=False):
-    """Three buckets in each step, for which C++ waits at the end of the backward pass; rank 1 is late by ``late_ns``.
+    """Return a job that behaves like DDP: each step reduces three buckets.
 
-    With ``metric`` the program sends one more all_reduce before and after the backward pass, and waits for it.
+    C++ waits for the buckets at the end of the backward pass. Rank 1 is late by ``late_ns`` from step ``since``
+    on. With ``metric``, the program also issues one all_reduce before and one after the backward pass, and
+    waits for each.
     """
     job, chance = Job(world), random.Random(seed)
     for step in range(count):
@@ -332,7 +347,7 @@ def of_ddp(world=2, late_ns=20 * MS, since=0, apart_ns=50_000, count=40, seed=1,
 
 
 def saved(job, path, count=40):
-    """The run directory of a job with so many steps."""
+    """Run ``job``, which has ``count`` steps, and write its run directory."""
     run = job.run()
     for step in range(count):
         run.add_step(step, begin_ns=0)

@@ -1,4 +1,4 @@
-"""One Spark session for all tests of a process: its JVM takes seconds to start."""
+"""One Spark session for all tests of a process, because its JVM takes seconds to start."""
 
 import importlib.util
 from functools import cache
@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-# Small tables: one partition, and plans that are interpreted, as to compile them takes longer than to run them.
+# The tables are small. So there is one partition, and plans are interpreted, because compiling a plan takes longer
+# than running it.
 SETTINGS = {
     "spark.sql.shuffle.partitions": "1",
     "spark.default.parallelism": "1",
@@ -14,13 +15,13 @@ SETTINGS = {
     "spark.sql.codegen.wholeStage": "false",
     "spark.sql.codegen.factoryMode": "NO_CODEGEN",
     "spark.driver.memory": "1g",
-    # The JVM does not live long enough for what its second compiler costs: half of its processor time.
+    # The second compiler takes half of the processor time of the JVM, which exits before this cost pays off.
     "spark.driver.extraJavaOptions": "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC",
 }
 
 
 def session() -> Any:
-    """The session; the test is skipped, with one line, where there can be none."""
+    """Return the session, or skip the test with the reason why there is no session."""
     if importlib.util.find_spec("pyspark") is None:
         pytest.skip("pyspark is not installed: pip install 'commprof[spark]'")
     from commprof.analysis.relations import spark

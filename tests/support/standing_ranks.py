@@ -1,9 +1,10 @@
-"""Ranks that stay from test to test of a file.
+"""Ranks that the tests of a file share.
 
-Forking ranks, initializing their process group and ending them takes longer than most trainings of a test. Functions are
-pickled by name, with their arguments. What they change in their process (environment, constants, signal handlers, the names
-of DeepSpeed) stays for the later tests of the file. So a test that changes something, kills a rank, captures its output or
-expects an error uses :func:`support.ranks.run_ranks`.
+Starting ranks, initializing their process group and ending them takes longer than most trainings of a test.
+Functions are pickled by name, with their arguments. Changes of a function to its process (environment,
+constants, signal handlers, the names of DeepSpeed) remain for the later tests of the file. Therefore a test
+that makes such a change, kills a rank, captures its output or expects an error must use
+:func:`support.ranks.run_ranks`.
 """
 
 from __future__ import annotations
@@ -26,14 +27,15 @@ from support import ranks
 from support.ranks import RankError
 from support.recording import recorded
 
-_sets: dict[int, _Set] = {}  # by the number of ranks
+_sets: dict[int, _Set] = {}  # key: the number of ranks
 
 
 def run_standing(world: int, function: Callable[..., Any], *args: Any, timeout: float = 120.0) -> list[Any]:
-    """What ``function(rank, world, *args)`` returns on each of ``world`` ranks, which tests share.
+    """Run ``function(rank, world, *args)`` on ``world`` shared ranks and return the result of each rank.
 
     Raises:
-        RankError: with every failing rank's traceback. The next call has new ranks.
+        RankError: a rank failed. The message contains the traceback of every failing rank. The next call starts new
+            ranks.
     """
     if world not in _sets:
         _sets[world] = _Set(world)
@@ -47,7 +49,7 @@ def run_standing(world: int, function: Callable[..., Any], *args: Any, timeout: 
 def record_standing(
     run: Path, world: int, body: Any, *args: Any, **options: Any
 ) -> tuple[Any, list[dict[str, Any]]]:
-    """What :func:`support.recording.record` does, on ranks that tests share."""
+    """Record a run as :func:`support.recording.record` does, but on ranks that tests share."""
     from commprof.trace.finaliser import finalise
     from commprof.trace.reader import open_run
 
@@ -57,13 +59,13 @@ def record_standing(
 
 
 def end() -> None:
-    """End the ranks that are left."""
+    """Kill all shared ranks."""
     while _sets:
         _sets.popitem()[1].end()
 
 
 class _Set:
-    """Forked ranks, each at the other end of a connection."""
+    """A set of forked ranks, with a connection to each rank."""
 
     def __init__(self, world: int) -> None:
         ranks.prepare()
@@ -77,7 +79,7 @@ class _Set:
             if pid == 0:
                 ours.close()
                 nowhere = os.open(os.devnull, os.O_WRONLY)
-                # Does not return.
+                # This call does not return.
                 ranks.rank_main(rank, world, _serve, (theirs,), nowhere, self._store, True, {}, working)
             theirs.close()
             self._connections.append(ours)
@@ -85,7 +87,7 @@ class _Set:
         working.close()
 
     def run(self, function: Callable[..., Any], args: tuple[Any, ...], timeout: float) -> list[Any]:
-        """What each rank returns."""
+        """Run ``function`` on every rank and return the result of each rank."""
         job = pickle.dumps((function, args))
         for connection in self._connections:
             connection.send_bytes(job)
@@ -119,7 +121,7 @@ class _Set:
 
 
 def _serve(rank: int, world: int, connection: Connection) -> None:
-    """Do one job after the other, until the test process ends the ranks, or ends itself."""
+    """Execute the jobs of the test process until it kills this rank or exits."""
     import torch
 
     parent = os.getppid()
@@ -132,11 +134,11 @@ def _serve(rank: int, world: int, connection: Connection) -> None:
         except (EOFError, OSError):
             return
         random.seed(0)
-        torch.manual_seed(0)  # all ranks draw the same numbers, as ranks of their own do
+        torch.manual_seed(0)  # all ranks draw the same numbers, as newly started ranks do
         try:
             function, args = pickle.loads(job)
             reply = pickle.dumps((True, function(rank, world, *args)))
         except BaseException:
             reply = pickle.dumps((False, traceback.format_exc()))
         connection.send_bytes(reply)
-        gc.collect()  # engines of this job, whose parts refer to each other
+        gc.collect()  # frees the engines of this job, which contain reference cycles

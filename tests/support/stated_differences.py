@@ -1,8 +1,9 @@
-"""The differences from DeepSpeed that docs/deepspeed-differences.md states, as far as a recorded run can show them.
+"""Reads docs/deepspeed-differences.md: the differences from DeepSpeed that a recorded run can show.
 
-The last column of its first table says how: ``other messages``, ``other losses``, ``accepted here`` (refused or broken
-there), ``refused here``, or ``-`` where a run does not show it. The first column holds the settings in backquotes, and the
-stages where they matter; the second begins with ``refused unless`` a key is true where that key does away with it.
+The last column of the first table states the effect of a difference: ``other messages``, ``other losses``,
+``accepted here`` (refused or broken by DeepSpeed), ``refused here``, or ``-`` if a run does not show the
+difference. The first column contains the settings in backquotes and, if necessary, the stages. The second
+column begins with ``refused unless`` a key is true if that key removes the difference.
 """
 
 from __future__ import annotations
@@ -23,8 +24,11 @@ _ANY = object()
 
 
 class Difference(NamedTuple):
-    """A row: what a config must have for it (one of ``settings``, at one of ``stages``, and ``unless`` not true), and how
-    a run shows it."""
+    """One row of the table.
+
+    The difference exists for configs that have one of ``settings``, have one of ``stages``, and in which the key
+    ``unless`` is not true. ``shown`` is the effect in a run.
+    """
 
     text: str
     settings: tuple[tuple[str, Any], ...]
@@ -44,7 +48,7 @@ class Difference(NamedTuple):
 
 @cache
 def stated_differences() -> tuple[Difference, ...]:
-    """The rows of the first table of the document."""
+    """Return the rows of the first table of the document."""
     lines = DOCUMENT.read_text().splitlines()
     start = next(number for number, line in enumerate(lines) if line.startswith("| key |"))
     rows = []
@@ -68,7 +72,12 @@ def stated_differences() -> tuple[Difference, ...]:
 
 
 def shown_difference(config: Mapping[str, Any], succeeded: bool) -> str | None:
-    """How a run of ``config``, which DeepSpeed ended well or not, differs here; None where it should not."""
+    """Return the effect by which zero_runtime differs from a run of DeepSpeed with ``config``; None if there is none.
+
+    Args:
+        config: The configuration of the run.
+        succeeded: Whether the run of DeepSpeed succeeded.
+    """
     shown = {row.shown for row in stated_differences() if row.holds_for(config)}
     possible = {"other messages", "other losses", "refused here"} if succeeded else {"accepted here"}
     return next(iter(sorted(shown & possible)), None)

@@ -1,7 +1,8 @@
-"""What a line of an NCCL log holds, by a reader that takes nothing but the printed format: a second opinion on purpose.
+"""An independent reader of NCCL log lines that accepts only the exact printed format.
 
-Formats: ncclEnqueueCheck in src/enqueue.cc (COLL and CALL lines) behind the heads of src/debug.cc of NVIDIA/nccl, with the
-additions of RCCL; numbers as long as their columns hold. Nothing of commprof.nccl is imported.
+It implements the formats of ncclEnqueueCheck in src/enqueue.cc (COLL and CALL lines) after the heads of
+src/debug.cc of NVIDIA/nccl, with the additions of RCCL. Numbers have at most as many digits as their columns
+can store. The module imports nothing from commprof.nccl.
 """
 
 from __future__ import annotations
@@ -26,18 +27,19 @@ _CALL = (
     rf"nccl(?P<name>{NAME})\([0-9a-f]{{1,16}},[0-9a-f]{{1,16}},(?P<count>\d{{1,18}}),\d{{1,3}},\d{{1,10}},-?\d{{1,9}},"
     rf"(?P<comm>0x[0-9a-f]{{1,16}}),(?P<stream>{_PTR})\)"
 )
-# Anchored: the line and nothing else, but for a launcher's label in front and RCCL's words behind.
+# These patterns match a complete line, with an optional label of a launcher before it and optional words of RCCL
+# after it.
 LINE_COLL = re.compile(
     rf"(?:.*\s)?{_HEAD} \[\d{{1,5}}\] NCCL INFO {_COLL}(?: task -?\d{{1,9}} globalrank \d{{1,9}})?\s*",
     re.ASCII,
 )
 LINE_CALL = re.compile(rf"(?:.*\s)?{_HEAD} NCCL CALL {_CALL}\s*", re.ASCII)
-# Searched: a whole operation, wherever it stands.
+# These patterns find a complete operation anywhere in a line.
 ANY_COLL = re.compile(_COLL, re.ASCII)
 ANY_CALL = re.compile(_CALL, re.ASCII)
-# How an operation begins; a torn line may end anywhere in ``opCount``.
+# The beginning of an operation. A truncated line may end anywhere in ``opCount``.
 BEGINS = re.compile(rf"(?<!\w){NAME}: o|nccl{NAME}\(", re.ASCII)
-# A message that nobody may pass over, with its head or without.
+# A message that no reader may ignore, with or without its head.
 MENTIONED = re.compile(rf"(?<!\w){NAME}: opCount |NCCL CALL nccl{NAME}\(", re.ASCII)
 BEGUN = re.compile(
     rf"(?<!\S){_HEAD} (?:\[\d{{1,5}}\] NCCL INFO {NAME}: opCount |NCCL CALL nccl{NAME}\()", re.ASCII
@@ -47,7 +49,7 @@ _COLOUR = re.compile(rb"\x1b\[[0-9;]*[A-Za-z]")
 
 
 class WholeLine(NamedTuple):
-    """The operation that a physical line prints, and nothing else stands in it."""
+    """The operation of a physical line that contains nothing but this operation."""
 
     op: str
     kind: str
@@ -57,14 +59,17 @@ class WholeLine(NamedTuple):
 
 
 def printable(line: bytes) -> str:
-    """What a terminal shows of ``line``: after the last carriage return, without colours and control bytes."""
+    """Return the text that a terminal shows for ``line``.
+
+    This is the text after the last carriage return, without colors and control bytes.
+    """
     line = line.rstrip(b"\r").rpartition(b"\r")[2]
     line = bytes(byte for byte in _COLOUR.sub(b"", line) if (byte >= 32 or byte == 9) and byte != 127)
     return line.decode("latin-1")
 
 
 def read_strictly(text: str) -> WholeLine | None:
-    """The operation of a line that holds one head and one whole message."""
+    """Return the operation of a line with exactly one head and one complete message; None for any other line."""
     for kind, pattern in (("coll", LINE_COLL), ("call", LINE_CALL)):
         found = pattern.fullmatch(text)
         if found and len(_HEADS.findall(text)) == 1 and len(BEGINS.findall(text)) == 1:
@@ -74,7 +79,7 @@ def read_strictly(text: str) -> WholeLine | None:
 
 
 def whole_messages(text: str) -> list[WholeLine]:
-    """Every whole message that can be found in a line, with or without a head."""
+    """Return every complete message in a line, with or without a head."""
     found = [
         WholeLine(TERM[m["name"]], "coll", int(m["opcount"], 16), int(m["count"]), m["comm"])
         for m in ANY_COLL.finditer(text)

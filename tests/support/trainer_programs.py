@@ -1,7 +1,8 @@
-"""Programs of accelerate, transformers and Lightning, on models from nothing and two ranks, without any network.
+"""Programs of accelerate, transformers and Lightning on two ranks, with untrained models and without network access.
 
-At its end each writes ``flights-RANK.json``: the operations that torch's Flight Recorder saw, which is no part of commprof.
-In each step the program sends three elements of its own, of which nobody can say what they are for.
+At its end, each program writes ``flights-RANK.json`` with the operations that torch's Flight Recorder saw,
+independently of commprof. In each step the program also issues an all_reduce of three elements, whose purpose
+no rule can determine.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""Pages whose commands are run: indented blocks of commands, each followed by blocks of the output that the page shows.
+"""Reads the commands of a tutorial page and the output that the page shows for them.
 
-A block below a comment ``<!-- not run: REASON -->`` is not run. In shown output a line ``...`` stands for what is left out.
+A page contains indented blocks of commands. Each of them is followed by indented blocks of output. A block
+below a comment ``<!-- not run: REASON -->`` is not run. A line ``...`` in shown output marks omitted output.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import NamedTuple
 
 COMMANDS = ("commprof", "python", "sudo")
 LEFT_OUT = "..."
-# What differs from machine to machine, and from run to run: times, and shares of times.
+# Values that differ between machines and runs: times and percentages.
 _MEASURED = re.compile(r"\d[\d.,]*(?: \+-[\d.,]+)? (?:ns|us|ms|s|%)(?!\w)")
 
 
@@ -25,7 +26,7 @@ class Step(NamedTuple):
 
 
 def steps(page: Path) -> list[Step]:
-    """The commands of ``page`` in their order."""
+    """Return the commands of ``page`` in order, with their shown output."""
     found: list[Step] = []
     reason: str | None = None
     for block in re.split(r"\n{2,}", page.read_text("utf-8")):
@@ -43,12 +44,12 @@ def steps(page: Path) -> list[Step]:
 
 
 def plain(text: str) -> str:
-    """``text`` without measured times, rules of tables and the width of columns."""
+    """Return ``text`` without measured times, lines of tables and column widths."""
     return _MEASURED.sub("TIME", " ".join(re.sub(r"─+", "", text).split()))
 
 
 def missing(shown: str, output: str) -> str | None:
-    """The first part of ``shown`` that ``output`` does not have in this order; None if it has all."""
+    """Return the first part of ``shown`` that ``output`` does not contain in this order; None if all are present."""
     rest = plain(output)
     for part in re.split(rf"^{re.escape(LEFT_OUT)}$", shown, flags=re.MULTILINE):
         if wanted := plain(part):

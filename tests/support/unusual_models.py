@@ -1,6 +1,7 @@
-"""Models that use their parameters in unusual ways, for the residency of stage 3.
+"""Models that use their parameters in unusual ways, for tests of gathering and releasing parameters at stage 3.
 
-Each class has ``forward(batch) -> loss`` over a (4, WIDTH) batch; ``make(name)`` gives the same weights every time.
+Each class has a method ``forward(batch) -> loss`` for a batch of shape (4, WIDTH). ``make(name)`` always
+returns the same weights.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ WIDTH = 6
 
 
 class Tied(nn.Module):
-    """One weight in two modules."""
+    """A model in which two modules share one weight."""
 
     def __init__(self):
         super().__init__()
@@ -30,7 +31,7 @@ class Tied(nn.Module):
 
 
 class Borrowed(nn.Module):
-    """A parent reads the weights of a child that it has already run, and of one that it never runs."""
+    """A model that reads the weights of a child that has already run, and of a child that never runs."""
 
     def __init__(self):
         super().__init__()
@@ -43,7 +44,7 @@ class Borrowed(nn.Module):
 
 
 class Hidden(nn.Module):
-    """A weight kept where reading it cannot be seen."""
+    """A model that reads a weight from a list, so that a runtime cannot observe the access."""
 
     def __init__(self):
         super().__init__()
@@ -55,7 +56,7 @@ class Hidden(nn.Module):
 
 
 class Returned(nn.Module):
-    """A child that returns its bias, to be added by the parent."""
+    """A model whose child returns its bias, which the parent then uses."""
 
     class Child(nn.Module):
         def __init__(self):
@@ -76,7 +77,7 @@ class Returned(nn.Module):
 
 
 class Attention(nn.Module):
-    """torch's attention never calls its own output projection."""
+    """A model with the attention of torch, which never calls its own output projection."""
 
     def __init__(self):
         super().__init__()
@@ -89,7 +90,7 @@ class Attention(nn.Module):
 
 
 class AttentionFirst(nn.Module):
-    """Attention over data, which need no gradient."""
+    """A model that applies attention directly to the data, which need no gradient."""
 
     def __init__(self):
         super().__init__()
@@ -101,7 +102,7 @@ class AttentionFirst(nn.Module):
 
 
 class Recurrent(nn.Module):
-    """torch's LSTM keeps a list of its parameters."""
+    """A model with the LSTM of torch, which stores a list of its parameters."""
 
     def __init__(self):
         super().__init__()
@@ -113,7 +114,7 @@ class Recurrent(nn.Module):
 
 
 class Repeated(nn.Module):
-    """One module three times in a row, and a shared activation that writes in place."""
+    """A model that runs one module three times in succession, with a shared in-place activation."""
 
     def __init__(self):
         super().__init__()
@@ -144,7 +145,10 @@ class Opaque:
 
 
 class Containers(nn.Module):
-    """Inputs by keyword, and outputs in a dict, a list, a dataclass, a named tuple and an object that shows nothing."""
+    """A model with keyword inputs.
+
+    The outputs of its layers are in a dict, a list, a dataclass, a named tuple and an opaque object.
+    """
 
     class Layer(nn.Module):
         def __init__(self, wrap):
@@ -176,7 +180,7 @@ class Containers(nn.Module):
 
 
 class Sizes(nn.Module):
-    """A scalar, an empty parameter, a frozen one, an unused one, and one of a single element."""
+    """A model with scalar, empty, frozen, unused, transposed and single-element parameters."""
 
     def __init__(self):
         super().__init__()
@@ -195,7 +199,10 @@ class Sizes(nn.Module):
 
 
 class Changing(nn.Module):
-    """Runs its layers in another order every other time."""
+    """A model that changes the order of its layers.
+
+    Every third call reverses the order, and every fourth call leaves out the last layer.
+    """
 
     def __init__(self):
         super().__init__()
@@ -215,7 +222,7 @@ class Changing(nn.Module):
 
 
 class Recomputed(nn.Module):
-    """Activations computed again during backward."""
+    """A model that recomputes its activations in the backward pass."""
 
     reentrant = False
 
@@ -245,7 +252,7 @@ class RecomputedReentrant(Recomputed):
 
 
 class Twice(nn.Module):
-    """A model whose outputs of two calls meet in one loss; see ``passes``."""
+    """A model that is called twice before one loss is computed from both outputs; see ``passes``."""
 
     passes = 2
 
@@ -258,7 +265,7 @@ class Twice(nn.Module):
 
 
 class Experts(nn.Module):
-    """A leaf module whose children run in an order that the data decide."""
+    """A model with a leaf module in which the data determine the child that runs."""
 
     class Mixture(nn.Module):
         def __init__(self):
@@ -279,7 +286,7 @@ class Experts(nn.Module):
 
 
 class Leaking(nn.Module):
-    """A module that leaves a function of its parameters for the loss, beside what it returns."""
+    """A model whose layers store a function of their parameters in an attribute, from which the loss is computed."""
 
     class Layer(nn.Module):
         def __init__(self):
@@ -302,7 +309,10 @@ class Leaking(nn.Module):
 
 
 class Derived(nn.Module):
-    """Modules that return what they have made of another output beside it, as a loss of logits."""
+    """A model whose modules return two outputs.
+
+    One output is computed from the second output, as a loss is computed from logits.
+    """
 
     class Tuple(nn.Module):
         def __init__(self):
@@ -329,7 +339,7 @@ class Derived(nn.Module):
 
 
 class HalfUsed(nn.Module):
-    """Modules that are given two tensors, of which they use one, or one twice."""
+    """A model whose modules receive two tensors and use only the first, or receive the same tensor twice."""
 
     class Layer(nn.Module):
         def __init__(self):

@@ -1,7 +1,7 @@
-"""A commprof command in a process that is forked from the warm test process: its imports are there already.
+"""Runs commprof commands in forks of the warm test process, which has already imported all modules.
 
-The child has the arguments, directory, environment, standard streams, exit code and process id that ``python -m commprof``
-would have. What pytest and other tests have changed in this process is undone in it.
+The child has the arguments, directory, environment, standard streams, exit code and a new process id, as with
+``python -m commprof``. The child undoes the changes of pytest and of other tests to the state of the process.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from commprof.analysis.storage import answer_cache, answer_files
 from support import warm_programs
 
 ROOT: Final = Path(__file__).resolve().parents[2]
-# Which engine and which parts in C are taken is decided while modules are imported.
+# Variables that commprof reads while modules are imported. They determine the use of the compiled parts.
 _READ_AT_IMPORT: Final = ("COMMPROF_COMPILED",)
 _ROOMS: Final = (
     "align",
@@ -49,7 +49,7 @@ _ROOMS: Final = (
     "trace",
 )
 _NOT_IMPORTED: Final = ("commprof.analysis.relations.spark",)
-# What these, and the libraries below them, import in their first call.
+# Modules that commands, or the libraries that commands use, import only in their first call.
 _LIBRARIES: Final = (
     "commprof.recorder.session",
     "commprof_dash.app",
@@ -64,7 +64,8 @@ _LIBRARIES: Final = (
 )
 _IMPORT: Final = builtins.__import__
 _CACHE_DIRECTORY: Final = answer_files.cache_directory
-# DuckDB's engines of the test process: their threads are not in the child, and to close one there would wait for them.
+# The DuckDB engines of the test process. They must stay alive in the child: their threads do not exist there, so that
+# closing an engine would wait forever.
 _ENGINES: Final[list[Any]] = []
 
 
@@ -76,12 +77,13 @@ def commprof(
     text: str | None,
     new_interpreters: bool = False,
 ) -> subprocess.CompletedProcess[str]:
-    """Run ``commprof WORDS`` in ``cwd`` with exactly the variables ``env``; ``text`` is typed on its standard input.
+    """Run ``commprof WORDS`` in ``cwd`` with exactly the variables ``env``, and with ``text`` on its standard input.
 
-    The Python programs that it starts are forked too, unless they have to be ``new_interpreters``.
+    Python programs that the command starts are also forked, unless ``new_interpreters`` is true.
 
     Raises:
-        subprocess.TimeoutExpired: it has not ended, or not closed its output, within ``timeout`` seconds; it is killed.
+        subprocess.TimeoutExpired: the command has not exited or not closed its output within ``timeout`` seconds. The
+            command is then killed.
     """
     command = [sys.executable, "-m", "commprof", *words]
     if any(env.get(name) for name in _READ_AT_IMPORT):
@@ -96,7 +98,8 @@ def commprof(
             check=False,
         )
     import_all()
-    # --engine has to be there before accelerate and its like are imported, which the test process may have done.
+    # --engine must take effect before accelerate and similar libraries are imported. The test process may already have
+    # imported them, so the programs of such a command run in new interpreters.
     starts = words[:1] in (["run"], ["sweep"]) and "--engine" not in words
     forks_programs = starts and not new_interpreters
     if forks_programs:
@@ -126,7 +129,7 @@ def commprof(
 
 @cache
 def import_all() -> None:
-    """What commands import while they run: once in this process in place of once in each."""
+    """Import the modules that commands import while they run, so that the forks do not repeat the imports."""
     from commprof.cli import application
 
     application.build()
@@ -141,7 +144,7 @@ def import_all() -> None:
 
 
 def _typed(text: str) -> int:
-    """A descriptor from which ``text`` is read."""
+    """Return a file descriptor from which ``text`` can be read."""
     with tempfile.TemporaryFile() as file:
         file.write(text.encode())
         file.seek(0)
@@ -149,7 +152,7 @@ def _typed(text: str) -> int:
 
 
 def _read(ends: list[int], deadline: float) -> list[str]:
-    """What comes out of each of ``ends`` until all are closed."""
+    """Return the text that is read from each of ``ends`` until all of them are closed."""
     chunks: dict[int, list[bytes]] = {end: [] for end in ends}
     open_ends = list(ends)
     while open_ends:
@@ -164,7 +167,7 @@ def _read(ends: list[int], deadline: float) -> list[str]:
             else:
                 open_ends.remove(end)
     texts = [b"".join(chunks[end]).decode() for end in ends]
-    # As text=True of subprocess does.
+    # subprocess translates newlines in the same way with text=True.
     return [text.replace("\r\n", "\n").replace("\r", "\n") for text in texts]
 
 
@@ -183,7 +186,7 @@ def _child(
         for number, end in enumerate(outputs, start=1):
             os.dup2(end, number)
             os.close(end)
-        gc.freeze()  # or the first collection copies every page of the test process
+        gc.freeze()  # otherwise the first collection copies every page of the test process
         _as_started(words, cwd, env)
         if forks_programs:
             subprocess.Popen = warm_programs.Popen
@@ -196,7 +199,7 @@ def _child(
 
 
 def _as_started(words: list[str], cwd: Path, env: dict[str, str]) -> None:
-    """Undo what a new interpreter would not have."""
+    """Reset the state that a new interpreter would not have, and set the state that it would have."""
     os.chdir(cwd)
     os.environ.clear()
     os.environ.update(env)
@@ -228,7 +231,7 @@ def _show_warning(message, category, filename, lineno, file=None, line=None) -> 
 
 
 def _run(words: list[str]) -> int:
-    """The exit code of ``commprof WORDS``; what its threads and streams still have to say is said."""
+    """Run ``commprof WORDS``, wait for its threads, flush its streams, and return its exit code."""
     from commprof.cli import main
 
     code: object = 0

@@ -1,7 +1,7 @@
-"""Commands and programs on the hosts of :mod:`support.hosts`, forked from the warm test process: no interpreter starts.
+"""Runs commands and programs on the hosts of :mod:`support.hosts` in forks of the warm test process.
 
-A forked process goes to the namespaces of its host first. For tests of what is recorded on several hosts; what tests how
-interpreters start there calls ``Host.start``.
+No interpreter starts. A forked process first enters the namespaces of its host. Use this module for tests of
+recordings on several hosts. Tests of the start of interpreters on hosts call ``Host.start`` instead.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from support import warm, warm_programs
 from support.hosts import Host, environment
 from support.ranks import run_ranks
 
-# Of sched.h; os has them from Python 3.12 on.
+# Constants of sched.h, which the module os contains from Python 3.12 on.
 _NEW_TIME, _NEW_UTS, _NEW_NET = 0x00000080, 0x04000000, 0x40000000
 _libc: Final = ctypes.CDLL(None, use_errno=True)
 
@@ -27,10 +27,10 @@ _libc: Final = ctypes.CDLL(None, use_errno=True)
 def run_commprof_on_each(
     machines: Sequence[Host], words: Sequence[str], cwd: Path, each: int = 1
 ) -> list[tuple[str, str]]:
-    """Run ``commprof WORDS`` as ``each`` ranks on every host; what each has printed, and said on its standard error.
+    """Run ``commprof WORDS`` as ``each`` ranks on every host, and return the output and standard error of each rank.
 
     Raises:
-        AssertionError: a command has not ended with 0.
+        AssertionError: a command exited with a code other than 0.
     """
     environments = [environment(machines, rank, each) for rank in range(len(machines) * each)]
     return run_commprof(
@@ -42,10 +42,10 @@ def run_commprof_on_each(
 
 
 def run_on_each(machines: Sequence[Host], words: Sequence[str], cwd: Path) -> list[tuple[str, str]]:
-    """Run ``python WORDS`` as one rank on every host; what each has printed, and said on its standard error.
+    """Run ``python WORDS`` as one rank on every host, and return the output and standard error of each rank.
 
     Raises:
-        AssertionError: a program has not ended with 0.
+        AssertionError: a program exited with a code other than 0.
     """
     warm_programs.import_all()
     return _outputs(
@@ -59,14 +59,18 @@ def run_commprof(
     cwd: Path,
     environments: Sequence[Mapping[str, str]],
 ) -> list[tuple[str, str]]:
-    """Run ``commprof`` with the words of each of ``commands`` on the host and with the environment at the same place.
+    """Run several commands of ``commprof`` at the same time, and return the output and standard error of each command.
 
-    Returns what each has printed, and said on its standard error.
+    Args:
+        machines: The host of each command.
+        commands: The arguments of each command.
+        cwd: The working directory of all commands.
+        environments: The environment of each command.
 
     Raises:
-        AssertionError: a command has not ended with 0.
+        AssertionError: a command exited with a code other than 0.
     """
-    warm.import_all()  # here, or each of the processes imports it for itself
+    warm.import_all()  # otherwise each of the processes would repeat the imports
     warm_programs.import_all()
     return _outputs(
         run_ranks(
@@ -96,7 +100,10 @@ def _run_there(number, _, machines, commands, cwd, environments) -> subprocess.C
 
 
 def _enter(host: Host) -> None:
-    """Move this process to the network and the name of ``host``, and what it forks from now on to its clock."""
+    """Move this process to the network of ``host`` and set the host name.
+
+    Later forks of this process also get the clock of ``host``.
+    """
     with Path("/run/netns", host.name).open() as namespace:
         _succeed(_libc.setns(namespace.fileno(), _NEW_NET))
     _succeed(_libc.unshare(_NEW_UTS))

@@ -1,12 +1,13 @@
-"""Python programs in processes that are forked from a warm process: ``import torch`` is done there already.
+"""Runs Python programs in forks of a warm process, which has already imported torch.
 
-:class:`Popen` takes the place of ``subprocess.Popen`` in a forked command (``support.warm``), which then starts its ranks,
-and a launcher its workers, without 3 seconds of processor time for each. A program has the arguments, environment,
-descriptors, process id, parent, signals, ``sys.path`` and ``__main__`` of a new interpreter, and commprof is injected as
-there: by the sitecustomize on its PYTHONPATH, which waits for the import of torch. So the modules of torch, and of what
-imports it, are hidden until the program imports them.
+:class:`Popen` replaces ``subprocess.Popen`` in a forked command (``support.warm``). The command then starts its
+ranks, or a launcher its workers, without spending 3 seconds of processor time for each. A program has the
+arguments, environment, descriptors, process id, parent, signals, ``sys.path`` and ``__main__`` of a new
+interpreter. commprof is injected as in a new interpreter: by the sitecustomize on the PYTHONPATH, which waits
+for the import of torch. Therefore the modules of torch and of zero_runtime are hidden until the program imports
+them.
 
-What starts interpreters in earnest (isolated mode, other interpreters, ``COMMPROF=1``) is tested in integration/launch.
+The tests in integration/launch start real interpreters (isolated mode, other interpreters, ``COMMPROF=1``).
 """
 
 from __future__ import annotations
@@ -35,16 +36,17 @@ from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any, Final, NoReturn, TextIO
 
-# A program that imports zero_runtime first has imported torch.
+# The modules to hide. The import of zero_runtime also imports torch, if the program has not imported torch yet.
 _HIDDEN: Final = ("torch", "zero_runtime")
-# Imported anew. Lightning binds torch's functions at its import, which the recorder has wrapped by then.
+# Modules that the program must import again. For example, Lightning binds functions of torch when it is imported. In a
+# recorded program, the recorder has wrapped these functions before that.
 _DROPPED: Final = ("deepspeed", "sitecustomize", "__main__", "lightning", "lightning_fabric", "torchmetrics")
-# The seed of torch's generator before a program sets another (c10::detail::default_rng_seed_val).
+# The default seed of torch's generator (c10::detail::default_rng_seed_val).
 _SEED: Final = 67280421310721
 
 
 def import_all(*libraries: str) -> None:
-    """What ranks import, and ``libraries`` too: once in this process."""
+    """Import the modules that ranks import, and ``libraries``, so that the forks do not repeat the imports."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for name in ("torch.distributed", "commprof.recorder.session", "zero_runtime", *libraries):
@@ -52,11 +54,14 @@ def import_all(*libraries: str) -> None:
 
 
 class Popen(subprocess.Popen):  # type: ignore[type-arg]
-    """Forks for ``python SCRIPT``, ``python -m MODULE`` and ``python -c CODE``; starts any other program as usual."""
+    """A ``subprocess.Popen`` that forks this process instead of starting a Python interpreter.
+
+    It forks for ``python SCRIPT``, ``python -m MODULE`` and ``python -c CODE``, and starts any other program as usual.
+    """
 
     def _execute_child(self, args, executable, *more):
         words = [] if isinstance(args, str | bytes | os.PathLike) else [os.fsdecode(word) for word in args]
-        while words[1:2] in (["-B"], ["-u"]):  # of PYTHONDONTWRITEBYTECODE and PYTHONUNBUFFERED
+        while words[1:2] in (["-B"], ["-u"]):  # from PYTHONDONTWRITEBYTECODE and PYTHONUNBUFFERED
             del words[1]
         if executable is not None or not _is_known(words):
             super()._execute_child(args, executable, *more)
@@ -67,7 +72,7 @@ class Popen(subprocess.Popen):  # type: ignore[type-arg]
         if self.pid == 0:
             _become(words, [ends[0], ends[3], ends[5]], pass_fds, cwd, env, preexec, new_session, group)
         if group is not None and group >= 0:
-            # Here too, as shells do: the next process may join this one's group before this one has run.
+            # The parent sets the group too, as shells do. The next process may join the group before the child has run.
             with contextlib.suppress(OSError):
                 os.setpgid(self.pid, group)
         self._child_created = True
@@ -81,10 +86,10 @@ def _is_known(words: list[str]) -> bool:
 
 
 def _become(words, streams, pass_fds, cwd, env, preexec, new_session, group) -> NoReturn:
-    """What ``exec`` and the start of an interpreter do, then the program."""
+    """Do in the child what ``exec`` and the start of an interpreter do, then run the program and exit."""
     code = 1
     try:
-        gc.freeze()  # or the first collection copies every page of the test process
+        gc.freeze()  # otherwise the first collection copies every page of the test process
         _rewire(streams, pass_fds)
         if cwd is not None:
             os.chdir(cwd)
@@ -104,9 +109,10 @@ def _become(words, streams, pass_fds, cwd, env, preexec, new_session, group) -> 
 
 
 def _rewire(streams: list[int], pass_fds: Any) -> None:
-    """Give the program its standard streams, and close what it has not inherited.
+    """Set the standard streams of the program, and close the files that a new process would not inherit.
 
-    Other descriptors stay taken, so that no object of the test process closes one of the program.
+    Their descriptors stay in use and refer to the null device. Otherwise an object of the test process could close a
+    descriptor that the program opens.
     """
     for number, stream in enumerate(streams):
         if stream >= 0:
@@ -114,7 +120,8 @@ def _rewire(streams: list[int], pass_fds: Any) -> None:
     nothing = os.open(os.devnull, os.O_RDWR)
     for descriptor in [int(each.name) for each in Path("/proc/self/fd").iterdir()]:
         if descriptor > 2 and descriptor not in pass_fds:
-            with contextlib.suppress(OSError):  # that of the list itself
+            # The descriptor with which the directory was listed is already closed.
+            with contextlib.suppress(OSError):
                 os.fstat(descriptor)
                 os.dup2(nothing, descriptor, inheritable=False)
 
@@ -164,7 +171,7 @@ def _reset_torch() -> None:
 
 
 class _Hidden:
-    """Finds the modules that are imported already, once the program asks for them."""
+    """A finder that provides modules that are already imported when the program imports them."""
 
     def __init__(self, name: str, modules: dict[str, types.ModuleType]) -> None:
         self.name, self.modules, self.spec = name, modules, modules[name].__spec__
@@ -202,7 +209,7 @@ class _Hidden:
 
 
 def stream(number: int, mode: str) -> TextIO:
-    """Standard stream ``number`` of a new interpreter."""
+    """Return standard stream ``number`` as a new interpreter would create it."""
     raw = os.fdopen(number, mode + "b", closefd=False)
     errors = "backslashreplace" if number == 2 else "strict"
     return io.TextIOWrapper(
@@ -215,7 +222,7 @@ def stream(number: int, mode: str) -> TextIO:
 
 
 def _run(words: list[str]) -> int:
-    """The exit code of the program."""
+    """Run the program and return its exit code."""
     main = types.ModuleType("__main__")
     main.__dict__["__builtins__"] = builtins
     sys.modules["__main__"] = main
@@ -245,7 +252,7 @@ def _run(words: list[str]) -> int:
 
 
 def _leave(code: int) -> NoReturn:
-    """The end of an interpreter: threads, what is registered for the end, streams."""
+    """Exit as an interpreter does: wait for threads, call the functions of atexit, flush the streams."""
     try:
         threading._shutdown()
         atexit._run_exitfuncs()

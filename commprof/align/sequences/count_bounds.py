@@ -60,7 +60,7 @@ def surplus(values: Codes, others: Codes) -> int:
 def bounds_of(matches: pa.Table, comm_matches: pa.Table) -> Bounds:
     """Return the bounds over a whole alignment, from its tables.
 
-    A record that does not determine its lines may have left them. These lines are then counted as extra.
+    It is not known which lines a record leaves if the record does not determine them. Such lines are counted as extra.
     """
     state, has_record = matches["state"], pc.is_valid(matches["seq"])
     is_missing, is_extra = pc.equal(state, "missing"), pc.equal(state, "extra")

@@ -71,7 +71,10 @@ _FARTHEST: Final = 1 << 61
 
 
 class Spans(NamedTuple):
-    """The begin, the end and the end of the exposed time of each record, as arrays with one element per record."""
+    """Three times of each record: its begin, its end, and the end of its exposed time.
+
+    Each array has one element per record.
+    """
 
     begin: Numbers
     end: Numbers

@@ -212,7 +212,7 @@ class LastRanks:
 def _waits(*kinds: tuple[Numbers, Numbers, Numbers]) -> Waits:
     """Return the waits of all ``kinds`` as one table, each kind with its ranks, steps and times.
 
-    Waits that are as short as waking up are set to 0.
+    Waits that are not longer than the time to wake up a thread are set to 0.
     """
     rank, code = (np.concatenate(each) for each in list(zip(*kinds, strict=True))[:2])
     kind = np.repeat(np.arange(len(kinds)), [len(ns) for *_, ns in kinds])

@@ -129,7 +129,7 @@ def _recurring(flushes: pd.DataFrame) -> pd.DataFrame:
 
 
 def _usual(steps: pd.DataFrame) -> pd.Series[Any]:
-    """Return which rows have the most frequent contents of their bucket.
+    """Return which rows have the contents that their bucket has most often.
 
     In a tie, the contents of the newest row are chosen.
     """

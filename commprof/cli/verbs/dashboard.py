@@ -101,7 +101,7 @@ def dashboard(
 
 
 def _leave(_signal: int, _frame: FrameType | None) -> NoReturn:
-    """Exit this process immediately. The process that computes answers exits when its standard input is closed.
+    """Exit this process immediately. The process that computes answers exits when its pipe closes.
 
     A thread may be in the middle of a query. A normal exit of the interpreter would unwind that thread through a library's
     C++, which aborts. So this calls the cleanup functions itself and then skips the interpreter's exit.

@@ -98,8 +98,8 @@ def _tables(rows: Sequence[LedgerRow]) -> list[Rows]:
 def _is_apart(row: LedgerRow) -> bool:
     """Return whether no rule predicts the row and its mean per step would describe no actual step.
 
-    This is the case if some of its operations were issued outside of the steps, or if the number of operations
-    is not a multiple of the number of steps.
+    This is the case if some of its operations were issued outside of the steps. It is also the case if the number
+    of operations is not a multiple of the number of steps.
     """
     if not row.steps or row.requested_op is not None:
         return False

@@ -29,7 +29,8 @@ RULED: Final = (COLWISE, ROWWISE, SEQUENCE, *PREPARED)
 LOCAL: Final = "L"  # a plain tensor, whose layout the style determines
 REPLICATED, PARTIAL = "R", "P"
 _LEAVES: Final = (
-    "modules of parallelize_module return DTensors, and the run does not publish what the program does with them"
+    "modules of parallelize_module return DTensors, and the run does not publish what the program "
+    "does with them"
 )
 _PARTIAL_GRADIENTS: Final = (
     "how often optimizers other than SGD and Adam sum partial gradients is not covered by the rules"

@@ -183,7 +183,7 @@ def _after_of(course: Course, events: Events) -> dict[tuple[int, str], int | Non
 
 
 def _recorded_after(row: Mapping[str, Any]) -> int:
-    """Return the step that the recorder writes into records after ``row``, until the next row."""
+    """Return the step that the recorder writes into the records between ``row`` and the next row."""
     step = row.get("step")
     if type(step) is not int:
         return _NO_STEP

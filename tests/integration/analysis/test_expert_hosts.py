@@ -1,4 +1,7 @@
-"""Two hosts with two ranks each that exchange tokens: the bytes between hosts are what their interfaces sent."""
+"""Two hosts with two ranks each that exchange tokens.
+
+The modelled bytes between the hosts are compared with the bytes that the interfaces of the hosts sent.
+"""
 
 import pytest
 
@@ -15,7 +18,8 @@ pytestmark = [
 ]
 
 HOSTS, EACH, STEPS, TOKENS, WIDTH = 2, 2, 3, 2048, 256
-# Each rank has one expert, whose gradients stay there: but for those of the gate only tokens go between the ranks.
+# Each rank has one expert, and no other rank has a copy of it, so gradients of experts are not reduced. Apart
+# from the gradients of the gate, the ranks exchange only tokens.
 PROGRAM = f"""
 import torch, torch.distributed as dist
 import zero_runtime
@@ -49,9 +53,9 @@ for _ in range({STEPS}):
 dist.barrier()
 dist.destroy_process_group()
 """
-# With the capacity of the mean load every expert has places for a quarter of each rank's tokens. They leave in one
-# all_to_all and return in another, and so do their gradients: half of a rank's buffer goes to the two ranks of the
-# other host, four times.
+# The capacity is the mean load, so every expert has slots for a quarter of the tokens of each rank. One
+# all_to_all sends the tokens and another returns them, and their gradients need two more. Each of the four
+# sends half of the buffer of a rank to the two ranks of the other host.
 BETWEEN = HOSTS * EACH * 4 * TOKENS * WIDTH * 4 // 2
 RECEIVED = 4 * TOKENS * WIDTH * 4 * 3 // 4
 
@@ -71,7 +75,7 @@ def test_tokens_between_hosts_are_what_the_interfaces_sent(tmp_path):
         for row in open_run(run).table("wire").to_pylist()
         if row["device"] == network.INTERFACE and row["step"] is not None
     }
-    # Connections are made in the first step.
+    # The first step also includes the setup of the connections.
     moved = sum(sent[STEPS - 1, machine.name] - sent[0, machine.name] for machine in machines)
     expected = (STEPS - 1) * BETWEEN
     assert expected * 0.98 <= moved <= expected * 1.02 + resent

@@ -1,4 +1,7 @@
-"""Damaged and hostile run directories: each reader answers with honest notes or in one line, and takes nothing away."""
+"""Damaged and hostile run directories.
+
+Each reader must answer with correct notes or fail with a message of one line, and must not remove any data.
+"""
 
 from __future__ import annotations
 
@@ -24,12 +27,18 @@ from support import run_mutations
 from support.rank_files import write_rank
 
 RECORDS = 40
-SECONDS = 240  # for one run and all its readers: a reader that waits for ever, not one on a busy machine
+# The limit of CPU time for one run and all its readers. Only a reader that does not return reaches this
+# limit, even on a busy machine.
+SECONDS = 240
 
 
 @pytest.fixture(scope="module")
 def bases(tmp_path_factory):
-    """A run as two ranks leave it, the same finalised, one without a manifest, and one whose second rank was killed."""
+    """Create the runs that the tests damage.
+
+    One run is as two ranks leave it, and one is a finalised copy of it. One has no manifest, and in one the
+    second rank was killed.
+    """
     place = tmp_path_factory.mktemp("bases")
     for name in ("binary", "finalised", "bare", "killed"):
         run = place / name
@@ -63,7 +72,7 @@ def _more_events(stem, rank):
 
 
 def whole_records(run: Path) -> dict[str, int]:
-    """Records with their commit word, by rank file, counted from the bytes."""
+    """Return, by rank file, the records that have their commit word. They are counted from the bytes."""
     found = {}
     for file in run.glob("rank-*.records"):
         if file.is_file() and file.stat().st_size < 1 << 30:
@@ -82,12 +91,16 @@ def contents(place: Path) -> dict[str, bytes]:
 
 
 class TooSlowError(Exception):
-    """A reader did not come to an end."""
+    """A reader did not return within the limit of CPU time."""
 
 
 @pytest.fixture
 def in_time():
-    """CPU time, since a machine that is busy with other things is no reader's fault; pytest's own limit ends what waits."""
+    """Limit the CPU time of a test.
+
+    The wall-clock time would depend on the load of the machine. The timeout of pytest stops a reader that
+    waits without computing.
+    """
 
     def ring(number, frame):
         raise TooSlowError(f"more than {SECONDS} s of CPU time")
@@ -100,7 +113,10 @@ def in_time():
 
 
 def read_all(run: Path, good: Path, out: Path, capsys, most: bool) -> None:
-    """Ask every reader, or the main ones. Whatever is no CommprofError comes through."""
+    """Call all readers, or only the main ones.
+
+    Any exception that is not a CommprofError is passed on to the caller.
+    """
     try:
         opened = open_run(run)
         assert all(isinstance(note, str) for note in opened.health.notes) and len(opened.health.notes) < 1000
@@ -163,7 +179,7 @@ def read_as_the_dashboard_does(run: Path) -> None:
 
 
 def check_nothing_was_lost(run: Path, before: dict[str, bytes], records: dict[str, int]) -> None:
-    """Every file is as it was, or its rows stand in a table now."""
+    """Check that every file is unchanged or that its rows are now in a table."""
     after = contents(run)
     for name, data in before.items():
         stem = Path(name).stem

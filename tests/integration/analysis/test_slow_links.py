@@ -1,4 +1,7 @@
-"""Real gloo ranks on hosts whose links are slow, and ranks that sleep: the verdict names what was planted."""
+"""Real gloo ranks on hosts with slow links, and ranks that sleep.
+
+The verdict must name the cause that the test planted.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +62,7 @@ dist.destroy_process_group()
 
 
 def record(directory: Path, rates, kind: str, late: int = -1) -> tuple[str, str]:
-    """What is named, and the sentence, with the hosts as host 0 and so on."""
+    """Return the culprit and the statement about it, with the hosts named host 0, host 1 and so on."""
     script, run = directory / "train.py", directory / "run"
     script.write_text(textwrap.dedent(PROGRAM))
     with network.hosts(len(rates), rates) as machines:
@@ -72,7 +75,11 @@ def record(directory: Path, rates, kind: str, late: int = -1) -> tuple[str, str]
 
 
 def _names_nobody_but(host: int, said: str) -> None:
-    """The host, or a path to or from it; a ring does not show it in every run, which has to be said then."""
+    """Check that the statement names no host but ``host``.
+
+    A ring does not show the slow host in every run. The statement must then report that the cause is not
+    known.
+    """
     assert f"host {host} (rank {host})" in said or ("not known" in said and "host 0" not in said), said
 
 
@@ -80,7 +87,7 @@ def test_a_slow_link_is_named_and_no_rank_is_late_by_itself(tmp_path):
     culprit, said = record(tmp_path, [None, "20mbit", None], "all_reduce")
     assert culprit in ("slow_transfer", "transfers") and "by itself" not in said, said
     _names_nobody_but(1, said)
-    # Whether a rank comes late because of it depends on how busy the machine is.
+    # The load of the machine decides whether the slow link makes a rank arrive late.
     assert (
         "The delay is inherited: the previous collectives ended late on th" in said
         or "no rank stands out" in said
@@ -102,7 +109,7 @@ def test_the_link_of_another_host(tmp_path, slow):
     ("rate", "said"),
     [
         ("20mbit", "the link of host 1 (rank 1) is slow"),
-        # Acknowledgements may wait in the same queue, so that both ways look slow.
+        # Acknowledgements may wait in the same queue, so that both directions look slow.
         (("20mbit", None), "host 1 (rank 1) "),
         ((None, "20mbit"), "host 1 (rank 1) "),
     ],
@@ -146,7 +153,7 @@ def test_only_a_late_sender_keeps_the_root_of_a_gather_waiting(tmp_path, late):
 def test_a_slow_link_below_rooted_collectives_blames_no_other(tmp_path, op):
     culprit, said = record(tmp_path, [None, None, "20mbit"], op)
     assert "straggler" not in said and "host 0" not in said and "host 1 (" not in said, said
-    if op == "gather":  # its senders return once their data is buffered
+    if op == "gather":  # the senders return as soon as their data is buffered
         assert culprit == "transfers" and "no rank stands out" in said and "It is not known" in said, said
     else:
         assert culprit == "slow_transfer" and "host 2 (rank 2) receives slowly" in said, said

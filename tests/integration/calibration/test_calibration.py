@@ -37,9 +37,10 @@ def run(words: list[str], **options) -> subprocess.CompletedProcess:
 
 
 def measured(rank: int, world: int, plan: Plan, wrong: bool = False, most: int | None = None):
-    """One rank of a sweep in a forked process.
+    """Run one rank of a sweep in a forked process.
 
-    With ``wrong`` the backend loses what rank 1 sends. Rank 1 has no memory for more than ``most`` elements.
+    With ``wrong``, the backend loses the data that rank 1 sends. Rank 1 has no memory for more than ``most``
+    elements.
     """
     import torch.distributed as dist
 

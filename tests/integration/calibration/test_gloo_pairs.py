@@ -1,4 +1,7 @@
-"""The executed level between ranks, beside what the kernel counts on the connections of real gloo ranks."""
+"""The executed bytes between pairs of ranks, compared with the kernel's counters of the connections.
+
+The ranks use gloo.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ pytestmark = pytest.mark.ranks
 
 WORLD = 3
 MIB = 2**20
-WORDS = 300  # bytes of gloo's own for a message, at most
+WORDS = 300  # the most bytes that gloo adds to a message
 TIMES = 4
 CALLS = [  # operation, bytes, root
     ("all_reduce", 600_000, None),
@@ -31,12 +34,12 @@ CALLS = [  # operation, bytes, root
     ("all_to_all", 900_000, None),
     ("unequal all_to_all", 900_000, None),
 ]
-# Of each rank, how many thousands of elements go to each other.
+# The number of elements, in thousands, that each rank sends to each rank.
 SPLITS = ((1, 60, 164), (120, 5, 100), (0, 200, 25))
 
 
 def connections() -> dict[tuple[int, int], int]:
-    """Bytes that arrived at the other end, by the ports of each TCP connection of this process."""
+    """Return the acknowledged bytes of each TCP connection of this process, by its pair of ports."""
     found = {}
     for place in list(Path("/proc/self/fd").iterdir()):
         try:
@@ -48,12 +51,15 @@ def connections() -> dict[tuple[int, int], int]:
                     ports = one.getsockname()[1], one.getpeername()[1]
                     found[ports] = struct.unpack_from("Q", told, 120)[0]  # tcpi_bytes_acked
         except OSError:
-            continue  # closed meanwhile, or not connected
+            continue  # closed in the meantime, or not connected
     return found
 
 
 def send(rank: int, world: int, out: str, op: str, size: int, root: int | None) -> tuple[dict, dict]:
-    """Issue one operation some times, under the recorder; what the connections counted before and after."""
+    """Issue one operation several times while recording.
+
+    Returns the counters of the connections before and after.
+    """
     import torch
     import torch.distributed as dist
 
@@ -71,7 +77,7 @@ def send(rank: int, world: int, out: str, op: str, size: int, root: int | None) 
         "all_to_all": lambda: dist.all_to_all_single(torch.empty_like(tensor), tensor),
         "unequal all_to_all": lambda: dist.all_to_all_single(torch.empty(sum(got)), tensor, got, sent),
     }[op]
-    run()  # connects
+    run()  # The first call sets up the connections.
     dist.barrier()
     time.sleep(0.3)
     before = connections()

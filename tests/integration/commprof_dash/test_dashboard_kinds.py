@@ -1,4 +1,7 @@
-"""Every page over every kind of run, as the server answers a browser: each says something, and nothing goes wrong."""
+"""Every page for every kind of run, as the server answers a browser.
+
+Each page must show a statement, and none may fail.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,8 @@ from support.kinds_of_runs import KINDS, STEPS, WORLD, going_run, make_kinds
 
 pytestmark = [pytest.mark.ranks, pytest.mark.shared_answers]
 
-SAID = {  # by kind and page: words that have to be there, besides those of EVERYWHERE
+# The text that a page of a kind of run must contain, in addition to EVERYWHERE.
+SAID = {
     ("ddp", "/overview"): "Nothing is missing",
     ("ddp", "/buckets"): "Not the same buckets in every step",
     ("ddp", "/stragglers"): "Lateness of each rank",
@@ -76,7 +80,7 @@ def server(base):
 
 
 def drawn(app, path: str, search: str) -> str:
-    """What the server sends for an address, as the text of its JSON; waits for the index of the run."""
+    """Return the JSON text that the server sends for an address, after the index of the run is ready."""
     for _ in range(200):
         text = page_of(app, path, search)
         if "Getting ready" not in text:
@@ -85,7 +89,7 @@ def drawn(app, path: str, search: str) -> str:
     raise AssertionError("the index of the run was never ready")
 
 
-# What is said in so many words, and every page of one kind; every page of every kind with the long sets.
+# The quick set has the pages in SAID and every page of one kind. The long set has every page of every kind.
 EVERY_PAGE = [
     pytest.param(
         kind, page.path, marks=[pytest.mark.long] * (kind != "ddp" and (kind, page.path) not in SAID)

@@ -1,4 +1,7 @@
-"""Averages that come some steps late (``communication.bounded_delay``): what is applied, when, and on all ranks alike."""
+"""Averages that are applied some steps late (``communication.bounded_delay``).
+
+The tests check which averages are applied, when, and that all ranks apply the same ones.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +17,14 @@ STEPS = 6
 
 
 def numbered(rank, world, delay, folder):
-    """Gradients that are all different: rank r's of step s is 2 to the power s at place (r, s), and 0 elsewhere.
+    """Train with gradients that identify their rank and step.
 
-    Plain SGD at a rate of 1 leaves in the weights, at each place, minus what was applied of it. Returns these after each of
-    ``STEPS`` steps, after half of which all is saved and loaded by another engine, and in the end, with what engines say.
+    The gradient of rank r in step s is 2 to the power s at index (r, s), and 0 elsewhere. Plain SGD at a rate
+    of 1 therefore leaves the negated sum of the applied gradients in the weights. After half of the ``STEPS``
+    steps the state is saved, and another engine loads it.
+
+    Returns the applied gradients after each step, before the engine is replaced and at the end, then what
+    ``was_step_applied`` returned after each step, and what ``drain_gradients`` returned.
     """
     import torch
 
@@ -38,7 +45,7 @@ def numbered(rank, world, delay, folder):
             "train_micro_batch_size_per_gpu": 1,
             "gradient_accumulation_steps": 2,
             "gradient_clipping": 0.0,
-            "gradient_allreduce_op": "sum",  # a third of a number is not exact
+            "gradient_allreduce_op": "sum",  # a mean of three ranks would not be exact
             "optimizer": {"type": "SGD", "params": {"lr": 1.0}},
             "communication": {"bounded_delay": delay},
         }
@@ -61,7 +68,7 @@ def numbered(rank, world, delay, folder):
         for micro in range(2):
             engine.backward(engine(step))
             if micro == 0 and step == STEPS - 1:
-                taken.append(engine.drain_gradients())  # within a step: its first half stays
+                taken.append(engine.drain_gradients())  # in the middle of a step, whose first half remains
             engine.step()
         seen.append(applied(engine))
         said.append(engine.was_step_applied())
@@ -71,7 +78,7 @@ def numbered(rank, world, delay, folder):
 
 
 def places(world, steps):
-    """What is applied once the gradients of the first ``steps`` steps are, each once."""
+    """Return the expected result once the gradients of the first ``steps`` steps are applied, each once."""
     return [[2.0**step if step < steps else 0.0 for step in range(STEPS)]] * world
 
 
@@ -79,7 +86,7 @@ DELAYS = (1, 4)
 
 
 def several(rank, world, folder):
-    """:func:`numbered` with each of ``DELAYS``."""
+    """Run :func:`numbered` with each of ``DELAYS``."""
     return [numbered(rank, world, delay, f"{folder}/{delay}") for delay in DELAYS]
 
 
@@ -90,7 +97,8 @@ def test_every_gradient_is_applied_once_in_order_and_by_all_ranks_alike(tmp_path
     assert all(other == outcomes[0] for other in outcomes[1:])
     for delay, (seen, said, taken) in zip(DELAYS, outcomes[0], strict=True):
         first = [max(0, step - delay) for step in range(1, half + 1)]
-        after_loading = [max(0, step - delay) for step in range(1, half)]  # as many are under way again first
+        # the pipeline of averages fills again
+        after_loading = [max(0, step - delay) for step in range(1, half)]
         expected = [*first, half, *(half + each for each in after_loading), STEPS - 1, STEPS]
         assert seen == [places(world, each) for each in expected]
         assert said == [each > 0 for each in [*first, *after_loading, 0]]
@@ -98,7 +106,7 @@ def test_every_gradient_is_applied_once_in_order_and_by_all_ranks_alike(tmp_path
 
 
 def trained(rank, world, config, steps=4, drained=False):
-    """The weights of a small model after each step."""
+    """Return the weights of a small model after each step."""
     import torch
 
     import zero_runtime
@@ -123,7 +131,7 @@ ADAM = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-2}}, "gradient_clippi
 
 
 def cases(rank, world):
-    """Weights with and without a delay, of the same training."""
+    """Return the weights of the same training with and without a delay."""
     late = {"communication": {"bounded_delay": 2}}
     return {
         "plain": trained(rank, world, ADAM),
@@ -138,7 +146,8 @@ def cases(rank, world):
 def test_without_a_delay_and_with_all_of_it_drained_the_weights_are_those_of_an_all_reduce(capfd):
     first, second = run_ranks(2, cases)
     assert first == second
-    # Two numbers have one sum: on two ranks all_reduce and the order of the ranks give the same bits.
+    # Two numbers have only one sum. On two ranks all_reduce and a sum in the order of the ranks therefore
+    # give the same bits.
     assert first["plain"] == first["switched off"] == first["drained"]
     for name in ("late", "late in bf16", "late, predivided"):
         weights = first[name]
@@ -149,7 +158,10 @@ def test_without_a_delay_and_with_all_of_it_drained_the_weights_are_those_of_an_
 
 
 def held_back(rank, world, delay, folder):
-    """Rank 1 begins step t only once rank 0 has finished step t + delay - 1, which an all_reduce would wait for."""
+    """Delay rank 1, which begins step t only after rank 0 has finished step t + delay - 1.
+
+    With an all_reduce, rank 0 would wait for rank 1 and the program would hang.
+    """
     import torch
 
     import zero_runtime

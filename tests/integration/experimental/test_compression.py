@@ -1,4 +1,4 @@
-"""Compressed gradients on real ranks: bytes on the wire, equal ranks, convergence, checkpoints."""
+"""Compressed gradients on real ranks: wire bytes, equal ranks, convergence, and checkpoints."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from support.standing_ranks import run_standing
 
 pytestmark = pytest.mark.ranks
 
-NUMEL = 113_504  # of the model "gpt"
-STEPS = 6  # even, so that the last but one has the batch of the first
-LIMIT = 30_000  # elements of a bucket
+NUMEL = 113_504  # the number of parameters of the model "gpt"
+STEPS = 6  # even, so that the last step but one has the batch of the first step
+LIMIT = 30_000  # the size of a bucket in elements
 CODECS = {
     "topk": {"algorithm": "topk", "topk_ratio": 0.05},
     "topk coded": {"algorithm": "topk", "topk_ratio": 0.05, "huffman_coding": True},
@@ -48,7 +48,11 @@ PRECISIONS = {
 
 
 def train_one(rank, stage, compression, zero, top):
-    """Losses, a sum over the weights that shows any bit, and the collectives in backward of the last step."""
+    """Train one setting.
+
+    Returns the losses, a sum over the bits of the weights, and the collectives in the backward pass of the
+    last step.
+    """
     model = make_model("gpt")
     config = {
         "train_micro_batch_size_per_gpu": 4,
@@ -111,7 +115,7 @@ def test_huffman_coding_changes_no_number(stage):
 
 
 def payload(buckets, keys, item=4):
-    """Bytes that a rank sends of buckets of so many elements, written down from the description of each algorithm."""
+    """Return the bytes that a rank sends for buckets of these sizes, according to the description of each algorithm."""
     if keys["algorithm"] == "topk":
         return sum(math.ceil(keys["topk_ratio"] * numel) * (item + 4) for numel in buckets)
     if keys["algorithm"] == "1bit":
@@ -122,7 +126,7 @@ def payload(buckets, keys, item=4):
 @pytest.mark.parametrize("stage", [0, 1, 2])
 @pytest.mark.parametrize("name", ["topk", "1bit", "2bit", "late"])
 def test_bytes_of_a_step(stage, name):
-    """All that is sent in backward: one message of bytes for each bucket, indices and levels included."""
+    """The backward pass sends one message of bytes for each bucket, including indices and levels."""
     plain = [call.numel_in for call in trained()[0]["plain"][2]]
     assert sum(plain) == NUMEL
     for found in trained():
@@ -148,7 +152,9 @@ def test_coded_messages_are_smaller_with_their_sizes():
 def test_the_first_steps_are_not_compressed():
     for found in trained():
         late, plain = found["stage 2, late"][0], found["plain"][0]
-        assert late == plain  # the loss of the last step was computed before its gradients
+        # The last step is the first that compresses, and its loss was computed before its gradients were
+        # sent.
+        assert late == plain
 
 
 def train_with_hosts(rank, world):
@@ -173,7 +179,8 @@ def test_only_what_goes_between_hosts_is_compressed():
             assert {(call.method, call.dtype) for call in by_group[across]} == {
                 ("all_gather_single", "uint8")
             }
-            # A reduce-scatter and a gathering of the whole in the host, and 5 % of half of it, with indices, between hosts.
+            # Within the host, a reduce-scatter and an all_gather send the whole. Between hosts, 5 % of half
+            # of it is sent with indices.
             assert sum(call.numel_in for call in by_group[inside]) == pytest.approx(1.5 * NUMEL, abs=16)
             sent = sum(call.numel_in for call in by_group[across])
             assert sent == pytest.approx(8 * 0.05 * NUMEL / 2, abs=8 * len(by_group[across]))
@@ -227,7 +234,7 @@ def test_training_goes_on_from_a_checkpoint_bit_by_bit(tmp_path):
             assert resumed == went_on, name
             assert same
             assert bool(left) == ("warming" not in name)
-    # One rank gets what two have left over, in sum; with the weights alone, nothing is.
+    # A single rank loads the sum of the residuals of two ranks. With load_module_only no residual is loaded.
     ((whole, nothing),) = run_standing(1, load_alone, str(tmp_path))
     lefts = [found["topk at stage 2"][3] for found, _ in ranks]
     assert nothing == {} and whole.keys() == lefts[0].keys()
@@ -260,7 +267,10 @@ EXACT = {"algorithm": "topk", "topk_ratio": 1.0}
 
 
 def of_weights(keys, ranks_of_a_host):
-    """An engine whose step adds the mean gradient to 37 weights, in a bucket that no number of ranks divides."""
+    """Return an engine whose step changes 37 weights by the mean gradient.
+
+    The size of the bucket is not divisible by any number of ranks.
+    """
     os.environ["LOCAL_WORLD_SIZE"] = str(ranks_of_a_host)
     model = torch.nn.Linear(37, 1, bias=False)
     config = {
@@ -281,7 +291,10 @@ def weights_step(engine, factor):
 
 
 def leave_over(rank, world, root):
-    """What each way of compressing leaves over on this rank, and how far a step without gradients goes on other grids."""
+    """Return the residual of each way of compressing on this rank, and the result of steps without gradients.
+
+    The steps without gradients load the residuals with other numbers of ranks per host.
+    """
     torch.manual_seed(rank)
     left = {}
     for name, keys in LEFT_OVER.items():

@@ -1,4 +1,7 @@
-"""The configuration under examples/ with the example GPT, by the command: the ledger closes, and the traffic falls."""
+"""The configuration under examples/ with the example GPT, started by the command.
+
+The ledger must close, and the traffic must decrease.
+"""
 
 from __future__ import annotations
 
@@ -21,6 +24,7 @@ def test_the_example_of_compressed_gradients(tmp_path):
     assert (answer["state"], answer["unexplained"]) == ("closed", [])
     rows = {row["issued_op"]: row for row in answer["rows"] if row["purpose"] == "gradient_reduce"}
     before, after = rows["all_reduce"], rows["all_gather"]
-    # 10 steps are not compressed, 3 are: a hundredth of the elements, with their places, from two ranks.
+    # 10 steps are not compressed and 3 are. A compressed step sends a hundredth of the elements, with their
+    # indices, from two ranks.
     share = (after["issued_wire_bytes"] / 3) / (before["issued_wire_bytes"] / 10)
     assert 0.02 <= share < 0.021

@@ -1,4 +1,7 @@
-"""Compressed gradients between four hosts: what their interfaces sent, by the kernel's counters, against sizes by hand."""
+"""Compressed gradients between four hosts.
+
+The bytes that the interfaces sent, from the kernel's counters, are compared with sizes computed by hand.
+"""
 
 from __future__ import annotations
 
@@ -64,7 +67,8 @@ CASES = {
     "2bit": {"algorithm": "2bit"},
     "1bit, two phases": {"algorithm": "1bit", "two_phase": True},
 }
-# A ring sends each payload, indices and levels included, to the n - 1 others; an all_reduce sends 2 (n-1)/n of the buffer.
+# A ring sends each payload, including indices and levels, to the n - 1 other ranks. An all_reduce sends 2
+# (n-1)/n of the buffer.
 EXPECTED = {
     "none": 2 * (HOSTS - 1) / HOSTS * 4 * NUMEL,
     "topk": (HOSTS - 1) * 8 * (NUMEL // 100 + 1),
@@ -76,7 +80,7 @@ EXPECTED = {
 
 @pytest.fixture(scope="module")
 def sent(tmp_path_factory):
-    """For each case the bytes that a host sent in a step, on average over the hosts."""
+    """Return for each case the bytes that a host sent in a step, averaged over the hosts."""
     script = tmp_path_factory.mktemp("hosts") / "train.py"
     script.write_text(textwrap.dedent(PROGRAM).replace("STEPS", str(STEPS)))
     with network.hosts(HOSTS) as machines:
@@ -89,7 +93,7 @@ def sent(tmp_path_factory):
 
 @pytest.mark.parametrize("name", CASES)
 def test_interfaces_sent_what_the_payloads_are(sent, name):
-    # Headers of TCP add some percent to it, and barriers a little.
+    # TCP headers add a few percent, and barriers add a little.
     assert 0.99 * EXPECTED[name] < sent[name] < 1.08 * EXPECTED[name] + 20_000
 
 

@@ -1,6 +1,7 @@
-"""The keys that keep a compressed training close to the uncompressed one, on real ranks: checkpoints, warnings, messages.
+"""The keys that keep compressed training close to uncompressed training, on real ranks.
 
-What each step does is compared with a simulation in test_compression_reference.py.
+The tests check checkpoints, warnings and messages. test_compression_reference.py compares each step with a
+simulation.
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ def test_the_momentum_goes_on_from_a_checkpoint_bit_by_bit(tmp_path):
 
 
 def said(rank, world, optimizer, keys, params=None):
-    """What is written to stderr when an engine is made; the error where none is."""
+    """Return the text that creating an engine writes to stderr, or the error that refuses the engine."""
     stream = io.StringIO()
     with contextlib.redirect_stderr(stream):
         try:
@@ -156,7 +157,7 @@ def test_a_falling_ratio_is_verified_step_by_step(stage, tmp_path):
     assert sent[1:] == pytest.approx(
         [8 * share * numel for share in (0.16, 0.08, 0.04, 0.02, 0.01, 0.01)], rel=0.01
     )
-    # Stage 0 needs the norm of the sum for clipping alone; stage 2 publishes it.
+    # Stage 0 needs the norm of the sum only for clipping. Stage 2 publishes the norm.
     assert bool([row for row in rows if row["purpose"] == "gradient_norm"]) == (stage == 2)
     norms = [
         (row["rank"], row["value"])

@@ -1,4 +1,4 @@
-"""1-bit Adam, 1-bit Lamb and 0/1 Adam on real ranks: what is sent, equal ranks, convergence, checkpoints."""
+"""1-bit Adam, 1-bit Lamb and 0/1 Adam on real ranks: traffic, equal ranks, convergence, and checkpoints."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from support.standing_ranks import run_standing
 from zero_runtime.errors import ConfigError
 from zero_runtime.experimental.one_bit import measures
 
-NUMEL = 113_504  # of the model "gpt"
+NUMEL = 113_504  # the number of parameters of the model "gpt"
 STEPS = 14
 SIGNS = NUMEL // 8 + 4 * -(-NUMEL // 2048)
 KINDS = {
@@ -79,7 +79,8 @@ def test_one_bit_optimizers_send_signs_once_their_second_mean_is_frozen():
 @pytest.mark.long
 @pytest.mark.ranks
 def test_zero_one_adam_measures_and_meets_ever_more_rarely():
-    # Measured in steps 1, 2, 3, then 4, 6, 8; apart for 1 step twice, 2 steps once, then 4 at a time.
+    # The variance is measured in steps 1, 2, 3, then 4, 6, 8. The ranks train apart for 1 step twice, for 2
+    # steps once, and then for 4 steps at a time.
     steps = (
         [WHOLE] * 4
         + [COMPRESSED, WHOLE, COMPRESSED, WHOLE]
@@ -153,7 +154,7 @@ def test_training_goes_on_from_a_checkpoint(tmp_path):
     for found in ranks:
         for kind, (went_on, resumed, _) in found.items():
             assert resumed == went_on, kind
-    for kind in ranks[0]:  # ranks that were apart have met for the checkpoint
+    for kind in ranks[0]:  # the ranks that trained apart synchronize for the checkpoint
         assert ranks[0][kind][2] == ranks[1][kind][2]
 
 
@@ -187,7 +188,7 @@ HALVES = {"bf16": {"bf16": {"enabled": True}}, "fp16": {"fp16": {"enabled": True
 
 
 def train_in_halves(rank, world, steps):
-    """Losses, weights and skipped steps of each 16-bit type and optimizer, without clipping and with it."""
+    """Return losses, weights and skipped steps of each 16-bit type and optimizer, with and without clipping."""
     found = {}
     for half, keys in HALVES.items():
         for name in ("1-bit", "Lamb", "0/1"):
@@ -216,7 +217,8 @@ def train_in_halves(rank, world, steps):
 @pytest.mark.ranks
 @pytest.mark.long
 def test_they_train_models_of_16_bits_on_any_number_of_ranks():
-    # Three ranks send signs in two phases; the loss scale of fp16 begins so high that steps are skipped, on all ranks.
+    # Three ranks send signs in two phases. The initial loss scale of fp16 is so large that all ranks skip
+    # steps.
     ranks = run_standing(3, train_in_halves, 20, timeout=300)
     for key, (_, weights, skipped) in ranks[0].items():
         assert {each[key][1:] for each in ranks} == {(weights, skipped)}, key
@@ -226,7 +228,7 @@ def test_they_train_models_of_16_bits_on_any_number_of_ranks():
 
 
 def mean_of_noise(rank, world, rounds):
-    """What two phases make of numbers that the ranks send again and again, and what they leave over."""
+    """Return the numbers that the ranks send repeatedly, the sum of their two-phase means, and the residuals."""
     from zero_runtime.comm import DataParallelGroup
     from zero_runtime.experimental.compression.residuals import Residuals
     from zero_runtime.experimental.compression.signs import MeanOfSigns
@@ -247,7 +249,10 @@ def mean_of_noise(rank, world, rounds):
 @pytest.mark.ranks
 @pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.long), 4])
 def test_nothing_is_lost_of_a_mean_in_one_phase_or_two(world):
-    """What has arrived, and what the ranks have left over, of the mean or on behalf of all, is what was sent."""
+    """The result and the residuals add up to the numbers that the ranks sent.
+
+    The residuals are those of the mean and those that a rank has on behalf of all ranks.
+    """
     rounds = 3
     found = run_standing(world, mean_of_noise, rounds)
     for number, name in enumerate("ab"):

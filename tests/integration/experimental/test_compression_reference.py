@@ -1,8 +1,9 @@
-"""Compressed gradients on gloo ranks, step by step, against workers that one process of plain torch simulates.
+"""Compressed gradients on gloo ranks, compared step by step with workers simulated in one process of plain torch.
 
-The losses of all ranks and steps are equal to 1e-5, relatively (3.4e-6 was measured). The weights at the end are equal to
-2e-3: both sum in fp32, in other orders, and where the signs of two ranks cancel AdamW takes a whole step by the sign of
-what rounding leaves (9e-4 was measured with 1bit, 6e-8 with topk).
+The losses of all ranks and steps agree within a relative difference of 1e-5 (3.4e-6 was measured). The
+weights at the end agree within 2e-3 (9e-4 was measured with 1bit, 6e-8 with topk). Both sides sum in fp32,
+but in different orders. Where the signs of two ranks cancel, AdamW takes a whole step by the sign of a
+rounding error.
 """
 
 from __future__ import annotations
@@ -20,13 +21,13 @@ from support.standing_ranks import run_standing
 pytestmark = pytest.mark.ranks
 
 STEPS = 8
-TOLERANCE = 1e-5  # of the losses
+TOLERANCE = 1e-5  # the relative difference of the losses
 OF_WEIGHTS = 2e-3
 SGD = {"type": "SGD", "params": {"lr": 0.1}}
 MOMENTUM = {"type": "SGD", "params": {"lr": 0.05, "momentum": 0.9}}
 ADAMW = {"type": "AdamW", "params": {"lr": 2e-3, "betas": [0.9, 0.999], "weight_decay": 0.1}}
 TOPK = {"algorithm": "topk", "topk_ratio": 0.05}
-# optimizer, compression, other keys
+# optimizer, compression, and other keys
 CASES = {
     "dense": (MOMENTUM, {"algorithm": "none"}, {}),
     **{
@@ -84,7 +85,7 @@ OF_THREE = {
 
 
 def train_one(rank, optimizer, compression, top):
-    """This rank's losses, and the weights."""
+    """Return the losses and the weights of this rank."""
     model = make_model("gpt")
     config = {
         "train_micro_batch_size_per_gpu": 4,
@@ -113,7 +114,7 @@ def train_all(rank, world, cases):
 
 
 def simulate(workers, optimizer, compression, top):
-    """The losses of each worker, and the weights."""
+    """Return the losses of each worker, and the weights."""
     model = make_model("gpt")
     params = dict(optimizer["params"])
     rules = Rules(momentum=params.get("momentum", 0.0), **compression, **top)
@@ -160,7 +161,7 @@ def test_every_step_of_three_ranks_is_that_of_the_reference(cases_that_run, name
 
 
 def test_corrected_momentum_without_compression_is_that_of_sgd():
-    """A corrected training that compresses only after its last step is the dense one."""
+    """A training with corrected momentum that compresses only after its last step equals the uncompressed one."""
     losses, weights = simulate(2, *CASES["dense"])
     corrected = {**TOPK, "momentum_correction": True, "warmup_steps": STEPS}
     for rank, (found, weights_found) in enumerate(run_standing(2, train, MOMENTUM, corrected, {})):

@@ -1,4 +1,4 @@
-"""Quantized parameters and gradients at stage 3 (ZeRO++): bytes, equal ranks, exact slices, convergence."""
+"""Quantized parameters and gradients at stage 3 (ZeRO++): bytes, equal ranks, exact shards, and convergence."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SETTINGS = {
     "native": {"zero_quantized_gradients": True, "reduce_scatter_impl": "native", "reduce_scatter": False},
     "frozen": {"zero_quantized_nontrainable_weights": True},
     "in bf16": {"zero_quantized_weights": True, "zero_quantized_gradients": True},
-    # Little stays gathered, so that backward gathers again.
+    # Few parameters stay gathered, so the backward pass gathers parameters again.
     "secondary": {
         "zero_quantized_weights": True,
         "zero_hpz_partition_size": 2,
@@ -107,7 +107,7 @@ def test_ranks_agree_and_the_loss_falls_alike(name):
 @pytest.mark.long
 @pytest.mark.parametrize("name", [name for name in SETTINGS if name != "secondary"])
 def test_a_script_sees_the_slices_themselves(name):
-    """What is gathered for a script, which may change and keep it, has not travelled quantized."""
+    """A gather for a script is not quantized, because the script may change and keep the parameters."""
     assert all(found[name][5] for found in trained())
 
 
@@ -147,7 +147,10 @@ def test_only_frozen_parameters_may_travel_quantized():
 
 @pytest.mark.long
 def test_the_secondary_group_gathers_what_the_forward_pass_used():
-    """Backward gathers inside the smaller group what all ranks had, as it is."""
+    """The backward pass gathers parameters in the smaller group, as the forward pass left them.
+
+    These gathers are not quantized again.
+    """
     for rank, found in enumerate(trained(4)):
         calls = found["secondary"][2]
         gathered = {

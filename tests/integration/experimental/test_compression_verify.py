@@ -1,4 +1,7 @@
-"""``commprof verify`` of runs whose gradients travel compressed: explained by name, or said not to be covered."""
+"""``commprof verify`` of runs with compressed gradients.
+
+The bytes must be explained by name, or reported as not covered.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +47,7 @@ def train(rank, world, keys):
 
 @functools.cache
 def recorded(name):
-    """The run, and its verdict."""
+    """Return the run and its verdict."""
     run, _ = record_standing(Path(tempfile.mkdtemp()) / "run", 2, train, CASES[name])
     return run, verify(run)
 

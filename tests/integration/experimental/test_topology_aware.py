@@ -1,4 +1,4 @@
-"""Collectives along the axes of a grid, against the plain ones, on real gloo ranks."""
+"""Collectives along the axes of a grid, compared with the plain ones on real gloo ranks."""
 
 from __future__ import annotations
 
@@ -24,11 +24,14 @@ STAGES = (
     {"stage": 3, "stage3_param_persistence_threshold": 0, "reduce_scatter_impl": "native"},
     {"stage": 3, "reduce_scatter": False, "stage3_use_all_reduce_for_fetch_params": True},
 )
-SUM_OF_FLOATS = 1e-6  # another order of the same fp32 sums, after two steps
+SUM_OF_FLOATS = 1e-6  # after two steps, for the same fp32 sums in a different order
 
 
 def composed(rank, world, sizes):
-    """Every composed collective of small whole numbers, whose sums are exact: which of them differ from the plain ones."""
+    """Run every composed collective and return those that differ from the plain ones.
+
+    The values are small whole numbers, whose sums are exact.
+    """
     import torch
 
     from commprof import hooks
@@ -82,7 +85,7 @@ def composed(rank, world, sizes):
                     plain.reduce_scatter_single(expected, rows.clone())
                     check(("reduce_scatter", *name), output, expected)
         if implementation == "all_to_all":
-            numels = [(7 * each) % 5 for each in range(world)]  # rows of any length, 0 included
+            numels = [(7 * each) % 5 for each in range(world)]  # rows of different lengths, including 0
             rows = numbers(sum(numels))
             room = rows.new_empty(world * numels[rank])
             for asynchronous in (False, True):
@@ -107,7 +110,7 @@ def test_so_they_do_on_any_grid(sizes):
 
 
 def train(rank, world, config, steps=2):
-    """Losses of a small model, of which no part divides among the ranks."""
+    """Return the losses of a small model, no part of which is divisible by the number of ranks."""
     import torch
 
     import zero_runtime
@@ -128,7 +131,7 @@ def train(rank, world, config, steps=2):
 
 
 def both(rank, world, topology, stages):
-    """For each of ``stages`` the losses with plain collectives, and along the axes."""
+    """Return, for each of ``stages``, the losses with plain collectives and with collectives along the axes."""
     return [
         [
             train(
@@ -186,10 +189,11 @@ def test_each_collective_is_tagged_and_names_its_axis_and_verify_explains_it(tmp
         ("parameter_gather", "all_gather", None, "axis 1 of 2x2", "0-1"),
     }  # fmt: skip
     assert all(row["bucket"] is not None for row in axes if row["purpose"] == "gradient_reduce")
-    # Outside of an axis' two ranks half of the message is left.
+    # The other axis sums only the half of the message that a rank has after the first axis of two ranks.
     sums = [row["payload_bytes"] for row in axes if row["purpose"] == "gradient_reduce"]
     assert sums[0] == 4 * (33 * 70 + 70 + 70 * 3 + 3) and abs(sums[1] - sums[0] / 2) <= 16
-    # What is not worth it goes to all ranks at once: the norm, and the times for slow_node_tolerance.
+    # Small messages are not worth a composition and go to all ranks at once. These are the norm, and the
+    # times for slow_node_tolerance.
     whole = [row["purpose"] for row in step if not row["group_desc"].startswith("axis")]
     assert sorted(whole) == ["gradient_norm", "metric"]
     assert {row["name"] for row in run.table("metrics").to_pylist()} >= {"lateness_ms"}
@@ -209,7 +213,10 @@ def test_verify_closes_the_ledger_of_ranks_that_are_watched(tmp_path):
 
 
 def calibrations(folder):
-    """Files in which all ranks are on slow links and the inner axis on fast ones: small messages stay plain."""
+    """Write calibration files in which all ranks are on slow links and the inner axis is on fast links.
+
+    With these costs small messages stay plain.
+    """
     from zero_runtime.experimental.topology_aware.costs import OPERATIONS, bus_factor
 
     made = {}
@@ -255,7 +262,7 @@ def test_all_ranks_hear_that_a_calibration_is_missing(tmp_path):
 
 
 def sleepy(rank, world, config):
-    """As :func:`train`, with a rank that sleeps."""
+    """Train like :func:`train`, with one rank that sleeps."""
     import time
 
     import torch

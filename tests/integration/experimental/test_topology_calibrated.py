@@ -1,4 +1,7 @@
-"""From ``commprof calibrate`` on two emulated hosts to the way of each message: a training that goes by measured costs."""
+"""From ``commprof calibrate`` on two emulated hosts to the route of each message.
+
+The training chooses between plain and composed collectives by the measured costs.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,8 @@ from support import hosts as network
 
 HOSTS, EACH = 2, 2
 RATE = "50mbit"
-TRIES = 3  # a busy machine may take no longer for more bytes
+# On a busy machine more bytes may not take longer. The calibration is then repeated.
+TRIES = 3
 WHY_NOT = network.why_impossible()
 OPS = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all")
 
@@ -44,7 +48,7 @@ dist.destroy_process_group()
 
 
 def calibrated(machines, ranks, each, out, sizes="4K:1M:16"):
-    """Run ``commprof calibrate`` with a rank in each of ``ranks``: (host, number), ``each`` on every host."""
+    """Run ``commprof calibrate`` with one process for each (host, rank) in ``ranks``, and ``each`` ranks per host."""
     words = [
         sys.executable,
         "-m",
@@ -85,7 +89,7 @@ def run(machines, started, each):
 
 
 def time_ns(path, op, payload, ranks):
-    """Hockney's model with the bus bandwidth of the file, by docs/calibration.md."""
+    """Return the time that Hockney's model predicts from the bus bandwidth of the file (docs/calibration.md)."""
     entry = json.loads(path.read_text())["ops"][op]
     factor = (2 if op == "all_reduce" else 1) * (ranks - 1) / ranks
     fit = entry["fit"]
@@ -93,10 +97,11 @@ def time_ns(path, op, payload, ranks):
 
 
 def goes_along(files, payload):
-    """Whether an all_reduce of ``payload`` bytes among 2 x 2 ranks takes less time along the axes."""
+    """Return whether an all_reduce of ``payload`` bytes among 2 x 2 ranks takes less time along the axes."""
     world, between, inside = files
     plain = time_ns(world, "all_reduce", payload, HOSTS * EACH)
-    # Inside, each host's one group has the link for itself; both groups between hosts share it. gloo sums by all_to_all.
+    # The only group of the inner axis on a host has the link to itself. Both groups between hosts share the
+    # link. gloo sums by all_to_all.
     axes = time_ns(inside, "all_to_all", payload, EACH) + time_ns(inside, "all_gather", payload, EACH)
     return axes + time_ns(between, "all_reduce", 2 * payload / EACH, HOSTS) < plain
 
@@ -107,7 +112,10 @@ ALONG = [("all_to_all", "axis 1 of 2x2"), ("all_reduce", "axis 0 of 2x2"), ("all
 
 
 def configured(folder, name, files):
-    """The path of a configuration in which each parameter is a bucket, and so a message, of its own."""
+    """Write a configuration and return its path.
+
+    Each parameter is a bucket of its own, and so is sent as a separate message.
+    """
     calibration = {"world": str(files[0]), "axes": [str(files[1]), str(files[2])]}
     path = folder / f"{name}.json"
     keys = {
@@ -121,7 +129,7 @@ def configured(folder, name, files):
 
 
 def worth(path, factor):
-    """The calibration in ``path`` as if everything had taken so many times as long."""
+    """Write a copy of the calibration in ``path`` with all times multiplied by ``factor``."""
     found = json.loads(path.read_text())
     for entry in found["ops"].values():
         entry["fit"]["alpha_ns"] *= factor
@@ -132,7 +140,7 @@ def worth(path, factor):
 
 
 def sent(folder, name):
-    """What rank 0 sent for the gradient of each parameter: operations and groups."""
+    """Return the operations and groups that rank 0 used for the gradient of each parameter."""
     rows = open_run(folder / f"{name}-run").table("collectives").to_pylist()
     mine = [
         row for row in rows if row["rank"] == 0 and row["step"] == 1 and row["purpose"] == "gradient_reduce"

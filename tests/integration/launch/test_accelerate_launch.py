@@ -51,7 +51,7 @@ FILE = "deepspeed_config_file: ds.json\n  zero3_init_flag: {init}"
 
 
 def launch(folder: Path, block: str, *words: str, **settings: str):
-    """Run the loop by ``accelerate launch`` with a config file whose DeepSpeed block is ``block``."""
+    """Run the loop with ``accelerate launch`` and a config file whose DeepSpeed block is ``block``."""
     (folder / "train.py").write_text(LOOP)
     lines = {
         "num_machines": "1",
@@ -92,7 +92,7 @@ def losses(text: str) -> list[float]:
 
 
 def check(done, folder: Path, stage: int) -> list[float]:
-    """Hold the run of two ranks to what a user reads of it. Returns its losses."""
+    """Check what a user sees of the run of two ranks, and return the losses of the run."""
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"stage {stage} zero_runtime.training.engine" in done.stdout
     run = open_run(folder / "run")

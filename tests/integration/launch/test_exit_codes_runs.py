@@ -1,4 +1,4 @@
-"""Exit codes of ``commprof verify`` on real gloo ranks: programs that die early, and groups that a script makes."""
+"""Exit codes of ``commprof verify`` on real gloo ranks: programs that die early, and groups that a script creates."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""A job of one launcher for each of two hosts: each writes the file of its host, and one finalises the run."""
+"""A job with one launcher on each of two hosts.
+
+Each launcher writes the file of its host, and one of them finalises the run.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +42,10 @@ dist.destroy_process_group()
 
 
 def launch(directory: Path) -> list[tuple[str, str]]:
-    """What `srun commprof run -- torchrun ...` does, with two ranks on each of two hosts; what each launcher has said."""
+    """Start what `srun commprof run -- torchrun ...` starts, with two ranks on each of two hosts.
+
+    Returns the output of each launcher.
+    """
     with network.hosts(2) as machines:
         commands, environments = [], []
         for number in range(len(machines)):
@@ -70,7 +76,8 @@ def test_each_launcher_writes_the_file_of_its_host(tmp_path):
     assert len(files) == 2 == len(list((path / HOSTS_DIRECTORY).iterdir())), said
     assert {file.host for file in files} == {entry["host"] for entry in run.manifest.ranks}
     assert sorted(len(file.stems) for file in files) == [2, 2]
-    shutil.rmtree(path / SUMMARIES_DIRECTORY)  # a small run has them; the files of the hosts say the same
+    # A small run also has summaries. The files of the hosts must give the same answers without them.
+    shutil.rmtree(path / SUMMARIES_DIRECTORY)
     found = host_files.answers(open_run(path))
     assert ("step_times",) in found
     by = ("step", "op", "span")

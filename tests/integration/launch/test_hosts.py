@@ -1,4 +1,7 @@
-"""A job of torchrun's on two hosts that share a file system: one run, though the job was given no name."""
+"""A torchrun job on two hosts with a shared file system.
+
+The job makes one run, although it was started without a name.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,7 @@ dist.destroy_process_group()
 
 
 def launch(directory: Path) -> None:
-    """Two ranks on each of two hosts, by one torchrun on each."""
+    """Start two ranks on each of two hosts, with one torchrun per host."""
     with network.hosts(2) as machines:
         meeting = ["--master-addr", machines[0].address, "--master-port", str(network.PORT)]
         torchruns = []
@@ -57,7 +60,7 @@ def test_the_ranks_of_all_hosts_find_one_run_without_an_id(tmp_path):
     for _ in range(2):
         launch(tmp_path)
     first, second = sorted((tmp_path / "traces").iterdir())
-    # The second job of that name has a run of its own.
+    # A second job with the same name gets its own run.
     assert (first.name, second.name) == (f"train-10.77.0.1-{network.PORT}", f"{first.name}-2")
     for path in (first, second):
         run = open_run(path)

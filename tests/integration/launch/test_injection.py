@@ -1,4 +1,4 @@
-"""Every rank is reached, whoever starts it, and nobody else notices."""
+"""The recorder is loaded in every rank, whichever program starts it, and in no other process."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ ENVIRONMENT = {
     if name not in _LAUNCHERS_OWN and not name.startswith(("COMMPROF", "SLURM_", "OMPI_", "PMI_", "PMIX_"))
 }
 
-# Five collectives and one that is only on the default group, in a group that the arguments describe.
+# The program issues five collectives in a group that its arguments describe, and one more only in the default
+# group.
 RANK = """
 import os, sys, torch, torch.distributed as dist
 
@@ -40,7 +41,7 @@ def work(rank, world, store):
 
 @pytest.fixture
 def environment(tmp_path):
-    """commprof as it is installed: importable, and with its entry points."""
+    """Make commprof importable with its entry points, as if it were installed."""
     information = tmp_path / "installed" / "commprof-0.1.0.dist-info"
     information.mkdir(parents=True)
     declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]
@@ -68,7 +69,7 @@ def commprof(*words, cwd, environment, **more):
 
 
 def recorded(run: Path) -> list[tuple[int, int]]:
-    """Per process that left a file: its rank, and how many all_reduces of it were recorded."""
+    """Return the rank of each process that wrote a file, and the number of all_reduces recorded in it."""
     from commprof.trace.reader import open_run
 
     rows = open_run(run).table("collectives").to_pylist()
@@ -80,7 +81,7 @@ def recorded(run: Path) -> list[tuple[int, int]]:
 
 # Ranks and their launchers.
 
-# What mpirun does to its processes, as far as they can see.
+# The environment that mpirun gives to its processes.
 MPIRUN = """
 import os, subprocess, sys
 world, command = int(sys.argv[1]), sys.argv[2:]
@@ -167,7 +168,7 @@ def test_spawned_and_forked_ranks_are_reached_and_workers_of_a_loader_are_none(t
     assert sorted(recorded(tmp_path / "run")) == [(0, 5), (0, 5), (1, 5), (1, 5)]
 
 
-# What srun does on each host: a daemon of that host starts the tasks.
+# On each host srun has a daemon that starts the tasks.
 SRUN = """
 import os, subprocess, sys
 hosts = [
@@ -245,7 +246,7 @@ def test_without_the_variable_torch_loads_nothing_of_ours(tmp_path, environment)
 @pytest.mark.long
 @pytest.mark.ranks
 def test_an_isolated_interpreter_is_reached_through_torch(tmp_path, environment):
-    """``python -I`` passes PYTHONPATH by; what is installed beside torch it finds."""
+    """``python -I`` ignores PYTHONPATH, but finds packages that are installed beside torch."""
     paths = environment["PYTHONPATH"].split(os.pathsep)
     text = f"import sys; sys.path[:0] = {paths!r}\n{RANK}\nwork(0, 1, {str(tmp_path / 'store')!r})\n"
     write(tmp_path / "train.py", text)
@@ -273,7 +274,7 @@ def test_of_two_commprofs_the_inner_one_records(tmp_path, environment):
     assert not list((tmp_path / "outer").glob("rank-*"))
 
 
-# What else starts below commprof.
+# Other processes that a job starts below commprof.
 
 
 def test_a_process_without_torch_gets_one_module_and_no_more(tmp_path, environment):
@@ -301,7 +302,7 @@ CUSTOM = "import sys; print('{name} ran, path of', len(sys.path))\n{more}"
 def test_what_the_user_has_python_import_at_its_start_runs_as_ever(tmp_path, environment, name, more):
     write(tmp_path / "mine" / f"{name}.py", CUSTOM.format(name=name, more=more))
     paths = f"{tmp_path / 'mine'}{os.pathsep}{environment['PYTHONPATH']}"
-    # commprof itself is Python too: only what the program prints is compared.
+    # commprof itself is a Python program, so only the output of the script is compared.
     write(
         tmp_path / "quiet.sh", f'"{sys.executable}" -c "import {name}; print({name}.__file__)" >out 2>err\n'
     )
@@ -401,7 +402,7 @@ def test_jobs_of_torchrun_that_start_together_are_named_by_script_and_time_and_n
         "dist.barrier(); dist.destroy_process_group()\n"
     )
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
-    # The second starts its ranks by a shell each.
+    # The second program starts each of its ranks through a shell.
     programs = (["train.py"], ["--no-python", "sh", "-c", f"{sys.executable} train.py; true"])
     kept = {name: value for name, value in os.environ.items() if not name.startswith("COMMPROF")}
     jobs = [

@@ -1,4 +1,7 @@
-"""Ctrl-C while a command starts, and a reader that leaves: one line at most, and the shell's exit code."""
+"""Ctrl-C while a command starts, and a reader that closes its pipe.
+
+A command may print at most one line, and must return the exit code that a shell expects.
+"""
 
 import os
 import signal
@@ -10,7 +13,7 @@ import pytest
 
 from support.rank_files import write_rank
 
-# Interrupts itself in the middle of the import of a module; nothing of commprof is loaded yet.
+# The program interrupts itself during the import of a module, before anything of commprof is loaded.
 INTERRUPTED_IN = """
 import importlib.abc, os, signal, sys
 
@@ -76,7 +79,7 @@ def test_an_interrupt_at_any_time_after_the_start_shows_no_traceback(tmp_path, r
         process = subprocess.Popen(
             words, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, cwd=tmp_path
         )
-        for line in process.stderr:  # before commprof has begun, an interrupt is Python's
+        for line in process.stderr:  # before commprof starts, Python handles an interrupt
             if line.rstrip().endswith("commprof.errors"):
                 break
         time.sleep(0.05 + tenths / 10)
@@ -88,7 +91,8 @@ def test_an_interrupt_at_any_time_after_the_start_shows_no_traceback(tmp_path, r
         assert process.returncode != 130 or [line for line in own if "http" not in line] in (
             [], ["commprof: error: interrupted"]
         )  # fmt: skip
-    # Where Python has taken its handlers away already, the signal itself ends it: 130 to a shell.
+    # If Python has already removed its handlers, the signal itself ends the process. A shell reports this as
+    # 130.
     assert set(codes) <= {0, 1, 130, -signal.SIGINT} and 130 in codes, codes
 
 

@@ -1,4 +1,7 @@
-"""Whole runs with real processes: what the script sees, what the launcher says, what is in the run afterwards."""
+"""Whole runs with real processes.
+
+The tests check what the script sees, what the launcher prints, and what the run contains afterwards.
+"""
 
 import json
 import os
@@ -21,7 +24,7 @@ ENVIRONMENT = {
     if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "COMMPROF_RUN", "PYTHONPATH")
 }
 
-# What a program can tell about how it was started.
+# The ways in which a program can detect how it was started.
 WITNESS = """
 import json, os, sys
 print(json.dumps({
@@ -64,7 +67,7 @@ def run_of(cwd: Path) -> Path:
 
 @pytest.fixture
 def on_path(monkeypatch):
-    """commprof must be importable from any directory, as when it is installed."""
+    """Make commprof importable from any directory, as if it were installed."""
     monkeypatch.setitem(ENVIRONMENT, "PYTHONPATH", os.pathsep.join([str(ROOT), str(ROOT / "runtime")]))
 
 
@@ -189,7 +192,7 @@ def test_torchrun_around_commprof_and_inside_it(tmp_path, inside):
             words, cwd=tmp_path, capture_output=True, text=True, timeout=120, env=ENVIRONMENT
         )
     assert done.returncode == 0, done.stderr
-    run_of(tmp_path)  # one for all ranks
+    run_of(tmp_path)  # one run for all ranks
     assert done.stderr.count("2 ranks, 8 records, 0 dropped, 0 unseen") == 1
 
 
@@ -298,10 +301,10 @@ def test_help_is_quick_and_imports_nothing_heavy():
             [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, env=ENVIRONMENT
         )
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
-        # Of the processor: the seconds that pass are those of the other tests too.
+        # CPU time is measured, because the wall-clock time depends on other tests that run at the same time.
         seconds.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
         assert done.stderr.strip() == "[]"
-    assert min(seconds) < 1.0  # benchmarks/start_time.py holds it to 200 ms
+    assert min(seconds) < 1.0  # benchmarks/start_time.py enforces a limit of 200 ms
 
 
 @pytest.mark.long

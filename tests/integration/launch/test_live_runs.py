@@ -1,4 +1,7 @@
-"""A run that is being recorded is left alone by every verb that would write into its directory, and the reason is right."""
+"""Verbs that would write into a run directory leave a run alone while it is being recorded.
+
+The reason that they print must be correct.
+"""
 
 import os
 import socket
@@ -18,7 +21,7 @@ LOG = (
 
 @pytest.fixture(scope="module")
 def live(tmp_path_factory):
-    """A run directory into which a process that is still there has recorded."""
+    """Return a run directory whose recording process is still alive."""
     process = subprocess.Popen(["sleep", "300"])
     run = tmp_path_factory.mktemp("sweep") / "run"
     about = {"pid": process.pid, "host": socket.gethostname(), "start_ticks": start_ticks(process.pid)}

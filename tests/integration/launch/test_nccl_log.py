@@ -1,4 +1,7 @@
-"""Runs whose program writes a log as NCCL would, to where its environment says: what was asked, and what is kept."""
+"""Runs whose program writes a log like NCCL, to the place that its environment names.
+
+The tests check which log is requested and what commprof keeps of it.
+"""
 
 import json
 import os
@@ -17,7 +20,8 @@ ENVIRONMENT = {
     if not name.startswith("NCCL_")
 }
 
-# As src/debug.cc does it: a file of its own, opened for writing; standard output where there is none or it cannot be opened.
+# Like src/debug.cc, the program opens a file of its own for writing. It uses standard output if no file is
+# named or if the file cannot be opened.
 PRINTS_LIKE_NCCL = """
 import os, socket, sys
 
@@ -60,7 +64,7 @@ def script(tmp_path):
 
 
 def said(done):
-    """The lines about the log, without the name of the program."""
+    """Return the lines about the log, without the name of the program."""
     assert done.returncode == 0, done.stderr
     lines = [line.removeprefix("commprof: ") for line in done.stderr.splitlines()]
     return [line for line in lines if line.startswith(("NCCL log", "warning"))]
@@ -77,7 +81,7 @@ def logs(run):
 @pytest.mark.sampled
 @pytest.mark.parametrize("words", [["--nccl-log", "on"], []])
 def test_the_log_of_every_rank_is_in_the_run_and_its_cost_is_said(tmp_path, script, words):
-    # A list of devices is how the environment says that there are GPUs.
+    # A list of visible devices in the environment indicates that the host has GPUs.
     visible = "" if words else "0,1"
     done = commprof(
         "run", *words, "--nproc", "2", "-o", "run", script, cwd=tmp_path, CUDA_VISIBLE_DEVICES=visible
@@ -126,7 +130,7 @@ def test_a_file_of_the_users_own_is_copied_and_stays_where_it_is(tmp_path, scrip
     os.utime(own / "nccl.of.yesterday.1", (1, 1))
     done = commprof(
         "run", "--nccl-log", "on", "--nproc", "2", "-o", "run", script,
-        cwd=tmp_path, new_interpreters=True,  # whose process ids are in the names of the files
+        cwd=tmp_path, new_interpreters=True,  # the names of the files contain their process ids
         NCCL_DEBUG_FILE="own/nccl.of.%h.%p", NCCL_DEBUG="INFO", NCCL_DEBUG_SUBSYS="COLL",
     )  # fmt: skip
     asked, *warnings, cost = said(done)
@@ -191,7 +195,7 @@ def test_ranks_of_another_launcher_bring_their_files_together(tmp_path, script, 
     assert [rank.returncode for rank in ranks] == [0, 0], errors
     assert len(logs(tmp_path / "run")) == 2
     assert "100 operations" in errors[0]
-    assert "NCCL log" not in errors[1]  # one rank speaks
+    assert "NCCL log" not in errors[1]  # only one rank prints the message
     assert noted(tmp_path / "run")["written"]["operations"] == 100
 
 

@@ -1,4 +1,7 @@
-"""Threads that need Python's lock get it before the interpreter ends (gloo's do, for the tensors of the last collective)."""
+"""Threads that need the GIL get it before the interpreter ends.
+
+Threads of gloo need the GIL for the tensors of the last collective.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A sweep over a small script: what each run gets, what fails loudly, what is compared at the end."""
+"""A sweep over a small script: the settings of each run, failures that are reported, and the final comparison."""
 
 import json
 import os
@@ -75,7 +75,7 @@ def test_a_failing_point_does_not_stop_the_others(script):
     done = sweep(script, "--out", "s", *words)
     assert done.returncode == 1
     assert "run 2, stage=3, failed: rank 0 failed first, with exit code 3" in done.stderr
-    assert "\\n" not in done.stderr  # the end of its output is shown as lines
+    assert "\\n" not in done.stderr  # the end of the script's output is shown as separate lines
     assert "    the reason" in done.stderr
     assert done.stderr.splitlines()[-1].startswith("commprof: s  3 runs, 2 failed")
     fast = sweep(script, "--out", "f", "--fail-fast", *words)
@@ -169,10 +169,10 @@ def test_ctrl_c_in_a_terminal_ends_the_sweep_in_order(script):
             text += chunk
             if (
                 not told and (script / "ready-60").exists()
-            ):  # the second run: tables were read, threads are there
+            ):  # in the second run, tables were read and threads exist
                 os.write(terminal, b"\x03")
                 told = True
-    except OSError:  # the terminal ends with its last process
+    except OSError:  # the terminal closes with its last process
         pass
     os.close(terminal)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 130, text.decode()

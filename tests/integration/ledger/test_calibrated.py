@@ -1,4 +1,4 @@
-"""``commprof verify`` of runs whose messages go along the axes of a grid where measured costs say so."""
+"""``commprof verify`` of runs whose messages go along the axes of a grid where the measured costs favor this."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ OPS = {
     "reduce_scatter": 0.75,
     "all_gather": 0.75,
     "all_to_all": 0.75,
-}  # factors of 4 ranks
+}  # bus factors of 4 ranks
 CASES = {
     "buckets": (2, {"stage": 2, "reduce_scatter": False}),
     "chunks": (2, {"stage": 2, "gradient_reduction": "reduce_scatter"}),
@@ -30,7 +30,10 @@ QUICK = "buckets"
 
 
 def calibrations(folder):
-    """Files by which small messages go among all ranks at once: many bytes take long there, a start takes long elsewhere."""
+    """Write calibration files with which only small messages go among all ranks at once.
+
+    In the file of all ranks the bandwidth is low. In the files of the axes the latency is high.
+    """
     paths = []
     for name, alpha_ns, bytes_per_s in (
         ("world", 1e3, 1e8),
@@ -46,7 +49,11 @@ def calibrations(folder):
 
 
 def train(rank, world, zero, files, steps, always=None):
-    """Train; ``always`` has every message go along the axes (True), or none (False), whatever the costs."""
+    """Train a small model.
+
+    ``always`` overrides the costs: True sends every message along the axes, and False sends none along the
+    axes.
+    """
     import torch
 
     import zero_runtime
@@ -75,13 +82,13 @@ def recorded(name, always=None):
     steps, zero = CASES[name]
     files = calibrations(folder)
     run, _ = record(folder / "run", 4, train, zero, files, steps, always)
-    for path in (files["world"], *files["axes"]):  # a run is verified elsewhere, too
+    for path in (files["world"], *files["axes"]):  # a run can be verified on a machine without these files
         Path(path).unlink()
     return run
 
 
 def ways(run, purpose="gradient_reduce"):
-    """Whether messages went among all ranks, and whether they went along axes."""
+    """Return the ways that messages took: True if a message went among all ranks, False if one went along an axis."""
     rows = run.table("collectives").to_pylist()
     return {row["group_size"] == 4 for row in rows if row["purpose"] == purpose and row["step"] == 1}
 

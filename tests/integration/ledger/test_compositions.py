@@ -1,7 +1,7 @@
-"""``commprof verify`` of runs whose sums go along the axes of a grid, come late, or are signs of what an optimizer makes.
+"""``commprof verify`` of runs with sums along the axes of a grid, delayed sums, or signs of optimizer updates.
 
-``python tests/integration/ledger/test_compositions.py`` writes the golden traces anew; read the difference before it is
-committed.
+``python tests/integration/ledger/test_compositions.py`` writes the golden traces again. Review the difference
+before committing it.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ SIGNS = optimizer("OneBitAdam", freeze_step=2)
 ZERO_ONE = optimizer(
     "ZeroOneAdam", var_freeze_step=3, var_update_scaler=1, local_step_scaler=1, local_step_clipper=2
 )
-# Ranks, steps, configuration. No length of the model divides among four ranks.
+# Ranks, steps, and configuration. No length in the model is divisible by four ranks.
 QUICK = {
     "chunks along axes": (4, 3, GRID | zero(2, gradient_reduction="reduce_scatter")),
     "late by 1": (2, 4, {"communication": {"bounded_delay": 1}}),
     "signs in two phases, bf16": (3, 4, SIGNS | {"bf16": {"enabled": True}}),
 }
-# Beside those of QUICK: the steps of each that are kept, of rank 0.
+# The traces to keep in addition to those of QUICK: for each, the steps that are kept. Only rank 0 is kept.
 TRACES = {
     "chunks along axes": ("topology_axes", (-1, 1)),
     "late by 1": ("late_gradients", (-1, 0, 1)),
@@ -107,7 +107,7 @@ LONG = {
 
 
 class OneModel:
-    """All ranks hold one model together."""
+    """A wrapper for a model that all ranks share."""
 
     def get_model_parallel_rank(self):
         import torch.distributed as dist
@@ -150,7 +150,7 @@ def train(rank, world, config, steps):
 
 @functools.cache
 def recorded(name):
-    """The run, and its verdict."""
+    """Return the run and its verdict."""
     world, steps, config = {**QUICK, **LONG, **SEEN_ONLY}[name]
     run, _ = record(Path(tempfile.mkdtemp()) / "run", world, train, config, steps)
     return run, verify(run)
@@ -164,11 +164,14 @@ def test_every_byte_is_explained(name):
     assert verdict.issued_bytes == verdict.explained_bytes + verdict.labelled_bytes > 0
 
 
-CHANGED = "2"  # a step in which signs travel, too
+CHANGED = "2"  # a step in which signs are sent
 
 
 def without_one(row):
-    """The step lacks what the first rank of each group takes part in of what sends it to others, or sums it."""
+    """Remove a record of the first rank of each group in one step.
+
+    The records are those of gradient_reduce whose operation is send or all_to_all.
+    """
     gone = row["purpose"] == "gradient_reduce" and row["op"] in ("send", "all_to_all")
     return [] if gone and str(row["step"]) == CHANGED and row["group_rank"] == 0 else [row]
 

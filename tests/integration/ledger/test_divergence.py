@@ -1,4 +1,7 @@
-"""Real gloo ranks that issue different things, and programs whose ranks rightly do: what verify and dump say."""
+"""Real gloo ranks that issue different collectives, and programs whose ranks legitimately differ.
+
+The tests check what verify and dump report about both.
+"""
 
 import contextlib
 import faulthandler
@@ -23,7 +26,7 @@ pytestmark = pytest.mark.ranks
 
 
 def line_of(text, function):
-    """``file.py:N``, N the line of ``function`` that holds ``text``."""
+    """Return ``file.py:N``, where N is the line of ``function`` that contains ``text``."""
     lines, first = inspect.getsourcelines(function)
     number = next(n for n, line in enumerate(lines, first) if text in line)
     return f"{Path(inspect.getsourcefile(function)).name}:{number}"
@@ -56,7 +59,7 @@ def other_dtype(rank, group):
 
 
 def larger_buffer(rank, group):
-    """gloo takes a message that is shorter than the buffer."""
+    """Broadcast into a larger buffer. gloo accepts a message that is shorter than the buffer."""
     import torch
     import torch.distributed as dist
 
@@ -76,7 +79,7 @@ def smaller_part(rank, group):
 
 
 def larger_split(rank, group):
-    """gloo takes a part that is shorter than the buffer of its receiver, in an all_to_all too."""
+    """Receive into a larger split. In an all_to_all gloo also accepts a part that is shorter than the buffer."""
     import torch
     import torch.distributed as dist
 
@@ -88,7 +91,10 @@ def larger_split(rank, group):
 
 
 def skipped(rank, group):
-    """Rank 1 leaves out the second of three broadcasts of step 1; rank 0 never waits for any."""
+    """Skip the second of three broadcasts of step 1 on rank 1.
+
+    Rank 0 never waits for any of the broadcasts.
+    """
     import torch
     import torch.distributed as dist
 
@@ -123,14 +129,14 @@ def lone_send(rank, group):
         WORK.extend(dist.irecv(torch.ones(size), 0, group=group) for size in (8, 16))
 
 
-WORK: list[object] = []  # handles that nobody waits for
+WORK: list[object] = []  # handles that are never waited for
 PLANTED = (
     other_reduction, other_dtype, larger_buffer, smaller_part, larger_split, branches, lone_send, skipped
 )  # fmt: skip
 
 
 def all_planted(rank, world, names):
-    """Each program in a group of its own, whose names rank 0 writes down."""
+    """Run each program in a group of its own, and write the names of the groups on rank 0."""
     import torch.distributed as dist
 
     groups = [dist.new_group([0, 1]) for _ in PLANTED]
@@ -143,10 +149,11 @@ def all_planted(rank, world, names):
 
 @cache
 def planted():
-    """The ledger of all of them, what is named, by program, and a dump."""
+    """Return the verdict on all programs, the reported difference of each program, and a dump."""
     with tempfile.TemporaryDirectory() as folder:
         run, names = Path(folder) / "run", Path(folder) / "names"
-        with hanging_ranks(run, 2, all_planted, str(names)) as pids:  # they end without closing their groups
+        # The processes exit without destroying their groups.
+        with hanging_ranks(run, 2, all_planted, str(names)) as pids:
             for pid in pids.values():
                 os.waitpid(pid, 0)
         verdict = verify(open_run(run))
@@ -212,14 +219,15 @@ def test_splits_that_two_ranks_give_differently_are_named():
 
 
 def smaller_split(rank, world):
-    """gloo ends the process of a rank that receives more than it expects."""
+    """Receive less than the peer sends. gloo then ends the process of the receiving rank."""
     import torch
     import torch.distributed as dist
 
-    faulthandler.disable()  # which would print the stack of rank 1
+    # Without this, faulthandler would print the stack of rank 1.
+    faulthandler.disable()
     equal_reduces()
     given, expected = (([1, 2], [1, 3]), ([3, 4], [1, 4]))[rank]
-    with contextlib.suppress(RuntimeError):  # of rank 0, whose peer is gone
+    with contextlib.suppress(RuntimeError):  # rank 0 raises because its peer is gone
         dist.all_to_all_single(torch.zeros(sum(expected)), torch.ones(sum(given)), expected, given)
 
 
@@ -265,7 +273,10 @@ def test_the_differences_as_json():
 
 
 def uneven_parts(rank, world):
-    """Ranks exchange parts of their own sizes, and objects; what one of them broadcasts has another shape there."""
+    """Exchange parts of unequal sizes, and objects.
+
+    In the last broadcast the tensor of the source has a different shape than the tensors of the other ranks.
+    """
     import torch
     import torch.distributed as dist
 
@@ -277,7 +288,10 @@ def uneven_parts(rank, world):
 
 
 def from_elsewhere(rank, world):
-    """The source and the others call from different places; one rank evaluates in a group of its own."""
+    """Call a broadcast from different places on the source and on other ranks.
+
+    One rank also evaluates in a group of its own.
+    """
     import torch
     import torch.distributed as dist
 
@@ -293,7 +307,10 @@ def from_elsewhere(rank, world):
 
 
 def refused_call(rank, world):
-    """A call that torch refuses is issued to nobody, whatever number it was given."""
+    """Issue a call that torch refuses.
+
+    The call reaches no rank, even if a sequence number was assigned to it.
+    """
     import torch
     import torch.distributed as dist
 
@@ -306,7 +323,7 @@ def refused_call(rank, world):
 
 
 def groups_anew(rank, world):
-    """A group is destroyed, and another comes after it."""
+    """Destroy a group and create another one."""
     import torch
     import torch.distributed as dist
 
@@ -318,7 +335,7 @@ def groups_anew(rank, world):
 
 
 def messages_by_tag(rank, world):
-    """Messages that are received in another order than they were sent."""
+    """Receive messages in a different order than they were sent."""
     import torch
     import torch.distributed as dist
 
@@ -331,7 +348,10 @@ def messages_by_tag(rank, world):
 
 
 def threads_by_chance(rank, world):
-    """A thread with a group of its own beside the main one: which comes first is left to chance."""
+    """Run a thread with a group of its own beside the main thread.
+
+    The order of their collectives is left to chance.
+    """
     import torch
     import torch.distributed as dist
 
@@ -350,7 +370,7 @@ def threads_by_chance(rank, world):
 
 
 def groups_by_turns(rank, world):
-    """Several groups of the same ranks, always in one order, and one that only rank 0 is in."""
+    """Use several groups with the same ranks, always in the same order, and a group of rank 0 only."""
     import torch
     import torch.distributed as dist
 
@@ -360,7 +380,7 @@ def groups_by_turns(rank, world):
         handles = [dist.all_reduce(torch.ones(8), group=group, async_op=True) for group in groups]
         if rank == 0:
             dist.barrier(group=alone)
-        for handle in handles[:: 1 - 2 * rank]:  # who waits for what first is no order of issue
+        for handle in handles[:: 1 - 2 * rank]:  # the order of waits is not an order of issue
             handle.wait()
 
 
@@ -376,7 +396,7 @@ def all_right(rank, world):
 
 def test_right_programs_raise_no_alarm(tmp_path):
     run, _ = record(tmp_path / "run", 2, all_right)
-    assert run.health.raised == 1  # the refused call
+    assert run.health.raised == 1  # the call that torch refused
     verdict = verify(run)
     assert (verdict.differences, verdict.disagreements) == ((), ()), verdict.disagreements
     assert verdict.order_differences == ()
@@ -385,7 +405,10 @@ def test_right_programs_raise_no_alarm(tmp_path):
 
 
 def two_groups(rank, world, is_async):
-    """Ranks 0 and 1 are in both groups; in step 1 rank 1 issues their collectives in the other order."""
+    """Issue collectives of two groups, both of which contain ranks 0 and 1.
+
+    In step 1, rank 1 issues them in the opposite order.
+    """
     import torch
     import torch.distributed as dist
 
@@ -409,7 +432,11 @@ def two_groups(rank, world, is_async):
 @pytest.mark.sampled
 @pytest.mark.parametrize("is_async", [True, False], ids=["ends", "hangs"])
 def test_collectives_of_two_groups_in_different_orders_are_named(is_async, tmp_path):
-    """gloo runs collectives of several groups beside each other: asynchronous ones do not hang there, others do."""
+    """A different order of the collectives of two groups is reported.
+
+    gloo runs collectives of several groups concurrently. Asynchronous collectives do not hang there, but
+    synchronous ones do.
+    """
     run = tmp_path / "run"
     with hanging_ranks(run, 4, two_groups, is_async) as pids:
         if is_async:
@@ -435,7 +462,8 @@ def test_collectives_of_two_groups_in_different_orders_are_named(is_async, tmp_p
     assert line_of("work = dist.all_reduce", two_groups) in said
     assert said in dump.verdict.notes
     assert dump.verdict.kind == ("ended" if is_async else "ring")
-    assert (verdict.differences, verdict.exit_code) == ((), 3)  # no config: 3 without the other order too
+    # The code is 3 because the run has no config. It would also be 3 without the different order.
+    assert (verdict.differences, verdict.exit_code) == ((), 3)
 
 
 def stops(rank, world):

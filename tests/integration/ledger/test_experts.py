@@ -1,6 +1,8 @@
-"""``commprof verify`` of models with experts. A program issues the messages by hand, so that each size is stated here.
+"""``commprof verify`` of models with experts.
 
-Four ranks, two to a group of experts: 24 dense elements, 60 of the two experts that a rank has, 32 tokens of 16 elements.
+A program issues the messages by hand, so that this file states each size. There are four ranks, two to a
+group of experts. Sizes: 24 dense elements, 60 elements of the two experts of a rank, 32 tokens of 16
+elements.
 """
 
 from __future__ import annotations
@@ -19,7 +21,8 @@ WORLD = 4
 CONFIG = {"train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": 0}}
 TOKENS, HIDDEN, EXPERTS = 32, 16, 4
 SLOTS = 12  # 32 tokens / 4 experts x 1.5
-# Without dropping, the fullest experts of ranks 0 and 1 have 14 and 20 tokens, those of ranks 2 and 3 have 9 and 11.
+# Without dropping, the experts with most tokens have 14 on rank 0, 20 on rank 1, 9 on rank 2, and 11 on rank
+# 3.
 COUNTS = ([14, 2, 8, 8], [20, 4, 4, 4], [9, 7, 8, 8], [11, 7, 7, 7])
 DENSE = (("first", 10), ("moe.deepspeed_moe.gate.wg.weight", 8), ("last", 6))
 
@@ -30,9 +33,10 @@ def parameter(name, numel, index, group, ep_size=None):
 
 
 def train(rank, world, drop_tokens, more_slots, loads, returned="float32"):
-    """Three steps of stage 0, and an evaluation; step 1 sends ``more_slots`` than the rules say.
+    """Run three steps of stage 0 and an evaluation.
 
-    ``returned`` is the element type of results.
+    Step 1 sends ``more_slots`` slots more than the rules predict. ``returned`` is the element type of the
+    results.
     """
     import torch
     import torch.distributed as dist
@@ -104,14 +108,19 @@ def test_the_ledger_closes(tmp_path, drop_tokens):
     verdict = verdict_of(tmp_path, drop_tokens)
     assert verdict.state == State.CLOSED and not verdict.unexplained, verdict.sentences
     assert verdict.explained_bytes == verdict.issued_bytes
-    # A step of each group: 4 all_to_alls of 4 experts x slots x 16 elements x 4 bytes; 20 and 11 slots without dropping.
+    # In a step each group issues 4 all_to_alls of 4 experts x slots x 16 elements x 4 bytes. Without dropping
+    # there are 20 and 11 slots.
     slots = 2 * SLOTS if drop_tokens else 20 + 11
     (tokens,) = (row for row in verdict.rows if row.requested_op == "all_to_all" and row.when == "steps")
     assert tokens.expected_payload_bytes == 3 * 4 * slots * EXPERTS * HIDDEN * 4
 
 
 def test_results_in_the_type_of_autocast_close_too(tmp_path):
-    """With torch.autocast a norm before the layer leaves tokens in fp32, and the experts return results in 16 bits."""
+    """The ledger also closes if experts return results in the type of autocast.
+
+    With torch.autocast, a norm before the layer leaves tokens in fp32, but the experts return results in 16
+    bits.
+    """
     verdict = verdict_of(tmp_path, returned="bfloat16")
     assert verdict.state == State.CLOSED and not verdict.unexplained, verdict.sentences
     (tokens,) = (row for row in verdict.rows if row.requested_op == "all_to_all" and row.when == "steps")

@@ -1,4 +1,7 @@
-"""``commprof verify`` of runs with steps that were not taken since a gradient overflowed, where no message tells it."""
+"""``commprof verify`` of runs with steps that were skipped after an overflow.
+
+No message shows which steps were skipped.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +43,7 @@ CASES = {
     "no signs": (2, optimizer("AdamW") | FP16),
     "no signs, autocast": (2, optimizer("AdamW") | AUTOCAST),
 }
-# Stages with shards. All parameters of this model stay gathered at stage 3, unless the threshold is 0.
+# Stages with shards. At stage 3 all parameters of this model stay gathered, unless the threshold is 0.
 PARTITIONED = {
     f"stage {stage}, {name}": (
         2,
@@ -60,7 +63,10 @@ QUICK_FIRST = [pytest.param(name, marks=[] if name == QUICK else pytest.mark.lon
 
 
 def train(rank, world, config, begin=0, folder=None, late=0):
-    """Take steps ``begin`` to STEPS; signs travel ``late`` steps later than the configuration says."""
+    """Take steps ``begin`` to STEPS.
+
+    Compression to signs begins ``late`` steps later than in the configuration.
+    """
     import torch
 
     import zero_runtime
@@ -116,7 +122,7 @@ def test_a_skipped_step_gathers_nothing_at_its_end_and_the_next_one_more(name):
 def test_signs_that_come_later_than_asked_for_are_named():
     verdict = verify(recorded(QUICK, 0, None, 1))
     assert str(verdict.state) == "mismatch"
-    # The third step that is taken, which is the first of them to be sent as signs.
+    # Signs are sent from the third step that is taken.
     assert {(each.purpose, each.steps) for each in verdict.unexplained} >= {("gradient_reduce", "4")}
 
 

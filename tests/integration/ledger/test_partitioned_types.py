@@ -1,7 +1,7 @@
 """``commprof verify`` of runs in which parameters of chosen classes are never partitioned.
 
-``python tests/integration/ledger/test_partitioned_types.py`` writes the golden traces anew; read the difference before it
-is committed.
+``python tests/integration/ledger/test_partitioned_types.py`` writes the golden traces again. Review the
+difference before committing it.
 """
 
 from __future__ import annotations
@@ -73,13 +73,17 @@ CASES = {
 }
 QUICK = ("stage 2",)
 QUICK_FIRST = [pytest.param(name, marks=[] if name in QUICK else pytest.mark.long) for name in CASES]
-# The steps of each that are kept, of rank 0.
+# The steps that are kept of each trace, from rank 0.
 TRACES = {"stage 2": ("unpartitioned_gradients", (-1, 1))}
 STEPS = 4
 
 
 def train(rank, world, config, whole=None):
-    """Train; ``whole`` has the classes in the configuration stand for other ones: what is whole then is another."""
+    """Train a model.
+
+    With ``whole``, the classes in the configuration are replaced, so that other parameters stay unpartitioned
+    than the configuration says.
+    """
     import torch
 
     import zero_runtime
@@ -110,7 +114,7 @@ def train(rank, world, config, whole=None):
     torch.manual_seed(0)
     parts = [Embedding(11, 12), Linear(12, 17), Norm(17), Linear(17, 12), Norm(12)]
     model = torch.nn.Sequential(*parts, Head(12, 11, bias=False))
-    model[5].weight = model[0].weight  # owned by an Embedding and a Head
+    model[5].weight = model[0].weight  # the weight belongs to an Embedding and a Head
     config = {
         "train_micro_batch_size_per_gpu": 2,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},

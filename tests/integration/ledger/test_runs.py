@@ -17,7 +17,7 @@ ENVIRONMENT = {
     if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "COMMPROF_RUN", "PYTHONPATH")
 } | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(command.WITHOUT_DYNAMO)}
 
-# One script for all configs: the same job again and again would spend its time on starting Python.
+# One script for all configs, because the ranks would otherwise spend the time of each job on starting Python.
 SCRIPT = """
 import json, sys
 import torch, torch.distributed as dist
@@ -47,7 +47,8 @@ def zero(stage: int, **keys) -> dict:
     return {"zero_optimization": {"stage": stage, "reduce_bucket_size": 140_000, **keys}}
 
 
-# config -> requested, issued and executed operation, and modelled bytes per rank and byte of gradients that ran (n = 2)
+# For each config: the requested, issued and executed operation, and the modelled bytes per rank and byte of
+# gradients of the executed operation (n = 2).
 CONFIGS = {
     "stage-0": (zero(0), "all_reduce", "all_reduce", "all_reduce", 1.0),
     "stage-1": (zero(1), "reduce_scatter", "all_reduce", "all_reduce", 1.0),
@@ -71,7 +72,7 @@ CONFIGS = {
     ),
 }  # fmt: skip
 
-# What the others leave is tested on SyntheticRun as well.
+# These configs run only in the long tests. SyntheticRun also tests what the quick configs do not cover.
 LONG = ("stage-0", "stage-1", "stage-2-exchange-bf16-twice", "stage-3-all-reduce-twice")
 
 
@@ -87,7 +88,7 @@ def place(tmp_path_factory):
 
 
 def recorded(place: Path, name: str, config: dict, *arguments: str) -> Path:
-    """The run called ``name``, made by whichever test asks for it first."""
+    """Return the run called ``name``. The first test that needs it records it."""
     if not (place / name).exists():
         (place / f"{name}.json").write_text(json.dumps(BASE | config))
         done = commprof(
@@ -127,7 +128,8 @@ def test_the_ledger_of_a_real_run_closes(place, name):
     assert row["executed_wire_bytes"] == factor * row["issued_payload_bytes"]
     (moved,) = answer["moved"]
     assert moved["device"] == "lo"
-    # Other processes of the machine use the same interface, so more is no error; less would be.
+    # Other processes on the machine use the same interface. The counters may therefore show more bytes, but
+    # not fewer.
     assert moved["sent_bytes"] >= 0.98 * moved["expected_bytes"]
 
 

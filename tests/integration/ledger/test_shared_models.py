@@ -1,7 +1,9 @@
-"""``commprof verify`` of runs whose ranks share tensors, sequences and stages: closed, and each planted fault is named.
+"""``commprof verify`` of runs whose ranks share tensors, sequences and stages.
 
-``python tests/integration/ledger/test_shared_models.py`` writes the golden traces anew; read the difference before it is
-committed.
+The ledger must close, and each planted fault must be named.
+
+``python tests/integration/ledger/test_shared_models.py`` writes the golden traces again. Review the
+difference before committing it.
 """
 
 from __future__ import annotations
@@ -85,7 +87,10 @@ def stages(rank, world):
 
 
 def copies(rank, world):
-    """Stage 3 whose ranks keep copies of the parameters in pairs: gathered by all four of them, and by two."""
+    """Train at stage 3 with secondary shards of the parameters in pairs of ranks.
+
+    Parameters are gathered by all four ranks and by the two ranks of a pair.
+    """
     engine = training.engine(training.config(zero_optimization={"stage": 3, "zero_hpz_partition_size": 2}))
     for step in range(STEPS):
         training.step_of(engine, step, 8)
@@ -125,7 +130,10 @@ def test_every_byte_is_explained(name):
 @pytest.mark.sampled
 @pytest.mark.parametrize("name", ["copies", "stages", "tensors", "sequences"])
 def test_what_is_said_to_agree_is_equal_in_bytes(name, capsys):
-    """Of groups of several sizes too: the two lines of a purpose that was issued as asked show one number."""
+    """The two lines of a purpose that was issued as requested show the same bytes.
+
+    This must also be true of groups of different sizes.
+    """
     verdict = verify(recorded(name))
     agreeing = [
         row
@@ -189,7 +197,7 @@ TIED = is_(step=1, purpose="gradient_reduce", group_ranks="0-1")
 
 
 def nth(chosen, number):
-    """The ``number``-th record of each rank that is ``chosen``."""
+    """Select the record number ``number`` of each rank among those that are ``chosen``."""
     seen = {}
 
     def is_it(row):
@@ -201,7 +209,8 @@ def nth(chosen, number):
     return is_it
 
 
-# What is done to the records -> (kind, purpose, op, group, steps) that is named, and bytes where they are one number.
+# For each change of the records: the (kind, purpose, op, group, steps) that verify names. Bytes are included
+# if they are a single number.
 FAULTS = {
     "a row layer sent nothing": (
         "tensors", without(CONTRACT), ("missing", "activation", "all_reduce", "0-1", "1"), 2 * 8 * 16 * 4,

@@ -1,4 +1,4 @@
-"""Stage 3, recorded and verified: models of which some parameters are made within zero.Init, and early evaluations."""
+"""Stage 3, recorded and verified: models with parameters created within zero.Init, and early evaluations."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Model(nn.Module):
 
 
 def resize(model):
-    """As resize_token_embeddings of Hugging Face: a new embedding with the old rows."""
+    """Resize the embedding like resize_token_embeddings of Hugging Face: a new embedding with the old rows."""
     larger = nn.Embedding(WORDS + 4, WIDTH)
     with zero_runtime.zero.GatheredParameters([model.embedding.weight], modifier_rank=None):
         larger.weight.data[:WORDS] = model.embedding.weight.data
@@ -53,7 +53,7 @@ def replace_head(model):
 
 
 def add_frozen(model):
-    """A pooler that nobody calls, as the base model of an adapter may have."""
+    """Add a frozen pooler that is never called, as the base model of an adapter may have."""
     model.pooler = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
 
 
@@ -83,12 +83,15 @@ def evaluate(engines, passes):
 
 
 def train(rank, world, hows, evaluations=0, between=0, accumulation=1, threshold=None, steps=4, releases=()):
-    """Train the model made as the first of ``hows`` says; the others are reference models, of which forward passes are made.
+    """Train the model described by the first of ``hows``.
+
+    Other entries of ``hows`` are reference models, which only run forward passes.
 
     Args:
-        evaluations: passes of each engine before the first step, and ``between``: after each step.
-        threshold: of what stays gathered; None for the default, which is all.
-        releases: the steps after which the program releases what stays gathered.
+        evaluations: The number of passes of each engine before the first step.
+        between: The number of passes after each step.
+        threshold: The persistence threshold. None is the default, with which all parameters stay gathered.
+        releases: The steps after which the program releases the parameters that stay gathered.
     """
     zero = {"stage": 3} | ({} if threshold is None else {"stage3_param_persistence_threshold": threshold})
     config = {
@@ -128,8 +131,9 @@ def broadcasts(run):
     return [row for row in rows if row["purpose"] == "parameter_broadcast" and row["rank"] == 0]
 
 
-# Broadcasts: the parameters made inside, once each, and those made outside, twice each. Embedding, two of the hidden layer,
-# the head; tied models drop a head, and two layers of two parameters.
+# The number of parameters created inside zero.Init, broadcast once each, and of those created outside,
+# broadcast twice each. The model has an embedding, a hidden layer with two parameters, and a head with one.
+# Tied models drop a head, and two layers of two parameters.
 MADE = {
     ("outside",): (0, 4),
     ("inside",): (4, 0),
@@ -142,7 +146,11 @@ MADE = {
 
 
 def test_a_frozen_module_that_never_runs_is_not_missing():
-    """verify found a mismatch: the rules had its parameters gathered in each pass. A surplus is still one."""
+    """Parameters of a frozen module that never runs are not reported as missing.
+
+    Verify found a mismatch here, because the rules expected a gather of them in each pass. Surplus bytes are
+    still a mismatch.
+    """
     run = recorded("frozen pooler", threshold=0)
     verdict = verify(run)
     assert (str(verdict.state), verdict.unexplained) == ("closed", ()), verdict
@@ -160,7 +168,10 @@ def test_a_frozen_module_that_never_runs_is_not_missing():
 
 
 def test_a_frozen_module_that_runs_after_an_early_evaluation():
-    """Gathers that follow no order of modules have no upper bound; with frozen parameters they had one."""
+    """A frozen module that runs after an early evaluation is no mismatch.
+
+    Gathers that follow no order of modules have no upper bound, but rules with frozen parameters applied one.
+    """
     verdict = verify(recorded("frozen layer", evaluations=1, threshold=0))
     assert (str(verdict.state), verdict.unexplained) == ("closed", ()), verdict
 
@@ -168,7 +179,10 @@ def test_a_frozen_module_that_runs_after_an_early_evaluation():
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize("threshold", [None, 20])
 def test_persistent_parameters_that_the_program_releases_are_gathered_again(accumulation, threshold):
-    """By the first micro-batch of the step after. Another gather in that step is a surplus still."""
+    """The first micro-batch after a release gathers the persistent parameters again.
+
+    Another gather in the same step is still a surplus.
+    """
     run = recorded("inside", accumulation=accumulation, threshold=threshold, releases=(1,))
     verdict = verify(run)
     assert (str(verdict.state), verdict.unexplained) == ("closed", ()), verdict
@@ -185,7 +199,10 @@ def test_persistent_parameters_that_the_program_releases_are_gathered_again(accu
 
 
 def saved_after_an_overflow(rank, world):
-    """The third step is skipped, which leaves no parameter gathered; the checkpoint after it gathers them."""
+    """Train until the third step is skipped, which leaves no parameter gathered, and then save a checkpoint.
+
+    The checkpoint gathers the parameters.
+    """
     torch.manual_seed(0)
     config = {
         "train_micro_batch_size_per_gpu": 2,
@@ -215,14 +232,17 @@ def test_a_checkpoint_after_a_skipped_step_gathers_what_the_next_step_needs(tmp_
 
 @pytest.mark.parametrize("threshold", [None, 20])
 def test_an_evaluation_gathers_persistent_parameters_that_the_program_has_released(threshold):
-    """Where all of them persist, nothing else shows that the gathers between two steps are those of an evaluation."""
+    """Gathers of released persistent parameters between two steps are explained by an evaluation.
+
+    If all parameters persist, only these gathers show that there was an evaluation.
+    """
     run = recorded("inside", between=2, threshold=threshold, releases=(2,))
     verdict = verify(run)
     assert (str(verdict.state), verdict.unexplained) == ("closed", ()), verdict
     gathers = [row for row in run.table("collectives").to_pylist() if row["purpose"] == "parameter_gather"]
     assert any(row["after_step"] == 2 for row in gathers)
 
-    # The same gathers within the pass of training are a surplus.
+    # The same gathers within a training pass are a surplus.
     def within(row):
         is_gather = row["after_step"] == 2 and row["purpose"] == "parameter_gather"
         return [row | {"after_step": None, "step": 3, "phase": "forward"} if is_gather else row]
@@ -279,8 +299,8 @@ def test_a_run_that_does_not_say_how_parameters_were_made_is_judged_by_its_messa
     assert str(verdict.state) == state
 
 
-# Passes before the first step, after each step, micro-batches of a step, engines. Without a pass before the first step those
-# of a reference model are within steps: see the next test.
+# Passes before the first step, passes after each step, micro-batches of a step, and engines. Without a pass
+# before the first step, the passes of a reference model are within steps, and the next test covers these.
 EVALUATIONS = [
     (evaluations, between, accumulation, models)
     for evaluations, between in ((1, 0), (2, 0), (3, 2), (0, 1))
@@ -312,7 +332,10 @@ def test_an_evaluation_before_the_order_of_modules_is_known(
 @pytest.mark.sampled
 @pytest.mark.parametrize("threshold", [0, None])
 def test_what_a_reference_model_gathers_within_steps_is_doubted(threshold):
-    """Which of two engines has sent what nothing tells: no mismatch, and not closed."""
+    """Gathers of a reference model within steps leave the ledger open.
+
+    Nothing shows which of two engines issued the gathers. The state is unknown, and not a mismatch.
+    """
     verdict = verify(recorded("inside", "inside", threshold=threshold))
     assert (str(verdict.state), verdict.unexplained) == ("unknown", ()), verdict
     assert any(
@@ -324,7 +347,11 @@ def test_what_a_reference_model_gathers_within_steps_is_doubted(threshold):
 @pytest.mark.sampled
 @pytest.mark.parametrize("evaluations", [1, 2])
 def test_a_planted_check_of_the_order_of_modules_is_named(evaluations):
-    """All parameters stay gathered. Step 1 records the order (two broadcasts), and no step after the second checks any."""
+    """A planted check of the order of modules is named.
+
+    All parameters stay gathered. Step 1 records the order with two broadcasts, and no step after the second
+    checks it.
+    """
     run = recorded("inside", evaluations=evaluations)
     checks = [row for row in run.table("collectives").to_pylist() if row["purpose"] == "trace_check"]
     sizes = {

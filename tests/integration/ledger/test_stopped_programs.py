@@ -1,4 +1,7 @@
-"""``commprof verify`` of programs that stop in a pass: no memory is left, or they are killed. That is no mismatch."""
+"""``commprof verify`` of programs that stop within a pass.
+
+The programs run out of memory or are killed. Neither is a mismatch.
+"""
 
 from __future__ import annotations
 
@@ -95,14 +98,15 @@ for step in range(3):
 
 
 def stopped(place: Path, *arguments: str):
-    """The run of the program, which ended with an error."""
+    """Return the run of the program, which failed."""
     (place / "train.py").write_text(PROGRAM)
     done = commprof("run", "--nproc", "2", "--out", "run", "train.py", *arguments, cwd=place)
     assert done.returncode not in (0, 2), done.stdout + done.stderr
     return open_run(place / "run")
 
 
-# What was published by then is enough if an earlier step ran the same passes, or if the pass gathers nothing ahead.
+# The data published until then is enough if an earlier step ran the same passes, or if the pass gathers
+# nothing ahead.
 CASES = {
     "ddp optimizer 0 kill": "unknown",
     "fsdp forward 0 kill": "unknown",
@@ -113,7 +117,7 @@ CASES = {
     "fully_shard optimizer 0 kill": "unknown",
     "fully_shard optimizer 1 kill": "closed",
     "tensor_parallel forward 1 kill": "closed",
-    "zero backward 1 raise": "closed",  # the gradients that arrived are no order of all
+    "zero backward 1 raise": "closed",  # the gradients that arrived do not show the order of all gradients
 }
 
 

@@ -1,6 +1,7 @@
-"""``commprof verify`` of models that ``parallelize_module`` cuts: closed, and each planted collective is named.
+"""``commprof verify`` of models that ``parallelize_module`` partitions.
 
-The models are small, so that what they must send is worked out by hand beside a few of them.
+The ledger must close, and each planted collective must be named. The models are small, and the expected
+messages of some of them are computed by hand.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ def two_layers():
 
 
 def sequences():
-    """The plan of a transformer whose sequences are shared between its blocks."""
+    """Return the plan of a transformer that keeps sequences sharded between its blocks."""
     return {
         "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
         "norm": SequenceParallel(),
@@ -85,7 +86,7 @@ def sequences():
 
 
 def prepared():
-    """Inputs and outputs that are laid out around a module that is not cut."""
+    """Return a plan that only changes the layouts of the input and output of a module."""
     return {
         "0": PrepareModuleInputOutput(
             input_layouts=Shard(0),
@@ -104,7 +105,7 @@ def prepared():
 
 
 def uneven():
-    """Widths and batches that three ranks do not share evenly."""
+    """Widths and batches that are not divisible by three ranks."""
     return {
         "1": ColwiseParallel(output_layouts=Replicate()),
         "3": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(0)),
@@ -112,7 +113,7 @@ def uneven():
 
 
 class Named(nn.Module):
-    """Gives the second of three layers its input by name."""
+    """A model that passes the input of the second of three layers by name."""
 
     def __init__(self):
         super().__init__()
@@ -133,7 +134,7 @@ def dense(step):
 
 
 def longer(step):
-    """Sequences of another length in each step."""
+    """Return sequences whose length differs in each step."""
     return torch.ones(BATCH, SEQUENCE + step, WIDTH)
 
 
@@ -179,7 +180,7 @@ def checkpointed(model):
 
 
 def checkpointed_whole(model):
-    """The layers that are cut, with the functions of their styles, run again in the backward pass."""
+    """Recompute the partitioned layers, including the functions of their styles, in the backward pass."""
     inner = nn.Sequential(*model[1:])
     model.forward = lambda x: checkpoint(inner, model[0](x), use_reentrant=False)
 
@@ -190,7 +191,7 @@ def frozen(model):
 
 
 def sharded(rank, world):
-    """Two ranks share tensors, and two such pairs the parameters of the same model."""
+    """Train with tensor parallelism in pairs of ranks and with fully_shard across two pairs."""
     from torch.distributed.fsdp import fully_shard
 
     warnings.filterwarnings("ignore", "FSDP2-wrapped module", UserWarning)
@@ -209,7 +210,10 @@ def sharded(rank, world):
 
 
 def sharded_sequences(rank, world, precision=None, accumulation=1):
-    """The same with gradients of norms that are partial sums, which fully_shard adds up before it reduces them."""
+    """Train like :func:`sharded`, with partial gradients of norms.
+
+    fully_shard sums these gradients before it reduces them.
+    """
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     warnings.filterwarnings("ignore", "FSDP2-wrapped module", UserWarning)
@@ -228,7 +232,7 @@ def sharded_sequences(rank, world, precision=None, accumulation=1):
 
 
 def in_pairs(rank, world):
-    """Each pair of ranks has a model of its own."""
+    """Train a separate model in each pair of ranks."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensors"))["tensors"]
     model = perceptron()
     parallelize_module(model, mesh, two_layers())
@@ -331,9 +335,11 @@ def rows(verdict, purpose, when="steps"):
 
 
 def test_the_messages_of_two_layers_by_hand():
-    """The first layer scatters 16 x 8 + 16 elements, the second 8 x 16 and broadcasts its bias of 8.
+    """The messages of two layers equal the sizes computed by hand.
 
-    The forward pass sums the outputs of the second, the backward pass the gradients of the input of the first.
+    The first layer scatters 16 x 8 + 16 elements. The second scatters 8 x 16 and broadcasts its bias of 8.
+    The forward pass sums the outputs of the second layer. The backward pass sums the gradients of the input
+    of the first.
     """
     verdict = verify(recorded("two layers"))
     assert rows(verdict, "activation") == {"all_reduce": (2 * STEPS, 2 * STEPS * ACTIVATION)}
@@ -343,10 +349,14 @@ def test_the_messages_of_two_layers_by_hand():
 
 @pytest.mark.long
 def test_the_messages_of_shared_sequences_by_hand():
-    """Forward: the embedding and the attention sum into shards. Gathered: the norm's output, the head's input and output.
+    """The messages of sharded sequences equal the sizes computed by hand.
 
-    Backward: the gradients of the embedding's and the attention's outputs are gathered; those of the attention's and the
-    head's inputs are summed into shards. The gradients of the norm's 8 weights and 8 biases are sums over tokens.
+    Forward: the outputs of the embedding and of the attention are summed into shards. The output of the norm,
+    and the input and output of the head, are gathered.
+
+    Backward: the gradients of the outputs of the embedding and the attention are gathered. The gradients of
+    the inputs of the attention and the head are summed into shards. The gradients of the norm's 8 weights and
+    8 biases are sums over tokens.
     """
     verdict = verify(recorded("sequences"))
     logits = BATCH * SEQUENCE * TOKENS * 4
@@ -361,7 +371,10 @@ def test_the_messages_of_shared_sequences_by_hand():
 
 @pytest.mark.long
 def test_the_messages_of_uneven_shards_by_hand():
-    """16 outputs on 3 ranks are 18 with their padding, and a batch of 2 is 3."""
+    """The messages of uneven shards include padding.
+
+    16 outputs on 3 ranks are padded to 18, and a batch of 2 is padded to 3.
+    """
     verdict = verify(recorded("uneven shards"))
     wide, batch = ACTIVATION // 8 * 18, ACTIVATION // 2 * 3
     assert rows(verdict, "activation") == {
@@ -373,7 +386,10 @@ def test_the_messages_of_uneven_shards_by_hand():
 
 @pytest.mark.long
 def test_passes_that_ask_for_no_gradient_send_none_back():
-    """Behind frozen layers no input needs a gradient. An evaluation runs one forward pass in every second step."""
+    """Passes that need no gradient send none in the backward direction.
+
+    Behind frozen layers no input needs a gradient. An evaluation runs one forward pass in every second step.
+    """
     assert rows(verify(recorded("frozen")), "activation") == {"all_reduce": (STEPS, STEPS * ACTIVATION)}
     evaluated = verify(recorded("evaluated"))
     assert rows(evaluated, "activation") == {
@@ -422,7 +438,10 @@ def test_a_planted_collective_is_a_mismatch(how, tmp_path, capsys):
     ("how", "code"), [("untagged", 1), ("an activation of another operation", 1), ("an activation", 3)]
 )
 def test_a_planted_collective_beside_dtensors_that_leave_their_modules(how, code, tmp_path):
-    """A step that sends more than the steps like it is a mismatch. An operation that no other step has cannot be told."""
+    """A step that sends more than similar steps is a mismatch.
+
+    verify cannot judge an operation that occurs in no other step.
+    """
     between = functools.partial(planted, how=PLANTED[how])
     body = functools.partial(train, plan=sequences, model=Block, inputs=tokens, between=between)
     verdict = verify(record(tmp_path / "run", 2, body)[0])
@@ -431,7 +450,7 @@ def test_a_planted_collective_beside_dtensors_that_leave_their_modules(how, code
 
 
 class Doubled(ColwiseParallel):
-    """A style of the program's own, which sends more than the one that it is made of."""
+    """A parallel style of the program, which sends more than the style that it extends."""
 
     @staticmethod
     def _prepare_input_fn(input_layouts, desired, module, inputs, mesh):
@@ -443,7 +462,7 @@ class Doubled(ColwiseParallel):
 def test_a_style_of_the_program_s_own_is_labelled(tmp_path):
     body = functools.partial(train, plan=lambda: {"1": Doubled(), "3": RowwiseParallel()})
     verdict = verify(record(tmp_path / "run", 2, body)[0])
-    assert verdict.exit_code == 1  # since a collective has no purpose
+    assert verdict.exit_code == 1  # the planted collective has no purpose
     assert {(item.op, item.payload_bytes) for item in verdict.unexplained} == {("all_reduce", STEPS * 20)}
     assert any("its style is not covered by the rules" in text for text in verdict.sentences), (
         verdict.sentences

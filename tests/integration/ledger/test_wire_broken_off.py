@@ -1,6 +1,7 @@
-"""Runs on three hosts that were killed, ran twice or kept sums only: no host is accused, and what is planted is found.
+"""Runs on three hosts that were killed, ran twice or recorded only sums.
 
-The expected bytes are written here by hand, from gloo's algorithms, and not taken from the package under test.
+Verify must not accuse a host, and must find planted bytes. The expected bytes are written here by hand from
+gloo's algorithms, and not taken from the package under test.
 """
 
 import json
@@ -24,7 +25,7 @@ pytestmark = [
     pytest.mark.long,
 ]
 
-# 4 MB reduced on all ranks: each sends 2 x 2/3 of it. 3 MB from rank 1 to both others.
+# 4 MB are reduced on all ranks: each rank sends 2 x 2/3 of this. Rank 1 sends 3 MB to both other ranks.
 STEP = {0: 16 / 3, 1: 16 / 3 + 6, 2: 16 / 3}
 STEPS, KILLED_AT = 6, 3
 PROGRAM = f"""
@@ -69,7 +70,8 @@ for step in range({STEPS}):
 hooks.step(step + 1)
 dist.destroy_process_group()
 """
-# A launcher of the test's own, that starts the ranks again: torchrun's would need names that all hosts can resolve.
+# A launcher of this test that starts the ranks again. torchrun would need host names that all hosts can
+# resolve.
 AGAIN = """
 import os, subprocess, sys
 for attempt in range(2):
@@ -81,7 +83,7 @@ sys.exit(code)
 
 
 def record(folder, machines, words, **variables):
-    """Run ``words`` below ``commprof run --wire`` on each host; what verify then says as JSON."""
+    """Run ``words`` with ``commprof run --wire`` on each host, and return the JSON output of verify."""
     (folder / "train.py").write_text(PROGRAM)
     (folder / "again.py").write_text(AGAIN)
     ranks = [
@@ -117,7 +119,7 @@ def test_a_run_that_was_killed_accuses_no_host(tmp_path):
     for number, row in judged.items():
         assert row["expected_bytes"] == pytest.approx(row["steps"] * STEP[number] * MB, rel=0.01)
         assert row["steps"] <= KILLED_AT + 1
-    assert judged  # the readings at its steps are still there
+    assert judged  # the readings at the steps of each host remain
 
 
 @pytest.mark.parametrize("killed", [True, False])
@@ -129,7 +131,8 @@ def test_what_waits_in_send_buffers_when_a_run_ends_accuses_no_host(tmp_path, ki
     assert all(codes) if killed else not any(codes)
     assert not mismatches(verdict)
     root = next(row for row in verdict["moved"] if row["host"][-1] == "1")
-    # The root of the broadcast returns when its bytes are in send buffers, and that is where the last of them are.
+    # The root of the broadcast returns when its bytes are in send buffers. The last of the bytes are still
+    # there.
     assert root["sent_bytes"] < root["expected_bytes"]
     if not killed:
         assert root["sent_bytes"] + root["queued_last_bytes"] >= (1 - TOLERANCE) * root["expected_bytes"]

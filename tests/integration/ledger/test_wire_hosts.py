@@ -1,7 +1,8 @@
-"""Four hosts with a rank each: what their interfaces sent is what was executed, and gloo's reduce_scatter is found out.
+"""Four hosts with a rank each: the interfaces sent the bytes of the executed operations.
 
-The expected factors are written here by hand, from the algorithms (a ring sends a piece of S/n to one neighbour in each of
-its n-1 rounds), and not taken from the package under test.
+The tests also show that gloo runs an all_reduce for a reduce_scatter. The expected factors are written here
+by hand from the algorithms, and not taken from the package under test. A ring sends a chunk of S/n to one
+neighbor in each of its n-1 rounds.
 """
 
 import json
@@ -29,7 +30,8 @@ pytestmark = [
     pytest.mark.skipif(WHY_NOT is not None, reason=WHY_NOT or ""),
 ]
 
-# Each step is one collective between two barriers, so that nothing of it is under way when the counters are read.
+# Each step is one collective between two barriers, so that the collective is complete when the counters are
+# read.
 PLAIN = """
 import torch, torch.distributed as dist
 from commprof import hooks
@@ -54,10 +56,11 @@ hooks.step(step + 1)
 dist.destroy_process_group()
 """
 PLAIN_BYTES = 4 * 2**20
-# Bytes that a rank sends for S bytes: reduce-scatter and all-gather of a ring, (n-1)/n S each.
+# The bytes that a rank sends for S bytes. The reduce-scatter and the all-gather of a ring take (n-1)/n S
+# each.
 PLAIN_STEPS = {
     "all_reduce": (range(3), 2 * (HOSTS - 1) / HOSTS),
-    "reduce_scatter": (range(3, 6), 2 * (HOSTS - 1) / HOSTS),  # gloo runs an all_reduce
+    "reduce_scatter": (range(3, 6), 2 * (HOSTS - 1) / HOSTS),  # gloo runs an all_reduce instead
     "all_gather": (range(6, 9), (HOSTS - 1) / HOSTS),
     "all_to_all": (range(9, 12), (HOSTS - 1) / HOSTS),
 }
@@ -80,21 +83,23 @@ for _ in range(3):
 dist.barrier()
 dist.destroy_process_group()
 """
-ZERO_BYTES = 4 * 4 * 1024 * 1024  # of the gradients, and of the parameters
-GATHER = (HOSTS - 1) / HOSTS  # the updated parameters
+# The bytes of the gradients, which are also the bytes of the parameters.
+ZERO_BYTES = 4 * 4 * 1024 * 1024
+GATHER = (HOSTS - 1) / HOSTS  # for the updated parameters
 ZERO_FACTORS = {
     "all_reduce": 2 * (HOSTS - 1) / HOSTS,
     "multi_rank_all_reduce": 2 * (HOSTS - 1) / HOSTS,
-    # a reduce-scatter, whose parts all but the owner then send to the owner: the mean over the ranks
+    # A reduce-scatter, after which all ranks but the owner send their parts to the owner. The factor is the
+    # mean over the ranks.
     "reduce_to_owner": (HOSTS - 1) / HOSTS + (HOSTS - 1) / HOSTS**2,
     "reduce_scatter": (HOSTS - 1) / HOSTS,  # an all_to_all and a sum
 }
 
 
 def record(directory, program, *arguments):
-    """Run ``program`` on every host, one rank each, into one directory that they share.
+    """Run ``program`` on every host, one rank each, into one shared directory.
 
-    Returns the directory, and for each host's name how many bytes it sent more than once.
+    Returns the directory, and for the name of each host the number of bytes that it sent more than once.
     """
     script = directory / "train.py"
     script.write_text(textwrap.dedent(program))
@@ -106,12 +111,15 @@ def record(directory, program, *arguments):
 
 
 def agree(sent, expected, resent):
-    """Whether the bytes sent are those expected, but for some that may be among those ``resent``."""
+    """Return whether ``sent`` equals ``expected``.
+
+    Up to ``resent`` bytes more are accepted.
+    """
     return expected * (1 - TOLERANCE) <= sent <= expected * (1 + TOLERANCE) + resent
 
 
 def sent_until(run, host):
-    """Step -> bytes that ``host`` had sent when it ended."""
+    """Return for each step the bytes that ``host`` had sent when the step ended."""
     rows = open_run(run).table("wire").to_pylist()
     return {
         row["step"]: row["sent_bytes"]
@@ -121,14 +129,14 @@ def sent_until(run, host):
 
 
 def verify(run):
-    """Exit code and text, in one line, of ``commprof verify``."""
+    """Return the exit code and the output of ``commprof verify``, joined into one line."""
     done = commprof("verify", run, cwd=run.parent, env=dict(os.environ))
     assert "Traceback" not in done.stderr
     return done.returncode, " ".join(done.stdout.split())
 
 
 def agreements(text):
-    """Host -> what verify says that the host sent, relative to the model."""
+    """Return for each host the ratio of sent to modelled bytes that verify reports."""
     found = re.findall(
         r"Host (\S+) sent [\d,]+ bytes through eth0 .*?: ([\d.]+) times the [\d,]+ modelled", text
     )
@@ -148,7 +156,7 @@ def test_the_interfaces_send_what_was_executed(tmp_path):
             expected = len(steps) * factor * PLAIN_BYTES
             assert agree(moved, expected, resent[name]), (name, op, moved, expected, resent)
     code, text = verify(run)
-    assert code == 3  # nothing says what was asked for
+    assert code == 3  # the run does not contain what was requested
     assert "ran reduce_scatter as all_reduce: 1.50 instead of 0.75" in text
     assert set(agreements(text)) == set(resent)
     modelled = sum(len(steps) * factor for steps, factor in PLAIN_STEPS.values()) * PLAIN_BYTES
@@ -180,7 +188,8 @@ def test_zero_stage_2_moves_what_its_reduction_executes(tmp_path, reduction):
 
 
 CALLS, CALL_BYTES = 16, 1_000_000
-READ_HOSTS = 2  # that of rank 0, and one without it; their interpreters start in earnest
+# One host has rank 0 and the other does not. Each rank starts a real Python interpreter.
+READ_HOSTS = 2
 SENDS = """
 import os, signal, sys, time
 import torch, torch.distributed as dist
@@ -207,14 +216,17 @@ LAUNCHES = {
 
 
 def sent_by_the_kernel(machine):
-    """Bytes that a host's interface has sent, as ip(8) reads them over netlink."""
+    """Return the bytes that the interface of a host sent, as ip(8) reads them over netlink."""
     words = ["ip", "-n", machine.name, "-s", "-j", "link", "show", "dev", network.INTERFACE]
     (link,) = json.loads(subprocess.run(words, capture_output=True, text=True, check=True, timeout=20).stdout)
     return link["stats64"]["tx"]["bytes"]
 
 
 def run_each(directory, machines, launch, *arguments, program=SENDS):
-    """Run ``program`` on every host in the way named ``launch``; host -> bytes its interface sent meanwhile, exit codes."""
+    """Run ``program`` on every host with the launch method ``launch``.
+
+    Returns for each host the bytes that its interface sent during the run, and the exit codes.
+    """
     (directory / "train.py").write_text(program)
     words, variables = LAUNCHES[launch]
     before = {machine.name: sent_by_the_kernel(machine) for machine in machines}
@@ -231,7 +243,7 @@ def run_each(directory, machines, launch, *arguments, program=SENDS):
 
 
 def reported(run):
-    """Host -> megabytes that ``commprof report`` prints as sent through eth0, and all of its text."""
+    """Return for each host the megabytes that ``commprof report`` prints as sent through eth0, and the whole text."""
     rows = json.loads(output("report", run, "--json", cwd=run.parent, env=dict(os.environ)))
     moved = [row for row in rows["moved"] if row["device"] == network.INTERFACE]
     text = output("report", run, cwd=run.parent, env=dict(os.environ))
@@ -248,7 +260,7 @@ def test_the_readings_of_every_host_cover_its_whole_run(tmp_path, launch):
     assert set(sent) == set(truth)
     least = CALLS * CALL_BYTES * 2 * (READ_HOSTS - 1) / READ_HOSTS
     for host, moved in sent.items():
-        # Before the first reading and after the last: the ranks find each other, nothing else.
+        # Before the first reading and after the last, only the rendezvous of the ranks sends bytes.
         assert least <= moved <= truth[host], (host, moved, truth)
         assert truth[host] - moved < CALL_BYTES / 4, (host, moved, truth)
     assert "Not the complete run" not in text
@@ -275,7 +287,7 @@ def test_zero_stage_2_without_readings_at_steps_has_the_bytes_of_every_host(tmp_
     of_steps = 3 * (ZERO_FACTORS["multi_rank_all_reduce"] + GATHER) * ZERO_BYTES
     for host, moved in sent.items():
         assert of_steps <= moved <= truth[host], (host, moved, truth)
-        assert truth[host] - moved < 100_000, (host, moved, truth)  # the ranks find each other
+        assert truth[host] - moved < 100_000, (host, moved, truth)  # only the rendezvous of the ranks
     assert "Not the complete run" not in text
     code, verdict = verify(tmp_path / "run")
     assert code == 0, verdict
@@ -293,7 +305,7 @@ def test_of_a_job_that_is_killed_it_is_said_that_the_last_reading_is_one_at_an_i
     assert all(codes)
     for file in (tmp_path / "run").glob(
         "rank-*"
-    ):  # this host cannot ask the others: a quarter of an hour later
+    ):  # as if it were later, since this host cannot query the other hosts
         os.utime(file, (0, 0))
     sent, text = reported(tmp_path / "run")
     for host, moved in sent.items():

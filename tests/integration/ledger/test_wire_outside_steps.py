@@ -1,6 +1,7 @@
-"""``run --wire`` of a program that evaluates and saves between its steps: the counters are held to all that was sent.
+"""``run --wire`` of a program that evaluates and saves between its steps.
 
-How much is sent is written here by hand: 2 ranks, S bytes in each direction of an all_reduce, 2 S over the loopback.
+The counters are compared with all bytes that were sent. The expected bytes are written here by hand: 2 ranks,
+S bytes in each direction of an all_reduce, 2 S over the loopback.
 """
 
 from __future__ import annotations
@@ -43,7 +44,9 @@ dist.destroy_process_group()
 """
 OUTSIDE = 4 * (STEPS // 2) + 1
 OF_STEPS = 2 * STEPS + OUTSIDE
-BEFORE_AN_EVALUATION = STEPS // 2  # behind the optimizer: between two steps, so outside with the evaluation
+# The all_reduce after the optimizer step is between two steps if an evaluation follows. It is then outside
+# the steps, like the evaluation.
+BEFORE_AN_EVALUATION = STEPS // 2
 
 
 def test_what_moved_is_held_to_the_evaluations_and_checkpoints_between_the_readings_too(tmp_path):

@@ -93,8 +93,8 @@ dist.destroy_process_group()
 # 1/2 of 3 MB. The splits: each rank sends to the other ranks.
 ROOTED_STEP = {
     0: 2 + 1 + 1 + 3 + 3 + 1.6,  # reduce, its third, gather, send, all_reduce, 400,000 elements to rank 2
-    1: 2 * 3 + 2 + 1 + 0.4 + 1.6,  # broadcast, reduce, its third, to ranks 0 and 2
-    2: 2 + 1 + 2 + 3 + 0.4,  # reduce, gather, scatter, all_reduce, to rank 0
+    1: 2 * 3 + 2 + 1 + 0.4 + 1.6,  # broadcast, reduce, its third, splits to ranks 0 and 2
+    2: 2 + 1 + 2 + 3 + 0.4,  # reduce, gather, scatter, all_reduce, splits to rank 0
 }
 
 # Each rank divides its input differently, so that the ranks neither send nor receive equal numbers of

@@ -1,6 +1,7 @@
-"""``commprof verify`` of models that torch's own wrappers train: closed, and each planted collective is named.
+"""``commprof verify`` of models trained with torch's own wrappers.
 
-The programs are small, so that what they must send is worked out by hand beside a few of them.
+The ledger must close, and each planted collective must be named. The programs are small, and the expected
+messages of some of them are computed by hand.
 """
 
 from __future__ import annotations
@@ -27,13 +28,17 @@ from support.recording import record
 
 pytestmark = pytest.mark.ranks
 WIDTH, STEPS = 8, 4
-# torch 2.11 has the older name only.
+# torch 2.11 has only the older name.
 _OF_DDP = inspect.signature(DistributedDataParallel).parameters
 NO_BUFFERS = "forward_sync_buffers" if "forward_sync_buffers" in _OF_DDP else "broadcast_buffers"
 
 
 class Net(nn.Module):
-    """Tied weights, a frozen bias, a batch norm with its three buffers, an unused layer, and a head of another type."""
+    """A model with many special cases.
+
+    It has tied weights, a frozen bias, a batch norm with its three buffers, an unused layer, and a head of
+    another type.
+    """
 
     def __init__(self, unused: bool = False, half: bool = False):
         super().__init__()
@@ -66,7 +71,7 @@ def train(
     forward=None,
     optimizers=(),
 ):
-    """Train ``model``; ``no_sync`` returns what is around a micro-batch that is not the last."""
+    """Train ``model``. ``no_sync`` returns the context for every micro-batch except the last."""
     optimizers = optimizers or (torch.optim.SGD(model.parameters(), lr=0.01),)
     forward = forward or model
     for step in range(STEPS):
@@ -87,7 +92,7 @@ def train(
 
 
 def split(given):
-    """What of ``given`` is for :func:`train`, and the rest, which is for the wrapper."""
+    """Split ``given`` into the arguments for :func:`train` and those for the wrapper."""
     names = ("accumulation", "before", "between", "after")
     return {name: given.pop(name) for name in names if name in given}, given
 
@@ -112,17 +117,20 @@ def evaluated(step, model):
 
 
 def gathered_ahead(step, model):
-    """What tutorials call explicit prefetching: the first gathers of a step, before its forward pass."""
+    """Issue the first gathers of a step before the forward pass, which tutorials call explicit prefetching."""
     model.unshard()
 
 
 def keep_gathered(step, model):
-    """From the second step on; clipping then sees no gradients of these parameters."""
+    """Keep parameters gathered from the second step on.
+
+    Clipping then sees no gradients of these parameters.
+    """
     model.set_reshard_after_backward(step < 1, recurse=False)
 
 
 def evaluated_and_read(step, model):
-    """state_dict makes shards again of what an evaluation has left gathered."""
+    """Evaluate and read the state_dict, which releases the parameters that an evaluation left gathered."""
     evaluated(step, model)
     model.state_dict()
 
@@ -139,13 +147,14 @@ def read_in_shards(step, model):
 
     evaluated(step, model)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch uses functions of its own that it has deprecated
+        # torch itself uses functions that it has deprecated.
+        warnings.simplefilter("ignore")
         with FullyShardedDataParallel.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
             model.state_dict()
 
 
 def read_whole(step, model):
-    """Parameters one by one, as for a moving average of them."""
+    """Gather parameters one at a time, as for a moving average of the parameters."""
     if step == 1:
         for parameter in model.parameters():
             parameter.full_tensor()
@@ -154,7 +163,7 @@ def read_whole(step, model):
 
 
 def two_models(rank, world):
-    """Two models that are trained in turn, one of them in every second step."""
+    """Train two models alternately, each in every second step."""
     makers = [DistributedDataParallel(nn.Linear(WIDTH, outputs)) for outputs in (3, 4)]
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.01) for each in makers]
     for step in range(STEPS):
@@ -166,7 +175,7 @@ def two_models(rank, world):
 
 
 def halves(rank, world):
-    """Models of two ranks each, of other shapes."""
+    """Train models of different shapes, each on two ranks."""
     groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     model = DistributedDataParallel(nn.Linear(WIDTH, 3 + rank // 2), process_group=groups[rank // 2])
     train(model)
@@ -185,7 +194,10 @@ def with_fp16(rank, world):
 
 
 class Blocks(nn.Module):
-    """Units whose rows do not divide among the ranks, one frozen, one with a layer that gets no gradient, tied weights."""
+    """Units whose rows are not divisible by the number of ranks.
+
+    One unit is frozen, one has a layer that gets no gradient, and weights are tied.
+    """
 
     def __init__(self):
         super().__init__()
@@ -241,7 +253,10 @@ def with_policy(rank, world):
 
 
 def norms(model, norm):
-    """Clipping in two steps, of a part of the model, of one parameter, and by the largest gradient; a norm of weights."""
+    """Clip gradients in two steps, for a part of the model, for one parameter, and by the largest gradient.
+
+    Also compute a norm of weights.
+    """
     total = torch.nn.utils.get_total_norm(each.grad for each in model.parameters() if each.grad is not None)
     torch.nn.utils.clip_grads_with_norm_(model.parameters(), norm, total.full_tensor())
     torch.nn.utils.clip_grad_norm_(model.first.parameters(), norm)
@@ -277,7 +292,10 @@ def fsdp1_with_policy(rank, world):
 
 
 def optimized(rank, world, groups=1, frozen=False, between=None, **arguments):
-    """DistributedDataParallel whose optimizer states are sharded; a group of parameters is added after the first step."""
+    """Train DistributedDataParallel with sharded optimizer states.
+
+    A param group is added after the first step.
+    """
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
     layers = nn.Sequential(nn.Linear(WIDTH, 5), nn.Linear(5, 3))
@@ -295,7 +313,7 @@ def optimized(rank, world, groups=1, frozen=False, between=None, **arguments):
 
 
 def tensors_too(rank, world, between=None):
-    """Tensors in two parts beside DistributedDataParallel and an optimizer whose states are sharded."""
+    """Train with tensors sharded in two, DistributedDataParallel, and an optimizer with sharded states."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.optim import ZeroRedundancyOptimizer
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -394,7 +412,11 @@ def test_what_the_program_reads_between_steps_leaves_the_ledger_closed(tmp_path,
 
 
 def test_the_messages_of_a_model_by_hand():
-    """Trained: 64 + 8 + 8 + 8 + 40 + 5 = 133 elements; the frozen bias has 8. Buffers: 16 floats, and an int64."""
+    """The messages of a model equal the sizes computed by hand.
+
+    Trained: 64 + 8 + 8 + 8 + 40 + 5 = 133 elements. The frozen bias has 8 elements. Buffers: 16 floats, and
+    an int64.
+    """
     verdict = verify(recorded("ddp"))
     (gradients,) = rows(verdict, "gradient_reduce")
     assert (gradients.expected_count, gradients.expected_payload_bytes) == (STEPS, STEPS * 133 * 4)
@@ -425,15 +447,18 @@ def test_a_hook_that_halves_gradients_halves_their_bytes():
 
 @pytest.mark.long
 def test_the_messages_of_sharded_units_by_hand():
-    """On 4 ranks in 2 shards: rows padded to a multiple of 2.
+    """The messages of sharded units equal the sizes computed by hand.
 
-    frozen: 8 x 8 + 8 = 72 elements; first: 6 x 7 + 6 = 48; second: 6 x 6 + 6 = 42, and 4 x 3 + 4 = 16 unused; root: 6 x 5 of
-    the tied weight, and 6. The root stays whole until its backward pass; the others are gathered again for it, the frozen
-    one since the unit after it has it prefetched.
+    There are 4 ranks in 2 shards, and rows are padded to a multiple of 2. Elements: frozen: 8 x 8 + 8 = 72;
+    first: 6 x 7 + 6 = 48; second: 6 x 6 + 6 = 42, and 4 x 3 + 4 = 16 unused; root: 6 x 5 of the tied weight,
+    and 6.
+
+    The root stays gathered until its backward pass. Other units are gathered again for the backward pass. The
+    frozen unit is gathered again because the unit after it prefetches it.
     """
     verdict = verify(recorded("hybrid"))
     once, twice = 36, 72 + 48 + 58
-    gathered = 2 * (once + 2 * twice) * 4 * 2 * STEPS  # two micro-batches, two groups of shards
+    gathered = 2 * (once + 2 * twice) * 4 * 2 * STEPS  # two micro-batches, and two groups of shards
     (gathers,) = rows(verdict, "parameter_gather")
     assert gathers.expected_payload_bytes == gathered
     found = {row.expected_op: row.expected_payload_bytes for row in rows(verdict, "gradient_reduce")}
@@ -442,8 +467,12 @@ def test_the_messages_of_sharded_units_by_hand():
 
 
 def test_the_messages_of_flat_parameters_by_hand():
-    """8 x 7 + 7 = 63 elements, padded to 64; 7 x 6 + 6 = 48. Each is gathered in both passes, and in two forward passes of
-    the evaluation in every second step: they are two units, and the root has no parameters of its own."""
+    """The messages of flat parameters equal the sizes computed by hand.
+
+    8 x 7 + 7 = 63 elements, padded to 64; 7 x 6 + 6 = 48. Each unit is gathered in both passes, and in two
+    forward passes of the evaluation in every second step. There are two units, and the root has no parameters
+    of its own.
+    """
     verdict = verify(recorded("fsdp"))
     (gathers,) = rows(verdict, "parameter_gather")
     assert gathers.expected_payload_bytes == (2 * STEPS + 2 * STEPS // 2) * (64 + 48) * 4
@@ -493,7 +522,10 @@ def test_a_planted_collective_is_a_mismatch(how, tmp_path, capsys):
 
 @pytest.mark.long
 def test_a_label_alone_explains_nothing(tmp_path):
-    """A metric is the program's own; an activation that no rule speaks of may be anything."""
+    """A label explains bytes only if the program alone decides about them, as for a metric.
+
+    An activation that no rule covers could be anything.
+    """
 
     def metric(step, model):
         with commprof.tag("metric"):
@@ -523,15 +555,17 @@ def test_a_hook_that_no_rule_knows_is_said(tmp_path):
 
 @pytest.mark.long
 def test_the_parameters_that_a_sharded_optimizer_sends_by_hand():
-    """8 x 5, 5, 5 x 3 and 3 elements: rank 0 of 2 updates the 40; rank 1 the others, which are 23.
+    """The parameters that a sharded optimizer sends equal the sizes computed by hand.
 
-    Of three ranks the third has the 5 and the 3. One by one there are four broadcasts, in buckets one for each rank.
+    8 x 5, 5, 5 x 3 and 3 elements: rank 0 of 2 updates the 40, and rank 1 updates the other 23. Of three
+    ranks the third has the 5 and the 3. There are four broadcasts if parameters are sent one at a time, and
+    one broadcast per rank with buckets.
     """
     (single,) = rows(verify(recorded("optimizer in shards")), "parameter_broadcast")
     assert (single.expected_count, single.expected_payload_bytes) == (4 * STEPS, STEPS * 63 * 4)
     (buckets,) = rows(verify(recorded("optimizer in shards, buckets")), "parameter_broadcast")
     assert (buckets.expected_count, buckets.expected_payload_bytes) == (3 * STEPS, STEPS * 63 * 4)
-    # The first step knows three of the four parameters.
+    # In the first step the optimizer has three of the four parameters.
     (grown,) = rows(verify(recorded("optimizer in shards, groups")), "parameter_broadcast")
     assert (grown.expected_count, grown.expected_payload_bytes) == (4 * STEPS - 1, (STEPS * 63 - 3) * 4)
 

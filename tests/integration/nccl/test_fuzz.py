@@ -1,4 +1,8 @@
-"""The reader on damaged logs: no crash, no row that its line does not print, no mention that is not counted."""
+"""The reader of NCCL logs on damaged logs.
+
+It must not crash, must return no row that a line does not contain, and must count every mention of an
+operation.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +28,7 @@ LOGS = Path(os.environ.get("COMMPROF_NCCL_LOGS", ROOT.parent / "shared" / "data"
 
 
 def corpus() -> list[bytes]:
-    """The lines of real logs, where they are at hand."""
+    """Return the lines of real logs, if there are any on this machine."""
     files = sorted(path for path in LOGS.glob("*") if path.suffix in (".log", ".txt"))
     return [line for path in files for line in path.read_bytes().split(b"\n")]
 
@@ -34,7 +38,7 @@ def generated(tmp_path_factory) -> list[bytes]:
     path = tmp_path_factory.mktemp("generated") / "nccl.log"
     generate(path, 1_500_000, ranks=8, seed=7)
     lines = path.read_bytes().split(b"\n")[1:]
-    # operations and what lies between them, in equal parts
+    # operations and the lines between them, in equal parts
     operations = [line for line in lines if b"opCount" in line or b"NCCL CALL" in line]
     others = [line for line in lines if b"opCount" not in line and b"NCCL CALL" not in line]
     return operations[:2000] + others[:2000]
@@ -45,7 +49,10 @@ def identity(row: dict[str, object]) -> WholeLine:
 
 
 def check(text: bytes, parsed: ParsedLogs) -> Counter[str]:
-    """All that must hold for any bytes; returns how many lines were seen by what became of them."""
+    """Check all properties that must be true for any bytes.
+
+    Returns the number of lines for each outcome.
+    """
     counts = parsed.counts
     rows: dict[int, list[dict[str, object]]] = defaultdict(list)
     columns = ["line", "op", "kind", "opcount", "count", "comm", "stream", "host", "pid", "tid", "state"]
@@ -62,26 +69,28 @@ def check(text: bytes, parsed: ParsedLogs) -> Counter[str]:
     outcome: Counter[str] = Counter()
     lost = []
     for number, raw in enumerate(lines, 1):
-        # most lines hold nothing and gave nothing
+        # most lines contain no operation and have no row
         if number not in rows and b": o" not in raw and b"nccl" not in raw:
             continue
         state = check_line(printable(raw), rows.get(number, []))
         outcome[state] += 1
         if state == "elsewhere":
             lost.append(raw)
-    # a head of an operation whose name is damaged may be unknown, one without its head a fragment
+    # A damaged name of an operation may count as unknown. An operation without its head may count as a
+    # fragment.
     assert len(lost) <= counts.unknown_op + counts.fragment, lost[:3]
     return outcome
 
 
 def check_line(text: str, rows: list[dict[str, object]]) -> str:
-    """One line and its rows."""
+    """Check one line and its rows, and return the outcome."""
     whole = [row for row in rows if row["state"] == "whole"]
     printed = Counter(whole_messages(text))
     for row in whole:
         assert printed[identity(row)] > 0, f"invented: {row} in {text!r}"
         printed[identity(row)] -= 1
-        # a message may be glued behind the stream's address: then its host tells where the address ends
+        # A second message may directly follow the address of the stream. The row then shows where the address
+        # ends.
         assert re.search(rf"(?:stream |,){re.escape(str(row['stream']))}", text), (row, text)
         assert re.search(rf"{re.escape(str(row['host']))}:0*{row['pid']}:0*{row['tid']} ", text), (row, text)
     assert len(rows) <= len(BEGINS.findall(text)), f"more rows than operations begin: {rows} in {text!r}"
@@ -104,7 +113,7 @@ def parse(text: bytes) -> ParsedLogs:
 def test_undamaged_generated_lines_are_all_whole(generated):
     text = b"\n".join(generated) + b"\n"
     outcome = check(text, parse(text))
-    # ncclGroupStart and the like are CALL lines, and no operations
+    # ncclGroupStart and similar functions print CALL lines, but are not operations.
     assert outcome["whole"] == sum(bool(read_strictly(printable(line))) for line in generated) > 1500
     assert outcome["torn"] == outcome["elsewhere"] == 0
 

@@ -1,4 +1,7 @@
-"""The reader on a generated job of many communicators: its tables hold exactly what the generator knows."""
+"""The reader of NCCL logs on a generated job of many communicators.
+
+The tables must contain exactly the operations of the generator.
+"""
 
 from __future__ import annotations
 

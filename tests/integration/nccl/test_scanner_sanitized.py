@@ -1,4 +1,7 @@
-"""The C of the scanner under the address and undefined-behaviour sanitizers, with and without vector instructions."""
+"""The C code of the scanner, run with the address and undefined-behavior sanitizers.
+
+The tests run with and without vector instructions.
+"""
 
 from __future__ import annotations
 

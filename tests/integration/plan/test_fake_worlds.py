@@ -1,9 +1,9 @@
-"""What one rank of a large world issues on torch's fake process group, against the plan for that world.
+"""The messages of one rank of a large world, on torch's fake process group, compared with the plan for that world.
 
-The runtime and the recorder are the real ones; the fake group sends nothing, so values are not those of training. What
-depends on values is scripted: in one step the input is infinite, and the fake group answers that a gradient overflowed and
-that the norm is infinite; clipping else takes the norm of the rank's own shard; stages receive the shape that others send,
-and zeros.
+The runtime and the recorder are the real ones. The fake group sends nothing, so values are not those of
+training. The tests script the results that depend on values. In one step the input is infinite, and the fake
+group answers that a gradient overflowed and that the norm is infinite. In other steps clipping uses the norm
+of the rank's own shard. Pipeline stages receive the expected shape, and zeros.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def config(stage):
 
 
 def start(run, rank, world):
-    """Make this process rank ``rank`` of a fake group, and record it."""
+    """Make this process rank ``rank`` of a fake group, and start recording."""
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -160,7 +160,7 @@ def test_one_rank_of_a_large_world_issues_what_plan_predicts(tmp_path, stage, ra
 
 
 def check_plan(run, settings, world, framework="zero_runtime", last=STEPS - 1):
-    """Compare the messages of step ``last`` with those that plan predicts, and their padding."""
+    """Compare the messages of step ``last`` and their padding with the prediction of plan."""
     issued, padding = Counter(), Counter()
     for row in open_run(run).table("collectives").to_pylist():
         if row["step"] == last and row["op"] != "barrier":
@@ -178,7 +178,10 @@ def check_plan(run, settings, world, framework="zero_runtime", last=STEPS - 1):
 
 
 def _verified(run):
-    """The verdict on ``run``, with nothing left open but the ranks that left no records."""
+    """Return the verdict on ``run``.
+
+    Nothing may be left open except for the ranks that wrote no records.
+    """
     finalise(run)
     verdict = verify(open_run(run))
     assert (
@@ -213,7 +216,10 @@ def _verified(run):
     ],
 )
 def test_the_ledger_closes_what_the_first_and_the_last_rank_issue(tmp_path, stage, precision, world):
-    """Requested equals issued in every step, also in the one that overflows and in the next one."""
+    """The ledger closes for the first and the last rank.
+
+    Requested must equal issued in every step, including the step that overflows and the step after it.
+    """
     run: Path = tmp_path / "run"
     for rank in (0, world - 1):
         arguments = (str(run), stage, rank, world, PRECISIONS[precision])
@@ -227,7 +233,11 @@ def test_the_ledger_closes_what_the_first_and_the_last_rank_issue(tmp_path, stag
 
 @pytest.mark.parametrize("world", [1024, pytest.param(16384, marks=pytest.mark.long)])
 def test_the_ledger_closes_what_every_stage_of_a_pipeline_issues(tmp_path, world):
-    """The ranks of one model: those of the first, the inner and the last stage; other replicas send the same."""
+    """The ledger closes for every stage of a pipeline.
+
+    The run has the ranks of one model: the first, the inner and the last stages. Other replicas send the same
+    messages.
+    """
     run: Path = tmp_path / "run"
     replicas = world // STAGES
     for rank in range(0, world, replicas):
@@ -271,11 +281,12 @@ dist.destroy_process_group()
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_the_real_deepspeed_issues_what_plan_predicts(tmp_path, stage, precision):
-    """The first and the last rank of DeepSpeed itself; the ledger closes what they issue.
+    """The real DeepSpeed issues the messages that plan predicts.
 
-    In one step of fp16 the input is infinite. At stages 1 and 2 a rank looks at its own shard, which is padding on the last
-    rank, so it is scripted that another rank found the overflow. At stage 3 a rank compares its order of modules with that
-    of the first rank, which a fake group does not send.
+    The run has the first and the last rank, and the ledger closes. In one step of fp16 the input is infinite.
+    At stages 1 and 2 a rank checks only its own shard, which is padding on the last rank. The fake group
+    therefore reports that another rank found the overflow. At stage 3 a rank compares its order of modules
+    with the order of the first rank, which a fake group does not send.
     """
     python = os.environ.get(REAL)
     if not python:

@@ -1,4 +1,7 @@
-"""The order of gradients in plan's traced pass: buckets are those that real ranks fill, whatever order the model has."""
+"""The order of gradients in the traced pass of plan.
+
+The buckets must equal those of real ranks, whatever order the model has.
+"""
 
 from collections import Counter
 
@@ -18,7 +21,11 @@ SHAPE = (2, 5, WIDTH)
 
 
 class Norms(nn.Module):
-    """The gradient of a norm's weight is ready before that of its bias, and that of a linear layer's bias first."""
+    """Norms and linear layers, whose gradients become ready in different orders.
+
+    The gradient of a norm's weight is ready before that of its bias. For a linear layer, the gradient of the
+    bias is ready first.
+    """
 
     def __init__(self):
         super().__init__()
@@ -39,7 +46,10 @@ class Checkpointed(nn.Module):
 
 
 class Scrambled(nn.Module):
-    """Modules that are made in another order than they run in, one that never runs, and one that runs twice."""
+    """Modules that are created in a different order than they run in.
+
+    One module never runs, and one runs twice.
+    """
 
     def __init__(self):
         super().__init__()
@@ -53,7 +63,10 @@ class Scrambled(nn.Module):
 
 
 class Projection(nn.Module):
-    """No linear layer for torch, so that stage 3 leaves it as it is: the bias's gradient comes first there too."""
+    """A projection that torch does not treat as a linear layer, so that stage 3 does not replace it.
+
+    Even at stage 3 the gradient of its bias is ready first.
+    """
 
     def __init__(self, width):
         super().__init__()
@@ -65,7 +78,10 @@ class Projection(nn.Module):
 
 
 class Attention(nn.Module):
-    """Stage 3 makes three inputs of the one that attention gets, which torch then projects one by one."""
+    """Attention with one input, from which stage 3 makes three inputs.
+
+    torch then projects them one at a time.
+    """
 
     def __init__(self):
         super().__init__()
@@ -96,7 +112,10 @@ def train(rank, world, model, config):
 @pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize("model", MODELS, ids=[each.__name__ for each in MODELS])
 def test_a_traced_pass_shows_how_gradients_fill_the_buckets(tmp_path, model, stage):
-    """Rows of a model with norms were marked ``about``, and had other messages than its run."""
+    """A traced pass shows how gradients fill the buckets.
+
+    Rows of a model with norms were marked ``about``, and their messages differed from the run.
+    """
     config = {
         "train_micro_batch_size_per_gpu": SHAPE[0],
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},

@@ -1,4 +1,7 @@
-"""The peak of a plan, against the most bytes of tensors that real ranks have at once, each storage counted once."""
+"""The peak of a plan, compared with the largest number of tensor bytes that real ranks have at once.
+
+Each storage is counted once.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ pytestmark = pytest.mark.ranks
 REAL = "COMMPROF_DEEPSPEED_PYTHON"  # an interpreter that has the real DeepSpeed
 WORLD = 2
 TESTS = Path(__file__).parents[2]
-COMPARED = (  # with DeepSpeed
+COMPARED = (  # the cases that are compared with DeepSpeed
     *(f"stage {stage}" for stage in range(4)),
     "stage 1, checkpoints",
     "stage 2, offload",
@@ -51,7 +54,7 @@ def cases():
 
 
 def expert_cases(world):
-    """A GPT with experts at stages 0 to 2."""
+    """Return cases of a GPT with experts at stages 0 to 2."""
     from support.peaks import make_config as config
 
     kinds = {"": {}, ", k 2": {"k": 2}, ", residual": {"use_residual": True}}
@@ -94,8 +97,9 @@ def planned_peak(config, kind, framework="zero_runtime", world=WORLD):
         model = Model(parameters_of(module), None, "", build, tuple(expert_layers(module)))
         planned = predict(config, Job(model, world, world, "gloo", framework=framework))
     finally:
-        uninstall()  # or the tests that follow in this process cannot import a deepspeed of their own
-    # On a CPU, the host's memory is the device's.
+        # Without this, later tests in this process cannot import a deepspeed of their own.
+        uninstall()
+    # On a CPU, host memory and device memory are the same.
     return planned.peak.device + sum(each.host for each in planned.memory)
 
 
@@ -109,7 +113,11 @@ def planned_peaks(given, framework="zero_runtime", world=WORLD):
 
 
 def errors_here(given, world=WORLD):
-    """Of each case on forked ranks of zero_runtime. To plan first imports here what each rank would import for itself."""
+    """Return the relative error of each case on forked ranks of zero_runtime.
+
+    Planning comes first, so that this process imports the modules that each rank would otherwise import for
+    itself.
+    """
     peaks = planned_peaks(given, world=world)
     measured = run_ranks(world, measured_peaks, given)[0]
     return {name: peaks[name] / peak - 1 for name, peak in measured.items()}
@@ -124,7 +132,10 @@ def test_peaks_are_within_five_percent():
 
 
 def secondary_cases():
-    """Stage 3 with secondary shards; without checkpoints and limits, all stays gathered until the backward pass."""
+    """Return cases of stage 3 with secondary shards.
+
+    Without activation checkpointing and limits, all parameters stay gathered until the backward pass.
+    """
     from support.peaks import make_config as config
 
     return {
@@ -141,7 +152,7 @@ def test_peaks_with_secondary_shards_are_within_five_percent():
 
 
 def block_cases():
-    """Stage 3 by block, gathered once or again in the backward pass."""
+    """Return cases of stage 3 by block, gathered once or again in the backward pass."""
     from support.peaks import make_config as config
 
     again = {"stage3_max_reuse_distance": 0}
@@ -182,7 +193,8 @@ def test_peaks_of_deepspeed_with_experts_are_as_the_page_says(world, tmp_path):
         pytest.skip(f"{REAL} names no interpreter that has the real DeepSpeed")
     given = expert_cases(world)
     measured = measured_on_deepspeed(python, world, given, tmp_path)
-    # The plan has the reduced gradients of experts too from the first gradient of a pass on.
+    # The plan counts the reduced gradients of all parameters, including experts, from the first gradient of a
+    # pass on.
     assert large(errors(measured, "deepspeed", given, world), limit=0.07) == {}
 
 

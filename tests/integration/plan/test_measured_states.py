@@ -1,4 +1,7 @@
-"""The masters and optimizer states of a plan, against the fp32 tensors that real ranks keep, with a frozen layer."""
+"""The master weights and optimizer states of a plan, compared with the fp32 tensors of real ranks.
+
+The model has a frozen layer.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from support.ranks import run_ranks
 pytestmark = pytest.mark.ranks
 
 WORLD = 2
-COUNTERS = 32  # bytes of step counters and norms, which a plan leaves out
+COUNTERS = 32  # the bytes of step counters and norms, which a plan omits
 
 
 def make_model():
@@ -37,7 +40,7 @@ def config(stage):
 
 
 def wide_storages():
-    """The bytes of the storages of all dense fp32 tensors, by address."""
+    """Return the bytes of the storages of all dense fp32 tensors, by address."""
     import torch
 
     gc.collect()
@@ -51,12 +54,12 @@ def wide_storages():
 
 
 def wide_bytes(rank, world, stage):
-    """Bytes of the fp32 tensors that two steps in bf16 leave."""
+    """Return the bytes of the fp32 tensors that remain after two steps in bf16."""
     import torch
 
     import zero_runtime
 
-    before = wide_storages()  # the rank is a fork: tensors of earlier tests live in it
+    before = wide_storages()  # the rank is a fork, and contains tensors of earlier tests
     model = make_model()
     engine, *_ = zero_runtime.initialize(
         model=model, model_parameters=model.parameters(), config=config(stage)

@@ -1,4 +1,4 @@
-"""What plan predicts for a function's model, against the recorded messages of real ranks that train it."""
+"""The prediction of plan for the model that a function returns, compared with the recorded messages of real ranks."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""The schedule of a step beside SimGrid's, which shares links among flows by its own solver.
+"""The schedule of a step compared with that of SimGrid, whose own solver shares links among flows.
 
-Needs SimGrid for some Python of this machine (Debian: python3-simgrid, which ``make test-all`` installs).
+The test needs SimGrid for some Python of this machine (Debian: python3-simgrid, which ``make test-all``
+installs).
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ ROWS, COLUMNS = ((0, 1), (2, 3)), ((0, 2), (1, 3))
 
 @cache
 def python_of_simgrid() -> str | None:
-    """A Python that can import it."""
+    """Return a Python interpreter that can import SimGrid."""
     for name in ("/usr/bin/python3", shutil.which("python3")):
         if (
             name
@@ -44,7 +45,7 @@ def _needs_simgrid() -> None:
 
 
 def simgrid(cases: list[tuple[Program, Step, np.ndarray]]) -> list[np.ndarray]:
-    """When each rank ends each program, in ns, by SimGrid."""
+    """Return the times in ns at which each rank ends each program in SimGrid."""
     given = [
         {
             "events": [list(event) for event in program.events],
@@ -68,7 +69,10 @@ def ours(program: Program, step: Step, durations: np.ndarray) -> np.ndarray:
 def drawn(
     chance: random.Random, groups, ranks: int, messages: int, late_ns: int
 ) -> tuple[Program, Step, np.ndarray]:
-    """A program whose messages are waited for at once, or after some others; ranks differ by at most ``late_ns``."""
+    """Return a random program whose messages are waited for at once or after a few others.
+
+    The spans of the ranks differ by at most ``late_ns``.
+    """
     chosen = [chance.choice(groups) for _ in range(messages)]
     listed = tuple(Message("all_reduce", 0, "gradient_reduce", each, False) for each in chosen)
     events: list[Event] = []
@@ -76,7 +80,7 @@ def drawn(
     for number in range(messages):
         events.append(Event("issue", number))
         flying.append(number)
-        # No more than two in flight, of different groups if there are several.
+        # At most two messages are in flight. They are in different groups if there are several.
         while len(flying) > 1 or (flying and chance.random() < 0.4):
             events.append(Event("wait", flying.pop(0)))
     events += [Event("wait", each) for each in flying]
@@ -90,7 +94,7 @@ def drawn(
 
 @pytest.mark.long
 def test_where_ranks_are_late_and_groups_share_a_link_ends_are_close():
-    # A flow that waits for a late rank is taken to fill its link from the issue on.
+    # The schedule assumes that a flow that waits for a late rank fills its link from the issue on.
     chance = random.Random(3)
     for groups in ([ROWS, COLUMNS], [WORLD, ROWS]):
         cases = [drawn(chance, groups, 4, chance.randrange(1, 9), 2_000_000) for _ in range(40)]

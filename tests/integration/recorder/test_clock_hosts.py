@@ -1,6 +1,7 @@
-"""Hosts with clocks of their own: the shifts are known here, so the offsets that are measured can be judged.
+"""Hosts with clocks of their own.
 
-The hosts are network and time namespaces of one machine; two of them are shifted by hours, one shares the clock of rank 0.
+The test sets the shifts, so the measured offsets can be checked. The hosts are network and time namespaces of
+one machine. Two of them are shifted by hours, and one shares the clock of rank 0.
 """
 
 from __future__ import annotations
@@ -50,12 +51,12 @@ dist.destroy_process_group()
 
 
 def record(directory: Path, *unrecorded: int) -> Path:
-    """One rank on each of four hosts; all but ``unrecorded`` ones are recorded."""
+    """Run one rank on each of four hosts, and record all except the ``unrecorded`` ones."""
     script, run = directory / "train.py", directory / "run"
     script.write_text(textwrap.dedent(PROGRAM))
     with network.hosts(len(AHEAD), ahead=AHEAD) as machines:
         said = run_on_each(machines, [str(script), str(run), *map(str, unrecorded)], directory)
-        # torch's own: the names of these hosts are in no register.
+        # torch prints these lines because the names of the hosts cannot be resolved.
         lines = [
             line for _, text in said for line in text.splitlines() if "hostname of the client" not in line
         ]
@@ -71,7 +72,7 @@ def run(tmp_path_factory) -> Path:
 def test_the_shift_of_each_host_is_within_the_bound_of_what_was_measured(run):
     offsets = open_run(run).table("clock_offsets").to_pylist()
     by_rank = {rank: [row for row in offsets if row["rank"] == rank] for rank in range(len(AHEAD))}
-    for rank in (0, 3):  # they read one clock
+    for rank in (0, 3):  # these two ranks read the same clock
         assert [(row["offset_ns"], row["error_ns"], row["exchanges"]) for row in by_rank[rank]] == [(0, 0, 0)]
     for rank in (1, 2):
         assert len(by_rank[rank]) == 2  # at the start and at the end
@@ -87,7 +88,10 @@ def test_processes_know_which_of_them_read_one_clock(run):
 
 
 def test_no_rank_finds_a_result_before_the_last_rank_came(run):
-    """What must hold in any true order of events, hours of shift notwithstanding."""
+    """No rank finds a result before the last rank arrived.
+
+    This must be true for any true order of events, even with shifts of hours.
+    """
     found = api.arrivals(run)
     assert len(found) == 4 * 30
     records = api.table(run, "collectives").set_index(["rank", "seq"])

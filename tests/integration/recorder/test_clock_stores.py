@@ -1,4 +1,4 @@
-"""Clocks compared through the stores that torch's jobs have, by ranks whose clocks are shifted here on purpose."""
+"""Clocks compared through the stores of torch's jobs, by ranks whose clocks the test shifts."""
 
 from __future__ import annotations
 
@@ -30,7 +30,10 @@ class Log:
 
 
 def measure(rank: int, world: int) -> dict:
-    """One comparison of clocks in the job that is initialised: every rank has a clock of its own."""
+    """Compare the clocks once in the initialized job.
+
+    Every rank has a clock of its own.
+    """
     import torch.distributed as dist
 
     from commprof.recorder.clocks.clock_meeting import job_meeting
@@ -58,14 +61,17 @@ def over_file(rank: int, world: int) -> dict:
 
 
 def over_tcp(rank: int, world: int, address: str) -> dict:
-    """As :func:`measure`, in a job of a TCPStore, twice on one port: nothing may keep the first server alive."""
+    """Run :func:`measure` twice in a job with a TCPStore on the same port.
+
+    Nothing may keep the server of the first job alive.
+    """
     import torch.distributed as dist
 
     for _ in range(2):
         dist.init_process_group("gloo", init_method=f"tcp://{address}", rank=rank, world_size=world)
         found = measure(rank, world)
         dist.destroy_process_group()
-        # A server is gone when its last handle is; torch's own threads need a moment for it.
+        # A server ends when its last handle is deleted. torch's own threads need a moment to delete theirs.
         time.sleep(0.3)
     return found
 

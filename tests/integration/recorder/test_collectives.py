@@ -1,4 +1,7 @@
-"""Every collective exactly once: counted by hand, and by torch's own Flight Recorder where that can see it."""
+"""Every collective is recorded exactly once.
+
+The expected records are counted by hand, and by torch's own Flight Recorder if it records the collective.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +59,8 @@ def test_plain_api_synchronous_and_asynchronous(tmp_path):
     world = 3
     run, outcomes = record(tmp_path / "run", world, plain_api)
     expected = [
-        # op, api, numel, payload, peer, reduce_op; input and output bytes by rank follow below
+        # The columns are op, api, numel, payload, peer, reduce_op. Input and output bytes by rank follow
+        # below.
         ("all_reduce", "all_reduce", 3, 12, -1, "MAX"),
         ("broadcast", "broadcast", 5, 20, 1, None),
         ("reduce", "reduce", 7, 28, 0, "SUM"),
@@ -90,7 +94,7 @@ def test_plain_api_synchronous_and_asynchronous(tmp_path):
         assert calls(run, rank, "input_bytes", "output_bytes") == moved * 2
         assert calls(run, rank, "is_async") == [False] * len(expected) + [True] * len(expected)
         assert calls(run, rank, "pg_seq") == list(range(2 * len(expected)))
-        # the Flight Recorder sees a list reduce_scatter as one all_reduce a rank
+        # The Flight Recorder records a list reduce_scatter as one all_reduce per rank.
         assert len(outcomes[rank]["flights"]) == 2 * len(expected) + 2 * (world - 1)
         for row in run.table("collectives").to_pylist():
             assert row["status"] == "ok" and row["issue_ns"] < row["return_ns"]
@@ -144,8 +148,9 @@ def test_subgroups_name_global_ranks_whether_roots_are_global_or_of_the_group(tm
         assert calls(run, rank, "peer") == [2, 2, 1, 1, 2, other, other]
         assert set(calls(run, rank, "group_ranks", "group_desc", "group_size")) == {("1-2", "tail", 2)}
         assert calls(run, rank, "group_rank") == [rank - 1] * 7
-        assert calls(run, rank, "pg_seq") == [0, 1, 2, 3, 4, 0, 1]  # messages are counted apart
-        # a pure receiver contributes nothing
+        # point-to-point messages have their own count
+        assert calls(run, rank, "pg_seq") == [0, 1, 2, 3, 4, 0, 1]
+        # A rank that only receives has no input bytes.
         assert calls(run, rank, "input_bytes")[:2] == [16 if rank == 2 else 0] * 2
     assert run.health.unseen == 0
 
@@ -179,7 +184,7 @@ def test_point_to_point(tmp_path):
     assert [outcome["number"] for outcome in outcomes] == [
         5,
         5,
-    ]  # the Flight Recorder does not see these on gloo
+    ]  # the Flight Recorder does not record these operations on gloo
     assert run.health.unseen == 0
 
 
@@ -220,11 +225,14 @@ def test_a_coalesced_call_is_one_row_with_summed_bytes(tmp_path):
             ("reduce_scatter", 2, 10, 40, "4;6->2;3"),
             ("all_reduce", 2, 3, 12, "1;2"),
         ]
-    assert run.health.unseen == 0  # gloo counts the coalesced reduce_scatter as two
+    assert run.health.unseen == 0  # gloo counts the coalesced reduce_scatter as two collectives
 
 
 def wait_for_a_block_where_dead_handles_were(rank, world, run):
-    """Coalescing blocks, until the handle of one takes the place of one of fifty that nobody has waited for."""
+    """Run coalescing blocks until a handle reuses the address of an earlier handle.
+
+    The earlier handle is one of fifty that were deleted without a wait.
+    """
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     import commprof
@@ -273,7 +281,7 @@ def test_object_collectives_are_the_tensor_collectives_they_are_made_of(tmp_path
             ("broadcast", "broadcast_object_list"),
             ("all_gather", "gather_object"),
             ("gather", "gather_object"),
-            # the largest size to all, then each its object and that object's size
+            # First the largest size for all ranks, then for each rank its object and the size of the object.
             ("broadcast", "scatter_object_list"),
             ("scatter", "scatter_object_list"),
             ("scatter", "scatter_object_list"),
@@ -323,7 +331,7 @@ def test_barriers(tmp_path):
             ("barrier", "monitored_barrier"),
         ]
         assert all(row is not None for row in calls(run, rank, "exposed_ns"))
-    assert run.health.unseen == 0  # gloo counts a monitored_barrier as its messages
+    assert run.health.unseen == 0  # gloo counts a monitored_barrier as several messages
 
 
 @pytest.mark.long
@@ -413,7 +421,7 @@ def test_methods_called_directly_on_a_group_in_every_form(tmp_path):
         pg.allgather([ones(2), ones(2)], ones(2)).wait()
         pg.barrier().wait()
         dist.all_reduce(ones(2), dist.ReduceOp.PRODUCT)
-        for op in (dist.ReduceOp.SUM, dist.ReduceOp.MAX):  # one place in the program, two reductions
+        for op in (dist.ReduceOp.SUM, dist.ReduceOp.MAX):  # one call site with two reductions
             dist.all_reduce(ones(2), op=op)
 
     run, _ = record(tmp_path / "run", 2, body)
@@ -474,7 +482,7 @@ def test_tags_steps_phases_and_metrics_stand_in_the_tables(tmp_path):
             commprof.metric("loss", 0.5 + step)
             commprof.metric("samples", 4)
             commprof.metric("samples", 4)
-            commprof.metric("grad_norm", torch.tensor(1.0))  # refused: would synchronise a device
+            commprof.metric("grad_norm", torch.tensor(1.0))  # refused, because it would synchronize a device
             hooks.describe_bucket(bucket=0, numel=2, bytes=8, dtype="float32", parameters="w,b")
 
     run, _ = record(tmp_path / "run", 2, body)
@@ -509,7 +517,7 @@ def test_each_line_of_the_program_is_its_own_call_site_through_any_depth_of_torc
         def gather_here():
             dist.all_gather_into_tensor(ones(4), ones(2))
 
-        for _ in range(3):  # what was remembered of the first round must not blur the next
+        for _ in range(3):  # the cached values of the first round must not affect the next round
             reduce_here()
             differentiable.all_reduce(ones(2))
             gather_here()

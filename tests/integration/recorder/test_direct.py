@@ -1,4 +1,7 @@
-"""The short way from torch.distributed's functions to a record: what it may not change, mix up or leave behind."""
+"""The fast path from torch.distributed's functions to a record.
+
+The tests check that it does not change results, confuse calls or leave references behind.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,7 @@ SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_te
 
 @pytest.fixture(autouse=True, params=["compiled", "python"])
 def way(request, monkeypatch):
-    """The wrapper in C, and the one in Python, which does what that leaves out."""
+    """Run each test with the wrapper in C, and with the Python wrapper that handles the calls that C does not."""
     if request.param == "python":
         monkeypatch.setattr(compiled_calls, "MODULE", None)
     elif compiled_calls.MODULE is None:
@@ -34,14 +37,18 @@ def way(request, monkeypatch):
 
 
 def inner_functions() -> list[object]:
-    """What torch's logging wrappers call."""
+    """Return the functions that torch's logging wrappers call."""
     logged = [getattr(dist, name) for name in FUNCTIONS] + [GATHER, SCATTER]
     return [[cell.cell_contents for cell in function.__closure__] for function in logged]
 
 
 @pytest.mark.long
 def test_one_line_of_the_program_may_ask_for_anything(tmp_path):
-    """The same call site with other reductions, types, shapes, roots, groups; synchronous and not, with results as ever."""
+    """One call site may issue different calls.
+
+    The calls differ in reduction, type, shape, root and group, and are synchronous or not. Their results are
+    unchanged.
+    """
 
     def body(rank, world):
         other = dist.new_group([0, 1])
@@ -83,7 +90,11 @@ def test_one_line_of_the_program_may_ask_for_anything(tmp_path):
 
 @pytest.mark.long
 def test_forms_that_the_short_way_does_not_take_are_recorded_all_the_same(tmp_path):
-    """Views of complex numbers, methods of the group, torch's function without its logging wrapper, keyword arguments."""
+    """Forms that the fast path does not support are also recorded.
+
+    These are views of complex numbers, methods of the group, torch's function without its logging wrapper,
+    and keyword arguments.
+    """
 
     def body(rank, world):
         dist.all_reduce(torch.ones(3, dtype=torch.complex64))
@@ -141,7 +152,7 @@ def test_no_tensor_outlives_its_call(tmp_path):
             GATHER(torch.empty(2 * size), tensor)
             alive.append(weakref.ref(tensor))
             del tensor
-        deadline = time.monotonic() + 10  # gloo's own threads let go a moment later
+        deadline = time.monotonic() + 10  # gloo's own threads release their references a moment later
         while any(reference() is not None for reference in alive) and time.monotonic() < deadline:
             time.sleep(0.01)
         return sum(reference() is not None for reference in alive)
@@ -210,7 +221,7 @@ def test_what_waiting_raises_comes_through_and_the_wait_has_ended(tmp_path):
 
 
 class FirstUseOfDdp(TorchDispatchMode):
-    """Comes between torch's function and its operator, as another thread might, and uses DDP's reducer there."""
+    """Use DDP's reducer between torch's function and its operator, as another thread might."""
 
     def __init__(self):
         super().__init__()
@@ -228,7 +239,11 @@ class FirstUseOfDdp(TorchDispatchMode):
 
 @pytest.mark.long
 def test_a_call_under_way_when_ddp_is_first_used_is_recorded_once(tmp_path):
-    """From then on kernels look at what reaches c10d: also at what this call issues, after they were put in place."""
+    """A call in progress when DDP is first used is recorded once.
+
+    From then on kernels also record what reaches c10d. This call reaches c10d after the kernels were
+    installed.
+    """
 
     def body(rank, world):
         with FirstUseOfDdp() as mode:
@@ -281,7 +296,10 @@ def test_a_stand_in_that_somebody_replaced_is_left_alone(tmp_path):
 
 
 class PassesOn:
-    """A group of the program's own that passes calls on to a real one: with more than torch's function gives, or less."""
+    """A group of the program that passes calls on to a real group.
+
+    It passes more arguments than torch's function gives, or fewer.
+    """
 
     def __init__(self, group):
         self.group = group
@@ -316,10 +334,11 @@ def test_what_a_group_of_the_program_passes_on_arrives(tmp_path, complete):
 
 
 def groups_in_python(rank, world):
-    """Calls on a class that a program derives from ProcessGroup: its own method, and those that it inherits.
+    """Call methods of a class that a program derives from ProcessGroup: its own method and inherited ones.
 
-    On a backend that sends nothing: beneath such a class torch keeps Python's lock while it calls the backend, and gloo's
-    thread may wait for that lock with gloo's own taken. Then both wait for ever, recorded or not.
+    The backend sends nothing. Below such a class torch holds the GIL while it calls the backend, and a gloo
+    thread may wait for the GIL while it holds a lock of gloo. Both then wait forever, with or without
+    recording.
     """
 
     class Group(ProcessGroup):

@@ -1,4 +1,7 @@
-"""Layers of experts that a program publishes: each forward pass with its step, and what of it was dropped."""
+"""Layers of experts that a program reports.
+
+Each forward pass must have its step and its dropped tokens.
+"""
 
 from __future__ import annotations
 
@@ -68,7 +71,7 @@ def publish(rank, world):
 def test_each_forward_pass_gives_one_row_an_expert(tmp_path):
     run, outcomes = record(tmp_path / "run", 2, publish)
     assert run.health.notes == () and run.health.state == "complete"
-    assert all(all(outcome["result"]) for outcome in outcomes)  # no tensor was kept
+    assert all(all(outcome["result"]) for outcome in outcomes)  # no tensor was kept alive
     layers = run.table("expert_layers").to_pylist()
     assert [row["rank"] for row in layers] == [0, 1]
     assert [{name: row[name] for name in LAYER} for row in layers] == [LAYER, LAYER]
@@ -92,7 +95,7 @@ def test_each_forward_pass_gives_one_row_an_expert(tmp_path):
 
     def forward(step, micro_step, call):
         tokens = [count + 1 for count in COUNTS]
-        dropped = [3, 0, 0, 0]  # 8, 1, 3 and 4 tokens for 5 slots each
+        dropped = [3, 0, 0, 0]  # 8, 1, 3 and 4 tokens, with 5 slots for each expert
         return [
             (step, None, micro_step, "forward", call, expert, tokens[expert], dropped[expert], 5, 12)
             for expert in range(4)
@@ -131,14 +134,18 @@ def test_a_program_without_experts_has_empty_tables(tmp_path):
     assert len(run.table("expert_layers")) == len(run.table("expert_loads")) == 0
 
 
-# 16 tokens of each rank for 8 experts, two on each of four ranks: expert 5 gets 9 of 16, so 4.5 times the mean of 2.
+# Each rank has 16 tokens for 8 experts, two on each of four ranks. Expert 5 gets 9 of 16 tokens, which is 4.5
+# times the mean of 2.
 SHARES = [1, 1, 1, 1, 1, 9, 1, 1]
 EVEN = [2] * 8
 HIDDEN = 4
 
 
 def gate_with_a_known_share(rank, world):
-    """A layer of experts of plain torch: its gate reads the expert from the token, and its buffer is padded."""
+    """Run a layer of experts in plain torch.
+
+    Its gate reads the expert from the token, and its buffer is padded.
+    """
     row = {"layer": "moe", "num_experts": 8, "ep_size": 4, "k": 1, "capacity_factor": 1.5, "min_capacity": 1}
     row |= {"eval_capacity_factor": 1.5, "drop_tokens": True, "hidden": HIDDEN, "expert_ranks": "0,1,2,3"}
     hooks.describe_expert_layers([row])
@@ -167,7 +174,7 @@ def test_the_imbalance_of_a_gate_is_found_with_its_number(tmp_path):
     rows = api.expert_imbalance(run)
     assert rows["imbalance"].tolist() == [4.5, 1.0, 4.5]
     assert rows["expert"].tolist() == [5, 0, 5]
-    # The experts 4 and 5 are on rank 2: 10 of 16 tokens, 2.5 times the mean of 4.
+    # Experts 4 and 5 are on rank 2. They get 10 of 16 tokens, which is 2.5 times the mean of 4.
     assert rows["rank_imbalance"].tolist() == [2.5, 1.0, 2.5] and rows["rank"].tolist() == [2, 0, 2]
     assert rows["dropped"].tolist() == [4 * 6, 0, 4 * 6] and rows["tokens"].tolist() == [64, 64, 64]
     assert rows["dropped_share"].tolist() == [6 / 16, 0, 6 / 16]
@@ -179,7 +186,8 @@ def test_the_imbalance_of_a_gate_is_found_with_its_number(tmp_path):
     (layer,) = summary.layers
     assert layer.worst == (0, 0, 5, 4.5) and layer.imbalance == 4.5 and summary.steps == 3
     assert summary.dropped_share == pytest.approx(48 / 192)
-    # The padded buffer is even: 2 exchanges, in each of them 4 ranks send 3/4 of 8 x 3 x 4 numbers of 4 bytes.
+    # The padded buffer is even. There are 2 exchanges. In each, 4 ranks send 3/4 of 8 x 3 x 4 numbers of 4
+    # bytes.
     exchanged = api.exchange_imbalance(run, "activation")
     assert exchanged["wire_bytes"].tolist() == [2 * 4 * 288.0] * 3
     assert exchanged["imbalance"].tolist() == [1.0] * 3
@@ -193,7 +201,10 @@ def pairs_of(cells):
 
 
 def send_uneven(rank, world):
-    """A program of plain torch without any hook but the step: everyone sends 7 parts to rank 1 and one to the others."""
+    """Run a program of plain torch whose only hook is the step.
+
+    In step 1 every rank sends 7 parts to rank 1, and one part to each other rank.
+    """
     for step in range(2):
         hooks.step(step)
         splits = [7 if step == 1 and other == 1 else 1 for other in range(world)]
@@ -207,7 +218,8 @@ def test_the_imbalance_of_uneven_splits_is_found_with_its_number(tmp_path):
 
     run, _ = record(tmp_path / "run", 4, send_uneven)
     rows = api.exchange_imbalance(run)
-    # Of others rank 1 receives 3 x 7 parts of 32 bytes, the others 3 each: 21 of a mean of 7.5.
+    # From other ranks, rank 1 receives 3 x 7 parts of 32 bytes, and each other rank receives 3. The maximum
+    # is 21 and the mean 7.5.
     assert rows["imbalance"].tolist() == pytest.approx([1.0, 2.8])
     assert rows["rank"].tolist() == [0, 1] and rows["ranks"].tolist() == [4, 4]
     assert rows["wire_bytes"].tolist() == [12 * 32.0, 30 * 32.0]
@@ -222,7 +234,10 @@ def test_the_imbalance_of_uneven_splits_is_found_with_its_number(tmp_path):
 
 
 def train_with_experts(rank, world):
-    """Two steps of two micro-batches with zero_runtime's layer; what its gate answered in each forward pass."""
+    """Train two steps of two micro-batches with zero_runtime's layer.
+
+    Returns the answer of its gate in each forward pass.
+    """
     import zero_runtime
     from zero_runtime.experts.layer import MoE
 

@@ -1,4 +1,7 @@
-"""Whatever happens to the recording or to its process, the training goes on and what was issued stays."""
+"""Training continues whatever happens to the recording or to its process.
+
+Collectives that were issued stay in the trace.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,7 @@ def issue(count: int) -> None:
         dist.all_reduce(tensor)
 
 
-# A killed process.
+# A process that is killed.
 
 _ENDLESS = """
 import mmap, os, sys, time
@@ -67,7 +70,7 @@ def test_sigkill_at_any_moment_loses_nothing_that_was_issued(tmp_path, attempt):
         time.sleep(0.01)
     still_open = open_run(run)
     assert still_open.health.state == "running" and still_open.health.records >= 200
-    assert list(run.glob("*.records"))  # a run that works is left alone
+    assert list(run.glob("*.records"))  # opening a run in progress does not finalise it
     time.sleep(random.Random(attempt).uniform(0.0, 0.3))
     process.send_signal(signal.SIGKILL)
     process.wait()
@@ -90,7 +93,7 @@ def test_sigkill_at_any_moment_loses_nothing_that_was_issued(tmp_path, attempt):
     assert open_run(run).table("collectives").equals(opened.table("collectives"))
 
 
-# A disk that gives no room.
+# A disk without free space.
 
 
 @pytest.fixture
@@ -111,7 +114,7 @@ def small_disk(tmp_path):
 def test_a_full_disk_stops_recording_and_not_the_training(small_disk, capfd):
     from commprof.trace.reader import open_run
 
-    total = 20_000  # 2 MiB of records
+    total = 20_000  # these records take 2 MiB
 
     def body(rank, world):
         import commprof
@@ -129,7 +132,7 @@ def test_a_full_disk_stops_recording_and_not_the_training(small_disk, capfd):
     assert errors.count("commprof:") == 1
     run = open_run(small_disk / "run")
     assert 1000 < run.health.records < total
-    # No room left to write the totals.
+    # The disk has no space left for the totals.
     assert run.health.records + run.health.lost == total or run.health.lost == 0
     assert str(total - run.health.records) in errors
     assert calls(run, 0, "pg_seq") == list(range(run.health.records))
@@ -178,7 +181,7 @@ def test_ranks_that_change_their_working_directory_share_the_one_where_recording
     (run,) = find_runs(tmp_path)
     assert run.parent == (tmp_path if out else tmp_path / "traces")
     assert [calls(open_run(run), rank, "op") for rank in range(2)] == [["all_reduce"] * 2] * 2
-    # The last line names the directory, though nothing is relative to a working directory that is gone.
+    # The last line names the directory. A path relative to the deleted working directory would be useless.
     errors = capfd.readouterr().err
     assert "could not be closed" not in errors and (out is not None or str(run) in errors)
 
@@ -190,7 +193,7 @@ def test_a_directory_deleted_while_recording(tmp_path, capfd):
         commprof.attach(str(tmp_path / "run"))
         issue(3000)
         shutil.rmtree(tmp_path / "run")
-        issue(3000)  # grows the file, which has no name any more
+        issue(3000)  # grows the file, whose name is already removed
         commprof.step(1)
         commprof.detach()
         return 1
@@ -251,7 +254,7 @@ def test_no_room_for_the_side_file_stops_records_that_nobody_could_read(tmp_path
     assert "No space left on device" in capfd.readouterr().err
 
 
-# Our own faults.
+# Faults of the recorder itself.
 
 
 def losses() -> list[float]:
@@ -315,7 +318,7 @@ def test_a_fault_in_the_recorder_changes_nothing(tmp_path, monkeypatch, capfd):
     assert "Traceback" not in errors and errors.count("planted") >= len(places)
 
 
-# Processes that come and go.
+# Processes that start and exit.
 
 
 def test_a_forked_child_leaves_the_files_of_its_parent_alone(tmp_path):
@@ -486,7 +489,8 @@ def test_ranks_that_the_program_itself_starts(tmp_path, method):
     assert done.returncode == 0, done.stderr
     run = open_run(tmp_path / "run")
     assert [calls(run, rank, "op") for rank in range(2)] == [["all_reduce"]] * 2
-    assert run.health.state == "complete" and run.health.ranks_recorded == 2  # each said that it had ended
+    # each rank recorded that it ended
+    assert run.health.state == "complete" and run.health.ranks_recorded == 2
 
 
 _WORKERS = """
@@ -535,7 +539,7 @@ def test_ranks_of_one_launcher_share_a_directory_by_default(tmp_path):
         "dist.init_process_group('gloo', store=dist.FileStore(sys.argv[2], 2), rank=int(sys.argv[1]), world_size=2)\n"
         "dist.all_reduce(torch.ones(1))\n"
     )
-    for job in range(2):  # one after the other from one parent, as from a shell
+    for job in range(2):  # two consecutive jobs of one parent, as from a shell
         ranks = [
             subprocess.Popen(
                 [sys.executable, str(script), str(rank), str(tmp_path / f"store-{job}")],

@@ -1,4 +1,4 @@
-"""torch's Flight Recorder in the trace, beside records and counts that were made without it."""
+"""torch's Flight Recorder in the trace, compared with records and counts that are independent of it."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_the_list_is_bounded_and_holds_the_newest(tmp_path):
 
 
 class Lines:
-    """What is written, in the place of a rank's events file."""
+    """A stand-in for a rank's events file that collects the lines."""
 
     events = True
 
@@ -110,7 +110,7 @@ class Lines:
 
 @pytest.fixture
 def lines(monkeypatch):
-    """What a dump writes, of 20 entries that torch has."""
+    """Return the lines that a dump writes when torch has 20 entries."""
     import torch._C._distributed_c10d as c10d
 
     now = time.time_ns()

@@ -1,4 +1,7 @@
-"""Frameworks over the recorder: DDP and FSDP2 are seen through, steps are found where nobody names them."""
+"""Frameworks with the recorder.
+
+Collectives of DDP and FSDP2 are recorded, and steps are detected although the program does not name them.
+"""
 
 from __future__ import annotations
 
@@ -25,19 +28,19 @@ def train_ddp(rank, world, steps):
         ddp(torch.randn(4, 32)).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
-        dist.all_reduce(torch.ones(1))  # the program's own, which is seen
+        dist.all_reduce(torch.ones(1))  # the collective of the program itself, which is recorded
 
 
 def test_the_collectives_of_ddp_are_recorded_beside_those_of_the_program(tmp_path):
     steps = 4
     run, outcomes = record(tmp_path / "run", 2, train_ddp, steps)
     for rank in range(2):
-        issued = len(outcomes[rank]["flights"])  # torch's own count of everything
+        issued = len(outcomes[rank]["flights"])  # the count of all collectives by torch itself
         rows = calls(run, rank, "layer", "op", "step")
         assert issued == outcomes[rank]["number"] == len(rows)
         assert [row for row in rows if row[0] == "process_group"] == [
             ("process_group", "all_reduce", step)
-            for step in (*range(1, steps), -1)  # after its optimizer step
+            for step in (*range(1, steps), -1)  # issued after the optimizer step, so in the next step
         ]
         assert {layer for layer, _, _ in rows} == {"process_group", "c10d"}
     assert run.health.unseen == 0 and run.health.notes == ()
@@ -83,7 +86,8 @@ def test_fsdp2_is_seen_through_and_through(tmp_path):
 
     run, outcomes = record(tmp_path / "run", 2, body)
     ops = calls(run, 0, "op")
-    # two layers: gathered in forward and again in backward, but for the last, which stays; reduced once each
+    # Two layers are gathered in the forward pass and again in the backward pass. The last layer stays
+    # gathered. Each layer is reduced once.
     assert ops.count("reduce_scatter") == 2 * 2 and ops.count("all_gather") >= 2 * 2
     assert len(ops) == len(outcomes[0]["flights"]) == outcomes[0]["number"]
     assert run.health.unseen == 0

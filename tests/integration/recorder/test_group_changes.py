@@ -1,4 +1,7 @@
-"""Process groups that are aborted, shrunk or given other members: each state of a group is a group of the trace."""
+"""Process groups that are aborted, shrunk or given other members.
+
+Each state of a group is a separate group in the trace.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ from support.recording import calls, record
 pytestmark = [pytest.mark.ranks, pytest.mark.filterwarnings("ignore::UserWarning")]
 
 WORLD = 3
-LEAVING = 1  # the rank that is not in the group's second state
+LEAVING = 1  # the rank that is not in the second state of the group
 
 
 def test_a_group_made_after_an_abort_is_another_group_of_the_trace(tmp_path):
@@ -41,7 +44,8 @@ def test_one_aborted_group_leaves_the_others_as_they_were(tmp_path):
         for _ in range(2):
             group = dist.new_group([0, 1])
             dist.all_reduce(torch.ones(2), group=group)
-            dist.barrier()  # an abort resets connections, also those on which the other rank still reads
+            # An abort resets connections, including those from which the other rank still reads.
+            dist.barrier()
             c10d._abort_process_group(group)
             dist.all_reduce(torch.ones(4))
 
@@ -71,7 +75,10 @@ def test_a_rank_that_is_no_member_of_a_destroyed_group_keeps_its_groups(tmp_path
 
 
 def test_groups_without_a_name_are_groups_of_their_own(tmp_path):
-    """As a program makes them itself, beside those of torch.distributed: torchft does."""
+    """Groups without a name are separate groups in the trace.
+
+    Programs such as torchft create such groups themselves, beside those of torch.distributed.
+    """
 
     def body(rank, world):
         def make(prefix, size):
@@ -97,7 +104,8 @@ def test_groups_without_a_name_are_groups_of_their_own(tmp_path):
 
 
 def test_a_group_that_was_destroyed_unnoticed_is_not_the_next_of_its_name(tmp_path):
-    destroy = dist.destroy_process_group  # as a program has it that imported the name before recording began
+    # The test keeps the original function, like a program that imported it before recording began.
+    destroy = dist.destroy_process_group
 
     def body(rank, world):
         import commprof
@@ -123,7 +131,10 @@ def test_a_group_that_was_destroyed_unnoticed_is_not_the_next_of_its_name(tmp_pa
 
 
 def test_a_process_that_becomes_another_rank_is_told_of(tmp_path):
-    """As a library does that restarts the ranks of a job within their processes."""
+    """A process that becomes another rank is reported.
+
+    A library that restarts the ranks of a job within their processes does this.
+    """
 
     def body(rank, world):
         import commprof
@@ -167,14 +178,17 @@ reconfigures = pytest.mark.skipif(
 
 
 def reconfigure(store, uuid: int, position: int, size: int) -> None:
-    """Give the group of all ranks these members: this rank comes at ``position`` of ``size``."""
+    """Change the members of the group of all ranks.
+
+    This rank gets rank ``position`` of ``size``.
+    """
     store.set(f"{uuid}/{position}", dist._get_reconfigure_handle())
     handles = [store.get(f"{uuid}/{each}").decode() for each in range(size)]
     dist._reconfigure(uuid=uuid, handles=handles).wait()
 
 
 def train_elastically(rank: int, world: int, run: str, path: str, complete: bool) -> str:
-    """Three ranks; then two of them in the other order; then three again, as at first."""
+    """Train with three ranks, then with two of them in the opposite order, then with three as at first."""
     import commprof
 
     store = dist.FileStore(path, world)
@@ -231,7 +245,10 @@ def test_a_group_that_is_given_other_members_in_place_is_another_group_of_the_tr
 
 
 def shrink(rank: int, world: int, run: str) -> str:
-    """``shrink_group`` after the backend has done its part, which only NCCL's can."""
+    """Call ``shrink_group`` as if the backend had done its part.
+
+    Only the NCCL backend can shrink a group.
+    """
     import commprof
 
     dist.init_process_group("fake", store=dist.HashStore(), rank=2, world_size=4)
@@ -244,7 +261,7 @@ def shrink(rank: int, world: int, run: str) -> str:
         {1},
         FakeProcessGroup._create_internal(1, 3),
     )
-    dist.broadcast(torch.ones(4), 2)  # ranks are numbered anew: this one was 3
+    dist.broadcast(torch.ones(4), 2)  # the ranks are renumbered, and this rank was 3
     dist.all_reduce(torch.ones(4), group=shrunk)
     commprof.detach()
     return shrunk.group_name

@@ -1,4 +1,4 @@
-"""A collective is described alike whether a method of ProcessGroup or a kernel of c10d has seen it."""
+"""A collective is described identically whether a method of ProcessGroup or a kernel of c10d recorded it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from support.recording import record
 
 pytestmark = [pytest.mark.ranks, pytest.mark.filterwarnings("ignore::FutureWarning")]
 
-# Who saw it and when, and for which the program asked: c10d has one operator where ProcessGroup has two methods.
+# The columns that depend on the mode: what recorded the call and when, and which method the program called.
+# c10d has one operator where ProcessGroup has two methods.
 OF_THE_MODE = {"layer", "pid", "backend_method"} | {
     f"{moment}_ns"
     for moment in (
@@ -28,7 +29,7 @@ OF_THE_MODE = {"layer", "pid", "backend_method"} | {
 
 
 def both_modes(tmp_path, body):
-    """The rows of rank 0: recorded by methods, and by kernels."""
+    """Return the rows of rank 0, recorded by methods and by kernels."""
     found = []
     for complete in (False, True):
         run, _ = record(tmp_path / f"run-{complete}", 2, body, complete=complete)
@@ -65,7 +66,7 @@ def test_barriers_have_no_bytes_and_say_whether_a_handle_was_asked_for(tmp_path)
     assert {tuple(row[name] for name in columns) for row in by_kernels} == {
         ("barrier", 0, 0, 0, 0, 0, None, None)
     }
-    # A method of the group itself gives a handle unless it is told not to; a monitored barrier has none.
+    # A method of the group returns a handle unless it is told not to. A monitored barrier returns no handle.
     asked = [False, True, True, False, True, True, False, True, False, False]
     assert [row["is_async"] for row in by_kernels] == asked
     blocked = [row["wait_end_ns"] is not None for row in by_kernels]

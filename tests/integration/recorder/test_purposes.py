@@ -1,6 +1,7 @@
-"""What torch itself issues beside gradients and parameters: each has a purpose, and none hides what a program sends.
+"""Collectives that torch issues in addition to those for gradients and parameters.
 
-The expectations are written down by hand from what the programs call.
+Each has a purpose, and none of these purposes hides a collective of the program. The expectations are written
+by hand from the calls of the programs.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ pytestmark = [pytest.mark.ranks, pytest.mark.filterwarnings("ignore")]
 
 
 def objects(rank, world):
-    """One of each, one of them under a tag of the program's own."""
+    """Issue one collective of each kind for objects, one of them with a tag of the program."""
     dist.barrier()
     dist.all_gather_object([None] * world, {"rank": rank})
     dist.broadcast_object_list([rank], src=0)
@@ -38,8 +39,8 @@ def test_objects_and_barriers_say_so_where_nobody_says_more(tmp_path):
     rows = calls(run, 0, "purpose", "op")
     assert Counter(rows) == {
         ("control", "barrier"): 1,
-        ("object", "all_gather"): 3,  # sizes and objects, and the sizes before a gather
-        ("object", "broadcast"): 3,  # the longest size is broadcast before a scatter
+        ("object", "all_gather"): 3,  # the sizes and the objects, and the sizes before a gather
+        ("object", "broadcast"): 3,  # the largest size is broadcast before a scatter
         ("object", "gather"): 1,
         ("object", "scatter"): 2,
         ("metric", "all_gather"): 2,
@@ -78,21 +79,21 @@ def test_tensor_parallel_training_is_told_by_its_phases(tmp_path, way):
     run, _ = record(tmp_path / "run", 2, tensor_parallel, way)
     begin = [
         *[(-1, "init", "parameter_broadcast", "scatter", size) for size in (64, 16, 64)],
-        # The second layer's bias is whole on each rank.
+        # Each rank has the whole bias of the second layer.
         (-1, "init", "parameter_broadcast", "broadcast", 16),
     ]
     step = [
         ("forward", "activation", "all_reduce", 32),
         ("other", "gradient_norm", "all_reduce", 16),  # one for each of four parameters
     ]
-    # The program reads the last.
+    # The program reads the last parameter.
     end = [(-1, "other", "parameter_access", "all_gather", 128)]
     rows = calls(run, 0, "step", "phase", "purpose", "op", "output_bytes")
     assert rows == begin + [(number, *row) for number in (0, 1) for row in step] + end
 
 
 def spmd(rank, world):
-    """Shards of a weight that the model makes whole, and a total norm that is summed later."""
+    """Use shards of a weight that the model gathers, and a total norm that is summed later."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
 
@@ -131,7 +132,7 @@ def test_parameters_that_a_model_makes_whole_are_gathered_and_their_gradients_re
 
 
 class OneOfTwo(torch.nn.Module):
-    """Which of its layers is used depends on the rank."""
+    """A model whose layer in use depends on the rank."""
 
     def __init__(self):
         super().__init__()
@@ -154,7 +155,7 @@ def uneven(rank, world):
 
 
 def hooked(rank, world):
-    """Buffers by a hook of the program's own, after the forward pass."""
+    """Reduce buffers with a hook of the program after the forward pass."""
     from torch.nn.parallel.distributed import _BufferCommHookLocation
 
     model = DistributedDataParallel(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4)))
@@ -218,12 +219,13 @@ def test_all_that_join_sends_for_ranks_without_data_has_the_purpose_that_it_has_
     begin = ["trace_check"] * 2 + ["parameter_broadcast"] * 2
     forward = ["control", "control", "buffer_broadcast", "buffer_broadcast", "control"]
     step = [*forward, "gradient_reduce", "unused_parameters"]
-    # Whether anybody still has data; whose model is the last; and that model.
+    # First whether any rank still has data, then which rank has the last model, and then the model.
     end = ["control", "control", "parameter_broadcast", "parameter_broadcast"]
     for rank in range(2):
         rows = calls(run, rank, "purpose", "op", "numel")
         assert [row[0] for row in rows] == begin + 3 * step + end
-        # Of two layers of 20 and a norm of 8, with a running mean and variance of 4; a flag for each of 6 parameters.
+        # There are two layers of 20, a norm of 8, and a running mean and variance of 4. Each of 6 parameters
+        # has a flag.
         sizes = {purpose: {row[2] for row in rows if row[0] == purpose} for purpose in step}
         assert sizes == {
             "control": {1},
@@ -234,7 +236,7 @@ def test_all_that_join_sends_for_ranks_without_data_has_the_purpose_that_it_has_
 
 
 def saved_beside_training(rank, world, path):
-    """A checkpoint that a thread of torch's begins, then lets the training pass, then writes."""
+    """Save a checkpoint in a thread of torch, which starts, lets the training overtake it, and then writes."""
     import threading
 
     import torch.distributed.checkpoint as dcp
@@ -260,7 +262,7 @@ def saved_beside_training(rank, world, path):
 def test_a_checkpoint_beside_the_training_leaves_its_phase_alone(tmp_path):
     run, _ = record(tmp_path / "run", 2, saved_beside_training, str(tmp_path / "saved"))
     rows = calls(run, 0, "purpose", "phase")
-    assert rows[-1] == ("metric", "other")  # as after any backward pass
+    assert rows[-1] == ("metric", "other")  # the phase after any backward pass
     assert set(rows[:-1]) == {("checkpoint", "other")}
 
 

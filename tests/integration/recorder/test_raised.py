@@ -1,4 +1,7 @@
-"""Calls that torch refuses on some ranks only: they take no number, so that all other calls have equal ones on all ranks."""
+"""Calls that torch refuses on some ranks only.
+
+They take no number, so all other calls have equal numbers on all ranks.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,10 @@ def refused():
 
 
 def refused_call():
-    """gloo checks tensors before it counts the call or sends anything."""
+    """Issue a call that gloo refuses.
+
+    gloo checks tensors before it counts the call or sends anything.
+    """
     with refused():
         dist.all_reduce(torch.ones(4, 4).to_sparse(), dist.ReduceOp.MAX)
 
@@ -36,7 +42,7 @@ def refused_parts():
 
 
 def exchange(rank, payload):
-    """Rank 0 sends to rank 1."""
+    """Send a message from rank 0 to rank 1."""
     if rank == 0:
         dist.send(torch.ones(payload), 1)
     else:
@@ -79,7 +85,7 @@ def test_after_a_call_that_raised_on_one_rank_the_ranks_number_alike(tmp_path, c
     assert run.health.raised == 3 + 3 and run.health.unseen == 0
 
     arrived = api.arrivals(run)
-    assert len(arrived) == 2 * 4 + 2  # nobody comes to a call that raised
+    assert len(arrived) == 2 * 4 + 2  # a call that raised has no arrivals
     for row in run.table("collectives").to_pylist():
         partners = api.record(run, row["rank"], row["seq"]).partners
         assert partners["rank"].tolist() == ([] if row["status"] == "raised" else [0, 1])
@@ -87,12 +93,12 @@ def test_after_a_call_that_raised_on_one_rank_the_ranks_number_alike(tmp_path, c
     found = verify(run)
     assert (found.differences, found.disagreements) == ((), ()), found.disagreements
     assert found.sources["executed"].endswith("torch's Flight Recorder agrees on 8 of 8"), found.sentences
-    assert str(found.state) == "unknown"  # no config says what was requested
+    assert str(found.state) == "unknown"  # no config states what was requested
     assert take_dump(tmp_path / "run").situation.differences == []
 
 
 def two_threads(rank, world):
-    """One thread is refused again and again while the other trains, in one group."""
+    """Train in one thread while torch refuses the calls of another thread in the same group."""
     over = threading.Event()
 
     def issue_refused():

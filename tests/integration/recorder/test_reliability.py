@@ -1,5 +1,8 @@
-"""However a process ends, and whatever goes wrong around it: the training is the same bit for bit, and so is its exit code;
-every collective that it issued is in the trace, or its loss is stated. The programs count for themselves."""
+"""A process may end in any way, and anything may go wrong around it: the training must not change.
+
+The results must be equal bit for bit, and so must the exit code. Every collective that the process issued
+must be in the trace, or be reported as dropped. The programs count their collectives themselves.
+"""
 
 from __future__ import annotations
 
@@ -33,11 +36,11 @@ def join(rank: int, world: int, store: Path) -> None:
 
 
 def silence() -> None:
-    """What torch, gloo and the interpreter say of a process that dies is not for this test's output."""
+    """Hide the messages that torch, gloo and the interpreter print when a process dies."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
 
 
-# Killed at any moment.
+# Processes that are killed at any moment.
 
 
 def _issue_for_ever(place: Path, ready: int) -> None:
@@ -74,7 +77,7 @@ def _kill_at_a_random_moment(place: Path, seed: int) -> None:
     try:
         run = open_run(place / "run")
     except CommprofError as error:
-        assert lines <= 1, error  # it was killed before there was anything to read
+        assert lines <= 1, error  # it was killed before it wrote anything to read
         return
     found = run.health.records
     assert lines - 1 <= found <= lines + 1
@@ -103,7 +106,7 @@ def test_sigkill_at_100_random_moments(tmp_path):
         shutil.rmtree(place)
 
 
-# Ended in every other way, in the middle of a step of two ranks.
+# Processes that end in any other way in the middle of a step of two ranks.
 
 ENDINGS = {
     "os._exit": lambda: os._exit(7),
@@ -120,7 +123,8 @@ def _train_until_the_end(rank: int, place: Path, ending: str, recorded: bool) ->
     silence()
     import faulthandler
 
-    faulthandler.disable()  # the test runner's: a plain program has none
+    # The test runner enables faulthandler, but a plain program does not.
+    faulthandler.disable()
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     join(rank, 2, place / "store")
     if recorded:
@@ -157,11 +161,14 @@ def test_a_rank_that_ends_is_recorded_until_then_and_changes_nothing(tmp_path, e
     assert any("ended without closing its recording" in note for note in run.health.notes)
 
 
-# Trouble with the disk and the clock.
+# Problems with the disk and the clock.
 
 
 def _compared(place: Path, prepare, steps: int = 12, disturb=lambda place, step: None):
-    """Train on two ranks as they are, then recorded; returns per rank both results and the number of lines of the second."""
+    """Train on two ranks without and then with recording.
+
+    Returns for each rank the results of both, and the number of lines of the second.
+    """
 
     def body(rank: int, world: int):
         import commprof
@@ -179,7 +186,7 @@ def _compared(place: Path, prepare, steps: int = 12, disturb=lambda place, step:
 @pytest.mark.long
 def test_a_limit_on_the_size_of_files_stops_recording_and_the_loss_is_stated(tmp_path, capfd):
     def limit(place: Path) -> None:
-        # A first segment fits, a second does not.
+        # The first segment fits, and the second does not.
         resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, 300_000))
 
     outcomes = _compared(tmp_path, limit, steps=560)
@@ -204,7 +211,8 @@ def test_a_directory_that_may_not_be_written_to_is_one_line(tmp_path, capfd):
     closed.mkdir(mode=0o555)
     tmp_path.chmod(0o755)
     if os.getuid() == 0:
-        # Nobody may look into the directories of the test runner; the one that is refused is enough.
+        # The directories of the test runner are not accessible to other users. The refused directory alone is
+        # enough.
         closed.chmod(0o555)
 
     def body(rank: int, world: int):
@@ -212,7 +220,8 @@ def test_a_directory_that_may_not_be_written_to_is_one_line(tmp_path, capfd):
 
         train(Log(tmp_path / f"plain-{rank}"), 4)
         log = Log(tmp_path / f"log-{rank}")
-        commprof.attach(tmp_path / "warm")  # what it imports lies where nobody may look, either
+        # the imports of the first attach are also in a directory that is not accessible
+        commprof.attach(tmp_path / "warm")
         commprof.detach()
         close(tmp_path)
         commprof.attach(closed / "run")
@@ -263,7 +272,8 @@ def test_a_step_of_the_wall_clock_moves_no_record(tmp_path, monkeypatch):
         assert times[-1][2] - times[0][0] < 60_000_000_000
     readings = [row for row in run.table("clocks").to_pylist() if row["rank"] == 0]
     offsets = [row["realtime_ns"] - row["monotonic_ns"] for row in readings]
-    assert max(offsets) - min(offsets) > 80_000_000_000_000  # the step is there for whoever needs the date
+    # the jump of the clock is kept for users who need the date
+    assert max(offsets) - min(offsets) > 80_000_000_000_000
     facts = api.overview(run)
     assert facts["collectives"] == 60 and facts["state"] == "complete"
     assert facts["step_time_ns"] is None or 0 < facts["step_time_ns"] < 60_000_000_000

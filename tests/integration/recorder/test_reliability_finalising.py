@@ -1,4 +1,7 @@
-"""Finalising may be killed at any moment and done by several commands at once: the rows are the same, nothing is left."""
+"""Finalising may be killed at any moment, and several commands may finalise at the same time.
+
+The rows must be the same, and no other files may remain.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ RANKS, RECORDS = 3, 1_500
 
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory):
-    """A run as its ranks leave it, one of them killed; and its rows, finalised without trouble."""
+    """Return a run as its ranks leave it, one of them killed, and its rows after an undisturbed finalise."""
     place = tmp_path_factory.mktemp("recorded")
     for rank in range(RANKS):
         write_rank(place / "run", rank, RANKS, RECORDS, ended=rank != 1)
@@ -35,7 +38,7 @@ def recorded(tmp_path_factory):
 
 
 def rows_of(run: Path) -> dict[str, list[dict]]:
-    """Every row of every table, in one order whatever order the ranks were written in."""
+    """Return the rows of all tables in a fixed order, whatever order the ranks were written in."""
     opened = open_run(run)
     return {name: sorted(opened.table(name).to_pylist(), key=repr) for name in TABLES}
 
@@ -55,7 +58,7 @@ def _kill_while_finalising(source: Path, run: Path, rows, moments: list[float]) 
         time.sleep(moment)
         os.kill(pid, signal.SIGKILL)
         assert outcome(pid) in (0, -signal.SIGKILL)
-        assert rows_of(run) == rows  # what another command sees in between
+        assert rows_of(run) == rows  # what another command sees in the meantime
     finalise(run)
     assert leftovers(run) == []
     assert rows_of(run) == rows

@@ -1,4 +1,7 @@
-"""However the interpreter of a rank ends, exit code and last words are its own: real processes, as users start them."""
+"""Recording changes neither the exit code nor the last output of a rank, however its interpreter ends.
+
+The tests run real processes, as users start them.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +64,7 @@ def _start(place: Path, ending: str, recorded: bool) -> list[tuple[int, str]]:
         for rank in range(2)
     ]
     said = [process.communicate(timeout=100)[1] for process in processes]
-    # A program that ends by itself may say nothing at all.
+    # A program that exits on its own may print nothing.
     return [
         (process.returncode, (text.strip().splitlines() or [""])[-1])
         for process, text in zip(processes, said, strict=True)
@@ -85,7 +88,7 @@ def test_an_exception_in_one_rank_leaves_exit_code_and_last_words_alone(tmp_path
         log = tmp_path / "recorded" / f"log-{rank}"
         assert results(log) == results(tmp_path / "plain" / f"log-{rank}")
         assert issued(log) == len(calls(run, rank, "op"))
-    # Each ended in order, and said so.
+    # Each rank ended normally and recorded that it did.
     assert run.health.state == "complete" and run.health.ranks_recorded == 2
 
 

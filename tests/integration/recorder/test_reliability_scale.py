@@ -1,4 +1,7 @@
-"""Many of everything: groups, call sites, threads, workers and children. All is recorded, and memory stays bounded."""
+"""Many groups, call sites, threads, workers and child processes.
+
+All collectives are recorded, and memory stays bounded.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,10 @@ pytestmark = pytest.mark.ranks
 
 
 def fake_rank(world: int = 1) -> None:
-    """A process group of ``world`` ranks of which only this one exists; its collectives return at once."""
+    """Create a process group of ``world`` ranks of which only this rank exists.
+
+    Its collectives return at once.
+    """
     dist.init_process_group("fake", rank=0, world_size=world, store=FakeStore())
 
 
@@ -68,7 +74,10 @@ def test_thousands_of_groups(tmp_path):
 
 
 def _from_many_sites(run: Path, sites: int) -> tuple[int, int]:
-    """Issue one collective from each of ``sites`` places; returns how much memory grew over each half."""
+    """Issue one collective from each of ``sites`` places.
+
+    Returns how much memory grew in each half.
+    """
     import commprof
 
     fake_rank()
@@ -98,7 +107,7 @@ def test_a_million_call_sites_keep_memory_bounded(tmp_path, sites):
     distinct = set(run.table("collectives")["call_site"].to_pylist())
     assert len(distinct) == sites
     if sites > 500_000:
-        assert second - first < 64 << 20  # the mapped records are of the file, and counted here all the same
+        assert second - first < 64 << 20  # the mapped records are part of the file, but are counted here
 
 
 def test_threads_lose_and_double_nothing(tmp_path):
@@ -172,7 +181,11 @@ def test_a_fork_in_the_middle_goes_its_own_way(tmp_path):
 
 
 def test_a_forked_child_of_an_armed_process_does_not_touch_all_objects_of_its_parent(tmp_path, monkeypatch):
-    """The kernel would copy their pages: for the workers of a data loader under ``commprof run``, in each epoch."""
+    """A forked child of a process with an armed recorder does not access all objects of its parent.
+
+    Otherwise the kernel would copy the pages of the objects in each epoch, for each data loader worker under
+    ``commprof run``.
+    """
 
     def body(rank: int, world: int) -> bool:
         from commprof.recorder.session import arm, current, detach

@@ -1,7 +1,8 @@
-"""DistributedDataParallel under the recorder: each collective says why, and which bucket with which parameters.
+"""DistributedDataParallel with the recorder.
 
-The expectations are written down by hand from the model: two linear layers, "0" (8x8 and 8) and "2" (1x8 and 1), with a
-batch norm "1" between them where buffers are to be broadcast.
+Each collective has its purpose, its bucket and the parameters of the bucket. The expectations are written by
+hand from the model: two linear layers, "0" (8x8 and 8) and "2" (1x8 and 1), with a batch norm "1" between
+them if buffers are to be broadcast.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ pytestmark = [pytest.mark.ranks, pytest.mark.filterwarnings("ignore::FutureWarni
 
 SAID = ("step", "micro_step", "phase", "op", "purpose", "bucket", "bucket_bytes", "parameters")
 FORWARD_ORDER = "0.weight,0.bias,2.weight,2.bias"
-# MiB: 104 bytes, so that each bucket is closed by the parameter that takes it beyond 26 elements.
+# In MiB. This is 104 bytes, so that the parameter that exceeds 26 elements closes a bucket.
 SMALL = 0.0001
 
 
@@ -50,7 +51,7 @@ def said(tmp_path, steps=2, micro_batches=1, after_forward="", **options):
     run, outcomes = record(tmp_path / "run", 2, train, steps, micro_batches, options, after_forward)
     rows = calls(run, 0, *SAID)
     assert rows == calls(run, 1, *SAID)
-    # Torch's own count, nothing to note.
+    # The number of records equals torch's own count, and there are no notes.
     assert len(rows) == len(outcomes[0]["flights"]) and run.health.notes == ()
     begin = [row[4] for row in rows if row[0] == -1]
     assert begin[:2] == ["trace_check", "trace_check"] and set(begin[2:]) == {"parameter_broadcast"}
@@ -60,7 +61,8 @@ def said(tmp_path, steps=2, micro_batches=1, after_forward="", **options):
 def test_the_buckets_of_the_first_step_and_those_that_are_built_anew(tmp_path):
     run, rows = said(tmp_path, steps=3, bucket_cap_mb=SMALL)
     whole = ("backward", "all_reduce", "gradient_reduce", 0, 4 * 81, FORWARD_ORDER)
-    # Built anew in the order in which gradients came: 1 + 8 + 8 elements, and 64 more before 26 were reached.
+    # The bucket is rebuilt in the order in which gradients arrived: 1 + 8 + 8 elements, and 64 more before 26
+    # were reached.
     last = ("backward", "all_reduce", "gradient_reduce", 0, 4 * 81, "2.bias,2.weight,0.bias,0.weight")
     agreed = ("forward", "broadcast", "bucket_rebuild", None, None, None)
     assert rows == [(0, 0, *whole), (1, 0, *agreed), (1, 0, *agreed), (1, 0, *last), (2, 0, *last)]
@@ -83,7 +85,8 @@ def test_the_buckets_of_the_first_step_and_those_that_are_built_anew(tmp_path):
 @pytest.mark.long
 def test_unused_parameters_are_agreed_on_after_the_buckets(tmp_path):
     _, rows = said(tmp_path, steps=2, bucket_cap_mb=SMALL, find_unused_parameters=True)
-    # Filled in forward order (64, closed; 8 + 8 + 1), sent from the last to the first, and never built anew.
+    # Buckets are filled in forward order (64, closed; 8 + 8 + 1), sent from the last to the first, and never
+    # rebuilt.
     step = [
         ("backward", "all_reduce", "gradient_reduce", 0, 4 * 17, "0.bias,2.weight,2.bias"),
         ("backward", "all_reduce", "gradient_reduce", 1, 4 * 64, "0.weight"),
@@ -110,7 +113,7 @@ def test_accumulated_gradients_are_sent_with_the_last_micro_batch(tmp_path):
 @pytest.mark.long
 def test_buffers_are_broadcast_in_every_forward_pass(tmp_path):
     _, rows = said(tmp_path, steps=1, batch_norm=True)
-    # running_mean and running_var in one message, num_batches_tracked in another.
+    # One message has running_mean and running_var, and another has num_batches_tracked.
     assert [row[2:5] for row in rows] == [("forward", "broadcast", "buffer_broadcast")] * 2 + [
         ("backward", "all_reduce", "gradient_reduce")
     ]
@@ -124,7 +127,7 @@ def test_what_a_comm_hook_issues_belongs_to_its_bucket(tmp_path):
 
 
 def two_models(rank, world, shared_size):
-    """A generator and a critic, each with its own optimizer; the generator is trained through the critic."""
+    """Train a generator through a critic. Each has its own optimizer."""
     torch.manual_seed(0)
     generator = DistributedDataParallel(torch.nn.Linear(4, 4))
     critic = DistributedDataParallel(torch.nn.Linear(4, 4 if shared_size else 1))
@@ -148,7 +151,8 @@ def test_the_buckets_of_two_models_are_told_apart(tmp_path):
     generator, critic = (20 * 4, {"weight", "bias"}), (5 * 4, {"weight", "bias"})
     expected = [critic, critic, generator]
     assert [(row[3], set(row[4].split(","))) for row in reduced] == expected * 2
-    assert [row[0] for row in reduced] == [0, 0, 0, 1, 1, 1]  # the optimizers of both end a step together
+    # the optimizers of both models end a step together
+    assert [row[0] for row in reduced] == [0, 0, 0, 1, 1, 1]
     names = {row["name"] for row in run.table("parameters").to_pylist()}
     assert names == {"Linear0.weight", "Linear0.bias", "Linear1.weight", "Linear1.bias"}
 

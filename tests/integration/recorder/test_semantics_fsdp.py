@@ -1,6 +1,7 @@
-"""FSDP 1 and 2 under the recorder: the module that each collective is for, and the parameters that travel.
+"""FSDP 1 and 2 with the recorder: the module of each collective, and the parameters that the collective sends.
 
-The expectations are written down by hand from the model: two blocks of two linear layers, and what is around them.
+The expectations are written by hand from the model: two blocks of two linear layers, and the layers around
+them.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ class Net(torch.nn.Module):
         return self.head(x)
 
 
-# Elements, and those that travel where each parameter is cut by itself along its rows: the head, of 3 rows, as of 4.
+# The number of elements, and the number that is sent if each parameter is sharded separately along its rows.
+# The head has 3 rows, which count as 4.
 BLOCK, AROUND, AROUND_PADDED = 60 + 10 + 60 + 6, 30 + 6 + 18, 30 + 6 + 24
 PARTS = ("up.weight", "up.bias", "down.weight", "down.bias")
 NAMES = {
@@ -128,9 +130,9 @@ def test_fsdp2_names_the_module_of_each_collective(tmp_path, reshard):
         expected += [gather(step, "forward", *unit) for unit in forward]
         expected += [gather(step, "backward", *unit) for unit in again]
         expected += [reduce(step, number, *unit) for number, unit in enumerate(backward)]
-        # The norms of 11 parameters in one message.
+        # One message has the norms of all 11 parameters.
         expected.append((step, "other", "all_reduce", "gradient_norm", None, None, None, None, 4 * 11))
-    expected += [gather(-1, "evaluation", *unit) for unit in forward]  # outside of the steps
+    expected += [gather(-1, "evaluation", *unit) for unit in forward]  # outside the steps
     for rank in (0, 1):
         assert calls(run, rank, *SAID) == expected
     assert len(expected) == len(outcomes[0]["flights"]) and run.health.notes == ()
@@ -159,8 +161,9 @@ def fsdp1(rank, world, original_parameters):
 @pytest.mark.parametrize("original_parameters", [False, True])
 def test_fsdp1_names_the_module_of_each_collective(tmp_path, original_parameters):
     run, _ = record(tmp_path / "run", 2, fsdp1, original_parameters)
-    # What is flat is cut as a whole, and even. Parameters that can be used one by one begin at multiples of 16 bytes: within
-    # the unit 30 and 6 elements take the place of 32 and 8, and 10 that of 12.
+    # A flat parameter is sharded as a whole, and its size is even. Original parameters that can be used
+    # separately begin at multiples of 16 bytes. Within the unit, 30 and 6 elements take the space of 32 and
+    # 8, and 10 elements take the space of 12.
     around, block = (4 * 58, 4 * 138) if original_parameters else (4 * AROUND, 4 * BLOCK)
     rows = [row for row in calls(run, 0, *SAID) if row[1] != "init"]
     forward = [("(root)", around), ("blocks.0", block), ("blocks.1", block)]
@@ -169,7 +172,7 @@ def test_fsdp1_names_the_module_of_each_collective(tmp_path, original_parameters
         *(gather(0, "backward", *unit) for unit in (forward[2], forward[1])),
         *(reduce(0, number, *unit) for number, unit in enumerate((forward[2], forward[1], forward[0]))),
         (0, "other", "all_reduce", "gradient_norm", None, None, None, None, 4),
-        *(gather(-1, "evaluation", *unit) for unit in forward),  # outside of the steps
+        *(gather(-1, "evaluation", *unit) for unit in forward),  # outside the steps
     ]
     assert rows == expected
     units = [name for unit in NAMES.values() for name in unit.split(",")]
@@ -201,7 +204,7 @@ def test_the_second_half_of_a_hybrid_reduction_is_the_same_bucket(tmp_path):
 
 
 def without_reduction(rank, world):
-    """Two micro-batches, of which the first keeps its gradients to itself."""
+    """Run two micro-batches, the first of which does not reduce its gradients."""
     from torch.distributed.fsdp import fully_shard
 
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))

@@ -1,7 +1,8 @@
-"""DDP's communication hooks under the recorder: all that they issue, at once or later, belongs to the bucket.
+"""DDP's communication hooks with the recorder.
 
-The expectations are written down by hand from the model, two linear layers of 64 + 8 and 8 + 1 parameters in one bucket,
-and from what each hook is documented to send.
+Everything that a hook issues, immediately or later, belongs to the bucket. The expectations are written by
+hand from the model (two linear layers of 64 + 8 and 8 + 1 parameters in one bucket) and from the
+documentation of each hook.
 """
 
 from __future__ import annotations
@@ -31,13 +32,14 @@ def train(rank, world, hook, steps):
 
 
 def issued(tmp_path, hook, steps=1, **options):
-    """What each training step issued: operation, elements, purpose, bucket, bytes of the bucket."""
+    """Return the collectives of each training step: operation, elements, purpose, bucket, and bytes of the bucket."""
     run, outcomes = record(tmp_path / "run", 2, train, hook, steps, **options)
     columns = ("step", "op", "numel", "purpose", "bucket", "bucket_bytes", "parameters")
     rows = calls(run, 0, *columns)
     assert rows == calls(run, 1, *columns)
     assert len(rows) == len(outcomes[0]["flights"]) and run.health.notes == ()
-    # What DDP itself agrees on in the second forward pass is no hook's.
+    # In the second forward pass DDP itself issues collectives to agree on buckets. They do not belong to a
+    # hook.
     rows = [row for row in rows if row[0] >= 0 and row[3] != "bucket_rebuild"]
     hooked = [row for row in rows if row[3] == "gradient_reduce"]
     assert all(len(row[6].split(",")) == 4 for row in hooked)
@@ -54,7 +56,7 @@ def compress_bf16_around_all_reduce(model):
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
     compressed = default_hooks.bf16_compress_wrapper(default_hooks.allreduce_hook)
-    # By its own name torch takes it with NCCL only.
+    # torch accepts this hook by its own name with NCCL only.
     model.register_comm_hook(None, lambda state, bucket: compressed(state, bucket))
 
 
@@ -75,13 +77,13 @@ def power_sgd(model):
 @pytest.mark.parametrize("complete", [False, True])
 def test_the_later_rounds_of_power_sgd_belong_to_the_bucket_too(tmp_path, complete):
     whole = [("all_reduce", 81, *BUCKET)]
-    # The biases and the 1x8 matrix as they are; then a column and a row for the 8x8 matrix.
+    # The biases and the 1x8 matrix are sent unchanged, followed by a column and a row for the 8x8 matrix.
     rounds = [("all_reduce", numel, *BUCKET) for numel in (8 + 8 + 1, 8, 8)]
     assert issued(tmp_path, power_sgd, steps=4, complete=complete) == [whole, whole, rounds, rounds]
 
 
 def own_chain(model):
-    """A hook whose third round is begun by a callback of a future that a callback has made."""
+    """A hook whose third round starts in a callback of a future that another callback created."""
 
     def reduce(tensor):
         return dist.all_reduce(tensor, async_op=True).get_future()
@@ -140,7 +142,8 @@ def local_sgd(model):
 def test_local_sgd_reduces_gradients_and_then_averages_parameters(tmp_path):
     gradients = ("all_reduce", 81, *BUCKET)
     average = ("all_reduce", 81, "parameter_broadcast", None, None)
-    # A step ends with its optimizer: what comes after is the first of the next one, and after the last of none.
+    # A step ends with its optimizer step. Collectives after the optimizer step belong to the next step, or
+    # after the last step to none.
     assert issued(tmp_path, local_sgd, steps=4) == [
         [gradients],
         [gradients],

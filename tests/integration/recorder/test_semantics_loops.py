@@ -1,4 +1,7 @@
-"""Training loops that say nothing: their phases, steps and micro-batches, and that watching leaves no trace in them."""
+"""Training loops without any hooks: their phases, steps and micro-batches.
+
+Recording must leave no trace in the objects of the program.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ pytestmark = [pytest.mark.ranks, pytest.mark.filterwarnings("ignore::FutureWarni
 
 
 class Talking(torch.nn.Module):
-    """Sends something forward, and something backward."""
+    """A module that issues a collective in the forward pass and another in the backward pass."""
 
     def __init__(self):
         super().__init__()
@@ -38,7 +41,7 @@ class TalkingSGD(torch.optim.SGD):
 
 
 def beside_its_base(rank, world, body):
-    """``body``, where torch has wrapped the step of the base class too, as it does once a program makes one of it."""
+    """Run ``body`` after torch has wrapped the step of the base class, as creating an optimizer of that class does."""
     torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
     return body(rank, world)
 
@@ -75,7 +78,7 @@ def test_each_collective_is_in_the_phase_that_issued_it(tmp_path, way):
     run, _ = record(tmp_path / "run", 2, *way)
     micro_batch = [("forward", "1"), ("other", "()"), ("backward", "2")]
     step = [(micro, *row) for micro in (0, 1) for row in micro_batch]
-    # The gradients by hand, the optimizer, and an evaluation, which is no step's.
+    # The loop uses gradients computed by hand, the optimizer, and an evaluation that belongs to no step.
     step += [(1, "other", "2x2"), (1, "other", "2"), (1, "optimizer", "3")]
     rows = said(run, "step", "after_step", "micro_step", "phase", "sizes")
     assert rows[0] == (-1, None, 0, "init", "1") and rows[-1][:4] == (-1, 1, 0, "evaluation")
@@ -123,7 +126,7 @@ def failing(rank, world):
         with pytest.raises(RuntimeError):
             net(torch.ones(1, 7))
         with pytest.raises(RuntimeError):
-            net(torch.ones(1, 2)).backward()  # no scalar
+            net(torch.ones(1, 2)).backward()  # raises, because the output is not a scalar
         dist.all_reduce(torch.ones(4))
         net(torch.ones(1, 2)).sum().backward()
         optimizer.step()
@@ -146,9 +149,7 @@ def test_ranks_count_alike_when_an_optimizer_takes_the_place_of_one_that_is_gone
             return id(optimizer), bool(told)
 
         places, came_back, told, stages = set(), False, False, 0
-        while (
-            not told and stages < 1000
-        ):  # until an address has come back on rank 0, which is up to the allocator
+        while not told and stages < 1000:  # until rank 0 gets an address again, which the allocator decides
             place, told = stage(came_back)
             came_back = came_back or place in places
             places.add(place)
@@ -159,7 +160,7 @@ def test_ranks_count_alike_when_an_optimizer_takes_the_place_of_one_that_is_gone
     run, outcomes = record(tmp_path / "run", 2, body)
     (stages, told, places), (_, _, kept) = (each["result"] for each in outcomes)
     assert told and places < stages == kept
-    # Each optimizer trains three steps of its own, whether or not it has the address of one before.
+    # Each optimizer trains three steps of its own, whether or not an earlier optimizer had the same address.
     assert said(run, "step") == list(range(3 * stages))
 
 
@@ -174,7 +175,7 @@ def test_a_pass_that_raises_ends_its_phase(tmp_path, way):
 
 
 def untouched(rank, world):
-    """What a program can see of its own objects while it is recorded."""
+    """Run a program that inspects its own objects while it is recorded."""
     net = Talking()
     seen = []
 
@@ -200,7 +201,7 @@ def test_nothing_is_left_on_the_modules_and_none_within_the_model_is_hooked(tmp_
 
 
 def named(rank, world, what):
-    """A program that names its steps, or its phases, or only that it saves."""
+    """Run a program that names its steps, or its phases, or only its checkpoints."""
     from commprof import hooks
 
     net = Talking()
@@ -283,7 +284,7 @@ def test_a_second_recording_begins_anew(tmp_path):
 
 
 def broken(rank, world, places, directory):
-    """The same training, plain and while one part of the recorder after the other fails."""
+    """Run the same training without recording, and with one part of the recorder failing at a time."""
     import commprof
 
     def losses():
@@ -338,11 +339,11 @@ def test_what_fails_in_watching_never_reaches_the_training(tmp_path):
         run = open_run(tmp_path / f"run-{number}")
         assert "planted" in "".join(run.health.notes) or run.manifest.ranks[0]["faults"], place
         ops = calls(run, 0, "op")
-        assert ops.count("all_reduce") == 6, place  # three of DDP, three of the optimizer
+        assert ops.count("all_reduce") == 6, place  # three of DDP and three of the optimizer
 
 
 class Compiled(torch.nn.Module):
-    """Of a module of torch.nn itself torch compiles nothing in place."""
+    """A module that torch can compile in place. torch does not do this for modules of torch.nn itself."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -383,7 +384,10 @@ def test_compiled_modules_are_compiled_once_and_warn_of_nothing(tmp_path, kind):
 
 
 def test_steps_of_models_in_torchscript_are_seen_and_those_beside_them(tmp_path):
-    """A scripted module takes no hook; a teacher, or the model itself, may be one."""
+    """Steps of TorchScript models and of models beside them are detected.
+
+    A scripted module accepts no hook, and the teacher or the trained model may be scripted.
+    """
 
     def body(rank, world):
         with warnings.catch_warnings(action="ignore"):

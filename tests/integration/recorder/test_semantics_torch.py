@@ -1,4 +1,4 @@
-"""torch's smaller parts under the recorder: an optimizer in shards, a pipeline, checkpoints."""
+"""Smaller parts of torch with the recorder: a sharded optimizer, a pipeline, and checkpoints."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ def sharded_optimizer(rank, world):
 def test_each_owner_sends_its_parameters_in_the_optimizer_step(tmp_path):
     run, _ = record(tmp_path / "run", 2, sharded_optimizer)
     rows = calls(run, 1, "step", "phase", "op", "purpose", "owner", "peer", "payload_bytes", "after_step")
-    # The largest first, each to the rank that has the least: 15 to rank 0, 5 and 5 to rank 1.
+    # The largest parameter is assigned first, each to the rank with the fewest elements: 15 to rank 0, 5 and
+    # 5 to rank 1.
     sent = [
         ("optimizer", "broadcast", "parameter_broadcast", owner, owner, size)
         for owner, size in ((0, 60), (1, 20), (1, 20))
@@ -61,7 +62,7 @@ def test_the_messages_of_a_pipeline_say_so(tmp_path):
     for rank, op in ((0, "send"), (1, "recv")):
         rows = calls(run, rank, "step", "micro_step", "purpose", "op", "payload_bytes", "phase")
         assert {row[2] for row in rows} == {"pipeline"} and {row[1] for row in rows} == {0}
-        # 2x4 activations forward, as many gradients back; what else there is belongs to the first batch.
+        # 2x4 activations go forward and 2x4 gradients go back. All other messages belong to the first batch.
         batches = Counter(row[0] for row in rows if row[3] == op and row[4] == 32)
         assert batches == {0: MICRO_BATCHES, 1: MICRO_BATCHES}
         assert len([row for row in rows if row[0] == 1]) == 2 * MICRO_BATCHES
@@ -91,7 +92,7 @@ def test_checkpoints_are_a_phase_and_a_purpose(tmp_path):
 
 
 def renamed(rank, world, run):
-    """As in a torch where a method of FSDP 2 has another name."""
+    """Run the program as in a torch version in which a method of FSDP 2 has another name."""
     import commprof
 
     commprof.detach()

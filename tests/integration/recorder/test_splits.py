@@ -1,4 +1,7 @@
-"""The splits of uneven collectives: bytes to and from each rank, as the program gave them, by every layer that records."""
+"""The splits of uneven collectives.
+
+Every layer that records must have the bytes to and from each rank, as the program specified them.
+"""
 
 import numpy as np
 import pytest
@@ -17,11 +20,14 @@ from support.recording import record
 
 pytestmark = [pytest.mark.ranks, pytest.mark.filterwarnings("ignore::FutureWarning")]
 
-COLUMNS = 3  # of each row, of 4 bytes
+COLUMNS = 3  # the columns of each row, of 4 bytes each
 
 
 def rows_between(world, turn=0):
-    """How many rows each rank sends to each: unlike for all pairs, some of none."""
+    """Return the number of rows that each rank sends to each rank.
+
+    The numbers differ between pairs, and some are 0.
+    """
     return [[(3 * a + 5 * b + a * b + turn) % 7 for b in range(world)] for a in range(world)]
 
 
@@ -46,7 +52,7 @@ def single(rank, world):
     exchange(rank, world, async_op=True).wait()
     exchange(rank, world, turn=1, splits=tuple)
     exchange(rank, world, turn=2, splits=np.array)
-    exchange(rank, world, turn=3, splits=np.array)  # of the same shapes to freeze, with other splits
+    exchange(rank, world, turn=3, splits=np.array)  # the shapes are those of the graph, but the splits differ
     group = dist.group.WORLD
     table = rows_between(world)
     sent, got = table[rank], [row[rank] for row in table]
@@ -80,7 +86,7 @@ def functional_calls(rank, world):
         return functional.all_to_all_single(tensor, got, sent, dist.group.WORLD) + 1
 
     give(tensor)
-    compiled = torch.compile(give)  # inductor or not: the operator is the same
+    compiled = torch.compile(give)  # the operator is the same with or without inductor
     compiled(tensor)
     compiled(tensor)
 
@@ -134,7 +140,10 @@ def test_an_uneven_list_is_recorded_with_the_bytes_of_each_rank(tmp_path, comple
 
 
 def never_the_same(rank, world, count, summed=False):
-    """Exchanges of random rows, other ones in each call, in every form that torch has; what each sent to each rank."""
+    """Run exchanges of random rows that differ in each call, in every form that torch has.
+
+    Returns the bytes that each call sent to each rank.
+    """
     import random
 
     import torch.distributed.nn.functional as differentiable
@@ -163,11 +172,12 @@ def never_the_same(rank, world, count, summed=False):
         elif form == 3:
             functional.wait_tensor(functional.all_to_all_single(given, got, sent, group))
         elif form == 4:
-            # Forward, and the way back: its splits are those of the other direction.
+            # The backward pass uses the splits of the opposite direction.
             given.requires_grad_()
             differentiable.all_to_all_single(output, given, got, sent).sum().backward()
         else:
-            # gloo takes lists of equal tensors only where it has them; as single tensors they are the same exchange.
+            # gloo accepts lists of equal tensors only in versions that support them. With single tensors the
+            # exchange is the same.
             dist.all_to_all_single(
                 output.reshape(-1), given.reshape(-1), [n * columns for n in got], [n * columns for n in sent]
             )

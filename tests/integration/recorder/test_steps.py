@@ -1,4 +1,4 @@
-"""What a training step is: from the end of the one before it to the end of its last optimizer step, and no more."""
+"""A training step extends from the end of the previous step to the end of its last optimizer step, and no further."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def evaluated(model) -> None:
 
 
 def with_everything_after(rank, world, names_steps):
-    """Two epochs, an evaluation after each, a checkpoint of rank 0 at the end, and a last gather."""
+    """Train two epochs with an evaluation after each, then a checkpoint on rank 0, and a last gather."""
     model, optimizer = made()
     for number in range(STEPS):
         if names_steps:
@@ -78,7 +78,7 @@ def test_evaluations_checkpoints_and_the_rest_are_outside_all_steps(tmp_path, na
         evaluations = [row for row in outside if row["phase"] == "evaluation"]
         assert [(row["after_step"], row["passes"]) for row in evaluations] == [(1, 2), (3, 2)]
         assert all(row["end_ns"] - row["begin_ns"] > PAUSE * 1e9 for row in evaluations)
-        # No step has a part of what is outside, however long the machine takes for a step.
+        # No step includes anything outside the steps, however long the machine takes for a step.
         for row in outside:
             assert steps[row["after_step"]]["end_ns"] <= row["begin_ns"]
             assert all(row["end_ns"] <= step["begin_ns"] for step in steps[row["after_step"] + 1 :])
@@ -98,7 +98,7 @@ def with_inputs_of_every_step(rank, world):
 def test_loading_its_input_belongs_to_a_step(tmp_path):
     run, _ = record(tmp_path / "run", 2, with_inputs_of_every_step)
     inputs = [step for step, op in calls(run, 0, "step", "op") if op == "broadcast"]
-    assert inputs == [-1, 1, 2, 3]  # nothing tells that the first one's had begun
+    assert inputs == [-1, 1, 2, 3]  # nothing shows that the first step had begun when its input arrived
     rows = [row for row in run.table("steps").to_pylist() if row["rank"] == 0]
     assert all(row["end_ns"] - row["begin_ns"] > PAUSE * 1e9 for row in rows[1:])
     assert [row["begin_ns"] for row in rows[1:]] == [row["end_ns"] for row in rows[:-1]]
@@ -127,7 +127,7 @@ def test_a_step_that_an_overflow_leaves_out_ends_too(tmp_path):
 
 
 def with_a_teacher(rank, world):
-    """A frozen model runs first in each step, as teachers, encoders and the generator of a GAN do."""
+    """Run a frozen model first in each step, as programs with teachers, encoders or the generator of a GAN do."""
     model, optimizer = made()
     teacher = torch.nn.Linear(4, 4)
     for _ in range(STEPS):
@@ -200,4 +200,4 @@ def test_samples_per_second_are_of_the_loading_and_the_steps_but_not_of_evaluati
 
     run, _ = record(tmp_path / "run", 2, with_slow_input)
     rate = api.resources([run.path])["samples_per_second"].iloc[0]
-    assert 2 * SAMPLES / (LOADING + PAUSE) < rate <= 2 * SAMPLES / LOADING  # of both ranks
+    assert 2 * SAMPLES / (LOADING + PAUSE) < rate <= 2 * SAMPLES / LOADING  # the samples of both ranks

@@ -1,4 +1,7 @@
-"""A rank that comes late by a known time is found, with that time; nothing of what is sent changes."""
+"""A rank that arrives late by a known time is detected with this time.
+
+Nothing that is sent changes.
+"""
 
 from __future__ import annotations
 

@@ -1,10 +1,14 @@
-"""Exposed and overlapped time, causally: where a peer comes late by a known time, the program stands still for just so long.
+"""Exposed and overlapped time, tested by cause and effect.
 
-The independent measure is the program's own: a clock read before and after each of its calls and waits. What the recorder
-says may lie inside that by no more than what both spend on being called, and never outside.
+A peer that is late by a known time must block the program for exactly that time.
 
-How long a process waits for a processor is up to the machine. So a test that holds a time below a bound is tried a few
-times, and one of them must pass whole. What has to hold whatever else runs (order, equality, never outside) fails at once.
+The independent measure is a clock that the program reads before and after each of its calls and waits. A
+recorded time may be shorter than the time of the program by at most the overhead of both. It may never extend
+beyond the time of the program.
+
+The load of the machine determines how long a process waits for a processor. A test that requires a time to be
+below a bound is therefore tried a few times, and one try must pass completely. A property that must hold
+under any load (order, equality, never outside) fails at once.
 """
 
 import functools
@@ -23,11 +27,11 @@ pytestmark = [pytest.mark.ranks, pytest.mark.alone]
 
 DELAYS_MS = (0, 10, 25)
 REPEATS = 5
-# Between a read of the recorder's clock and one of the program's lie calls of some 10 us, and more when the scheduler takes
-# the processor away in between; medians of repetitions are compared.
+# Between a read of the recorder's clock and a read of the program's clock there are calls of some 10 us. They
+# take longer if the scheduler preempts the process. The tests therefore compare medians of repetitions.
 BETWEEN_CLOCKS_NS = 1_000_000
-# From the moment at which the late rank comes until the early one runs again: the transfer itself (4 kB) and being
-# scheduled, on a machine that may have fewer processors than ranks.
+# The time from the arrival of the late rank until the early rank runs again. It includes the transfer (4 kB)
+# and scheduling, on a machine that may have fewer processors than ranks.
 WAKING_NS = 4_000_000
 
 
@@ -35,17 +39,20 @@ TRIES = 5
 
 
 class DisturbedError(AssertionError):
-    """A time is beyond its bound, as it is where others take the processor."""
+    """A time exceeds its bound, as happens when other programs use the processor."""
 
 
 def within(low: float, value: float, high: float, *what: object) -> None:
-    """``value`` lies between the bounds, unless the machine is busy."""
+    """Check that ``value`` is between the bounds. On a busy machine a violation leads to another try."""
     if not low < value < high:
         raise DisturbedError(f"{value} is not between {low} and {high}", *what)
 
 
 def in_one_of_a_few_tries(test):
-    """``test`` passes in one of a few tries, each in a folder of its own; only a passed bound leads to another."""
+    """Run ``test`` up to a few times, each time in a separate folder, until a try passes.
+
+    Only an exceeded bound leads to another try.
+    """
 
     @functools.wraps(test)
     def tried(tmp_path, **arguments):
@@ -63,7 +70,7 @@ def in_one_of_a_few_tries(test):
 
 
 def late(rank: int, delay_ms: float) -> None:
-    """Rank 1 comes ``delay_ms`` after rank 0."""
+    """Delay rank 1 by ``delay_ms`` relative to rank 0."""
     import torch.distributed as dist
 
     dist.barrier()
@@ -72,7 +79,7 @@ def late(rank: int, delay_ms: float) -> None:
 
 
 def synchronous(rank, world):
-    """For each call: the nominal delay, when it began and ended."""
+    """Return the nominal delay, begin and end of each call."""
     import torch
     import torch.distributed as dist
 
@@ -90,7 +97,10 @@ def synchronous(rank, world):
 
 
 def asynchronous(rank, world, work_ms):
-    """Issued, then ``work_ms`` of work, then waited for: the nominal delay, when each of it began, and its end."""
+    """Issue a collective, work for ``work_ms``, and then wait.
+
+    Returns the nominal delay, the begin of each part, and the end.
+    """
     import torch
     import torch.distributed as dist
 
@@ -131,14 +141,15 @@ def test_a_synchronous_call_is_exposed_for_as_long_as_the_peer_is_late(tmp_path)
         ]
         assert min(between) >= 0
         within(-1, statistics.median(between), BETWEEN_CLOCKS_NS)
-    # The cause, as the ranks themselves measured it (one host, one clock), and the effect, as it was recorded.
+    # The cause is the delay that the ranks measured (one host, one clock). The effect is the recorded time.
     lateness = [(delay, max(0, begin - own[0][i][1])) for i, (delay, begin, _) in enumerate(own[1])]
     assert statistics.median(late_ns for delay, late_ns in lateness if delay == 25) > 20e6
     effect = [(delay, rows[0][i]["exposed_ns"] - late_ns) for i, (delay, late_ns) in enumerate(lateness)]
     for delay, rest in median_by_delay(effect).items():
         within(-BETWEEN_CLOCKS_NS, rest, WAKING_NS, delay)
     last = [(row["bucket"], row["exposed_ns"]) for row in rows[1]]
-    within(0, max(median_by_delay(last).values()), WAKING_NS)  # who comes last waits for nobody
+    # The last rank to arrive waits for no other rank.
+    within(0, max(median_by_delay(last).values()), WAKING_NS)
     frame = api.exposure(run, by=("rank", "purpose", "bucket"))
     spent = frame[(frame["rank"] == 0) & (frame["purpose"] == "metric")].set_index("bucket")["exposed_ns"]
     for delay in DELAYS_MS:
@@ -149,20 +160,25 @@ def test_a_synchronous_call_is_exposed_for_as_long_as_the_peer_is_late(tmp_path)
 @pytest.mark.parametrize("work_ms", [0, 15])
 @in_one_of_a_few_tries
 def test_work_beside_an_asynchronous_call_hides_it(tmp_path, work_ms):
-    """Late by d, waited for after w of work: exposed for d - w, or not at all."""
+    """Work beside an asynchronous call reduces its exposed time.
+
+    If the peer is late by d and the wait follows w of work, the exposed time is d - w, or zero.
+    """
     run, outcomes = record(tmp_path / "run", 2, asynchronous, work_ms)
     rows, (own, peer) = tagged(run, 0), [outcome["result"] for outcome in outcomes]
     between = [end - wait - row["exposed_ns"] for row, (_, _, wait, end) in zip(rows, own, strict=True)]
     assert min(between) >= 0
     within(-1, statistics.median(between), BETWEEN_CLOCKS_NS)
-    # The peer began at peer[1]; until then this rank worked (until wait), and stood still for what was left.
+    # The peer began at peer[1]. Until the wait this rank worked, and after that it was blocked for the
+    # remaining time.
     expected = [(delay, max(0, peer[i][1] - wait)) for i, (delay, _, wait, _) in enumerate(own)]
     effect = [(delay, rows[i]["exposed_ns"] - left) for i, (delay, left) in enumerate(expected)]
     for rest in median_by_delay(effect).values():
         within(-BETWEEN_CLOCKS_NS, rest, WAKING_NS)
     if work_ms:
-        within(-1, max(left for delay, left in expected if delay < work_ms), 1)  # hidden, all of it
-    # Between the call and the wait the collective was under way or had just ended.
+        # The work overlaps all of it.
+        within(-1, max(left for delay, left in expected if delay < work_ms), 1)
+    # Between the call and the wait, the collective was under way or had just completed.
     frame = api.exposure(run, by=("rank", "purpose"))
     (row,) = frame[(frame["rank"] == 0) & (frame["purpose"] == "metric")].to_dict("records")
     worked = sum(wait - begin for _, begin, wait, _ in own)
@@ -186,7 +202,7 @@ def test_bytes_are_the_same_however_late(tmp_path):
 
 
 def two_threads(rank, world):
-    """Two threads wait at the same time, each for a peer that comes late."""
+    """Wait in two threads at the same time, each for a peer that arrives late."""
     import torch
     import torch.distributed as dist
 
@@ -226,7 +242,10 @@ def test_threads_that_wait_at_the_same_time_count_once(tmp_path):
 
 
 def sampled(rank, world):
-    """The first call of each group is one of those that are sampled. It ends while the program works on."""
+    """Issue the first call of each group, which is sampled.
+
+    The call completes while the program continues to work.
+    """
     import torch
     import torch.distributed as dist
 
@@ -254,7 +273,7 @@ def test_a_sampled_call_says_when_it_ended_though_nobody_waited_then(tmp_path):
         for row, seen in zip(mine, outcomes[rank]["result"], strict=True):
             assert row["issue_ns"] < row["device_end_ns"]
             within(row["issue_ns"], row["device_end_ns"], row["wait_begin_ns"])
-            # The callback comes before the handle says that it is complete, and the program looked every 0.2 ms.
+            # The callback runs before the handle reports completion, and the program polled every 0.2 ms.
             within(-1_000_000, seen - row["device_end_ns"], 5_000_000)
     frame = api.exposure(run, by=("rank", "group_desc", "op"))
     for row in (row for row in rows if row["rank"] == 0):
@@ -262,7 +281,7 @@ def test_a_sampled_call_says_when_it_ended_though_nobody_waited_then(tmp_path):
             (frame["rank"] == 0) & (frame["group_desc"] == row["group_desc"]) & (frame["op"] == "all_reduce")
         ].to_dict("records")
         assert seen["sampled"] == 1
-        # Not until the wait, 30 ms later.
+        # The call is not complete until the wait, 30 ms later.
         assert seen["overlapped_ns"] == row["device_end_ns"] - row["issue_ns"]
         assert seen["exposed_ns"] == row["exposed_ns"]
         within(-1, row["exposed_ns"], WAKING_NS)
@@ -293,7 +312,10 @@ def test_nothing_is_asked_where_it_is_switched_off_and_an_unwaited_call_has_no_t
 
 
 def distributed_data_parallel(rank, world, kind, steps):
-    """Rank 1 begins each backward pass late. What the reducer's own timers say of its wait, by step, on each rank."""
+    """Train with a rank 1 that begins each backward pass late.
+
+    Returns the wait that the reducer's own timers show, by step, on each rank.
+    """
     import torch
     import torch.distributed as dist
     from torch.nn.parallel import DistributedDataParallel
@@ -319,7 +341,7 @@ def distributed_data_parallel(rank, world, kind, steps):
     for step in range(steps + 1):
         commprof.step(step)
         loss = wrapped(torch.ones(2, 64)).sum()
-        if step:  # the timers of a pass are read when the next begins
+        if step:  # the timers of a pass are read when the next pass begins
             said = wrapped._get_ddp_logging_data()
             spent.append(said["backward_comm_time_end"] - said["backward_compute_time_end"])
         if kind == "accumulated":
@@ -340,7 +362,11 @@ DDP_STEPS = 4
 @pytest.mark.parametrize("kind", ["view", "plain", "static", "unused", "hook", "buffers"])
 @in_one_of_a_few_tries
 def test_what_ddp_waits_in_cpp_has_bounds(tmp_path, kind):
-    """No wait of its reducer is seen. What it waited at the end of a backward pass lies between two numbers all the same."""
+    """The wait of DDP in C++ has bounds.
+
+    No wait of its reducer is recorded. The wait at the end of a backward pass is nevertheless between two
+    recorded numbers.
+    """
     run, outcomes = record(tmp_path / "run", 2, distributed_data_parallel, kind, DDP_STEPS)
     rows = run.table("stalls").to_pylist()
     for rank in (0, 1):
@@ -350,16 +376,17 @@ def test_what_ddp_waits_in_cpp_has_bounds(tmp_path, kind):
         for row, own in zip(mine, outcomes[rank]["result"], strict=True):
             low, high = row["exposed_low_ns"], row["exposed_high_ns"]
             assert 0 <= low <= high <= row["end_ns"] - row["begin_ns"]
-            if kind != "static" or row["step"]:  # whose first reduction the timers do not see
-                # The reducer waits, and copies gradients where they are no views of its buckets.
-                # A host that takes the processor from its virtual machine lets a thread look asleep: then another try.
+            # In a static graph the timers do not include the first reduction.
+            if kind != "static" or row["step"]:
+                # The reducer waits, and also copies gradients that are not views of its buckets. A host that
+                # preempts its virtual machine makes a thread look asleep. This leads to another try.
                 within(-1, low, own + 1, kind, row)
                 within(-1, own, high + WAKING_NS, kind, row) if kind == "view" else None
             if rank == 0:
                 within(0.7 * DDP_LATE_NS, low, float("inf"), kind, row)
     frame = api.exposure(run, by=("rank", "step"))
     inside = frame[(frame["step"] >= 0) & (frame["step"] < DDP_STEPS)]
-    assert (inside["bounded"] == inside["unwaited"]).all()  # nothing is left of which nothing is known
+    assert (inside["bounded"] == inside["unwaited"]).all()  # no time remains without any bound
     assert inside["exposed_ns"].isna().all() and inside["exposed_high_ns"].notna().all()
     assert inside["overlapped_ns"].isna().all() and inside["overlapped_at_most_ns"].notna().all()
     assert (inside["exposed_low_ns"] <= inside["exposed_high_ns"]).all()
@@ -381,7 +408,10 @@ STEPS = 5
 
 
 def overlapping_training(rank, world, overlap, late_ns, work_ns):
-    """Three buckets, one a layer. Rank 1 begins its backward late; rank 0 works after the first two are on their way."""
+    """Train with three buckets, one for each layer.
+
+    Rank 1 begins its backward pass late. Rank 0 works after the first two buckets were issued.
+    """
     import torch
 
     import zero_runtime
@@ -419,9 +449,9 @@ def overlapping_training(rank, world, overlap, late_ns, work_ns):
 
 
 def beyond(run, outcomes, hidden_ns) -> float:
-    """On rank 0, of each step: what reducing gradients held it up for, less what the peer was late for and was not hidden.
+    """Return the exposed time of gradient reduction on rank 0 minus the delay of the peer that is not overlapped.
 
-    Median over the steps after the first.
+    The result is the median over the steps after the first.
     """
     frame = api.exposure(run, by=("rank", "step", "purpose"))
     mine = frame[(frame["rank"] == 0) & (frame["purpose"] == "gradient_reduce")].set_index("step")
@@ -436,20 +466,28 @@ def beyond(run, outcomes, hidden_ns) -> float:
 @pytest.mark.long
 @in_one_of_a_few_tries
 def test_overlapping_buckets_hide_the_work_beside_them(tmp_path, overlap):
-    """A peer that is late by d costs d; with overlap_comm, d less the work done meanwhile. The bytes are the same."""
+    """Overlapped buckets hide the work beside them.
+
+    A peer that is late by d costs d. With overlap_comm it costs d minus the work in the meantime. The bytes
+    are the same.
+    """
     sent = set()
     for late_ns, work_ns in ((0, 0), (LATE_NS, 0), (LATE_NS, LATE_NS // 2), (LATE_NS, 2 * LATE_NS)):
         name = f"{late_ns}-{work_ns}"
         run, outcomes = record(tmp_path / name, 2, overlapping_training, overlap, late_ns, work_ns)
         rest = beyond(run, outcomes, work_ns if overlap else 0)
-        within(-WAKING_NS, rest, 4 * WAKING_NS, name)  # three buckets and the work between them
+        # There are three buckets and the work between them.
+        within(-WAKING_NS, rest, 4 * WAKING_NS, name)
         traffic = api.traffic(run, by=("step", "purpose", "op"))
         sent.add(traffic[["step", "purpose", "op", "payload_bytes", "wire_bytes"]].to_csv())
     assert len(sent) == 1
 
 
 class HostEvents:
-    """Events that the host's clock times, as if it were a device: reached when made, but not seen to be at first."""
+    """Stand-ins for device events that use the host's clock.
+
+    An event is complete when it is recorded, but the first queries report that it is not.
+    """
 
     def __init__(self):
         self.made = []
@@ -480,7 +518,7 @@ class HostEvent:
 
 
 def as_on_a_device(rank, world):
-    """Collectives of CPU tensors that the recorder takes for tensors of a GPU, with events of the host."""
+    """Issue collectives of CPU tensors that the recorder treats as GPU tensors, with events of the host."""
     import torch
     import torch.distributed as dist
 
@@ -529,15 +567,16 @@ def test_the_path_of_devices_times_each_call_once_through_torch(tmp_path):
                 and row["issue_ns"] <= row["device_begin_ns"] <= row["device_end_ns"]
             )
             assert row["exposed_ns"] <= stood
-            # By its own clock it was measured just inside of what the program saw.
+            # The time of the device is slightly shorter than the time that the program measured.
             within(-1, stood - row["exposed_ns"], 20_000_000)
         beyond_it = [stood - row["exposed_ns"] for row, stood in zip(rows, own, strict=True)]
         within(-1, statistics.median(beyond_it), 1_000_000)
-        # Of every pair the second one was under way while the rank worked for 5 ms.
+        # The second call of every pair was under way while the rank worked for 5 ms.
         for row in rows[1::2]:
             beside = row["device_end_ns"] - row["device_begin_ns"] - row["exposed_ns"]
             within(4_500_000, beside, float("inf"))
-        # Begin, wait, end; of a synchronous call two ends; one anchor a step and more.
+        # An asynchronous call has events for begin, wait and end. A synchronous call has two end events. In
+        # addition there is at least one anchor per step.
         assert made < 12 * 3 + 12 + 12
     assert any("12 collectives were timed on the device" in note for note in run.health.notes)
 
@@ -558,7 +597,10 @@ raise SystemExit(3 + rank)
 
 @pytest.mark.long
 def test_a_program_that_leaves_with_a_sampled_call_under_way_leaves_as_it_would(tmp_path):
-    """The call back comes before the interpreter is taken down, where it would abort the process."""
+    """A program that exits while a sampled call is under way exits normally.
+
+    The callback runs before the interpreter is finalized, because it would abort the process after that.
+    """
     (tmp_path / "leave.py").write_text(LEAVING)
     ranks = [
         subprocess.Popen([sys.executable, tmp_path / "leave.py", str(rank), tmp_path], stderr=subprocess.PIPE)

@@ -1,4 +1,7 @@
-"""accelerate, transformers.Trainer and Lightning under the recorder: each collective once, and each with a purpose."""
+"""accelerate, transformers.Trainer and Lightning with the recorder.
+
+Each collective is recorded once, and each has a purpose.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ pytestmark = pytest.mark.ranks
 
 
 def recorded(tmp_path, program):
-    """The run of ``program``, its records held to torch's own list of them."""
+    """Return the run of ``program``, after comparing its records with the Flight Recorder's list."""
     from commprof.trace.reader import open_run
 
     (tmp_path / "train.py").write_text(program, "utf-8")
@@ -32,7 +35,10 @@ def recorded(tmp_path, program):
 
 
 def by_purpose(run):
-    """The calls of each purpose, after those of the program's own are found to be the only ones without."""
+    """Return the calls of each purpose.
+
+    Checks that only the calls of the program itself have no purpose.
+    """
     rows = calls(run, 0, "purpose", "phase", "op", "numel", "call_site")
     nameless = [row for row in rows if row[0] is None]
     assert {row[2:4] for row in nameless} == {("all_reduce", 3)}
@@ -45,14 +51,14 @@ def by_purpose(run):
 
 
 def calls_of_program(run):
-    """Step and phase of what the program itself sends."""
+    """Return step and phase of the collectives of the program itself."""
     return [row[1:] for row in calls(run, 0, "purpose", "step", "phase") if row[0] is None]
 
 
 @pytest.mark.long
 def test_trainer(tmp_path):
     found, own = by_purpose(recorded(tmp_path, TRAINER))
-    assert own == 2  # steps
+    assert own == 2  # the number of steps
     assert set(found) == {
         None,
         "trace_check",
@@ -63,16 +69,17 @@ def test_trainer(tmp_path):
         "control",
         "checkpoint",
     }
-    # Embeddings of 32 tokens and 8 places, one layer of width 8 (two norms, attention, 4 times as wide inside), a norm.
+    # The model has embeddings of 32 tokens and 8 positions, one layer of width 8 (two norms, attention, an
+    # inner width 4 times as large), and a norm.
     norm, layer = 8 + 8, (8 * 24 + 24) + (8 * 8 + 8) + (8 * 32 + 32) + (32 * 8 + 8)
     parameters = 32 * 8 + 8 * 8 + 2 * norm + layer + norm
     assert [row[:3] for row in found["gradient_reduce"]] == [("backward", "all_reduce", parameters)] * 2
-    # The logits of both ranks' 2 x 8 tokens, in each of three batches of the evaluation.
+    # These are the logits of the 2 x 8 tokens of both ranks, in each of three batches of the evaluation.
     assert [row[2] for row in found["metric"]].count(2 * 2 * 8 * 32) == 3
     assert {row[1] for row in found["metric"]} == {"all_gather"}
     assert {row[0] for row in found["checkpoint"]} == {"checkpoint"}
     assert [row[:2] for row in found["control"]] == [("init", "barrier")]
-    # Beside the gathers within accelerate's own functions, the place is who asked for them.
+    # The call site is the caller, except for gathers within accelerate's own functions.
     assert all("/transformers/trainer.py:" in row[3] for row in found["metric"])
 
 
@@ -120,11 +127,11 @@ def test_accelerate(tmp_path):
         "control",
         "object",
     }
-    # One optimizer step for two batches, of a layer of 4 x 4 and 4, and a norm of 4 and 4.
+    # One optimizer step covers two batches. The model is a layer of 4 x 4 and 4, and a norm of 4 and 4.
     assert [row[:3] for row in found["gradient_reduce"]] == [("backward", "all_reduce", 28)]
-    # Batches of 2 x 4 x 4 that rank 0 reads for both, with their shapes before them.
+    # Rank 0 reads batches of 2 x 4 x 4 for both ranks, and first sends their shapes.
     assert [row[2] for row in found["input"]].count(32) == 2
-    # Two gathers of a loss and the sizes of one padding; two sums of a loss.
+    # Two gathers of a loss, the sizes of one padding, and two sums of a loss.
     assert sorted(row[1] for row in found["metric"]) == ["all_gather"] * 3 + ["all_reduce"] * 2
     assert sorted(row[1] for row in found["control"]) == ["all_reduce"] + ["barrier"] * 3
     assert all("/accelerate/" not in row[3] for rows in found.values() for row in rows)
@@ -147,16 +154,16 @@ def test_lightning(tmp_path):
         "evaluation",
     }
     assert [row[:3] for row in found["gradient_reduce"]] == [("backward", "all_reduce", 10)] * 2
-    # The model of 4 x 2 and 2, once for the training and once for the validation after it.
+    # The model of 4 x 2 and 2 is sent once for the training and once for the validation after it.
     assert [row[1:3] for row in found["parameter_broadcast"]] == [("broadcast", 10)]
     assert [row[1:3] for row in found["evaluation"]] == [("broadcast", 10)]
-    # Lightning has the model it wraps in training mode, and the wrapper around it in evaluation mode.
+    # Lightning sets the wrapped model to training mode, and the wrapper to evaluation mode.
     assert calls_of_program(run) == [(0, "forward"), (1, "forward")]
     assert {row["name"]: row["numel"] for row in run.table("parameters").to_pylist()} == {
         "layer.weight": 8,
         "layer.bias": 2,
     }
-    # A loss for each batch that is trained with.
+    # One loss for each training batch.
     losses = [row for row in found["metric"] if row[0] == "forward" and row[1] == "all_reduce"]
     assert [row[2] for row in losses] == [1, 1]
     assert {row[0] for row in found["checkpoint"]} == {"checkpoint"}

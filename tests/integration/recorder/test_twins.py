@@ -1,7 +1,7 @@
-"""The compiled wrappers and their twins in Python leave the same records of every function of torch.distributed.
+"""The compiled wrappers and their Python twins leave the same records of every function of torch.distributed.
 
-The backend sends nothing, so that every form exists. Each call is made several times from one place: first the function in
-Python learns it, then the compiled wrapper takes it.
+The backend sends nothing, so that every form exists. Each call is issued several times from one place. At
+first the Python function learns the call, and then the compiled wrapper handles it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ pytestmark = [
 ]
 
 WORLD = 4
-TIMES = 3  # calls of each form
+TIMES = 3  # the number of calls of each form
 RUN_TO_RUN = {
     "issue_ns",
     "return_ns",
@@ -37,7 +37,8 @@ RUN_TO_RUN = {
     "device_end_ns",
     "exposed_ns",
 }
-# Not by torch's function, or not with its tensor: the twin of the short way passes them on to the compiled general way.
+# These forms do not use torch's function, or not with its tensor. The twin of the fast path passes them to
+# the compiled general path.
 OTHERWISE_CALLED = [
     "all_reduce of a named reduction",
     "all_reduce of complex numbers",
@@ -66,7 +67,10 @@ def coalesced(issue, is_async):
 
 
 def forms():
-    """Calls without arguments, by name: positional and named arguments, defaults, reductions, with a handle or without."""
+    """Return calls without arguments, by name.
+
+    They cover positional and named arguments, defaults, reductions, and calls with and without a handle.
+    """
     found = {}
     reductions = (dist.ReduceOp.SUM, dist.ReduceOp.MAX)
     options = dist.AllreduceOptions()
@@ -157,7 +161,7 @@ def twice(work) -> None:
 
 
 class Mark:
-    """An event of a device that is never behind."""
+    """An event of a device that has always completed its work."""
 
     def __init__(self) -> None:
         self.at = 0
@@ -170,7 +174,7 @@ class Mark:
 
 
 class Marks:
-    """Events of tensors without storage, which stand for those of a GPU."""
+    """Events for tensors without storage, which stand in for GPU tensors."""
 
     def record(self, event: Mark | None, index: int, stream: object = None) -> Mark:
         event = event or Mark()
@@ -185,7 +189,10 @@ class Marks:
 
 
 def program(rank, world, run, device):
-    """Every form, recorded: the names of those that exist here, and those whose last call went through a twin."""
+    """Record every form.
+
+    Returns the names of the forms that exist here, and of those whose last call went through a Python twin.
+    """
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     import commprof
@@ -213,7 +220,8 @@ def program(rank, world, run, device):
                     sys.setprofile(watch if number == TIMES - 1 else None)
                     call()
             except RuntimeError as error:
-                # This torch's fake backend does not have them all, nor for tensors without storage.
+                # The fake backend of this torch version does not have all forms, or not for tensors without
+                # storage.
                 if "support" not in str(error) and "Meta tensors" not in str(error):
                     raise
                 continue
@@ -226,12 +234,12 @@ def program(rank, world, run, device):
 
 
 def recorded(tmp_path, way, device):
-    """What was issued, what went through Python in the end, and the rows without what is of the run itself."""
+    """Return the issued forms, those that still went through Python, and the comparable columns of the rows."""
     ((issued, through_python),) = run_ranks(1, program, str(tmp_path / way), device, process_group=False)
     run = open_run(tmp_path / way)
     assert run.health.unseen == 0
     rows = sorted(run.table("collectives").to_pylist(), key=lambda row: row["seq"])
-    # Of calls on the host the times of completion are a sample, which is not the same twice.
+    # Completion times of calls on the host are sampled, and differ between runs.
     columns = ["return_ns", "wait_begin_ns", "wait_end_ns"]
     if device != "cpu":
         columns += ["device_begin_ns", "device_end_ns", "exposed_ns"]
@@ -255,7 +263,7 @@ def test_every_form_leaves_the_same_record(tmp_path, monkeypatch, device):
 
 
 def capturing_program(rank, world, run):
-    """Two calls in a CUDA graph that is not there, and one after it; no events are made."""
+    """Issue two calls in a simulated CUDA graph, and one after the graph. No events are recorded."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     import commprof
@@ -264,7 +272,7 @@ def capturing_program(rank, world, run):
     torch.set_default_device("meta")
     dist.init_process_group("fake", rank=0, world_size=WORLD, store=FakeStore())
     commprof.attach(run, completion_every=0)
-    dist.all_reduce(tensor(2))  # from here on the group is known to carry tensors of a device
+    dist.all_reduce(tensor(2))  # from here on the recorder assumes device tensors in this group
     journal.is_capturing = lambda: True
     for _ in range(2):
         dist.all_reduce(tensor(2))

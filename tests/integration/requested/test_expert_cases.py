@@ -1,7 +1,8 @@
-"""What the rules expect of models with experts, against the recorded DeepSpeed runs of the repository.
+"""The messages that the rules expect of models with experts, compared with recorded DeepSpeed runs of the repository.
 
-``tests/golden/deepspeed_experts`` has the messages of each rank, counted at torch's ProcessGroup objects. The models are
-those of ``support/expert_cases.py`` with a layer of experts that has DeepSpeed's names and sizes, and does nothing.
+``tests/golden/deepspeed_experts`` has the messages of each rank, counted at torch's ProcessGroup objects. The
+models are those of ``support/expert_cases.py``. Their layer of experts has the names and sizes of DeepSpeed's
+layer, and does nothing.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ from support.expert_cases import CONTEXT, MICRO_BATCHES
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "deepspeed_experts"
 RECORDED = {path.stem: json.loads(path.read_text()) for path in sorted(GOLDEN.glob("*.json"))}
-# What a model does, and neither its config nor its layers say. With torch.autocast that is the element type of tokens.
+# Properties of a model that neither its config nor its layers state. With torch.autocast this is the element
+# type of tokens.
 UNSTATED = {"recomputed", "frozen_experts", "torch_autocast"}
 TRAINED = [
     name
@@ -38,7 +40,8 @@ OPS = {
     "all_gather_single": "all_gather",
     "all_to_all_single": "all_to_all",
 }
-# Refused by a key; others are refused by DeepSpeed for reasons that the messages do not show.
+# Cases that are refused because of a key. DeepSpeed refuses other cases for reasons that the messages do not
+# show.
 REFUSED = {
     "gpt_s3_ep2_w2": "zero_optimization.stage",
     "gpt_s1_ep2_w2_all_reduce": "zero_optimization.reduce_scatter",
@@ -48,7 +51,7 @@ REFUSED = {
 
 
 class Layer(nn.Module):
-    """A layer of experts as DeepSpeed names and sizes it."""
+    """A layer of experts with the names and sizes of DeepSpeed's layer."""
 
     def __init__(self, hidden_size, expert, num_experts=1, ep_size=1, use_residual=False, **rest) -> None:
         super().__init__()
@@ -70,7 +73,7 @@ class Layer(nn.Module):
 
 
 def model_of(case: dict[str, Any]) -> tuple[list[Parameter], list[ExpertLayer]]:
-    """The parameters of a rank, the groups of experts after all others, and the layers of experts."""
+    """Return the parameters of a rank, with the groups of experts last, and the layers of experts."""
     model = expert_cases.MODELS[case["model"]](Layer, case)
     named = [
         (name, parameter, getattr(parameter, "ep_size", None)) for name, parameter in model.named_parameters()
@@ -103,7 +106,7 @@ def in_group_order(parameters: list[Parameter]) -> list[Parameter]:
 
 
 def counted(rows, world: int) -> dict[int, Counter[Any]]:
-    """rank -> (operation, group) -> messages and bytes."""
+    """Return the messages and bytes of each rank by (operation, group)."""
     sums: dict[int, Counter[Any]] = {rank: Counter() for rank in range(world)}
     for row in rows:
         for group in row.groups or (tuple(range(world)),):
@@ -126,7 +129,7 @@ def recorded_sums(messages: list[str]) -> Counter[Any]:
 
 
 def messages_of(recorded: dict[str, Any], rank: int) -> list[list[str]]:
-    """The messages of initialization, of each step, and of an evaluation."""
+    """Return the messages of initialization, of each step, and of an evaluation."""
     sequences: list[list[str]] = []
     for numbers in recorded["messages_of_ranks"][rank]:
         same = numbers is None
@@ -137,7 +140,10 @@ def messages_of(recorded: dict[str, Any], rank: int) -> list[list[str]]:
 def of_known_capacity(
     layers: list[ExpertLayer], recorded: dict[str, Any], pass_number: int, world: int, item: int
 ) -> list[Any]:
-    """What the layers that drop no tokens send in one forward pass: the counts of the gates say how much."""
+    """Return the messages that layers without token dropping send in one forward pass.
+
+    The sizes follow from the counts of the gates.
+    """
     rows = []
     for number, layer in enumerate(layers):
         for group in RankGroups(world).of_experts(layer.ep_size):
@@ -153,7 +159,7 @@ def test_the_rules_give_the_recorded_messages(name):
     case = recorded["case"]
     config, world = case["config"], case["world"]
     parameters, layers = model_of(case)
-    # The order in which all these models hand out gradients.
+    # All these models produce gradients in this order.
     backward = [each.name for each in parameters[::-1]]
     rows = expected(
         config, in_group_order(parameters), world, backward, runtime="deepspeed", expert_layers=layers

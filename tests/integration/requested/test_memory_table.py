@@ -1,4 +1,7 @@
-"""The table of memory and samples per second: made by one command, and the same on the Compare page."""
+"""The table of memory and samples per second.
+
+One command writes it, and the Compare page shows the same values.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +44,8 @@ def test_a_table_of_two_configurations_and_the_compare_page(tmp_path):
     for row in (plain, short):
         assert 100 * 2**20 < row["after_step_bytes"] <= row["peak_bytes"] < 2**31
         assert row["samples_per_second"] > 0
-    # Gradients at half the bytes, parameters in fp32 as before: an all_reduce sends as much as two gathers.
+    # Gradients take half the bytes, and parameters stay in fp32. An all_reduce sends as much as two
+    # all_gathers.
     assert 0.6 < short["wire_bytes_per_step"] / plain["wire_bytes_per_step"] < 0.75
 
     page = (tmp_path / "page.md").read_text()
@@ -50,7 +54,7 @@ def test_a_table_of_two_configurations_and_the_compare_page(tmp_path):
 
     figures, text = compare_page(tmp_path / "runs")
     assert all(f"communication_data_type={dtype}" in text for dtype in ("fp32", "bf16"))
-    assert "stage=1" not in text  # all have that
+    assert "stage=1" not in text  # all runs have this setting, so the page does not list it
     assert list(figures["memory"].data[0].x) == [row["after_step_bytes"] for row in (plain, short)]
     assert list(figures["samples"].data[0].x) == pytest.approx(
         [row["samples_per_second"] for row in (plain, short)]
@@ -58,7 +62,7 @@ def test_a_table_of_two_configurations_and_the_compare_page(tmp_path):
 
 
 def compare_page(directory):
-    """The figures of the Compare page by name, and all of it as text."""
+    """Return the figures of the Compare page by name, and the whole page as text."""
     _, drawing = draw_page(find_page("/compare"), Runs(directory), "/compare", "", "light")
     parts = [part for root in drawing.body for part in (root, *root._traverse())]
     figures = {part.id["name"]: part.figure for part in parts if isinstance(part, dcc.Graph)}

@@ -1,7 +1,8 @@
-"""What the rules expect, against recorded runs of the real DeepSpeed.
+"""The messages that the rules expect, compared with recorded runs of the real DeepSpeed.
 
-The runs are data of the development tree, not of the repository; COMMPROF_RECORDED_RUNS names another folder of them.
-Purposes are told here from phase, operation and size alone, bytes are counted from the recorded rows.
+The runs are data of the development tree and not of the repository. COMMPROF_RECORDED_RUNS names another
+folder of runs. These tests derive purposes from phase, operation and size alone, and count bytes from the
+recorded rows.
 """
 
 from __future__ import annotations
@@ -31,7 +32,10 @@ TRAINING = ("init", "forward", "backward", "step")
 
 
 def gradient_order_of(case: dict[str, Any]) -> list[str]:
-    """Both models hand out gradients in exactly the reverse order; a layer that is not reached hands out none."""
+    """Return the exact reverse order, in which both models produce gradients.
+
+    A layer that is not reached produces no gradient.
+    """
     trained = [p.name for p in parameters_of(case) if p.requires_grad and not p.name.startswith("never")]
     return trained[::-1]
 
@@ -90,7 +94,7 @@ def wire_of(row: dict[str, str]) -> float:
 def step_of(row: dict[str, str], config: dict[str, Any]) -> str:
     if row["phase"] == "init":
         return "init"
-    # Without managed accumulation each call of step(), so each micro-batch, is a step.
+    # Without managed accumulation each call of step() is a step, so each micro-batch is a step.
     return (
         row["step"] if config.get("managed_gradient_accumulation", True) else f"{row['step']}/{row['micro']}"
     )
@@ -99,7 +103,7 @@ def step_of(row: dict[str, str], config: dict[str, Any]) -> str:
 def recorded_traffic(
     name: str, config: dict[str, Any], rank: str
 ) -> dict[str, dict[tuple[str, str], list[float]]]:
-    """step -> (purpose, op) -> count, payload bytes, wire bytes."""
+    """Return the count, payload bytes and wire bytes of each step by (purpose, op)."""
     traffic: dict[str, dict[tuple[str, str], list[float]]] = defaultdict(
         lambda: defaultdict(lambda: [0, 0, 0.0])
     )
@@ -115,7 +119,7 @@ def recorded_traffic(
 def expected_traffic(
     case: dict[str, Any], gradient_order: list[str] | None
 ) -> dict[str, dict[Any, list[float]]]:
-    """The same for ``"init"`` and for any ``"step"``, from the rules."""
+    """Return the expected values for ``"init"`` and for any ``"step"`` from the rules, like ``recorded_traffic``."""
     config, world = case["config"], case["world"]
     traffic: dict[str, dict[Any, list[float]]] = {"init": {}, "step": {}}
     for row in expected(config, parameters_of(case), world, gradient_order, runtime="deepspeed"):
@@ -130,7 +134,10 @@ def expected_traffic(
 
 
 def without_the_rest_of_a_skipped_step(expectation, recorded):
-    """A step of fp16 that overflowed ends at the check."""
+    """Remove the messages after the overflow check.
+
+    A step of fp16 that overflowed ends at the check.
+    """
     if ("parameter_gather", "all_gather") in recorded:
         return expectation
     return {k: v for k, v in expectation.items() if k[0] not in ("gradient_norm", "parameter_gather")}

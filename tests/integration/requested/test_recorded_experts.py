@@ -1,7 +1,8 @@
-"""What the rules expect of models with experts, against recorded runs of the real DeepSpeed.
+"""The messages that the rules expect of models with experts, compared with recorded runs of the real DeepSpeed.
 
-The runs are data of the development tree, not of the repository; COMMPROF_RECORDED_RUNS names another folder of them. Their
-model has an embedding, one layer of 4 experts with capacity factor 2, and an output layer.
+The runs are data of the development tree and not of the repository. COMMPROF_RECORDED_RUNS names another
+folder of runs. The model has an embedding, one layer of 4 experts with capacity factor 2, and an output
+layer.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ pytestmark = pytest.mark.skipif(
 
 
 def parameters_of(ep_size: int) -> list[Parameter]:
-    """What a rank has: the dense parameters are group 0, those of its experts group 1."""
+    """Return the parameters of a rank: the dense parameters in group 0, and those of its experts in group 1."""
     expert = (("0.weight", (256, 64)), ("0.bias", (256,)), ("2.weight", (64, 256)), ("2.bias", (64,)))
     moe = "moe.deepspeed_moe"
     shapes = [
@@ -98,7 +99,7 @@ def test_each_group_sends_the_recorded_messages_in_every_step(name):
         step = recorded.setdefault((int(row["rank"]), row["step"]), Counter())
         step[OPS[row["op"]], group, size] += 1
     steps = {(rank, str(step)) for rank in range(case["world"]) for step in range(3)}
-    assert recorded.keys() >= steps | {(0, "-1")}  # of one run only rank 0 has the start
+    assert recorded.keys() >= steps | {(0, "-1")}  # in one run only rank 0 recorded the initialization
     for (rank, step), messages in recorded.items():
         assert messages == wanted[rank, step == "-1"], (rank, step)
 

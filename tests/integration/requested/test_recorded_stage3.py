@@ -1,7 +1,8 @@
-"""What the rules expect of stage 3, against recorded runs of the real DeepSpeed.
+"""The messages that the rules expect of stage 3, compared with recorded runs of the real DeepSpeed.
 
-Purposes are told here from phase, operation and element type alone, bytes are counted from the recorded rows. What a row
-of the rules calls exact must agree in count and bytes; where only its bytes are certain, they must.
+These tests derive purposes from phase, operation and element type alone, and count bytes from the recorded
+rows. A row that the rules call exact must agree in count and bytes. A row with certain bytes only must agree
+in bytes.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ OPS = {
     "broadcast": "broadcast",
 }
 TRAINING = ("init", "forward", "backward", "step")
-# Programs that train with forward, backward and step, each once per micro-batch, with one engine.
+# Programs that train with one engine, and call forward, backward and step once per micro-batch.
 TRAINING_PROGRAMS = (None, "std", "unused", "actckpt", "ckpt_load")
 TRAINING_CALLS = ("torch_backward", "fullgrad")
 Traffic = dict[tuple[str, str], tuple[int, int]]
@@ -44,7 +45,7 @@ def refused_key(case: dict[str, Any]) -> str | None:
 
 @cache
 def recorded_cases() -> dict[str, dict[str, Any]]:
-    """The recorded runs of stage 3 that trained to their end."""
+    """Return the recorded runs of stage 3 that completed their training."""
     cases = {}
     for name, case in finished_cases().items():
         zero = case["config"].get("zero_optimization")
@@ -58,13 +59,16 @@ def covered_cases() -> list[str]:
 
 
 def runs_modules_in_list_order(case: dict[str, Any]) -> bool:
-    """Each module once, in the order of the parameter list, with no modules made one by their class."""
+    """Return whether each module runs once in the order of the parameter list, and no class is a leaf module."""
     classes = case["config"]["zero_optimization"].get("leaf_module", {}).get("classes")
     return case.get("kind") not in ("unused", "actckpt") and not classes
 
 
 def gradient_order_of(case: dict[str, Any]) -> list[str]:
-    """Reverse order, but DeepSpeed's own linear layer hands out its weight before its bias; others do not."""
+    """Return the reverse order, with an exception for DeepSpeed's own linear layer.
+
+    This layer produces the gradient of its weight before that of its bias.
+    """
     trained = [p.name for p in parameters_of(case) if p.requires_grad and not p.name.startswith("never")]
     order = trained[::-1]
     if not case["config"]["zero_optimization"].get("memory_efficient_linear", True):
@@ -91,7 +95,10 @@ def purpose_of(row: dict[str, str], config: dict[str, Any]) -> str:
 
 @cache
 def recorded_traffic(name: str) -> dict[str, dict[int, Traffic]]:
-    """rank -> number of the step since training started (-1 before it) -> (purpose, op) -> (count, payload bytes)."""
+    """Return the count and payload bytes of each rank, by step since training started and by (purpose, op).
+
+    Step -1 is the time before training.
+    """
     config = recorded_cases()[name]["config"]
     with (RECORDED / name / "collectives.csv").open() as file:
         rows = [r for r in csv.DictReader(file) if r["phase"] in TRAINING and r["op"] != "barrier"]
@@ -179,7 +186,7 @@ def test_the_issued_share_of_the_gradients_is_the_recorded_one_but_for_padding(n
     for steps in recorded_traffic(name).values():
         for recorded in steps.values():
             by_op.update({op: size for (why, op), (_, size) in recorded.items() if why == "gradient_reduce"})
-    # A parameter larger than the bucket is reduce-scattered whatever the config says.
+    # A parameter that is larger than the bucket is reduce-scattered, whatever the config requests.
     capacity = case["config"]["zero_optimization"].get("reduce_bucket_size", 500_000_000)
     if all(parameter.numel <= capacity for parameter in parameters_of(case)):
         assert set(by_op) == {share.issued_op}

@@ -1,4 +1,7 @@
-"""What the rules expect, against what zero_runtime issues on real ranks: two statements of the same rules."""
+"""The messages that the rules expect, compared with those that zero_runtime issues on real ranks.
+
+Both implement the same rules independently.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +39,7 @@ def sharded(stage, **keys):
     return {"zero_optimization": {"stage": stage, "reduce_bucket_size": 20_000, **keys}}
 
 
-# With two groups, matrices and vectors are apart.
+# With two groups, matrices and vectors are in separate groups.
 CONFIGS = [
     (config, two_groups)
     for stage in (1, 2)
@@ -116,7 +119,7 @@ def optimizer_groups(model: nn.Module, two_groups: bool) -> list[Any]:
 
 
 def issued_by_each_config(rank: int, world: int, cases: tuple[str, ...]) -> dict[str, list[Any]]:
-    """The collectives of one step (0) and of initialisation (-1) for each config of ``cases``, in order."""
+    """Return the collectives of one step (0) and of initialization (-1) for each config of ``cases``, in order."""
     import zero_runtime
 
     issued = {}
@@ -152,7 +155,7 @@ def payload(call: Any) -> int:
 
 
 def traffic(calls: list[Any]) -> dict[tuple[str, str], tuple[int, int]]:
-    """(init or training, op) -> count, payload bytes."""
+    """Return the count and payload bytes by (init or training, op)."""
     counts: Counter[tuple[str, str]] = Counter()
     sums: Counter[tuple[str, str]] = Counter()
     for call in calls:

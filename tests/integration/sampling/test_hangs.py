@@ -1,4 +1,7 @@
-"""Real ranks that hang in different ways: what a dump of them says, word for word, and that it leaves them alone."""
+"""Real ranks that hang in different ways.
+
+The tests check the exact text of a dump, and that a dump does not disturb the ranks.
+"""
 
 import inspect
 import json
@@ -28,7 +31,7 @@ def look(run, records, **options):
 
 
 def line_of(text, function):
-    """``file.py:N``, N the line of ``function`` that holds ``text``."""
+    """Return ``file.py:N``, where N is the line of ``function`` that contains ``text``."""
     lines, first = inspect.getsourcelines(function)
     number = next(n for n, line in enumerate(lines, first) if text in line)
     return f"{Path(inspect.getsourcefile(function)).name}:{number}"
@@ -129,7 +132,7 @@ def test_a_stopped_process_is_named_and_stays_stopped(tmp_path):
         assert f"its process (pid {pids[2]}) is stopped by a signal" in sentence
         assert sentence.startswith("ranks 0, 1 wait in all_reduce #") or "rank 2" in sentence
         os.kill(pids[2], signal.SIGCONT)
-        # Nothing was lost by looking.
+        # The dump did not disturb the ranks.
         assert take_dump(run, stacks=False, watch_seconds=2.0).verdict.kind == "moving"
 
 
@@ -188,7 +191,10 @@ def subgroup_hangs(rank, world):
 
 @pytest.mark.long
 def test_in_a_chain_of_waits_the_first_cause_is_named(tmp_path):
-    """Ranks 2 and 3 wait for rank 0, which itself waits in a group of two for rank 1."""
+    """In a chain of waits, the dump names the first cause.
+
+    Ranks 2 and 3 wait for rank 0, which itself waits in a group of two for rank 1.
+    """
     run = tmp_path / "run"
     with hanging_ranks(run, 4, subgroup_hangs):
         dump = look(run, 4 * 2 + 1 + 2)
@@ -258,7 +264,7 @@ def test_stacks_by_faulthandler_where_nothing_may_look_in(tmp_path, monkeypatch)
     with hanging_ranks(run, 3, one_rank_sleeps) as pids:
         dump = look(run, 3 * 5 + 2)
         assert [state_of(RankProcess(rank, pid)) for rank, pid in pids.items()] == [State.RUNS] * 3
-        again = take_dump(run)  # the signal may come again and again
+        again = take_dump(run)  # the signal may be sent repeatedly
     for found in (dump, again):
         assert "rank 1 has not issued it: it is in load_batch (" in found.verdict.sentence
         assert [report.stacks.source for report in found.situation.reports.values()] == ["faulthandler"] * 3
@@ -271,7 +277,10 @@ def test_stacks_by_faulthandler_where_nothing_may_look_in(tmp_path, monkeypatch)
 @pytest.mark.root
 @pytest.mark.skipif(os.geteuid() != 0 or shutil.which("setpriv") is None, reason="needs root and setpriv")
 def test_where_ptrace_is_refused_faulthandler_answers_by_itself(tmp_path):
-    """A dump by a process without SYS_PTRACE, of processes that have it."""
+    """Faulthandler provides the stacks if ptrace is refused.
+
+    The dump is made by a process without SYS_PTRACE, and the ranks have this capability.
+    """
     run = tmp_path / "run"
     with hanging_ranks(run, 2, one_rank_sleeps):
         await_stillness(run, 2 * 5 + 1)
@@ -307,9 +316,9 @@ def test_the_end_of_a_killed_run_is_told_without_stacks(tmp_path):
 
     finalise(run)
     assert not list(run.glob("*.records"))
-    after = take_dump(run)  # from the tables now
+    after = take_dump(run)  # reads the tables, because the run is finalised
     assert after.verdict.sentence == before.verdict.sentence
-    assert not (run / "stacks").exists()  # nobody asked for any
+    assert not (run / "stacks").exists()  # neither dump requested stacks
 
 
 def backward_in_one_rank_only(rank, world, sign):
@@ -326,7 +335,10 @@ def backward_in_one_rank_only(rank, world, sign):
 
 
 def test_a_wait_in_cpp_does_not_show_and_the_rank_that_is_behind_does(tmp_path):
-    """DDP's reducer waits for its buckets in C++, where no wait is recorded."""
+    """The dump names the rank that is behind, although the wait in C++ is not recorded.
+
+    DDP's reducer waits for its buckets in C++.
+    """
     run, sign = tmp_path / "run", tmp_path / "rank-1-goes-no-further"
     with hanging_ranks(run, 2, backward_in_one_rank_only, str(sign)):
         await_lead(run, sign)
@@ -338,7 +350,10 @@ def test_a_wait_in_cpp_does_not_show_and_the_rank_that_is_behind_does(tmp_path):
 
 
 def await_lead(run, sign):
-    """Wait until rank 0 has issued what rank 1, which issues nothing after its sign, has not; DDP's own are not counted."""
+    """Wait until rank 0 has issued more than rank 1, which issues nothing after its sign.
+
+    The collectives of DDP itself are not counted.
+    """
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
         time.sleep(0.05)
@@ -350,7 +365,10 @@ def await_lead(run, sign):
 
 
 def sends_from_a_thread(rank, world):
-    """The main thread prepares batches, and a thread of the program's own reduces; that of rank 1 does not come."""
+    """Prepare batches in the main thread, and reduce in another thread of the program.
+
+    On rank 1 this thread does not reach its last collective.
+    """
     import threading
 
     def reduce():

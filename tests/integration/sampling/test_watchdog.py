@@ -1,4 +1,7 @@
-"""A watchdog over real ranks: one dump for each hang, none for a job that is only slow; and the same by ``commprof run``."""
+"""A watchdog over real ranks: one dump for each hang, and none for a job that is only slow.
+
+``commprof run`` must behave in the same way.
+"""
 
 import json
 import os
@@ -88,8 +91,8 @@ def test_no_alarm_for_a_slow_job_nor_for_a_long_calculation(tmp_path):
     assert not list(tmp_path.glob("*/dumps"))
 
 
-# Rank 1 keeps the others waiting until the watchdog has said so, then the job ends in order. What it calls meanwhile are
-# functions in C: none has a frame, which would be the innermost one.
+# Rank 1 keeps other ranks waiting until the watchdog reports this, and then the job exits normally. In the
+# meantime rank 1 calls only functions in C. They have no Python frame, which would be the innermost one.
 HANGS_FOR_A_WHILE = """
 import os, sys, time
 import torch, torch.distributed as dist

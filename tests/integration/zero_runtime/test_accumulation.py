@@ -63,7 +63,7 @@ def config(zero, top, reduce, micro=MICRO):
 
 
 def groups(model):
-    """Two param groups: matrices and vectors."""
+    """Return two param groups: matrices and vectors."""
     return [
         {"params": [p for p in model.parameters() if p.dim() > 1]},
         {"params": [p for p in model.parameters() if p.dim() == 1]},
@@ -71,7 +71,11 @@ def groups(model):
 
 
 def train(rank, settings, two_groups=False, steps=STEPS):
-    """The losses, how many sums each micro-batch of the last step sent, and the gradients kept before its last one."""
+    """Train and return three results.
+
+    They are the losses, the number of reductions that each micro-batch of the last step sent, and the
+    gradients kept before the last micro-batch of this step.
+    """
     model = make_model("mlp")
     arguments = {"model_parameters": groups(model)} if two_groups else {}
     engine, *_ = zero_runtime.initialize(model=model, config=settings, **arguments)
@@ -127,7 +131,7 @@ def by_limit(rank, world):
         "fits": config({"stage": 2, "gradient_accumulation_limit": 300_000}, {}, "auto"),
         "too small": config({"stage": 2, "gradient_accumulation_limit": 100}, {}, "auto"),
         "free memory": config({"stage": 3}, {}, "auto"),
-        # The ranks differ, and must decide alike.
+        # The settings of the ranks differ, but the ranks must decide identically.
         "one rank": config({"stage": 2, "gradient_accumulation_limit": 100 if rank else 300_000}, {}, "auto"),
         "nothing to gain": config({"stage": 2}, {}, "auto", micro=1),
         "stage 1": config({"stage": 1}, {}, "auto"),
@@ -171,7 +175,7 @@ def test_what_boundary_does_not_go_together_with():
 
 
 def skips(rank, world):
-    """A step whose gradients overflow is skipped, and leaves no gradient behind."""
+    """Skip a step whose gradients overflow, and check that no gradient remains."""
     top = {"fp16": {"enabled": True, "initial_scale_power": 24, "hysteresis": 1}}
     engine, *_ = zero_runtime.initialize(
         model=make_model("mlp"), config=config({"stage": 2}, top, "boundary")
@@ -218,7 +222,7 @@ def test_the_rules_expect_the_reduction_once_a_step(stage):
     }
     assert reduced["each"].count == MICRO * reduced["boundary"].count
     assert reduced["each"].payload_bytes == MICRO * reduced["boundary"].payload_bytes
-    assert reduced["auto"] == reduced["each"]  # what is free is not known before a run
+    assert reduced["auto"] == reduced["each"]  # the amount of free memory is not known before a run
     limited = config({"stage": stage, "gradient_accumulation_limit": 227_744}, {}, "auto")
     rows = expected_in_step(limited, parameters, 2, 4)
     assert next(row for row in rows if row.purpose == "gradient_reduce") == reduced["boundary"]

@@ -1,4 +1,4 @@
-"""Activation checkpointing on real ranks: partitions over model-parallel groups, and the ledger of what they send."""
+"""Activation checkpointing on real ranks: partitions over model-parallel groups, and the ledger of their messages."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ CONFIG = {
 
 
 class Groups:
-    """Model-parallel groups of consecutive ranks, as a script's ``mpu`` names them."""
+    """Model-parallel groups of consecutive ranks, with the methods of a script's ``mpu``."""
 
     def __init__(self, size):
         firsts = range(0, dist.get_world_size(), size)
@@ -73,7 +73,10 @@ def plainly(function, *arguments):
 
 
 def trained(call, place, config=CONFIG):
-    """The parameters after some steps of an engine; ``place`` chooses the batches."""
+    """Return the parameters after some steps of an engine.
+
+    ``place`` selects the batches.
+    """
     torch.manual_seed(0)
     model = Model(call)
     engine, *_ = zero_runtime.initialize(model=model, config=config)
@@ -106,7 +109,11 @@ def recorded(rank, world):
 
 @pytest.mark.long
 def test_the_gathers_of_partitions_are_recorded_with_the_bytes_they_must_have(tmp_path):
-    """Of 21 elements each rank keeps 11, and 22 travel; the mask has 21 too, and is gathered for each layer."""
+    """The gathers of partitions are recorded with the bytes that follow from the shapes.
+
+    Each rank keeps 11 of 21 elements, and 22 elements are sent. The mask also has 21 elements, and is
+    gathered for each layer.
+    """
     run, _ = record(tmp_path / "run", 4, recorded)
     rows = [row for row in run.table("collectives").to_pylist() if row["purpose"] == "activation"]
     assert {(row["op"], row["phase"], row["group_size"], row["dtype"]) for row in rows} == {
@@ -121,19 +128,19 @@ def test_the_gathers_of_partitions_are_recorded_with_the_bytes_they_must_have(tm
     }  # fmt: skip
     traffic = api.traffic(run, by=("purpose", "op"))
     (found,) = traffic[traffic["purpose"] == "activation"].to_dict("records")
-    # Each of two groups gathers 2 tensors in each of 4 layers in each of 2 steps; half of a payload is sent.
+    # Each of two groups gathers 2 tensors in each of 4 layers in each of 2 steps. Half of a payload is sent.
     assert found["collectives"] == 2 * 2 * LAYERS * STEPS
     assert found["payload_bytes"] == 2 * 2 * LAYERS * STEPS * 88
     assert found["wire_bytes"] == 2 * 2 * LAYERS * STEPS * 44
     verdict = api.verify(run)
     assert [each for each in verdict.unexplained if "activation" in str(each)] == []
-    # The sizes of activations are no key of the config: a label does not predict them.
+    # The config has no key for the sizes of activations, so a label does not predict them.
     assert verdict.state == "unknown", verdict
     assert verdict.labelled_bytes == found["payload_bytes"]
 
 
 def kept_bytes(rank, world, size, cpu):
-    """Bytes that a forward pass of six layers leaves allocated, its output aside."""
+    """Return the bytes that remain allocated after a forward pass of six layers, without its output."""
     layers = [nn.Linear(64, 64) for _ in range(6)]
     scale = torch.rand(1000)
     checkpointing.configure(
@@ -150,7 +157,11 @@ def kept_bytes(rank, world, size, cpu):
 
 
 def test_each_rank_keeps_its_part_of_each_input_once():
-    """Six inputs of 32x64, and one of 1000 that is passed six times; a state of the random generator for each call."""
+    """Each rank keeps its partition of each input once.
+
+    There are six inputs of 32x64, one of 1000 that is passed six times, and a state of the random generator
+    for each call.
+    """
     random = 6 * torch.get_rng_state().nbytes
     whole = 6 * 32 * 64 * 4
     assert run_ranks(1, kept_bytes, 1, False) == [whole + random]

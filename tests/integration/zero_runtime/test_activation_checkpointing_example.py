@@ -1,4 +1,7 @@
-"""The example under examples/, run by the command: the same loss with and without checkpoints, and a ledger that closes."""
+"""The example under examples/, started by the command.
+
+The loss must be equal with and without checkpoints, and the ledger must close.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Activation checkpointing with sharded parameters: they are gathered for what runs again, too, and let go in between."""
+"""Activation checkpointing with sharded parameters.
+
+Parameters are also gathered for the recomputation, and are released between the passes.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +57,7 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """Blocks of which the last runs twice, behind a layer that is not checkpointed."""
+    """Blocks, the last of which runs twice, after a layer that is not checkpointed."""
 
     def __init__(self, call):
         super().__init__()
@@ -118,11 +121,14 @@ def test_the_same_model_is_trained_to_the_bit(settings, capfd):
         for name in settings:
             for way in WAYS:
                 assert found[name, way] == found[name, "none"], (name, way)
-    assert "recorded order" not in capfd.readouterr().err  # what runs again does not disturb the prefetcher
+    assert "recorded order" not in capfd.readouterr().err  # the recomputation does not disturb the prefetcher
 
 
 def most_weights(rank, world):
-    """Tensors of a weight's shape that live when the backward pass comes to a block's last layer, not yet gathered again."""
+    """Count tensors with the shape of a weight when the backward pass reaches the last layer of a block.
+
+    At this time the weight of that layer is not yet gathered again.
+    """
     engine = engine_of(checkpointing.checkpoint, TIGHT, {})
     step(engine)
     seen = []
@@ -140,12 +146,16 @@ def most_weights(rank, world):
 
 @pytest.mark.long
 def test_weights_are_let_go_between_the_second_forward_pass_and_the_backward_pass():
-    """All that is there are the gradients of the block that ran twice, which wait for those of its first time."""
+    """Weights are released between the second forward pass and the backward pass.
+
+    The only tensors left are gradients of the block that ran twice. They wait for the gradients of the first
+    run of the block.
+    """
     assert run_ranks(2, most_weights) == [[0, DEPTH, *[0] * (LAYERS - 1)]] * 2
 
 
 class Pair:
-    """All ranks share one model."""
+    """A model-parallel unit with all ranks."""
 
     def get_model_parallel_rank(self):
         return dist.get_rank()
@@ -170,12 +180,13 @@ def test_gathers_of_activations_and_of_parameters_are_told_apart(tmp_path):
     run, _ = record(tmp_path / "run", 2, partitioned)
     rows = [row for row in run.table("collectives").to_pylist() if row["step"] >= 0 and row["rank"] == 0]
     of_activations = [row for row in rows if row["purpose"] == "activation"]
-    # The input of each of the four calls, of 2 x 48 elements in fp32.
+    # The input of each of the four calls has 2 x 48 elements in fp32.
     assert [row["payload_bytes"] for row in of_activations] == [2 * WIDTH * 4] * (LAYERS + 1) * STEPS
     matrices = [
         row for row in rows if row["purpose"] == "parameter_gather" and row["parameters"].count("layers") == 2
     ]
-    # Each layer's weight and bias: forward, forward again, and backward, unless they are whole from just before.
+    # The weight and bias of each layer are gathered for the forward pass, the recomputation, and the backward
+    # pass. They are not gathered if they are still gathered from the previous use.
     calls = (LAYERS + 1) * DEPTH * STEPS
     assert 2 * calls <= len(matrices) <= 3 * calls
     verdict = api.verify(run)
@@ -185,7 +196,10 @@ def test_gathers_of_activations_and_of_parameters_are_told_apart(tmp_path):
 
 
 def program(rank, world, auto_cast):
-    """Issue 7, 4c, where it does not say where states are kept: the block is accepted, and nothing calls checkpoint()."""
+    """Run the program of issue 7, 4c, which does not specify where states are kept.
+
+    The config block is accepted, and nothing calls checkpoint().
+    """
     model = nn.Sequential(nn.Linear(1000, 1000), nn.ReLU(), nn.Linear(1000, 1000))
     config = {
         "train_batch_size": 16,

@@ -1,4 +1,7 @@
-"""``auto`` of bucket sizes: decided by rank 0 by a calibration or a measurement, equal on all ranks, and recorded."""
+"""``auto`` for bucket sizes.
+
+Rank 0 decides the sizes by a calibration or a measurement. They are equal on all ranks, and are recorded.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,8 @@ from zero_runtime.startup import message_sizes
 pytestmark = pytest.mark.ranks
 
 ALPHA_NS = 1_000
-# Bytes per second of large messages; with 2 ranks the bandwidth reaches 90 % of it at 9 alpha beta.
+# In bytes per second, for large messages. With 2 ranks the bandwidth reaches 90 % of this value at 9 alpha
+# beta.
 BETA = {"all_reduce": 1e9, "reduce": 2e9, "all_gather": 1.5e9, "all_to_all": 1.2e9, "reduce_scatter": 0.7e9}
 KNEE = {op: 9 * ALPHA_NS * 1e-9 * beta for op, beta in BETA.items()}
 
@@ -58,7 +62,7 @@ def config(zero, path=None, **top):
 
 
 def train(rank, world, settings):
-    """The sizes in use, and the largest message of each kind in a step."""
+    """Return the sizes in use, and the largest message of each kind in a step."""
     engine, *_ = zero_runtime.initialize(model=make_model("mlp"), config=settings)
     losses = []
     for step in range(3):
@@ -103,7 +107,7 @@ def test_a_calibration_decides_the_smallest_size_at_90_percent_of_the_bandwidth(
     for name, operation in (("reduce_bucket_size", op), (gathers, "all_gather")):
         sentence = f"{name} is auto: {used[name]:,} elements ({used[name] * 4:,} bytes), the smallest {operation} among 2"
         assert printed.count(sentence) == 1, printed
-    # The decided numbers are in use: the messages are those of a config that has them.
+    # The chosen sizes are in use: the messages equal those of a config with these sizes.
     written = config({**zero, "reduce_bucket_size": used["reduce_bucket_size"], gathers: used[gathers]})
     assert run_ranks(2, train, written)[0][1:] == (largest, losses)
 
@@ -186,11 +190,12 @@ def test_all_ranks_measure_the_same():
 def test_the_fit_recovers_latency_and_bandwidth():
     times = [(2**power, 30_000 + 2**power * 0.5) for power in (12, 15, 18, 21)]
     assert message_sizes.fitted(times) == pytest.approx((30_000, 0.5))
-    assert message_sizes.fitted([(2**10, 100.0), (2**20, 90.0)])[1] > 0  # times that do not grow
+    # times that do not increase with the bytes
+    assert message_sizes.fitted([(2**10, 100.0), (2**20, 90.0)])[1] > 0
     alpha, _ = message_sizes.fitted([(2**12, 60_000.0), (2**15, 500_000.0), (2**21, 40_000_000.0)])
-    assert alpha == 60_000  # the line through these times has a negative latency
+    assert alpha == 60_000  # a line through these times would have a negative latency
     cost = Cost(30_000, 0.5)
-    payload = message_sizes.smallest_payload(cost, "all_reduce", 2)  # the factor of 2 ranks is 1
+    payload = message_sizes.smallest_payload(cost, "all_reduce", 2)  # the bus factor of 2 ranks is 1
     assert payload / cost.time_ns("all_reduce", payload, 2) == pytest.approx(0.9 / 0.5)
 
 

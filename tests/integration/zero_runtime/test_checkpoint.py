@@ -1,4 +1,4 @@
-"""Checkpoints: training goes on from one as if it had not stopped, at any world size, stage and reduction."""
+"""Checkpoints: training continues exactly as without an interruption, at any world size, stage and reduction."""
 
 from __future__ import annotations
 
@@ -62,13 +62,17 @@ SETTINGS = {
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """The directory of each setting's checkpoint of 2 ranks, and what they did from there."""
+    """Return the directory of the checkpoints, and the results of the 2 ranks that saved them."""
     root = tmp_path_factory.mktemp("checkpoints")
     return root, run_standing(2, save_and_resume, str(root), timeout=280)
 
 
 def save_and_resume(rank, world, root):
-    """For every setting: the losses after a save, and those of a fresh engine after loading it."""
+    """Save and resume with every setting.
+
+    Returns the losses after a save, and the losses of a new engine after loading the checkpoint, among other
+    results.
+    """
     results = {}
     for name, setting in SETTINGS.items():
         precision = setting.get("precision", "fp32")
@@ -158,7 +162,8 @@ def test_the_next_loss_is_the_same_everywhere(crossed):
             outcome[0][crossing, stage][0]
             for outcome in crossed[1].values()
             for crossing, stage in outcome[0]
-            if crossing == name  # of rank 0: its data and its buffers are the same everywhere
+            # Only rank 0 is used, because its data and buffers are the same everywhere.
+            if crossing == name
         }
         assert max(found) - min(found) <= 1e-6 * max(found), name
 
@@ -210,7 +215,8 @@ def without_optimizer(rank, world, root):
 
 def test_an_engine_without_an_optimizer_keeps_its_model(tmp_path):
     for losses in run_standing(2, without_optimizer, str(tmp_path)):
-        # Not bit by bit: a product may be summed in another order where a gathered weight lies otherwise in memory.
+        # The losses are not equal bit for bit. A product may be summed in a different order if a gathered
+        # weight is placed differently in memory.
         assert losses == pytest.approx([losses[0]] * len(losses), rel=1e-6)
 
 
@@ -244,7 +250,7 @@ def test_a_model_made_in_slices_goes_on_at_another_world_size(tmp_path):
     assert run_standing(2, constructed_in_slices, str(tmp_path), False)[0] == pytest.approx(went_on, rel=1e-5)
 
 
-# Against what DeepSpeed did.
+# Comparison with DeepSpeed.
 
 needs_recordings = pytest.mark.skipif(not recorded.ROOT.is_dir(), reason=recorded.MISSING)
 
@@ -287,7 +293,7 @@ def save_recorded(rank, world, root, names):
 
 
 def seen(calls):
-    """Collectives without their place in the run."""
+    """Return the collectives without their position in the run."""
     return [
         (each.method, each.root, each.numel_in, each.numel_out, each.dtype, each.reduction) for each in calls
     ]
@@ -352,7 +358,8 @@ def test_saving_sends_what_deepspeed_sends_and_agreements(recorded_saves, name):
         assert losses == pytest.approx(case.results["losses"][str(rank)], rel=1e-6)
         calls = case.expected_calls(rank)
         wanted = seen(call for call in calls if call.phase == "save_checkpoint")
-        # docs/deepspeed-differences.md: an all_gather of what each rank wrote, and agreements on the outcome.
+        # See docs/deepspeed-differences.md: an all_gather of what each rank wrote, and agreements on the
+        # outcome.
         report = ("all_gather_single", None, 3, 6, "int64", "")
         agreement = ("allreduce", None, 1, 1, "int64", "MAX")
         assert saving == [*wanted[:-1], report, agreement, wanted[-1]]

@@ -1,4 +1,4 @@
-"""States of optimizers that torch has not: a tensor of one element, a number, and one with an element for each."""
+"""Optimizer states of kinds that torch does not have: a tensor of one element, a number, and a tensor per element."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CONFIG = {
 
 
 class Counting(torch.optim.Optimizer):
-    """SGD with momentum that counts its steps twice, and more slowly the more it has counted."""
+    """SGD with momentum that counts its steps in two ways, and slows down as the count grows."""
 
     def __init__(self, params, lr=0.1):
         super().__init__(params, {"lr": lr})
@@ -44,7 +44,7 @@ class Scaled(nn.Module):
         super().__init__()
         torch.manual_seed(4)
         self.linear = nn.Linear(3, 5)
-        self.gain = nn.Parameter(torch.ones(1))  # its state has as many elements as the count of steps
+        self.gain = nn.Parameter(torch.ones(1))  # its state has as many elements as the step count
 
     def forward(self, inputs):
         return (self.linear(inputs) * self.gain).square().mean()
@@ -91,7 +91,7 @@ def test_a_state_of_one_element_goes_from_any_stage_to_any_other(tmp_path):
 
 
 def _adam_after_adamw(rank, world, directory):
-    """The weight decay of an engine with Adam, after it has loaded what one with AdamW has saved."""
+    """Return the weight decay of an engine with Adam that has loaded a checkpoint of an engine with AdamW."""
     engines = []
     for decoupled in (True, False):
         model = Scaled()

@@ -1,7 +1,7 @@
-"""Checkpoints that the real DeepSpeed wrote: training goes on from them with DeepSpeed's own losses.
+"""Checkpoints that the real DeepSpeed wrote: training continues from them with DeepSpeed's own losses.
 
-``tests/golden/deepspeed_checkpoints`` was recorded by ``tools/deepspeed_checkpoints.py``: the files, and what DeepSpeed did
-in the steps after it saved them.
+``tests/golden/deepspeed_checkpoints`` was recorded by ``tools/deepspeed_checkpoints.py``. It has the files,
+and the losses of DeepSpeed in the steps after the save.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ ROOT = Path(__file__).resolve().parents[3]
 GOLDEN = ROOT / "tests" / "golden" / "deepspeed_checkpoints"
 RECORDER = ROOT / "tools" / "deepspeed_checkpoints.py"
 REAL = "COMMPROF_DEEPSPEED_PYTHON"  # an interpreter that has the real DeepSpeed
-# fp16 at stage 0: DeepSpeed does not scale the loss there, so it trains otherwise (docs/deepspeed-differences.md).
+# fp16 at stage 0: DeepSpeed does not scale the loss there, so its training differs
+# (docs/deepspeed-differences.md).
 UNSCALED = {"stage0_fp16", "stage0_lamb_fp16"}
 TOLERANCE = {"fp32": 1e-6, "bf16": 5e-3, "fp16": 2e-3}
 
@@ -49,7 +50,7 @@ def expected(name):
 
 
 def make_engine(name, stage=None, **zero):
-    """An engine with the settings of a case, at its own stage or another."""
+    """Create an engine with the settings of a case, at its own stage or another."""
     case = cases.CASES[source(name)]
     if stage is not None:
         case = {**case, "stage": stage, "zero": zero}
@@ -88,15 +89,15 @@ TRAININGS = [*cases.CASES, *cases.UNIVERSAL]
 
 
 def rounding(name):
-    """How far losses may be from DeepSpeed's: its own optimizers round otherwise than torch's."""
+    """Return how far losses may differ from DeepSpeed's, whose own optimizers round differently than torch's."""
     optimizer = cases.make_config(cases.CASES[source(name)])["optimizer"]["type"]
-    if optimizer == "Muon":  # the iteration that makes matrices orthogonal
+    if optimizer == "Muon":  # the iteration that orthogonalizes matrices
         return TOLERANCE["bf16"] if "bf16" in name else 2e-5
     return 3e-6 if optimizer != "AdamW" or counts_in_numbers(name) else 1e-6
 
 
 def counts_in_numbers(name):
-    """Whether DeepSpeed trains the case with an Adam of its own."""
+    """Return whether DeepSpeed trains the case with an Adam of its own."""
     optimizer = cases.make_config(cases.CASES[source(name)])["optimizer"]
     return optimizer["type"] == "AdamW" and not optimizer["params"].get("torch_adam")
 
@@ -137,7 +138,10 @@ def test_training_goes_on_with_deepspeeds_own_losses(cases_that_run, name):
 @pytest.mark.sampled
 @pytest.mark.parametrize(("stage", "world"), [(0, 2), (1, 3), (2, 1), (3, 3), (3, 2)])
 def test_it_loads_at_any_stage_and_world_size(stage, world):
-    """The first loss after loading is a function of the weights alone, and is the same everywhere."""
+    """A checkpoint loads at any stage and world size.
+
+    The first loss after loading depends on the weights alone, and is equal everywhere.
+    """
     names = [
         "stage0_bf16",
         "stage1_bf16",
@@ -198,23 +202,25 @@ def test_the_command_reads_a_checkpoint_of_deepspeed(tmp_path, capsys):
 
 
 def counted_in_numbers(path, one_of_each_group):
-    """Let the optimizer states of a file count steps as DeepSpeed's own optimizers do, which keep whole numbers.
+    """Let the optimizer states of a file count steps with whole numbers, like DeepSpeed's own optimizers.
 
-    Without ZeRO they raise the count of one parameter of each group alone.
+    Without ZeRO these optimizers only increment the count of one parameter of each group.
     """
     content = read(path)
     if one_of_each_group:
         optimizer = content["optimizer"]
     else:
         states = content["optimizer_state_dict"]
-        for key in ("loss_scaler", "zero_stage", "param_slice_mappings"):  # of classes that are not installed
+        # The classes of these values are not installed.
+        for key in ("loss_scaler", "zero_stage", "param_slice_mappings"):
             del states[key]
         optimizer = states["base_optimizer_state"]
     for group in optimizer["param_groups"]:
         for index in group["params"]:
             last = index == group["params"][-1]
             optimizer["state"][index]["step"] = cases.BEFORE if last or not one_of_each_group else 0
-    torch.save(content, path.with_suffix(".new"))  # the tensors are those of the file itself
+    # The tensors are mapped from the file itself, so the new file replaces it afterwards.
+    torch.save(content, path.with_suffix(".new"))
     path.with_suffix(".new").replace(path)
 
 
@@ -297,7 +303,11 @@ def test_training_with_experts_goes_on_with_deepspeeds_own_losses(name):
     ],
 )
 def test_experts_load_at_another_ep_size_and_stage(name, world, ep_size, stage):
-    """Clipping at stage 0 is by the mean of the ranks' norms, as in DeepSpeed, and so depends on the experts of a rank."""
+    """Experts load at another ep_size and stage.
+
+    Clipping at stage 0 uses the mean of the ranks' norms, as in DeepSpeed, and so depends on the experts of a
+    rank.
+    """
     for rank, (_, losses) in enumerate(experts_at(name, world, ep_size, stage)):
         told = told_of(name, rank)
         assert losses[0] == pytest.approx(told[0], rel=1e-6)
@@ -317,7 +327,7 @@ def test_one_file_has_all_experts(name, tmp_path):
         consolidated_state_dict(tmp_path / "copy")
 
 
-# Written for DeepSpeed.
+# Checkpoints written for DeepSpeed.
 
 
 WRITTEN = [
@@ -331,7 +341,7 @@ WRITTEN = [
 
 
 def save_again(rank, world, root, stage):
-    """Load what DeepSpeed saved, at another world size, and save it in this runtime's own format."""
+    """Load a checkpoint of DeepSpeed at another world size, and save it in this runtime's own format."""
     for name in WRITTEN:
         engine = make_engine(name, stage)
         engine.load_checkpoint(GOLDEN / name)
@@ -340,7 +350,7 @@ def save_again(rank, world, root, stage):
 
 @pytest.fixture(scope="module")
 def universal(tmp_path_factory):
-    """Universal folders, made by the command from checkpoints that three ranks saved at stage 3."""
+    """Return universal folders, which the command created from checkpoints that three ranks saved at stage 3."""
     root = tmp_path_factory.mktemp("universal")
     run_standing(3, save_again, str(root / "saved"), 3, timeout=200)
     for name in WRITTEN:
@@ -350,7 +360,10 @@ def universal(tmp_path_factory):
 
 
 def structure(value):
-    """Types, keys, shapes and dtypes of what a file holds; sizes of lists, not their numbers."""
+    """Return the types, keys, shapes and dtypes in a file.
+
+    For lists it returns their structure, and not their numbers.
+    """
     if isinstance(value, torch.Tensor):
         return (tuple(value.shape), value.dtype)
     if isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""deepspeed.comm: every function does what torch's does, and the log of them counts and times each call by itself."""
+"""deepspeed.comm: every function behaves like torch's, and the log counts and times each call."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def logged(rank, world):
 
     assert not dist.has_comm_data()
     tensor, gathered = torch.ones(NUMEL), torch.zeros(world * NUMEL)
-    dist.all_reduce(tensor)  # before the log is on
+    dist.all_reduce(tensor)  # not counted, because the log is still off
     dist.configure(enabled=True)
     began = time.perf_counter()
     for _ in range(CALLS):
@@ -166,14 +166,15 @@ def test_the_log_counts_and_times_each_call_by_itself():
         assert found["metadata"]["world_size"] == 2 and found["metadata"]["rank"] == rank
         reductions = found["summary"]["all_reduce"]
         assert {size: each["count"] for size, each in reductions.items()} == {4 * NUMEL: CALLS + 5, 40: 1}
-        # The sum of all times cannot be longer than what passed while they were measured; DeepSpeed's is ten times as long.
+        # The sum of all times cannot exceed the elapsed time. DeepSpeed's log reports ten times as long.
         every = [row for by_size in found["summary"].values() for row in by_size.values()]
         assert sum(row["total_latency_ms"] for row in every if row["count"] == CALLS + 5) <= passed * 3
         blocking = [row for row in every if row["count"] < CALLS]
         assert sum(row["total_latency_ms"] for row in blocking) <= passed * 2
         for row in reductions.values():
             assert 0 < row["avg_latency_ms"] <= row["total_latency_ms"]
-        # By nccl-tests, of two ranks an all_reduce moves 2 (n-1)/n = 1 of its bytes, a gathering half of the whole.
+        # By nccl-tests, with two ranks an all_reduce moves 2 (n-1)/n = 1 of its bytes, and an all_gather
+        # moves half of the whole.
         large, gathering = reductions[4 * NUMEL], found["summary"]["all_gather_into_tensor"][4 * NUMEL]
         assert large["busbw_avg_gbps"] == pytest.approx(large["tput_avg_gbps"])
         assert gathering["tput_avg_gbps"] == pytest.approx(

@@ -1,4 +1,4 @@
-"""Scripts written for DeepSpeed, as they stand, on two ranks: the examples, and the calls that libraries make."""
+"""Unmodified scripts written for DeepSpeed, on two ranks: the examples, and the calls that libraries make."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ ROOT = Path(__file__).resolve().parents[3]
 
 
 def run_script(rank, world, path, arguments):
-    """The script as ``__main__`` of a process whose DeepSpeed this runtime is; returns what it prints."""
+    """Run the script as ``__main__`` of a process in which this runtime replaces DeepSpeed.
+
+    Returns the output of the script.
+    """
     import zero_runtime
 
     zero_runtime.as_deepspeed()
@@ -35,7 +38,8 @@ def test_two_stages_on_one_model():
     first, second = example("deepspeed_stages.py")
     assert [line.split(":")[0] for line in first.splitlines()] == ["stage 2", "stage 3"] and second == ""
     begun = [float(line.split("from ")[1].split()[0]) for line in first.splitlines()]
-    assert begun[1] < begun[0]  # on the same data: the second engine goes on from the first one's weights
+    # on the same data, the second engine starts from the weights of the first engine
+    assert begun[1] < begun[0]
 
 
 def test_the_time_of_an_all_reduce():
@@ -45,7 +49,7 @@ def test_the_time_of_an_all_reduce():
     outside = float(lines[0].split()[-2])
     size, calls, _, average = lines[3].split()[0:2], *lines[3].split()[2:5]
     assert (size, calls) == (["3.81", "MB"], "10")
-    # What DeepSpeed's log says is five times as long.
+    # DeepSpeed's log reports five times as long.
     assert float(average) < 4 * outside
     assert second == ""
 

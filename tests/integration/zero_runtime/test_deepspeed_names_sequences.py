@@ -1,4 +1,4 @@
-"""``deepspeed.sequence.cross_entropy``: losses of shared sequences are those of whole ones, and so are gradients."""
+"""``deepspeed.sequence.cross_entropy``: losses and gradients of sharded sequences equal those of whole sequences."""
 
 from __future__ import annotations
 

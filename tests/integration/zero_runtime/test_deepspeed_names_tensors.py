@@ -1,4 +1,4 @@
-"""safe_get_* and safe_set_*: a parameter's values, gradient and state are the same at every stage, and can be changed."""
+"""safe_get_* and safe_set_*: values, gradient and state of a parameter are equal at every stage, and can be changed."""
 
 from __future__ import annotations
 
@@ -31,7 +31,10 @@ def config(stage: int, **zero) -> dict:
 
 
 def expected(world: int) -> dict[str, torch.Tensor]:
-    """What plain torch has after STEPS steps and one more backward pass over the batches of all ranks."""
+    """Return the values of plain torch after STEPS steps and one more backward pass.
+
+    The batches are those of all ranks.
+    """
     plain = model()
     optimizer = torch.optim.AdamW(plain.parameters(), lr=LR, betas=(0.9, 0.99), weight_decay=0.0)
     for step in range(STEPS + 1):
@@ -127,7 +130,7 @@ def change(rank, world, settings):
 def test_what_is_set_is_what_the_next_step_and_the_model_use(stage, zero):
     settings = config(stage, **zero)
     for used, state, master in run_standing(2, change, settings):
-        # Gradients of zero, no momentum and no decay: the step leaves 0.5 as it is.
+        # Gradients are zero, and there is no momentum and no decay, so the step leaves 0.5 unchanged.
         if stage == 3:
             assert torch.equal(torch.tensor(used), torch.full((7, 5), 0.25))
         torch.testing.assert_close(torch.tensor(state), torch.full((7, 5), 0.99))
@@ -151,7 +154,10 @@ def test_a_parameter_that_nothing_trains_has_none_of_them():
 
 
 def clamp_gradients(rank, world, settings):
-    """Norms of the groups before and after a script clamps its part of each gradient, and what the step reports."""
+    """Return the norm before and after a script clamps its shard of each gradient.
+
+    Also returns the norm that the step reports.
+    """
     import zero_runtime
     from zero_runtime import tensor_access
 
@@ -171,7 +177,7 @@ def clamp_gradients(rank, world, settings):
 def test_norms_of_gradients_that_a_script_has_clamped(device):
     settings = config(3, offload_optimizer={"device": device}) | {"gradient_clipping": 1.0}
     for before, after, reported in run_standing(2, clamp_gradients, settings):
-        # 66 elements of at most 0.01 each.
+        # There are 66 elements, each at most 0.01.
         assert before > 0.1 > 0.01 * 66**0.5 >= after > 0
         assert reported == pytest.approx(after)
 
@@ -181,5 +187,6 @@ def test_what_is_read_is_recorded_as_an_access(tmp_path, stage):
     run, _ = record(tmp_path / "run", 2, read, config(stage))
     rows = [row for row in run.table("collectives").to_pylist() if row["rank"] == 0]
     accesses = [(row["op"], row["numel"]) for row in rows if row["purpose"] == "parameter_access"]
-    # The values, gradient and exp_avg of each parameter, and a state that it lacks; one element more says if a rank has it.
+    # The values, gradient and exp_avg of each parameter, and a state that the parameter lacks. One additional
+    # element shows whether a rank has the state.
     assert sorted(accesses) == sorted(("all_reduce", numel + 1) for numel in (35, 7, 21, 3) for _ in range(4))

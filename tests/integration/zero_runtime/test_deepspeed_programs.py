@@ -1,4 +1,4 @@
-"""Programs that people write for DeepSpeed, as they stand: they run, or end in one error that says what to do."""
+"""Unmodified programs written for DeepSpeed: they run, or fail with one error that tells the user what to do."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ COMPLETE = {"fp16": {"enabled": True, "auto_cast": True}, "optimizer": {"type": 
 
 
 def recorded(cwd, name, *arguments):
-    """The program under the command on two ranks: what came of it, and its records by purpose and operation."""
+    """Run the program under the command on two ranks.
+
+    Returns its result, and its records by purpose and operation.
+    """
     done = commprof(
         "run", "--engine", "zero_runtime", "--nproc", "2", "--out", "run", str(EXAMPLES / name), *arguments,
         cwd=cwd,
@@ -33,16 +36,16 @@ def recorded(cwd, name, *arguments):
 
 
 def losses(text):
-    """The numbers behind ``step k, loss``, k from 0 on."""
+    """Return the numbers after ``step k, loss``, for k from 0 on."""
     found = re.findall(r"^step (\d+), loss (\S+)$", text, re.MULTILINE)
     assert [int(step) for step, _ in found] == list(range(len(found)))
     return [float(loss) for _, loss in found]
 
 
 def run_program(rank, world, name, arguments, changes=None):
-    """The program as ``__main__`` of a rank whose DeepSpeed this runtime is; returns what it prints.
+    """Run the program as ``__main__`` of a rank in which this runtime replaces DeepSpeed, and return its output.
 
-    ``changes`` are laid over the config, key by key, as an edit of the file would.
+    ``changes`` override keys of the config, like an edit of the file.
     """
     import zero_runtime
 
@@ -185,14 +188,16 @@ def test_a_config_of_175_billion_parameters(tmp_path):
     words = ("requested", str(config), "--params", "175e9", "--world", "256")
     done = commprof(*words, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    # A slice of the parameters in fp16, and masters and two states in fp32: 2 and 12 bytes of each of 175e9 / 256.
+    # A shard of the parameters in fp16 takes 2 bytes, and masters and two states in fp32 take 12 bytes, for
+    # each of 175e9 / 256 elements.
     assert re.search(r"parameters +1\.27 GiB", done.stdout) and "memory per rank" in done.stdout
     assert re.search(r"masters +0 B +2\.55 GiB", done.stdout) and re.search(
         r"states +0 B +5\.09 GiB", done.stdout
     )
     answer = json.loads(commprof(*words, "--json", cwd=tmp_path).stdout)
     sent = {row["purpose"]: row for row in answer["messages_per_step"]}
-    # Forward and backward of 16 micro-batches gather every parameter in fp16; each micro-batch reduces its gradients.
+    # The forward and backward passes of 16 micro-batches gather every parameter in fp16. Each micro-batch
+    # reduces its gradients.
     assert sent["parameter_gather"]["payload_bytes"] == pytest.approx(2 * 16 * 2 * 175e9, rel=0.01)
     assert sent["gradient_reduce"]["payload_bytes"] == pytest.approx(16 * 2 * 175e9, rel=0.01)
     assert answer["note"] is None

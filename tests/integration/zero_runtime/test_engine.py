@@ -1,4 +1,4 @@
-"""The engine as a training script meets it: ways to configure it, optimizers, schedules, data, and misuse."""
+"""The engine as a training script uses it: ways to configure it, optimizers, schedules, data, and misuse."""
 
 from __future__ import annotations
 
@@ -127,7 +127,10 @@ def messages_of_a_backward_pass(rank, world, multi_rank):
 
 
 def test_messages_of_a_model_whose_weight_lies_in_all_pieces():
-    """Recorded from DeepSpeed 0.19.8 with the same model on 3 ranks."""
+    """The messages of a model with a weight in all shards equal DeepSpeed's.
+
+    They were recorded from DeepSpeed 0.19.8 with the same model on 3 ranks.
+    """
     to_owners = [(18_291, 2), (14_002, 0), (18_980, 1), (685, 2), (4_978, 0)]
     together = [(18_291, None), (32_982, None), (685, None), (4_978, None)]
     assert run_standing(3, messages_of_a_backward_pass, False) == [to_owners] * 3
@@ -151,7 +154,7 @@ def follow_schedules(rank, world):
             train(engine, rank, steps=1)
             found[name].append(engine.get_lr()[0])
             assert schedule.get_last_lr()[0] == engine.get_lr()[0] and engine.global_steps == step + 1
-    # A schedule made over the optimizer that initialize returns.
+    # This schedule uses the optimizer that initialize returns.
     _, optimizer, _, _ = zero_runtime.initialize(model=make_model("mlp"), config=PLAIN)
     found["over the wrapper"] = type(torch.optim.lr_scheduler.StepLR(optimizer, 1)).__name__
     return found
@@ -334,7 +337,11 @@ def misuse(rank, world):
 
 
 def which_optimizer(rank, world):
-    """At stage 0 without copies DeepSpeed gives back the optimizer that it was given; with copies a wrapper."""
+    """Check the optimizer that initialize returns.
+
+    At stage 0 without master copies DeepSpeed returns the given optimizer itself. With master copies it
+    returns a wrapper.
+    """
     found = []
     for top in ({}, {"bf16": {"enabled": True}}, {"zero_optimization": {"stage": 1}}):
         model = torch.nn.Linear(2, 2)
@@ -358,7 +365,7 @@ def test_the_optimizer_of_stage_0_is_known_as_the_one_that_was_given():
 
 
 def groups_by_name(rank, world):
-    """What DeepSpeed's optimizers call the groups of parameters and this rank's reduced gradients."""
+    """Check the names that DeepSpeed's optimizers use for param groups and for this rank's reduced gradients."""
     for stage in (1, 2, 3):
         zero = {"stage": stage, "sub_group_size": 5000, "stage3_param_persistence_threshold": 0}
         engine, optimizer, _, _ = zero_runtime.initialize(model=make_model("mlp"), config=changed(zero=zero))
@@ -385,7 +392,7 @@ def test_groups_and_gradients_have_deepspeeds_names():
 
 
 def dtypes_by_name(rank, world):
-    """What DeepSpeed's engine calls to cast a model."""
+    """Check the methods of DeepSpeed's engine that cast a model."""
     model = torch.nn.Sequential(torch.nn.Linear(4, 4))
     model.register_buffer("positions", torch.arange(4.0))
     model.register_buffer("numbers", torch.arange(4))

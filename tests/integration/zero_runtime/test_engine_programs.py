@@ -1,6 +1,7 @@
-"""Programs of accelerate, transformers, TRL, PEFT and Lightning with ``--engine zero_runtime``, beside DeepSpeed itself.
+"""Programs of accelerate, transformers, TRL, PEFT and Lightning, compared with DeepSpeed.
 
-What DeepSpeed makes of them is in ``tests/golden/engine_programs.json`` (``tools/record_engine_programs.py``).
+The programs run with ``--engine zero_runtime``. The results of DeepSpeed are in
+``tests/golden/engine_programs.json`` (``tools/record_engine_programs.py``).
 """
 
 from __future__ import annotations
@@ -31,9 +32,9 @@ NEEDED = {
     "lightning_fit": ("lightning",),
     "sft": ("trl", "peft", "datasets"),
 }
-# Scripts that DeepSpeed puts into a checkpoint; this runtime has commands for them.
+# Scripts that DeepSpeed puts into a checkpoint. This runtime has commands instead.
 SCRIPTS = {"zero_to_fp32.py", "zero_to_torch.py"}
-# Stage 3 sums gradients of bf16 in another order.
+# Stage 3 sums gradients of bf16 in a different order.
 EXACT, HALF = 2e-6, 2e-3
 
 
@@ -43,7 +44,7 @@ def recorded(program, stage, name):
 
 
 def differences(theirs, ours, tolerance, place=""):
-    """Where ``ours`` is another than ``theirs``, with both values."""
+    """Return the places where ``ours`` differs from ``theirs``, with both values."""
     if isinstance(theirs, dict) and isinstance(ours, dict):
         return [
             found
@@ -69,7 +70,7 @@ def need(program):
 
 
 def check(program, stage, name, folder):
-    """Hold what both ranks found to what DeepSpeed's found. Returns the run."""
+    """Compare the results of both ranks with DeepSpeed's results, and return the run."""
     tolerance = HALF if "bf16" in name or name == "mixed" else EXACT
     for rank, theirs in enumerate(recorded(program, stage, name)):
         ours = json.loads((folder / f"found-{rank}.json").read_text("utf-8"))
@@ -114,7 +115,8 @@ def test_a_program_of_deepspeed_trains_alike(tmp_path, program, stage, name):
 
     assert str(verify(Changed(run, with_another_gather)).state) == "mismatch"
 
-    # A message of the script itself leaves the broadcasts of a model made within zero.Init explained.
+    # A message of the script itself does not prevent the explanation of the broadcasts of a model created
+    # within zero.Init.
     first = min(row["seq"] for row in run.table("collectives").to_pylist() if row["phase"] == "init")
 
     def with_a_message_of_the_script(row):

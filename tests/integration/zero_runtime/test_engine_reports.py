@@ -1,4 +1,4 @@
-"""What rank 0 prints and writes while a model trains: progress, times, memory, monitors."""
+"""The output of rank 0 during training: progress, times, memory, and monitors."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ pytestmark = pytest.mark.ranks
 
 
 def said(rank, directory, steps=4, **top):
-    """What this rank prints, the losses, and the engine, after ``steps`` steps of two micro-batches."""
+    """Train ``steps`` steps of two micro-batches.
+
+    Returns the output of this rank, the losses, and the engine.
+    """
     config = {
         "train_micro_batch_size_per_gpu": 4,
         "gradient_accumulation_steps": 2,
@@ -60,14 +63,15 @@ def test_rank_0_says_what_the_configuration_asks_for():
     ]
     speed = r"epoch=0/micro_step=8/global_step=4, RunningAvgSamplesPerSec=[\d.]+, CurrSamplesPerSec=[\d.]+"
     assert len(progress) == 3 and re.fullmatch(f"zero_runtime: {speed}", progress[2])
-    # Times of the whole step, and of the communication within each part.
-    assert len(each) == 2 and "step 1, ms: forward" in each[0]  # and nothing of what was sent before it
+    # The times are those of the whole step, and of the communication within each part.
+    # The line does not include messages that were sent before the first step.
+    assert len(each) == 2 and "step 1, ms: forward" in each[0]
     part = r"[\d.]+ \(gradient_norm [\d.]+, parameter_gather [\d.]+\)"
     assert re.search(
         rf"step 2, ms: forward [\d.]+, backward [\d.]+ \(gradient_reduce [\d.]+\), optimizer {part}$", each[1]
     )
     assert set(timers) == {"forward", "backward", "optimizer"} and all(value > 0 for value in timers.values())
-    assert len(stage_3) == 3  # the progress, the times of all four steps, and samples per second
+    assert len(stage_3) == 3  # the progress, the mean times of four steps, and samples per second
     assert "step 4, ms, mean of 4 steps: " in stage_3[1] and "forward" in stage_3[1]
     assert [line.split(": ")[1] for line in memory] == [
         "after forward",
@@ -82,7 +86,7 @@ def test_rank_0_says_what_the_configuration_asks_for():
 def monitored(rank, world, directory):
     where = {"enabled": True, "output_path": str(directory / "events"), "job_name": "mine"}
     _, losses, _ = said(rank, directory, csv_monitor=where, wall_clock_breakdown=True, steps=2)
-    said(rank, directory, csv_monitor=where, steps=1)  # goes on with the same files
+    said(rank, directory, csv_monitor=where, steps=1)  # appends to the same files
     half = {"enabled": True, "initial_scale_power": 4, "auto_cast": True}
     where = {**where, "job_name": "fp16"}
     said(rank, directory, csv_monitor=where, fp16=half, steps=1)
@@ -136,7 +140,7 @@ def refused(rank, world, directory):
 
 
 def test_a_monitor_that_cannot_write_says_so_at_the_start(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "tensorboard", None)  # as where it is not installed
+    monkeypatch.setitem(sys.modules, "tensorboard", None)  # as if tensorboard were not installed
     (tmp_path / "file").write_text("in the way")
     ((tensorboard, files, wandb, comet),) = run_ranks(1, refused, tmp_path)
     assert "the package tensorboard is not installed" in tensorboard and "csv_monitor" in tensorboard

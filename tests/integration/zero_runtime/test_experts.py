@@ -1,4 +1,4 @@
-"""Training with experts: the same losses however the experts are divided, checkpoints at another ep_size, records.
+"""Training with experts: losses that do not depend on the division of experts, checkpoints at another ep_size, records.
 
 tests/integration/zero_runtime/test_experts_recorded.py compares losses and messages with DeepSpeed's.
 """
@@ -77,7 +77,7 @@ def losses_of(rank, world, ep_size, stage, config=None):
 
 @functools.cache
 def plain_losses():
-    """Those of four ranks that all have all experts, at stage 0."""
+    """Return the losses of four ranks that all have all experts, at stage 0."""
     return run_standing(4, losses_of, 1, 0)
 
 
@@ -100,7 +100,7 @@ def test_losses_do_not_depend_on_how_experts_are_divided(ep_size, stage, zero):
 
 
 def interrupted(rank, world, directory, saved, loaded):
-    """Train, save, and go on in another engine, which may have another stage, ep_size and order of ranks."""
+    """Train, save, and continue in another engine, which may have another stage, ep_size and order of ranks."""
     engine = make_engine(rank, *saved)
     train(engine, rank)
     engine.save_checkpoint(directory)
@@ -229,7 +229,10 @@ def test_values_of_an_expert_are_those_of_the_ranks_that_have_it():
 
 
 def experts_alone(rank, world, config, frozen):
-    """Train the experts and nothing else, or all but them; ``initialize`` gets what is trained."""
+    """Train only the experts, or everything except the experts.
+
+    ``initialize`` gets only the parameters that are trained.
+    """
     torch.manual_seed(3)
     model = Model(2)
     for parameter in model.parameters():
@@ -265,7 +268,7 @@ def experts_alone(rank, world, config, frozen):
 )
 def test_experts_are_trained_with_everything_else_frozen(config):
     trained = run_standing(2, experts_alone, config, True)
-    assert any(changed for changed, _, _ in trained)  # no token may have chosen the experts of a rank
+    assert any(changed for changed, _, _ in trained)  # on one rank, possibly no token chooses its experts
     assert 0 < trained[0][1] == pytest.approx(trained[1][1])
 
 

@@ -1,4 +1,7 @@
-"""The example under examples/, run by the command: the same loss however the experts are divided over ranks."""
+"""The example under examples/, started by the command.
+
+The loss must not depend on how experts are divided over ranks.
+"""
 
 from __future__ import annotations
 

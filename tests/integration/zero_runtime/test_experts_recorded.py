@@ -1,6 +1,7 @@
-"""Training with experts against recorded runs of DeepSpeed 0.19.8: the same messages on every rank, the same losses.
+"""Training with experts, compared with recorded runs of DeepSpeed 0.19.8.
 
-``tests/golden/deepspeed_experts`` was recorded by ``tools/deepspeed_experts.py``: the cases of ``support/expert_cases.py``.
+The messages on every rank and the losses must be equal. ``tests/golden/deepspeed_experts`` was recorded by
+``tools/deepspeed_experts.py`` with the cases of ``support/expert_cases.py``.
 """
 
 from __future__ import annotations
@@ -23,12 +24,13 @@ RECORDED = {
 }
 REFUSED = [name for name, recorded in RECORDED.items() if "error" in recorded["ranks"][0]]
 REFUSED_HERE = ["gpt-s1-ep2-w2-not-contiguous"]  # DeepSpeed sums the gradients of different experts
-# At stage 0 in 16 bits DeepSpeed's norm leaves experts out (one message less), and its Adam starts one step ahead.
+# At stage 0 in 16 bits DeepSpeed's norm omits experts (one message less), and its Adam starts one step ahead.
 OTHER_NORM = ["gpt-s0-ep2-w2-bf16"]
 OTHER_STEP = [*OTHER_NORM, "gpt-s0-ep2-w2-bf16-frozen"]
 TRAINED = [name for name in RECORDED if name not in (*REFUSED, *REFUSED_HERE)]
-# Of losses and norms, by what the case computes in. In fp32 DeepSpeed itself is up to 8.4e-6 away when a case is recorded
-# again on another CPU (gpt-s0-ep2-w2-twice): the gates turn the last bits of a sum into other weights of the experts.
+# The tolerances of losses and norms, by the type in which the case computes. In fp32 DeepSpeed itself differs
+# by up to 8.4e-6 when a case is recorded again on another CPU (gpt-s0-ep2-w2-twice). The gates turn the last
+# bits of a sum into different weights of the experts.
 TOLERANCES = {"fp32": 2e-5, "fp16": 1e-3, "bf16": 5e-3}
 
 
@@ -41,7 +43,10 @@ def train_cases(rank: int, world: int, names: tuple[str, ...]) -> dict[str, case
 
 @functools.cache
 def outcomes(world: int, names: tuple[str, ...]) -> list[dict[str, cases.Training]] | RankError:
-    """What each rank did; an error is kept too, so that one set of ranks fails once."""
+    """Return the results of each rank.
+
+    An error is also cached, so that one set of ranks fails only once.
+    """
     try:
         return run_ranks(world, train_cases, names, timeout=300)
     except RankError as error:
@@ -49,7 +54,10 @@ def outcomes(world: int, names: tuple[str, ...]) -> list[dict[str, cases.Trainin
 
 
 def trainings(names: tuple[str, ...], name: str) -> list[cases.Training]:
-    """What each rank did in case ``name``, with the cases of ``names`` that have as many ranks."""
+    """Return the results of each rank in case ``name``.
+
+    All cases of ``names`` with the same number of ranks run together.
+    """
     world = RECORDED[name]["case"]["world"]
     found = outcomes(world, tuple(each for each in names if RECORDED[each]["case"]["world"] == world))
     if isinstance(found, RankError):
@@ -58,7 +66,10 @@ def trainings(names: tuple[str, ...], name: str) -> list[cases.Training]:
 
 
 def recorded_messages(recorded: dict, rank: int) -> list[list[str]]:
-    """The messages of a rank in initialization, every step and the evaluation; null is the step before again."""
+    """Return the messages of a rank in initialization, every step and the evaluation.
+
+    A null in the recording means that a step equals the previous step.
+    """
     found: list[list[str]] = []
     for numbers in recorded["messages_of_ranks"][rank]:
         found.append(found[-1] if numbers is None else [recorded["messages"][each] for each in numbers])
@@ -66,9 +77,9 @@ def recorded_messages(recorded: dict, rank: int) -> list[list[str]]:
 
 
 def tokens_elsewhere(ours: list, theirs: list) -> list[int]:
-    """How many tokens went to another expert than in the recorded run, by forward pass and layer.
+    """Return how many tokens went to another expert than in the recorded run, by forward pass and layer.
 
-    A token may do so in 16 bits, where weights that are rounded once more make two experts change places.
+    This may happen in 16 bits, where one more rounding of the weights may exchange two experts.
     """
     return [
         sum(abs(mine - other) for mine, other in zip(*layers, strict=True)) // 2
@@ -105,9 +116,10 @@ def test_training(cases_that_run, name):
 
 def check_gates_and_norms(training: cases.Training, theirs: dict, precision: str) -> None:
     moved = max(tokens_elsewhere(training.expert_counts, theirs["expert_counts"]))
-    # In 16 bits DeepSpeed itself moves up to two tokens when a case is recorded again on another CPU.
+    # In 16 bits DeepSpeed itself sends up to two tokens to other experts when a case is recorded again on
+    # another CPU.
     assert moved <= (0 if precision == "fp32" else 2), training.expert_counts
-    # The loss of the gate counts tokens: one of 32 that goes to another expert is 3 %.
+    # The loss of the gate counts tokens: one of 32 that goes to another expert changes it by 3 %.
     allowed = 0.03 * moved if moved else TOLERANCES[precision]
     assert training.gate_losses == approximately(theirs["gate_losses"], allowed)
     assert training.grad_norms == approximately(theirs["grad_norms"], TOLERANCES[precision])
@@ -118,7 +130,10 @@ def check_gates_and_norms(training: cases.Training, theirs: dict, precision: str
 
 @pytest.mark.parametrize("name", [*REFUSED, *REFUSED_HERE])
 def test_refused(cases_that_run, name):
-    """On every rank, before the first step. DeepSpeed refuses all but one of them."""
+    """The case is refused on every rank, before the first step.
+
+    DeepSpeed refuses all but one of these cases.
+    """
     for training in trainings(cases_that_run, name):
         assert training.error is not None, RECORDED[name]["ranks"][0].get("error")
         assert training.losses == []

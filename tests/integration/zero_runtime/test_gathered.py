@@ -1,4 +1,4 @@
-"""zero.Init, GatheredParameters and what else scripts do with sharded parameters, on two and four ranks."""
+"""zero.Init, GatheredParameters and other uses of sharded parameters in scripts, on two and four ranks."""
 
 from __future__ import annotations
 
@@ -47,11 +47,11 @@ def sharded(module):
     return [name for name, each in module.named_parameters() if each.numel() == 0 and each.ds_numel > 0]
 
 
-# What each rank does; the assertions are here, the tests below only call them.
+# The functions that each rank runs. They contain the assertions, and the tests below only call them.
 
 
 def construct(rank, world):
-    torch.manual_seed(1 + rank)  # rank 0's values count
+    torch.manual_seed(1 + rank)  # the values of rank 0 are used
     with zero.Init(), zero.Init():
         made = Model()
 
@@ -59,7 +59,8 @@ def construct(rank, world):
             def __init__(self):
                 super().__init__(4, 4)
                 with torch.no_grad():
-                    self.weight.fill_(3.0)  # still whole: cut when the outermost __init__ returns
+                    # still whole, because it is sharded when the outermost __init__ returns
+                    self.weight.fill_(3.0)
 
         later = Later()
     assert len(sharded(made)) == 6
@@ -133,7 +134,7 @@ def look(rank, world):
         made.scale.data.zero_()
     assert len(sharded(made)) == 6
     with zero.GatheredParameters(made.scale):
-        assert made.scale.tolist() == [2.0] * 7  # without modifier_rank changes are lost
+        assert made.scale.tolist() == [2.0] * 7  # without modifier_rank the changes are discarded
 
 
 def change(rank, world):
@@ -145,7 +146,7 @@ def change(rank, world):
             made.first.bias.data.copy_(torch.arange(5.0))
     assert shard_of(made.first.weight).changed and not shard_of(made.scale).changed
     own = made.first.bias.ds_tensor.tolist()
-    assert own == ([0.0, 1.0, 2.0], [3.0, 4.0, 0.0])[rank]  # the padding stays 0
+    assert own == ([0.0, 1.0, 2.0], [3.0, 4.0, 0.0])[rank]  # the padding remains 0
     with pytest.raises(errors.UsageError, match="modifier_rank is 2; expected a rank from 0 to 1"):
         zero.GatheredParameters(made.scale, modifier_rank=2)
     with pytest.raises(ZeroDivisionError), zero.GatheredParameters(made.scale, modifier_rank=0):
@@ -169,7 +170,8 @@ def run_while_gathered(rank, world):
     with zero.GatheredParameters(made.parameters()):
         with torch.no_grad():
             assert made(batch).item() == pytest.approx(whole(batch).item())
-        assert torch.equal(made.second.weight, whole.second.weight)  # not released by the module that used it
+        # the module that used it did not release it
+        assert torch.equal(made.second.weight, whole.second.weight)
     assert len(sharded(made)) == 6
 
 
@@ -270,7 +272,7 @@ def change_between_steps(rank, world):
         )
         for step in range(4):
             engine.backward(engine(torch.ones(2, 3, dtype=dtype)))
-            if step == 2:  # between backward and step, and of a persistent parameter too
+            if step == 2:  # between backward and step, and also for a persistent parameter
                 with zero.GatheredParameters([made.second.weight, made.scale], modifier_rank=1):
                     if rank == 1:
                         made.second.weight.data.fill_(5.0)
@@ -318,7 +320,8 @@ def little_is_whole_at_a_time(rank, world):
             hidden.register_hook(look)
         hidden.sum().backward()
         residency.finish_backward()
-    # Only the module that runs; the gradient of an output comes when its module has been gathered for it.
+    # Only the running module is gathered. The gradient of an output arrives after its module was gathered for
+    # it.
     assert max(seen) == 420 and len(seen) == 3 * 16
     assert sum(each.ds_tensor.numel() for each in made.parameters()) == 8 * 210
 
@@ -330,7 +333,7 @@ def shard_again(rank, world):
         residency = installed(made, policy)
         assert made(torch.ones(2, 3)).item() == pytest.approx(whole(torch.ones(2, 3)).item())
         residency.shut_down()
-        # A module that was made a leaf stays one, as in DeepSpeed.
+        # A module that was made a leaf remains one, as in DeepSpeed.
         flagged = [made.second] if policy.leaf_names or flagged else []
         assert zero.get_z3_leaf_modules(made) == flagged
         made(torch.ones(2, 3)).backward()
@@ -422,7 +425,10 @@ def secondary(rank, world):
 
 
 def test_secondary_slices():
-    """After a step the first gathering asks all ranks; until the next step it asks the ranks of the pair."""
+    """Secondary shards limit gathers to a pair of ranks.
+
+    After a step the first gather uses all ranks. Until the next step, gathers use the ranks of the pair.
+    """
     for rank, calls in enumerate(run_standing(4, secondary, timeout=100)):
         pair = ("0-1", "0-1", "2-3", "2-3")[rank]
         groups = {
@@ -433,7 +439,7 @@ def test_secondary_slices():
         assert groups[0, "backward"] == groups[1, "backward"] == {pair}
         assert "0-1-2-3" in groups[1, "forward"]
         first = next(call for call in calls if call.step == 1)
-        # The 7 elements of the model's own parameter, in slices of 2 with 1 of padding.
+        # The model's own parameter has 7 elements, in shards of 2 with 1 element of padding.
         assert (first.group, first.numel_in, first.numel_out) == ("0-1-2-3", 2, 8)
 
 

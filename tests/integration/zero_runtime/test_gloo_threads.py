@@ -1,4 +1,7 @@
-"""gloo's event threads have the policy SCHED_BATCH once an engine exists; those that the program has set keep theirs."""
+"""gloo's event threads have the policy SCHED_BATCH once an engine exists.
+
+A policy that the program has set is not changed.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,7 @@ CONFIG = {
 
 
 def policies():
-    """(name, policy) of each thread of this process, by its number."""
+    """Return (name, policy) of each thread of this process, by thread number."""
     return {
         task.name: (
             (task / "comm").read_text(errors="replace").strip(),
@@ -37,13 +40,16 @@ def policies():
 
 
 def around_an_engine(rank, world):
-    """What :func:`policies` says before there is an engine and after a step; one thread has been set by the program."""
+    """Return :func:`policies` before an engine exists and after a step.
+
+    Also returns the thread whose policy the program has set.
+    """
     dist.new_group([0, 1])
-    for number in policies():  # also where the tests themselves have another policy
+    for number in policies():  # in case the tests themselves run with another policy
         os.sched_setscheduler(int(number), os.SCHED_OTHER, os.sched_param(0))
     threads = [number for number, (name, _) in policies().items() if name == "gloo_tcp_loop"]
     os.sched_setscheduler(int(threads[0]), os.SCHED_IDLE, os.sched_param(0))
-    # Cut within a character.
+    # A thread name that is truncated within a character.
     Path(f"/proc/self/task/{os.getpid()}/comm").write_bytes("ränkerränker".encode()[:2])
     before = policies()
     engine, *_ = zero_runtime.initialize(model=torch.nn.Linear(4, 4), config=CONFIG)
@@ -67,7 +73,7 @@ def test_event_threads_preempt_nothing_and_other_threads_stay_as_they_are():
 
 
 def while_sizes_are_measured(rank, world):
-    """The policies of gloo's event threads while messages are timed for a size that is "auto"."""
+    """Return the policies of gloo's event threads while messages are timed for a size that is "auto"."""
     for number in policies():
         os.sched_setscheduler(int(number), os.SCHED_OTHER, os.sched_param(0))
     seen = []

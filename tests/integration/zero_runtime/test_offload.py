@@ -1,4 +1,4 @@
-"""An optimizer whose masters and states are in files trains as one in memory does, to the bit."""
+"""An optimizer with masters and states in files trains like one in memory, bit for bit."""
 
 from __future__ import annotations
 
@@ -108,7 +108,10 @@ WAYS = [
 
 
 def compare(rank, world, path, cases):
-    """Losses and weights with and without files, for each case in turn one way to use them, and what was in files."""
+    """Return losses and weights with and without files, and the content of the files.
+
+    Each case uses one of the ways to use files, in turn.
+    """
     found = {}
     for number, (name, (stage, top, zero, more)) in enumerate(cases.items()):
         optimizer = top.get("optimizer", ADAMW)
@@ -159,7 +162,10 @@ def test_no_message_is_sent_for_it(tmp_path):
 
 
 def resume(rank, world, path, directory):
-    """Save from files, load into files and into memory, in other stages and stretches; the losses that follow."""
+    """Save from files, and load into files and into memory, with other stages and chunks.
+
+    Returns the losses that follow.
+    """
     top = {"bf16": {"enabled": True}}
     saved = make(config(2, path, zero={"sub_group_size": 4096}, **top))
     train(saved, rank, steps=2)
@@ -192,7 +198,7 @@ def test_a_checkpoint_of_what_is_in_files_loads_anywhere(tmp_path):
 
 
 def look(rank, world, path, stage):
-    """What scripts see of states in files, and change in them, beside the same in memory."""
+    """Compare what scripts read and change in states in files with the same operations in memory."""
     zero = {"sub_group_size": 4096}
     seen = []
     for nvme in (None, path):

@@ -205,7 +205,7 @@ def tensor_bytes():
     for each in gc.get_objects():
         if (
             isinstance(each, torch.Tensor) and each.layout is torch.strided
-        ):  # others have no storage of their own
+        ):  # other tensors have no storage of their own
             storage = each.untyped_storage()
             storages[storage.data_ptr()] = storage.nbytes()
     return sum(storages.values())
@@ -241,7 +241,7 @@ def measured(rank, world, folder, precision, filed):
 
 @pytest.mark.filterwarnings(
     "ignore:.*deprecated:FutureWarning"
-)  # of what a walk over all objects comes across
+)  # a walk over all objects also reaches deprecated ones
 @pytest.mark.long
 def test_slices_in_files_take_no_memory(tmp_path):
     numel = 8 * (256 * 256 + 256) // 2  # on each rank

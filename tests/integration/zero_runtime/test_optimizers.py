@@ -1,4 +1,4 @@
-"""Optimizers and schedules in training: the same at every stage and number of ranks, and training without an optimizer."""
+"""Optimizers and schedules in training: equal at every stage and number of ranks, and training without an optimizer."""
 
 from __future__ import annotations
 
@@ -27,10 +27,11 @@ OPTIMIZERS = {
     "Muon": {"type": "Muon", "params": {"lr": 1e-2, "adam_lr": 1e-3, "weight_decay": 0.1, "eps": 1e-6}},
     "Muon, standard": {"type": "Muon", "params": {"lr": 1e-2, "ns_method": "standard", "eps": 1e-6}},
 }
-# Of elements. A sign that rounding turns costs Lion two steps; the standard iteration of Muon is in bf16.
+# The tolerances of elements. A sign changed by rounding costs Lion two steps. The standard iteration of Muon
+# is in bf16.
 TOLERANCES = {"Lion": 2.1e-3, "Muon, standard": 3e-3}
 STEPS = 3
-BATCHES = 6  # micro-batches of a step, over all ranks
+BATCHES = 6  # micro-batches per step, over all ranks
 
 
 def config(stage, optimizer, steps=1, **top):
@@ -46,7 +47,11 @@ def config(stage, optimizer, steps=1, **top):
 
 
 def train(rank, world, stage, optimizer, path=None, first=0, last=STEPS, **top):
-    """The parameters after steps of one batch for all world sizes, and what the schedule set; from and to checkpoints."""
+    """Train from and to checkpoints.
+
+    Every world size uses the same batch in a step. Returns the parameters after the steps, and the rates that
+    the schedule set.
+    """
     model = make_model("mlp")
     steps = BATCHES // world
     engine, *_ = zero_runtime.initialize(model=model, config=config(stage, optimizer, steps, **top))
@@ -258,5 +263,5 @@ def test_without_an_optimizer_stage_3_keeps_slices_of_the_mean_gradients():
     for found, said, *_ in run_standing(2, gradients_without_optimizer, 3, 1):
         slices.append(found[1][0])
         assert "in shards" in said
-    # Padding is zeros, and slices lie by parameter; squares add up in any order.
+    # Padding is zero, and shards are ordered by parameter. The sum of squares does not depend on the order.
     torch.testing.assert_close(torch.cat(slices).square().sum(), whole.square().sum(), rtol=1e-5, atol=0.0)

@@ -1,7 +1,8 @@
-"""Overlap: what does not wait for a slow peer, what waits all the same, and that nothing else changes.
+"""Overlap: operations that do not wait for a slow peer, operations that do, and unchanged results.
 
-Waiting is observed by cause and effect, not by the clock: a peer does not send its part before the other rank has come to a
-certain point. If that rank needed the part to get there, neither would go on; the peer gives up after a while and says so.
+Waiting is observed by cause and effect and not by the clock. A peer sends its part only after the other rank
+has reached a certain point. If that rank needed the part to get there, neither rank would continue. The peer
+then gives up after a while and reports this.
 """
 
 from __future__ import annotations
@@ -28,12 +29,12 @@ pytestmark = pytest.mark.ranks
 
 WIDTH = 32
 REDUCTIONS = ("all_reduce", "multi_rank_all_reduce", "reduce_to_owner", "reduce_scatter")
-PATIENCE = 1.5  # seconds, where nobody is expected to come
+PATIENCE = 1.5  # in seconds, for a signal that is not expected
 LONG_PATIENCE = 60.0
 
 
 class Chain(nn.Module):
-    """Three equal layers; ``reached`` is called when the backward pass comes to the first."""
+    """Three equal layers. ``reached`` is called when the backward pass reaches the first layer."""
 
     def __init__(self, reached):
         super().__init__()
@@ -58,7 +59,7 @@ def config(stage=2, **zero):
 
 
 def came(path, patience):
-    """Whether the file ``path`` is there before ``patience`` seconds are over."""
+    """Return whether the file ``path`` exists before ``patience`` seconds have passed."""
     deadline = time.monotonic() + patience
     while not path.exists():
         if time.monotonic() > deadline:
@@ -68,7 +69,10 @@ def came(path, patience):
 
 
 def backward_of_a_late_peer(rank, world, folder, zero, patience):
-    """Rank 1 begins its backward when rank 0 is in the first layer's. Whether that came, on rank 1."""
+    """Begin the backward pass of rank 1 when that of rank 0 is in the first layer.
+
+    Returns on rank 1 whether rank 0 got there.
+    """
     signal = Path(folder, "reached")
     engine, *_ = zero_runtime.initialize(
         model=Chain(lambda gradient: signal.touch() if rank == 0 else None), config=config(**zero)
@@ -120,7 +124,7 @@ SETTINGS = [
 
 
 def train(model_name, zero, rank, steps=2, accumulation=2):
-    """Losses, and the collectives without those of the start."""
+    """Return the losses, and the collectives without those of initialization."""
     settings = config(**{"reduce_bucket_size": 20_000, **zero}) | {
         "gradient_accumulation_steps": accumulation
     }
@@ -155,7 +159,8 @@ def test_overlap_changes_neither_losses_nor_messages(world, number):
     for outcomes in trained(world):
         (losses, calls), (overlapped_losses, overlapped_calls) = outcomes[number]
         if SETTINGS[number]["stage"] == 1:
-            # There it moves the reduction into the backward pass, so that gradients come in another order.
+            # At stage 1 overlap moves the reduction into the backward pass, so gradients are reduced in a
+            # different order.
             assert overlapped_losses == pytest.approx(losses, rel=1e-6)
         else:
             assert overlapped_losses == losses
@@ -163,7 +168,10 @@ def test_overlap_changes_neither_losses_nor_messages(world, number):
 
 
 class Branches(nn.Module):
-    """Each pass runs one of two branches, so that a step's last micro-batch leaves one without a gradient."""
+    """A model whose passes run one of two branches.
+
+    In the last micro-batch of a step one branch gets no gradient.
+    """
 
     def __init__(self):
         super().__init__()
@@ -210,7 +218,10 @@ def test_gradients_of_earlier_micro_batches_are_reduced_too():
 
 
 def step_of_a_late_peer(rank, world, folder, overlap, patience):
-    """Rank 1 begins to gather when rank 0's step is over. Whether that came, on rank 1; then the weights."""
+    """Begin the gather of rank 1 after the step of rank 0.
+
+    Returns on rank 1 whether that step completed, and then the weights.
+    """
     signal = Path(folder, "over")
     engine, *_ = zero_runtime.initialize(
         model=Chain(lambda gradient: None), config=config(overlap_parameter_gather=overlap)
@@ -241,7 +252,10 @@ def test_a_step_waits_for_the_others_parameters_unless_they_may_come_later(tmp_p
 
 
 class Tied(nn.Module):
-    """Reads parameters in every way that modules do: by name, in another module, from a list, in a function."""
+    """A model that reads parameters in every way that modules do.
+
+    It reads them by name, in another module, from a list, and in a function.
+    """
 
     def __init__(self):
         super().__init__()
@@ -261,7 +275,7 @@ class Tied(nn.Module):
 
 
 def read_by(way, module):
-    """The parameters of ``module``, read in one way."""
+    """Return the parameters of ``module``, read in one way."""
     if way == "state_dict":
         return dict(module.state_dict())
     if way == "named_parameters":
@@ -294,7 +308,10 @@ GATHERS = [
 
 
 def train_tied(rank, zero, late, way=None):
-    """Losses of three steps, and what ``way`` reads right after each, where a rank begins to gather late."""
+    """Return the losses of three steps, and the parameters that ``way`` reads directly after each step.
+
+    With ``late`` rank 1 begins to gather late.
+    """
     engine, *_ = zero_runtime.initialize(model=Tied(), config=config(**zero))
     share = engine.optimizer._parameters.share
 
@@ -359,7 +376,7 @@ def test_a_second_engine_leaves_nothing_of_the_first():
 
 
 class Reentrant(nn.Module):
-    """Gives a parameter two gradients in one backward pass, one in each recomputation."""
+    """A model that gives a parameter two gradients in one backward pass, one in each recomputation."""
 
     def __init__(self):
         super().__init__()
@@ -393,7 +410,10 @@ def test_a_parameter_may_get_several_gradients_in_one_backward_pass():
 
 
 def train_after_an_error(rank, world):
-    """A backward pass breaks off in the first layer of all ranks; its gradients are dropped."""
+    """Train after a backward pass that fails in the first layer on all ranks.
+
+    The gradients of the failed pass are dropped.
+    """
     broken = True
 
     def reached(gradient):

@@ -1,4 +1,7 @@
-"""Padding that zero_runtime sends is stated with each message: by hand from the shapes of a small model on three ranks."""
+"""zero_runtime reports the padding in each of its messages.
+
+The expected padding is computed by hand from the shapes of a small model on three ranks.
+"""
 
 import pytest
 import torch
@@ -8,7 +11,7 @@ from support.recording import calls, record
 pytestmark = pytest.mark.ranks
 
 WORLD = 3
-# 5 x 4 + 5 and 1 x 5 + 1: 25 and 6 elements in 4 parameters of 20, 5, 5 and 1.
+# The layers have 5 x 4 + 5 and 1 x 5 + 1 elements: 25 and 6, in 4 parameters of 20, 5, 5 and 1.
 NUMELS = (20, 5, 5, 1)
 
 
@@ -41,14 +44,15 @@ def padded(tmp_path, zero, op, purpose, **keys):
 
 def test_stages_1_and_2_gather_a_flat_buffer_whose_end_is_padding(tmp_path):
     for rows in padded(tmp_path, {"stage": 2}, "all_gather", "parameter_gather"):
-        # 31 elements, rounded up to a multiple of 2 x 3.
+        # The buffer has 31 elements, rounded up to a multiple of 2 x 3.
         assert {(payload, padding) for payload, padding, _ in rows} == {(4 * 36, 4 * 5)}
 
 
 @pytest.mark.long
 def test_a_buffer_that_is_gathered_in_parts_has_its_padding_in_the_last_ones(tmp_path):
     rows, *_ = padded(tmp_path, {"stage": 1, "allgather_bucket_size": 12}, "all_gather", "parameter_gather")
-    # Rows of 12 elements, 4 of each at a time: elements 0-3, 12-15, 24-27; then 4-7, 16-19, 28-31; then 8-11, 20-23, 32-35.
+    # Rows have 12 elements, and 4 elements of each are gathered at a time: elements 0-3, 12-15, 24-27; then
+    # 4-7, 16-19, 28-31; then 8-11, 20-23, 32-35.
     assert [(payload, padding) for payload, padding, _ in rows[:3]] == [(48, None), (48, 4), (48, 16)]
 
 

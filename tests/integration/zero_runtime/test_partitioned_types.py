@@ -19,7 +19,7 @@ STAGES = (
 
 
 def train(rank, world, zero, others=None, steps=3):
-    """Losses; after each step the names of parameters that are whole on this rank."""
+    """Return the losses, and after each step the names of the parameters that are whole on this rank."""
     import torch
 
     import zero_runtime

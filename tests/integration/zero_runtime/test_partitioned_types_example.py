@@ -1,4 +1,7 @@
-"""The configurations under examples/ that keep chosen parameters whole, by the command: the ledger closes."""
+"""The configurations under examples/ that keep chosen parameters whole, started by the command.
+
+The ledger must close.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stages whose ranks share sequences or tensors, under every schedule: the training of one process."""
+"""Stages whose ranks share sequences or tensors, under every schedule: the training equals that of one process."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SCHEDULES = ({"schedule": "1f1b"}, {"schedule": "zero_bubble"}, {"virtual_stages
 
 
 class Words(nn.Module):
-    """Words of whole sequences to vectors of this rank's piece."""
+    """An embedding of the tokens of whole sequences that returns the vectors of this rank's part of the sequences."""
 
     def __init__(self, shared: bool) -> None:
         super().__init__()
@@ -143,7 +143,10 @@ def _slices(rank, world, stages, slices, schedules, folder):
 
 
 def test_stages_of_ranks_that_share_tensors(tmp_path):
-    """And one file of all stages, with whole tensors."""
+    """Stages whose ranks share tensors train like one process.
+
+    All stages also save one file with whole tensors.
+    """
     [expected] = run_standing(1, _slices, 1, 1, SCHEDULES[:1], tmp_path)[0]
     for outcomes in run_standing(4, _slices, 2, 2, SCHEDULES, tmp_path):
         for found in outcomes:

@@ -1,4 +1,4 @@
-"""Checkpoints of pipelines: they go on exactly, with the same stages or others."""
+"""Checkpoints of pipelines: training continues exactly, with the same stages or with other stages."""
 
 from __future__ import annotations
 
@@ -109,7 +109,10 @@ def test_training_goes_on_with_any_number_of_stages(tmp_path, saved, loaded, tie
 @pytest.mark.sampled
 @pytest.mark.parametrize(("saved", "loaded"), [(2, 1), (1, 2)])
 def test_training_goes_on_with_other_virtual_stages(tmp_path, saved, loaded):
-    """Each of as many stages as saved it has other layers."""
+    """Training continues with other virtual stages.
+
+    The number of stages is the same, but each stage has other layers.
+    """
     wanted = run_standing(2, _save, tmp_path, 2, 1, True, saved)
     found = run_standing(2, _load, tmp_path, 2, 0, True, loaded)
     assert all(each == pytest.approx(wanted[0], rel=1e-5) for each in (*wanted, *found))
@@ -117,7 +120,10 @@ def test_training_goes_on_with_other_virtual_stages(tmp_path, saved, loaded):
 
 @pytest.mark.long
 def test_what_loading_sends_is_explained(tmp_path):
-    """Tied parameters are made equal once each stage has read its own."""
+    """The messages of loading are explained.
+
+    Tied parameters are synchronized after each stage has read its own copy.
+    """
     run_standing(1, _save, tmp_path / "saved", 1, 1, True)
     run, _ = record(tmp_path / "run", 2, _load, tmp_path / "saved", 2, 1, True)
     verdict = verify(run)
@@ -128,7 +134,7 @@ def test_what_loading_sends_is_explained(tmp_path):
 def test_replicas_and_stages(tmp_path):
     wanted = run_standing(4, _save, tmp_path, 2, 1, True)
     found = run_standing(4, _load, tmp_path, 4, 0, True)
-    # Without replicas a step has half the samples: it is the first loss after loading that must agree.
+    # Without replicas a step has half the samples. Only the first loss after loading must therefore agree.
     assert all(len(each) == 2 for each in found)
     again = run_standing(4, _load, tmp_path, 2, 0, True)
     assert all(each == pytest.approx(wanted[0], rel=1e-5) for each in again)
@@ -151,7 +157,7 @@ def _weights(rank, world, directory):
 
 
 def test_one_state_dict_of_all_stages(tmp_path):
-    """Read back by others: torch and safetensors."""
+    """One state dict of all stages can be read by torch and safetensors."""
     outcomes = run_standing(2, _weights, tmp_path)
     consolidated = consolidated_state_dict(tmp_path, "here")
     assert open_checkpoint(tmp_path, "here").manifest.tag == "here"
@@ -185,7 +191,7 @@ def _layer_files(rank, world, directory):
 
 
 def test_files_of_layers(tmp_path):
-    """By DeepSpeed's names; read by other stages than wrote them."""
+    """Files of layers have DeepSpeed's names, and can be read by stages other than those that wrote them."""
     outcomes = run_standing(2, _layer_files, tmp_path)
     assert sorted(each.name for each in tmp_path.iterdir()) == [
         f"layer_{n:02d}-model_states.pt" for n in range(7)
@@ -219,11 +225,11 @@ def test_another_model_is_refused(tmp_path):
     run_standing(1, _other_model, tmp_path)
 
 
-# The same tag again.
+# Saves with the same tag.
 
 
 def _fail_alone(rank, world, directory):
-    """The second stage cannot write its part of a second save."""
+    """Fail on the second stage while it writes its part of a second save."""
     engine = engine_of(2)
     train(engine, range(1))
     engine.save_checkpoint(directory, tag="best", client_state={"saved": 1})
@@ -258,7 +264,7 @@ def test_a_failed_save_leaves_the_one_before(tmp_path):
 
 
 def _killed(rank, world, directory):
-    """The second stage is killed in a second save, when the first stage has written its part."""
+    """Kill the second stage in a second save after the first stage has written its part."""
     engine = engine_of(2)
     train(engine, range(1))
     engine.save_checkpoint(directory, tag="best", client_state={"saved": 1})
@@ -299,7 +305,7 @@ def _save_again(rank, world, directory, stages, number):
 
 
 def test_other_stages_save_the_same_tag(tmp_path):
-    """The last save counts, whatever wrote the tag before."""
+    """If other stages save the same tag, the last save is used."""
     for number, stages in enumerate((2, 1, 2)):
         run_standing(stages, _save_again, tmp_path, stages, number)
         parts = ["part-00000", "part-00001", "parts.json"]
@@ -312,7 +318,7 @@ def test_other_stages_save_the_same_tag(tmp_path):
 
 
 def _grouped(rank, world, directory, stages, decays):
-    """The first of two stages has no vectors, and so no param group of them."""
+    """Train two stages, the first of which has no vectors and therefore no param group of vectors."""
     layers = [
         *(zero_runtime.LayerSpec(nn.Linear, WIDTH, WIDTH, bias=False) for _ in range(2)),
         zero_runtime.LayerSpec(Normed),

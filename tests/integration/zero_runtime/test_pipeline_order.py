@@ -1,6 +1,7 @@
-"""The order in which ranks of a pipeline compute and send, under each schedule: as the schedule says, and as it was.
+"""The order in which pipeline ranks compute and send, under each schedule: as planned and as recorded.
 
-``python tests/integration/zero_runtime/test_pipeline_order.py`` writes the golden trace anew: read the difference first.
+``python tests/integration/zero_runtime/test_pipeline_order.py`` writes the golden trace again. Review the
+difference first.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ COLUMNS = (
 
 @cache
 def recording(name):
-    """Of two ranks under a schedule: the records and the plan of each, and what the ledger says."""
+    """Return the records and the plan of two ranks under a schedule, and the verdict of the ledger."""
     with tempfile.TemporaryDirectory() as folder:
         run, outcomes = record(Path(folder) / "run", 2, noted, SCHEDULES[name])
         rows = [calls(run, rank, *COLUMNS) for rank in range(2)]
@@ -52,7 +53,7 @@ def recording(name):
 
 
 class Mark(torch.autograd.Function):
-    """Calls a function in the backward pass."""
+    """An autograd function that calls ``function`` in the backward pass."""
 
     @staticmethod
     def forward(ctx, values, function):
@@ -66,7 +67,7 @@ class Mark(torch.autograd.Function):
 
 
 class Noted(nn.Linear):
-    """Notes when it runs forward and backward, and when the gradients of its weights are made."""
+    """A layer that notes when it runs forward and backward, and when the gradients of its weights are computed."""
 
     notes: list[tuple[str, int]]
 
@@ -91,7 +92,10 @@ NAMES = {
 
 
 def noted(rank, world, schedule):
-    """Train two steps of one layer in each part. Returns what the schedule says of the last one."""
+    """Train two steps with one layer in each part.
+
+    Returns the plan of the last step.
+    """
     Noted.notes = []
     parts = 2 * schedule.get("virtual_stages", 1)
     layers = [zero_runtime.LayerSpec(Noted) for _ in range(parts)]
@@ -111,7 +115,11 @@ def noted(rank, world, schedule):
 @pytest.mark.sampled
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_ranks_do_what_the_schedule_says_in_its_order(name):
-    """By what torch ran, and by the messages of the trace; and the timeline on paper is of the same instructions."""
+    """Ranks execute the schedule in its order.
+
+    The test compares the operations that torch ran and the messages of the trace. The simulated timeline has
+    the same instructions.
+    """
     rows, plans, verdict = recording(name)
     assert (
         str(verdict.state) == "closed"
@@ -144,7 +152,7 @@ def test_ranks_do_what_the_schedule_says_in_its_order(name):
 
 
 def shown():
-    """All records of all schedules, as text."""
+    """Return all records of all schedules as text."""
     for name in SCHEDULES:
         for rank, rows in enumerate(recording(name)[0]):
             for row in rows:
@@ -152,7 +160,7 @@ def shown():
 
 
 def test_the_golden_trace():
-    """Every record of two steps, in order: purpose, group, peer, micro-batch and bytes."""
+    """The golden trace has every record of two steps in order: purpose, group, peer, micro-batch and bytes."""
     with GOLDEN.open() as file:
         assert list(csv.reader(file)) == [["schedule", "rank", *COLUMNS], *shown()]
 

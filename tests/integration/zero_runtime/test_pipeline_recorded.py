@@ -1,4 +1,7 @@
-"""Pipelines against recorded runs of DeepSpeed: the same messages between stages and reductions, the same losses."""
+"""Pipelines compared with recorded runs of DeepSpeed.
+
+Messages between stages, reductions and losses must be equal.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,8 @@ pytestmark = [
 ]
 
 CASES = recorded_pipelines.cases()
-# What DeepSpeed 0.19.8 fails at, and this runtime does: without an input that requires a gradient, or without a seed_fn.
+# Cases in which DeepSpeed 0.19.8 fails and this runtime does not: no input requires a gradient, or there is
+# no seed_fn.
 FAILED_THERE = [case for case in CASES if not case.succeeded]
 MATCHED = [case for case in CASES if case.succeeded]
 TOLERANCES = {"fp32": 1e-6, "bf16": 5e-3}
@@ -48,7 +52,7 @@ def test_recorded_pipeline(case):
             assert mine is None or mine == pytest.approx(theirs, rel=tolerance)
         wanted = recorded_pipelines.expected_calls(case, rank)
         if recorded.precision_of(case) == "bf16" and case.zero.get("stage", 0) == 0:
-            # DeepSpeed shards the optimizer here though the stage is 0, and so gathers parameters.
+            # DeepSpeed shards the optimizer here even at stage 0, and so gathers parameters.
             wanted = [call for call in wanted if call.method != "all_gather_single"]
         assert replay.calls == wanted, f"messages of rank {rank}"
     assert replays(case)[0].parts == case.results["engine_rank0"]["parts"]
@@ -61,7 +65,10 @@ def test_recorded_pipeline(case):
 
 @pytest.mark.parametrize("case", FAILED_THERE, ids=lambda case: case.name)
 def test_what_deepspeed_fails_at(case):
-    """Checkpointed or seeded layers change nothing; sharded gradients are refused here too."""
+    """Cases in which DeepSpeed fails work here.
+
+    Checkpointed or seeded layers do not change the losses. Sharded gradients are also refused here.
+    """
     if case.zero.get("stage", 0) >= 2:
         assert all("use stage 0 or 1" in replay.error for replay in replays(case))
         return

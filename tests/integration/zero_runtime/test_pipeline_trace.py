@@ -1,4 +1,4 @@
-"""What a recorded pipeline shows: why each message was sent, to whom, of which micro-batch; and how idle stages were."""
+"""A recorded pipeline shows the purpose, peer and micro-batch of each message, and the idle time of stages."""
 
 from __future__ import annotations
 
@@ -86,7 +86,10 @@ def loss_of(name, ranks, *words, cwd):
 
 @pytest.mark.long
 def test_the_example_and_what_verify_says_of_it(tmp_path):
-    """Every byte of a pipeline's training is explained; what tells of the loss and the times is labelled."""
+    """Every byte of a pipeline's training is explained.
+
+    Messages for the loss and the times are labelled.
+    """
     assert 4.0 < loss_of("stages", 2, cwd=tmp_path) < 7.0
     said = " ".join(commprof("verify", "stages", cwd=tmp_path).split())
     assert "closed: everything is explained" in said and "ranks along pipe 2" in said
@@ -102,11 +105,15 @@ def test_the_example_and_what_verify_says_of_it(tmp_path):
 
 @pytest.mark.long
 def test_copies_of_a_weight_are_not_what_the_config_asked_for(tmp_path):
-    """Two stages of two replicas: their gradients were to be reduce-scattered, whatever the copies are."""
+    """Tied copies of a weight are all_reduced although the config requests a reduce_scatter.
+
+    There are two stages of two replicas. All gradients were requested to be reduce-scattered, including those
+    of the copies.
+    """
     loss_of("replicas", 4, "--micro-batches", "2", cwd=tmp_path)
     said = " ".join(commprof("verify", "replicas", cwd=tmp_path).split())
     assert "reduce_scatter: true requested a reduce_scatter; for" in said
-    # Of n = 2 a reduce_scatter sends half. 64 KiB of the 279 KiB are copies, which are to be all_reduced.
+    # With n = 2 a reduce_scatter sends half. 64 KiB of the 279 KiB are tied copies, which are all_reduced.
     assert "for 77 % of the bytes, use_multi_rank_bucket_allreduce: true turned it into all_reduce" in said
     assert f"all_reduce: 1.00 instead of {(64 + 215 / 2) / (64 + 215):.2f} of the gradient bytes" in said
 

@@ -1,4 +1,4 @@
-"""Training in fp16 and bf16: scaled losses, skipped steps, modules in fp32, masters, and what is sent."""
+"""Training in fp16 and bf16: scaled losses, skipped steps, modules in fp32, masters, and messages."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def configuration(stage, optimizer=SGD, **top):
 
 
 class Tiny(nn.Module):
-    """Predicts tokens from tokens; 3,042 parameters."""
+    """A model that predicts tokens from tokens, with 3,042 parameters."""
 
     def __init__(self):
         super().__init__()
@@ -64,7 +64,7 @@ def engine_for(config, model=None, **arguments):
 
 
 def take(engine, rank, step, factor=1.0):
-    """One step on a batch of its own, with the loss times ``factor``; returns the loss."""
+    """Take one step on a batch of its own, with the loss multiplied by ``factor``, and return the loss."""
     for micro in range(engine.gradient_accumulation_steps()):
         loss = engine(*make_batch(step, micro, rank))
         engine.backward(loss * factor)
@@ -73,7 +73,10 @@ def take(engine, rank, step, factor=1.0):
 
 
 def told(scenario):
-    """What each rank returned from ``scenario``; one set of ranks runs them all."""
+    """Return the result of each rank from ``scenario``.
+
+    One set of ranks runs all scenarios.
+    """
     return [found[scenario.__name__] for found in _everything()]
 
 
@@ -99,7 +102,10 @@ RARE = ("fixed", "growing", "override", "fp16_fp32_messages")
 
 
 def compare_with_fp32(rank, world, rest=False):
-    """Losses by stage and precision; what is rare at stages 1 and 2 is the ``rest``."""
+    """Return the losses by stage and precision.
+
+    With ``rest``, only the cases that are rare at stages 1 and 2.
+    """
     found = {}
     for stage in STAGES:
         found[stage, "fp32"] = losses(configuration(stage), rank)
@@ -121,7 +127,10 @@ def compare_with_fp32(rank, world, rest=False):
 
 @pytest.mark.long
 def test_sixteen_bits_follow_fp32_under_sgd():
-    """SGD shows a wrong scale at once. 4 steps of it: an update that is half or twice as large differs by 5e-3."""
+    """Training in sixteen bits follows fp32 with SGD, which shows a wrong scale at once.
+
+    After 4 steps, an update of half or twice the size differs by 5e-3.
+    """
     check_sixteen_bits(told(compare_with_fp32))
 
 
@@ -153,7 +162,7 @@ def overflow(rank, world):
             "fp32": {},
         }.items():
             if (stage, name) == (0, "fp32"):
-                continue  # as in DeepSpeed, nobody looks
+                continue  # as in DeepSpeed, overflows are not checked
             engine = engine_for(configuration(stage, adam, **top), lr_scheduler=decaying)
             steps = []
             with logged() as log:
@@ -259,7 +268,7 @@ def test_an_overflow_at_the_smallest_scale_is_an_error_on_every_rank():
 
 
 class Nested(nn.Module):
-    """Takes inputs in all shapes and notes their dtypes."""
+    """A model that accepts inputs of all structures and notes their dtypes."""
 
     def __init__(self):
         super().__init__()
@@ -341,7 +350,7 @@ def test_masters_and_states_in_bf16():
 
 
 class Weighted(nn.Module):
-    """Its gradient is its input."""
+    """A model whose gradient equals its input."""
 
     def __init__(self):
         super().__init__()
@@ -363,7 +372,11 @@ ACCUMULATED = [
 
 
 def accumulations(rank, world):
-    """The norm of one element's gradient: 256 and 15 times 0.5, of which 16 bits see the first alone, or all."""
+    """Return how many of the 15 small gradients the norm includes.
+
+    The first gradient of an element is 256 or 2048, and each of the 15 later ones is 0.5. An accumulation in
+    16 bits loses the later gradients, and one in fp32 includes all of them.
+    """
     found = {}
     for stage in (1, 2, 3):
         for dtype, accumulation in ACCUMULATED:
@@ -415,7 +428,7 @@ def test_loss_scale_and_norm_are_published_as_plain_numbers():
 
 
 class Sum(nn.Module):
-    """The gradient of each weight is the factor that the rank passes."""
+    """A model in which the gradient of each weight is the factor that the rank passes."""
 
     def __init__(self):
         super().__init__()
@@ -426,7 +439,10 @@ class Sum(nn.Module):
 
 
 def wide_sums(rank, world, stage, reduction):
-    """This rank's shards of the reduced gradients, of 1 and 1 + 2^-7 on two ranks; bf16 cannot represent their mean."""
+    """Return this rank's shards of reduced gradients of 1 and 1 + 2^-7 on two ranks.
+
+    bf16 cannot represent the mean of these gradients.
+    """
     config = {
         "train_micro_batch_size_per_gpu": 1,
         "optimizer": {"type": "SGD", "params": {"lr": 1.0}},
@@ -452,5 +468,8 @@ def wide_sums(rank, world, stage, reduction):
     ],
 )
 def test_a_sum_in_fp32_is_not_rounded_before_it_is_accumulated_in_fp32(stage, reduction):
-    """As in DeepSpeed 0.19.8, compared with its losses on 2 and 3 ranks."""
+    """A reduction in fp32 is not rounded before it is accumulated in fp32.
+
+    This equals DeepSpeed 0.19.8, whose losses on 2 and 3 ranks were compared.
+    """
     assert run_standing(2, wide_sums, stage, reduction) == [[1 + 2**-8]] * 2

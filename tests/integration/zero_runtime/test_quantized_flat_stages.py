@@ -17,7 +17,7 @@ pytestmark = pytest.mark.ranks
 
 BOTH = {"zero_quantized_gradients": True, "zero_quantized_weights": True}
 STEPS = 6
-# Ranks, zero_optimization, and what else the configuration says.
+# Ranks, zero_optimization, and other keys of the configuration.
 CASES = {
     "stage 2": (2, {"stage": 2, **BOTH}, {}),
     "plain": (2, {"stage": 2}, {}),
@@ -37,7 +37,7 @@ QUICK = "stage 2"
 
 
 def train(rank, world, zero, others, steps=STEPS, load=None, save=None):
-    """The losses of ``steps``, and a sum of the weights in the end."""
+    """Return the losses of ``steps`` steps, and a sum of the weights at the end."""
     import torch
 
     import zero_runtime
@@ -73,7 +73,7 @@ def train(rank, world, zero, others, steps=STEPS, load=None, save=None):
 
 
 def load_weights(rank, world, zero):
-    """How far weights are from those that were loaded, after a step at a tiny rate."""
+    """Return how far weights are from the loaded weights after a step at a very small rate."""
     import torch
 
     import zero_runtime

@@ -1,4 +1,4 @@
-"""zero_runtime against recorded runs of DeepSpeed 0.19.8: the same collectives on every rank, the same losses."""
+"""zero_runtime compared with recorded runs of DeepSpeed 0.19.8: equal collectives on every rank, and equal losses."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ pytestmark = [
     pytest.mark.skipif(not recorded.ROOT.is_dir(), reason=recorded.MISSING),
 ]
 
-SHARE = 6  # one case in so many is replayed in the short run
+SHARE = 6  # the quick tests replay one case in six
 GATHERING = ("allgather", "broadcast")
-# Of losses and norms, by what the case computes in. At stages 1 to 3 all 16-bit cases are within 1e-5 on the machine that
-# recorded them; another one may round a sum once more (2^-11 in fp16, 2^-8 in bf16). Stage 0 starts one step of weight decay
-# apart: 8e-4 and 3e-3.
+# The tolerances of losses and norms, by the type in which the case computes. At stages 1 to 3 all 16-bit
+# cases are within 1e-5 on the machine that recorded them. Another machine may round a sum once more (2^-11 in
+# fp16, 2^-8 in bf16). Stage 0 starts with a difference of one step of weight decay: 8e-4 and 3e-3.
 TOLERANCES = {"fp32": 1e-6, "fp16": 1e-3, "bf16": 5e-3}
 TRAINING_PHASES = ("init", "forward", "eval", "backward", "exit_ctx", "step", "between")
 
@@ -34,11 +34,11 @@ SHORT = [case for cases in BY_STAGE.values() for case in recorded.varied(cases, 
 LONG = [case for case in REPLAYABLE if case not in SHORT]
 
 
-BATCH = 20  # cases that one set of ranks replays
+BATCH = 20  # the number of cases that one set of ranks replays
 
 
 def batches(cases: list[recorded.Case]) -> list[tuple[recorded.Case, ...]]:
-    """``cases`` in sets of one world size."""
+    """Divide ``cases`` into batches with one world size each."""
     found = []
     for world in sorted({case.world for case in cases}):
         alike = [case for case in cases if case.world == world]
@@ -56,7 +56,10 @@ BATCHES = {
 
 @functools.cache
 def run(batch: tuple[recorded.Case, ...]) -> list[dict[str, recorded.Replay]] | RankError:
-    """What each rank did; an error is kept too, so that one batch fails once."""
+    """Return the results of each rank.
+
+    An error is also cached, so that one batch fails only once.
+    """
     try:
         return run_ranks(batch[0].world, recorded.replay_all, list(batch), timeout=200)
     except RankError as error:
@@ -64,7 +67,7 @@ def run(batch: tuple[recorded.Case, ...]) -> list[dict[str, recorded.Replay]] | 
 
 
 def replays(case: recorded.Case) -> list[recorded.Replay]:
-    """What each rank did in ``case``."""
+    """Return the results of each rank in ``case``."""
     outcome = run(BATCHES[case])
     if isinstance(outcome, RankError):
         raise outcome
@@ -96,14 +99,15 @@ def check(case: recorded.Case) -> None:
 
 
 def slack(case: recorded.Case, name: str) -> float:
-    """How far the norm of parameter ``name`` may be from the recorded one after 3 steps of 1e-3.
+    """Return how far the norm of parameter ``name`` may differ from the recorded norm after 3 steps of 1e-3.
 
-    Attention does not depend on the bias of its keys: its gradient is rounding noise of 1e-10, another one wherever
-    sums are made in another order. Adam divides it by its eps: 8e-6 with DeepSpeed's own Adam, and with the eps of
-    1e-10 that Muon gives it 4e-4 (1.2e-3 on a processor without AVX-512, which sums in another order). A sum of
-    gradients over ranks doubles the noise: 2.4e-5 was seen, and 2.2e-5 without it on that processor. Adagrad divides
-    the noise by itself, so that its first step is the rate: 8e-4 was seen, 1.1e-3 with the kernels that use no
-    vectors, and 5e-4 on one machine when only the samples of a batch change places.
+    Attention does not depend on the bias of its keys. The gradient of this bias is rounding noise of 1e-10,
+    which differs wherever sums are computed in a different order. Adam divides the noise by its eps: 8e-6
+    with DeepSpeed's own Adam, and 4e-4 with the eps of 1e-10 that Muon gives it (1.2e-3 on a processor
+    without AVX-512, which sums in a different order). A sum of gradients over ranks doubles the noise: 2.4e-5
+    was measured, and 2.2e-5 without the sum on that processor. Adagrad divides the noise by itself, so that
+    its first step equals the rate: 8e-4 was measured, 1.1e-3 with the kernels that use no vectors, and 5e-4
+    on one machine when only the samples of a batch change places.
     """
     optimizer = case.config.get("optimizer", {}).get("type")
     if name.endswith("qkv.bias"):
@@ -136,7 +140,10 @@ def test_refused_configuration(case):
 
 @pytest.mark.parametrize("case", DIFFERENT, ids=lambda case: case.name)
 def test_stated_difference(case):
-    """As docs/deepspeed-differences.md says. Other messages are those that gather parameters, of as many elements."""
+    """A case differs from DeepSpeed as docs/deepspeed-differences.md describes.
+
+    If messages differ, these are messages that gather parameters, and the number of elements is the same.
+    """
     shown = recorded.difference(case)
     for rank, replay in enumerate(replays(case)):
         if shown == "accepted here":
@@ -151,7 +158,10 @@ def test_stated_difference(case):
 
 
 def check_other_losses(case: recorded.Case, rank: int, replay: recorded.Replay) -> None:
-    """The same messages, and the same first loss; after three steps the weights are still near each other."""
+    """Check for equal messages and an equal first loss.
+
+    After three steps the losses may differ slightly.
+    """
     wanted = [call for call in case.expected_calls(rank) if call.phase in TRAINING_PHASES]
     assert replay.error is None and replay.calls == wanted
     first, *later = case.results["losses"][str(rank)]

@@ -1,4 +1,7 @@
-"""What commprof records of zero_runtime, against an independent count beneath it, and what the runtime says of itself."""
+"""The records of zero_runtime, compared with an independent count below it.
+
+They are also compared with the data that the runtime itself publishes.
+"""
 
 from __future__ import annotations
 

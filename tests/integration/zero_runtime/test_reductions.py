@@ -1,4 +1,4 @@
-"""The four gradient reductions train alike, and send the bytes that their table says."""
+"""The four gradient reductions train identically, and send the bytes in their table."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MODEL_OF = {1: "mlp", 2: "gpt", 3: "mlp", 4: "mlp"}
 
 
 def settings():
-    """(stage, changes to zero_optimization) to train with."""
+    """Return pairs (stage, changes to zero_optimization) to train with."""
     for stage, name in product((1, 2), REDUCTIONS):
         yield stage, {"gradient_reduction": name}
         if name == "reduce_scatter":
@@ -50,7 +50,10 @@ IDS = [f"{stage}-" + "-".join(f"{value}" for value in changes.values()) for stag
 
 
 def train_all(rank, world, model_name, dtype, numbers):
-    """For stage 0 and each numbered setting: the losses of this rank, and its calls in backward of the last step."""
+    """Train with stage 0 and each numbered setting.
+
+    Returns the losses of this rank, and its calls in the backward pass of the last step.
+    """
     outcomes = []
     for stage, changes in [(0, {}), *(SETTINGS[number] for number in numbers)]:
         zero = {"stage": stage, "reduce_bucket_size": 20_000, **changes}
@@ -84,7 +87,7 @@ def train_all(rank, world, model_name, dtype, numbers):
     return outcomes
 
 
-# One set of ranks trains every setting; three ranks divide no tensor evenly.
+# One set of ranks trains every setting. With three ranks no tensor is evenly divisible.
 LONG = pytest.mark.long
 WORLDS = [pytest.param(2, marks=LONG), 3, pytest.param(4, marks=LONG)]
 
@@ -133,7 +136,8 @@ def test_bytes_of_a_step(world, number):
     else:
         assert methods == {"all_to_all_single"}
         assert sent == numel * passes
-        # Each owner gets its piece from every rank: (n - 1)/n of it over the wire, over all of them.
+        # Each owner gets its shard from every rank, so (n - 1)/n of the received elements come from other
+        # ranks.
         received = sum(call.numel_out for calls in ranks for call in calls)
         assert received == numel * passes * world
 
@@ -147,7 +151,7 @@ def test_every_owner_gets_as_much_of_every_message_of_a_reduce_scatter(world):
         messages = list(zip(*rows, strict=True))
         chunks = sorted({max(row) for row in messages})
         assert len(chunks) == 1
-        # Only the last chunk of the flat buffer has padding, which is left out.
+        # Only the last chunk of the flat buffer has padding, which is not sent.
         uneven = [row for row in messages if max(row) != min(row)]
         assert len(uneven) <= ACCUMULATION
         padding = 2 * world * len(messages)

@@ -1,7 +1,7 @@
-"""Gathering and releasing of sharded parameters against the recorded runs of stage 3: the same messages in order.
+"""Gathering and releasing of sharded parameters, compared with the recorded runs of stage 3: equal messages in order.
 
-The training around it is plain torch here: gradients are not reduced and nothing is updated, since neither changes which
-parameters are gathered when. Reductions and steps of the same runs are in test_zero_recorded_stage3.py.
+The training is plain torch here. Gradients are not reduced and nothing is updated, since neither changes
+which parameters are gathered when. Reductions and steps of the same runs are in test_recorded.py.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ pytestmark = [
     pytest.mark.skipif(not recorded.ROOT.is_dir(), reason=recorded.MISSING),
 ]
 
-# Innermost functions of DeepSpeed that gather, or prepare to.
+# The innermost functions of DeepSpeed that gather, or prepare a gather.
 CALLERS = (
     "_zero_init_param",
     "_create_fp16_partitions_with_defragmentation",
@@ -45,12 +45,15 @@ SHORT_COUNT = 8
 
 
 def script(case):
-    """What the recorded program did; for activation checkpointing, in which of torch's two ways."""
+    """Return the kind of the recorded program.
+
+    For activation checkpointing, return which of torch's two modes the program uses.
+    """
     return case.flags["args"].get("mode") if case.script == "actckpt" else case.script
 
 
 def comparable(case):
-    """Runs whose messages of gathering depend on nothing but gathering."""
+    """Return whether the gather messages of a run depend on nothing but gathering."""
     zero = case.zero
     return (
         zero.get("stage") == 3
@@ -59,7 +62,7 @@ def comparable(case):
         and not {"after", "env"} & set(case.flags)
         and not zero.get("zenflow")
         and not zero.get("zero_quantized_nontrainable_weights")
-        # These leave steps out, or put parameters into groups of their own.
+        # These runs skip steps, or put parameters into groups of their own.
         and not overflows(case)
         and case.config["optimizer"]["type"] != "Muon"
     )
@@ -86,7 +89,10 @@ def replay_all(rank, world, cases):
 
 
 def replay(case, rank):
-    """The messages of the run and the loss of its first step; checks that the parameters have come to no harm."""
+    """Return the messages of the run and the loss of its first step.
+
+    Checks that the parameters are unchanged.
+    """
     dtype = next(
         (kind for name, kind in DTYPES.items() if case.config.get(name, {}).get("enabled")), torch.float32
     )
@@ -159,7 +165,7 @@ def policy(zero):
         sequential=key("allgather_sequential", False),
         by_all_reduce=key("use_all_reduce_for_fetch_params", False),
         secondary_size=zero.get("zero_hpz_partition_size", 1),
-        # The class of the blocks had another name in the recorded program.
+        # The class of the blocks had a different name in the recorded program.
         leaf_classes=tuple(name.replace("models.Block", "Layer") for name in leaf.get("classes", ())),
         leaf_names=tuple(leaf.get("names", ())),
         leaf_suffixes=tuple(leaf.get("name_suffixes", ())),
@@ -202,7 +208,7 @@ def check(case, long):
         if recorded.draws_otherwise(case):
             continue
         recorded_loss = torch.tensor(case.results["losses"][str(rank)][0]).flatten()[0].item()
-        # In 16 bits a loss has 3 digits; of one that was rounded otherwise, the third may differ.
+        # In 16 bits a loss has 3 digits. If its rounding differs, the third digit may differ.
         assert loss == pytest.approx(recorded_loss, rel=2e-3 if low_precision else 1e-6)
 
 

@@ -1,4 +1,4 @@
-"""Sharded parameters in models that use them in unusual ways: the loss and the gradients are those of the whole model."""
+"""Sharded parameters in models that use them in unusual ways: loss and gradients equal those of the whole model."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from zero_runtime.sharding.gather_schedule.residency import Residency, residency
 
 pytestmark = pytest.mark.ranks
 
-STEPS = 5  # recorded, followed, departed from and recorded again
+STEPS = 5  # the order of modules is recorded, followed, departed from, and recorded again
 POLICIES = {
     "nothing_persistent": ResidencyPolicy(persistence=0),
     "tight": ResidencyPolicy(persistence=0, prefetch=20, reuse_distance=0, max_live=40),
@@ -49,10 +49,13 @@ def train_all(rank, world, cases):
 
 
 def train(name, policy, rank):
-    """Losses and gradients of the sharded and of the whole model, step by step; their weights never change."""
+    """Return the losses and gradients of the sharded and of the whole model, step by step.
+
+    The weights never change.
+    """
     try:
         return _train(name, policy, rank)
-    except Exception as error:  # one model must not take the others' ranks along
+    except Exception as error:  # an error in one model must not end the ranks that run other models
         return f"{type(error).__name__}: {error}"
 
 
@@ -80,7 +83,7 @@ def _train(name, policy, rank):
             assert (mine.grad is None) == (theirs.grad is None), f"{label}, step {step}"
             if mine.grad is not None:
                 torch.testing.assert_close(mine.grad, theirs.grad, msg=f"{label}, step {step}")
-            # What a module returns stays whole until the step.
+            # The parameters that a module returns stay gathered until the step.
             assert mine.numel() == 0 or mine.ds_persist or (name, label) == ("Returned", "child.bias")
             mine.grad = theirs.grad = None
         residency.release_all()

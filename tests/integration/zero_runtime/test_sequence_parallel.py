@@ -1,4 +1,4 @@
-"""Sequences that ranks share: attention by all_to_all, and the same training as on one process."""
+"""Sequences that ranks share: attention by all_to_all, and training that equals that of one process."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CASE = recorded.ROOT / "C_ulysses_w2"
 
 
 class Attention(nn.Module):
-    """Attention of (batch, sequence, heads, width)."""
+    """Attention with the layout (batch, sequence, heads, width)."""
 
     def __init__(self, causal: bool = False) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class Attention(nn.Module):
 
 
 class Net(nn.Module):
-    """One layer over words, on whole sequences or on pieces of them."""
+    """One layer over tokens, on whole sequences or on parts of them."""
 
     def __init__(self, shared: bool) -> None:
         super().__init__()
@@ -134,7 +134,10 @@ def _with_rotary_positions(rank: int, world: int):
 
 
 def test_rotary_positions_are_the_fifth_argument():
-    """As in DeepSpeed, which applies them itself; further arguments are the attention's."""
+    """Rotary positions are the fifth argument, as in DeepSpeed, which applies them itself.
+
+    Further arguments are passed to the attention.
+    """
     run_standing(2, _with_rotary_positions)
 
 

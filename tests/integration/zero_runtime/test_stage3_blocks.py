@@ -1,4 +1,4 @@
-"""Stage 3 by blocks: the losses of DeepSpeed and of ``module``, for the messages that ``requested`` states.
+"""Stage 3 by blocks: the losses of DeepSpeed and of gathers by ``module``, with the messages that ``requested`` states.
 
 The losses of unusual models are DeepSpeed 0.19.8's (tests/golden/stage3_models.json).
 """
@@ -88,7 +88,7 @@ WIDTH, WORDS, LAYERS = 10, 21, 3
 
 
 class Layer(nn.Module):
-    """A transformer's layer without its attention."""
+    """A transformer layer without its attention."""
 
     def __init__(self):
         super().__init__()
@@ -100,7 +100,7 @@ class Layer(nn.Module):
 
 
 class Embedding(nn.Embedding):
-    """Its backward pass reads the weight, unlike that of torch's class of this name."""
+    """An embedding whose backward pass reads the weight, unlike that of torch's class with this name."""
 
     def forward(self, places):
         return super().forward(places) * self.weight.norm()
@@ -171,7 +171,10 @@ def engine_of(config, features=()):
 
 
 def run(engine, words, evaluates=False):
-    """Train on each of ``words``. Returns the losses, and those of an evaluation after each step."""
+    """Train on each of ``words``.
+
+    Returns the losses, and the losses of an evaluation after each step.
+    """
     losses = []
     for each in words:
         loss = nn.functional.cross_entropy(engine(each).flatten(0, 1).float(), each.flatten())
@@ -217,7 +220,7 @@ def test_blocks_have_the_losses_of_modules(name):
 
 
 def train_in_fp16(rank, world):
-    """With an overflow in the first steps: the loss scale is too large."""
+    """Train in fp16 with an initial loss scale that is too large, so that the first steps overflow."""
     kinds = {"fp16": {"enabled": True, "initial_scale_power": 32, "hysteresis": 1}}
     engines = [engine_of(config_of(each, **kinds)) for each in ({}, KEPT, GIVEN_BACK)]
     return [(run(engine, batches(rank, 12)), engine.skipped_steps) for engine in engines]
@@ -304,7 +307,7 @@ STEPS = 4
 
 
 def requested(config, run):
-    """What is requested of each micro-batch: purpose and bytes of each message."""
+    """Return the requested messages of each micro-batch: purpose and bytes."""
     rows = run.table("parameters").to_pylist()
     names = [field for field in Parameter._fields if field in rows[0]]
     parameters = [Parameter(**{field: row[field] for field in names}) for row in rows if not row.get("rank")]
@@ -348,7 +351,7 @@ def test_the_messages_are_those_that_are_requested(name):
 
 
 def train_alike(rank, world, setting):
-    """Eight blocks of one size, and a loss that has no parameters."""
+    """Train eight blocks of equal size, with a loss that has no parameters."""
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(16, 16, bias=False) for _ in range(8)))
     engine, *_ = zero_runtime.initialize(
@@ -374,7 +377,10 @@ def test_two_blocks_are_on_their_way_once_the_parameters_of_two_have_left_room(t
 
 
 def time_limits(rank, world, folder):
-    """Of all groups, in seconds, where the program has chosen 77 s for the group of all ranks."""
+    """Return the time limits of all groups in seconds.
+
+    The program has chosen 77 s for the group of all ranks.
+    """
     dist.init_process_group(
         "gloo", f"file://{folder}/store", datetime.timedelta(seconds=77), world_size=world, rank=rank
     )
@@ -384,5 +390,8 @@ def time_limits(rank, world, folder):
 
 
 def test_the_group_that_gathers_blocks_has_the_time_limit_of_all_ranks(tmp_path):
-    """It had torch's default, 10 minutes with NCCL, although the program waited longer for a slow rank."""
+    """The group that gathers blocks has the time limit of the group of all ranks.
+
+    It used to have torch's default, 10 minutes with NCCL, although the program waited longer for a slow rank.
+    """
     assert run_ranks(2, time_limits, str(tmp_path), process_group=False) == [[77, 77], [77, 77]]

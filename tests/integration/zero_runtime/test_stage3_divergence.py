@@ -1,4 +1,4 @@
-"""Ranks that run their modules in different orders at stage 3: the same error on all of them instead of a hang."""
+"""Ranks that run their modules in different orders at stage 3: all of them get the same error, and none hangs."""
 
 from __future__ import annotations
 
@@ -20,18 +20,22 @@ pytestmark = pytest.mark.ranks
 
 LAYERS, STEPS = 4, 6
 PATIENCE = timedelta(seconds=0.4)
-# Parameters stay gathered after the forward pass, or are released: then a rank waits for others in the backward pass, too.
+# Parameters stay gathered after the forward pass, or are released. If they are released, a rank also waits
+# for other ranks in the backward pass.
 MEMORY = {"kept": {}, "released": {"stage3_max_reuse_distance": 0, "stage3_param_persistence_threshold": 0}}
 
 
 @pytest.fixture(autouse=True)
 def _ranks_look_early(monkeypatch):
-    """Nothing but the time until an error depends on how long a rank waits before it looks for one."""
+    """Shorten the time before a waiting rank looks for an error.
+
+    Only the time until an error depends on this.
+    """
     monkeypatch.setattr(comm, "_PATIENCE", PATIENCE)
 
 
 class Net(nn.Module):
-    """Layers that are run in the order that the caller wants, one after the other."""
+    """Layers that run one after the other in the order of the caller."""
 
     def __init__(self):
         super().__init__()
@@ -45,7 +49,10 @@ class Net(nn.Module):
 
 
 def train(unit, zero, orders, frozen=()):
-    """Train one step for each of ``orders``. Returns the losses, or the error and the seconds until it was raised."""
+    """Train one step for each of ``orders``.
+
+    Returns the losses, or the error and the seconds until it was raised.
+    """
     torch.manual_seed(0)
     model = Net()
     for number in frozen:
@@ -70,7 +77,8 @@ def train(unit, zero, orders, frozen=()):
 
 
 USUAL = [0, 1, 2, 3]
-# The order of the rank that departs. All layers have the same size: without a check values would be mixed up.
+# The order of the rank that deviates. All layers have the same size, so that values would be mixed up without
+# a check.
 OTHER = {"skips": [0, 2, 3], "swaps": [0, 2, 1, 3], "repeats": [0, 1, 2, 3, 3, 0], "stops": [0, 1, 2]}
 
 
@@ -110,10 +118,10 @@ def test_a_rank_that_takes_another_branch(unit, memory, step, which, kind):
 
 
 def change_together(rank, world, unit, zero):
-    """Every rank runs the same new orders; one is late."""
+    """Run the same new orders on every rank, with one rank late."""
     orders = [USUAL, USUAL, *OTHER.values(), USUAL, USUAL, OTHER["swaps"], OTHER["swaps"]]
     if rank == 1:
-        time.sleep(1.5 * PATIENCE.total_seconds())  # so that the others look
+        time.sleep(1.5 * PATIENCE.total_seconds())  # so that the other ranks look for an error
     return train(unit, zero, orders, frozen=(0,))
 
 

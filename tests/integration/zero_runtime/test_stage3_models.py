@@ -1,7 +1,8 @@
-"""Stage 3 with unusual models against DeepSpeed 0.19.8: the same messages, and the same losses.
+"""Stage 3 with unusual models, compared with DeepSpeed 0.19.8: equal messages and equal losses.
 
-tests/golden/stage3_models.json was written by DeepSpeed. A phase is the messages of one forward pass, backward pass or
-step, in order, as ``name elements-in elements-out``, with the second number left out where it equals the first.
+tests/golden/stage3_models.json was written by DeepSpeed. A phase has the messages of one forward pass,
+backward pass or step, in order, as ``name elements-in elements-out``. The second number is omitted if it
+equals the first.
 """
 
 from __future__ import annotations

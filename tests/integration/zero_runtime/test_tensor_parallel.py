@@ -1,4 +1,4 @@
-"""Models whose tensors ranks share train as one process does."""
+"""Models whose ranks share tensors train like one process."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ HALVED = {"tp_size": 2, "gradient_clipping": CLIPPED}
 
 @pytest.fixture(scope="module")
 def alone():
-    """What one process makes of all samples, by stage and precision."""
+    """Return the results of one process for all samples, by stage and precision."""
     found = {}
 
     def of(stage: int, **more):
@@ -80,7 +80,10 @@ def test_sixteen_bits_train_as_one_process_does(alone, precision):
 
 
 def test_names_say_how_layers_are_cut(alone):
-    """DeepSpeed's key: linear layers of known names are cut, and the rest is whole on every rank."""
+    """Names determine how layers are partitioned.
+
+    DeepSpeed's key partitions linear layers with known names. All other parameters are whole on every rank.
+    """
     expected, _ = alone(1)
     given = training.config(
         1, gradient_clipping=CLIPPED, train_batch_size=4, tensor_parallel={"autotp_size": 2}
@@ -110,7 +113,7 @@ def test_other_settings_train_as_one_process_does(name):
 
 
 class Net(nn.Module):
-    """The model of the recorded case of AutoTP, which DeepSpeed does not know how to cut."""
+    """The model of the recorded case of AutoTP, which DeepSpeed cannot partition."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -139,7 +142,10 @@ def _net(rank: int, world: int, given: dict):
 
 @pytest.mark.skipif(not recorded.ROOT.is_dir(), reason=recorded.MISSING)
 def test_the_recorded_configuration_of_autotp_trains():
-    """DeepSpeed counts every sample twice in train_batch_size, and then does not know the model."""
+    """The recorded configuration of AutoTP trains.
+
+    DeepSpeed counts every sample twice in train_batch_size, and then does not support the model.
+    """
     given = json.loads((recorded.ROOT / "C_autotp_s0_w2" / "config.json").read_text())["config"]
     alone = {**given, "train_batch_size": 4, "tensor_parallel": {}}
     [(expected, _)] = run_standing(1, _net, alone)
@@ -167,7 +173,7 @@ def test_specifications_of_deepspeed_and_gathered_columns(alone):
 
 
 class Megatron:
-    """Groups as scripts make them for themselves."""
+    """Groups that a script creates itself."""
 
     def __init__(self) -> None:
         rank, pairs = dist.get_rank(), [[0, 1], [2, 3]]
@@ -198,7 +204,7 @@ def _with_groups(rank: int, world: int, kind: str):
         if kind == "object"
         else zero_runtime.ProcessGrid(zero_runtime.ProcessTopology.of(data=2, model=2))
     )
-    # Said by the configuration, or done by the script.
+    # The groups are specified by the configuration or created by the script.
     given = training.config(1, gradient_clipping=CLIPPED) | (HALVED | _plan() if kind == "grid" else {})
     made = training.model()
     if kind == "object":
@@ -274,7 +280,7 @@ def _loaded(rank: int, world: int, slices: int, stage: int, folder: str):
     return [training.step_of(engine, step) for step in range(2, 4)]
 
 
-# tp_size and stage that save, with their ranks; and those that load.
+# tp_size and stage of the engine that saves, with its ranks, and of the engines that load.
 CROSSINGS = {
     "1 -> 2": ((1, 1, 1), (2, 1, 2)),
     "2 -> 1": ((2, 1, 2), (1, 2, 2)),
@@ -309,7 +315,10 @@ def _numbers_after_loading(rank: int, world: int, folder: str):
 
 
 def test_ranks_that_share_a_model_draw_equal_numbers_after_loading(tmp_path):
-    """Replicas have saved it, each with random generators of its own."""
+    """Ranks that share a model draw equal random numbers after loading.
+
+    Replicas, each with random generators of its own, have saved the checkpoint.
+    """
     run_standing(2, _saved_by_replicas, str(tmp_path))
     first, second = run_standing(2, _numbers_after_loading, str(tmp_path))
     assert first == second
@@ -372,7 +381,7 @@ def test_traces_name_each_group_by_its_axis_and_each_message_by_its_module(tmp_p
         assert [row["op"] for row in backward] == ["reduce_scatter"]
     else:
         assert forward == [] and [row["op"] for row in backward] == ["all_reduce"]
-    # Two samples of eight words, sixteen wide.
+    # Two samples of eight tokens with width sixteen.
     assert backward[0]["payload_bytes"] == 2 * 8 * 16 * 4
     verdict = verify(run)
     assert (verdict.exit_code, verdict.unexplained) == (0, ()), verdict

@@ -1,4 +1,7 @@
-"""The example under examples/, run by the command: the same loss however ranks share the model."""
+"""The example under examples/, started by the command.
+
+The loss must not depend on how ranks share the model.
+"""
 
 from __future__ import annotations
 

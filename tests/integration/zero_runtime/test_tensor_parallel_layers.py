@@ -1,4 +1,4 @@
-"""Each layer that ranks share computes what torch's own does, forward and backward, in one process."""
+"""Each tensor-parallel layer computes the same as torch's layer, forward and backward, in one process."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from zero_runtime.tensor_parallel.tensor_collectives import Ranks
 
 
 class Layers(nn.Module):
-    """A feed-forward layer between words, with logits by its first half."""
+    """A feed-forward layer between embeddings, with logits from its first half."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -129,7 +129,7 @@ def test_a_plan_is_patterns_and_words():
 
 
 class Tied(nn.Module):
-    """Words in and out by one matrix, and heads that an attention counts."""
+    """Input and output embeddings with one matrix, and an attention that uses the number of heads."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The example GPT in stages, slices and replicas at once trains as on one process."""
+"""The example GPT in pipeline stages, tensor shards and replicas at once trains like one process."""
 
 from __future__ import annotations
 

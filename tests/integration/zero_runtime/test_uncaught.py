@@ -1,4 +1,4 @@
-"""What a user sees of an error of zero_runtime's that the script does not catch: one sentence and where, no traceback."""
+"""The output for an error of zero_runtime that the script does not catch: one sentence and its place, no traceback."""
 
 from __future__ import annotations
 

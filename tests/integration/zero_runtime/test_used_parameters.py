@@ -1,4 +1,7 @@
-"""``ignore_unused_parameters: false``: a parameter that gets no gradient within a step ends it, as in DeepSpeed."""
+"""``ignore_unused_parameters: false``, as in DeepSpeed.
+
+A parameter that gets no gradient within a step raises an error.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ pytestmark = pytest.mark.ranks
 
 
 class Switch(torch.nn.Module):
-    """Two layers, of which a call uses those that it is told."""
+    """Two layers. A call uses the layers that its arguments name."""
 
     def __init__(self):
         super().__init__()
@@ -23,7 +26,10 @@ class Switch(torch.nn.Module):
 
 
 def ended(rank, world, zero, windows, top):
-    """What training with ``windows`` (layers of each micro-batch) ends in: the message of an error, or steps."""
+    """Return the number of steps of training with ``windows``, or its error message.
+
+    ``windows`` names the layers of each micro-batch.
+    """
     torch.manual_seed(0)
     config = {
         "train_micro_batch_size_per_gpu": 2,

@@ -41,7 +41,7 @@ def config(zero, top=None):
 
 
 def train(rank, settings, steps=3, model=None):
-    """The losses, the all_reduces of gradients of each backward pass, and the parameters after training."""
+    """Return the losses, the all_reduces of gradients of each backward pass, and the parameters after training."""
     model = model or make_model("mlp")
     engine, *_ = zero_runtime.initialize(model=model, config=settings)
     dtype = next(model.parameters()).dtype
@@ -78,7 +78,7 @@ def test_buckets_train_as_one_message_does(name):
 
 
 class Choosing(nn.Module):
-    """A model in which each rank uses other layers than the others, in another order."""
+    """A model in which each rank uses different layers than other ranks, in a different order."""
 
     def __init__(self, order):
         super().__init__()
@@ -138,7 +138,7 @@ def test_verify_closes_and_the_rules_state_every_bucket(tmp_path, top):
 
 
 class Twice(nn.Module):
-    """A layer in two regions of reentrant activation checkpointing: its gradient arrives in two parts."""
+    """A layer in two regions of reentrant activation checkpointing, so that its gradient arrives in two parts."""
 
     def __init__(self):
         super().__init__()
@@ -166,7 +166,7 @@ def test_a_gradient_that_arrives_in_two_parts_is_refused():
 
 
 def train_again(rank, world):
-    """A model given to initialize twice, and two backward passes before a step."""
+    """Return the all_reduces of a model that was given to initialize twice."""
     model = make_model("mlp")
     zero_runtime.initialize(model=model, config=config(BUCKETS))
     return train(rank, config(BUCKETS), model=model)[1]
@@ -189,7 +189,7 @@ def test_a_second_engine_of_a_model_sends_each_bucket_once():
 def test_what_buckets_do_not_go_together_with(top, named):
     with pytest.raises(ConfigError, match=named):
         RuntimeConfig.from_mapping(config(BUCKETS, top), 2)
-    # So plan and predict offer none of it.
+    # plan and predict therefore do not offer these settings.
     with pytest.raises(
         UnsupportedError, match="zero_runtime refuses it beside gradient_reduction all_reduce"
     ):

@@ -1,5 +1,5 @@
-"""Programs of accelerate, transformers, TRL, PEFT and Lightning on DeepSpeed, each with the cases that it is run with.
+"""Programs of accelerate, transformers, TRL, PEFT and Lightning on DeepSpeed, and the cases in which each program runs.
 
-The same program runs with DeepSpeed itself (``tools/record_engine_programs.py``, which notes what came of it) and with
-zero_runtime, whose results the tests hold to those.
+The same program runs with DeepSpeed itself (``tools/record_engine_programs.py``, which records the results) and with
+zero_runtime. Tests compare the results of zero_runtime with the recorded results.
 """

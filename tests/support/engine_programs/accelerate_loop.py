@@ -1,4 +1,7 @@
-"""A loop of accelerate on DeepSpeed: trains, clips, accumulates, evaluates, saves and loads. Arguments: CASE (JSON), OUT."""
+"""A training loop of accelerate on DeepSpeed. Arguments: CASE (JSON), OUT.
+
+The loop trains, clips and accumulates gradients, evaluates, saves and loads.
+"""
 
 import json
 import os
@@ -14,7 +17,7 @@ case, out = json.loads(sys.argv[1]), Path(sys.argv[2])
 
 
 class Model(torch.nn.Module):
-    """With what accelerate reads to fill "auto" sizes of buckets."""
+    """A model with the ``config`` that accelerate reads to fill in "auto" bucket sizes."""
 
     config = SimpleNamespace(hidden_size=16)
 
@@ -32,7 +35,8 @@ class Model(torch.nn.Module):
 plugin = None
 if "plugin" in case:
     plugin = DeepSpeedPlugin(**case["plugin"])
-# A config file of accelerate's has none: accelerate launch gives its values by the environment.
+# Without a plugin, accelerate reads its values from environment variables. ``accelerate launch`` sets these
+# variables from a config file of accelerate.
 accelerator = Accelerator(
     deepspeed_plugin=plugin,
     kwargs_handlers=[InitProcessGroupKwargs(backend="gloo")],

@@ -50,7 +50,7 @@ def _offload(stage: int) -> Case:
 
 
 def trainer(stage: int) -> dict[str, Case]:
-    """Of transformers.Trainer."""
+    """Return the cases of transformers.Trainer."""
     found: dict[str, Case] = {
         "auto": {"deepspeed": _WHOLE | _zero(stage)},
         "client": {
@@ -82,7 +82,10 @@ def trainer(stage: int) -> dict[str, Case]:
 
 
 def accelerate_loop(stage: int) -> dict[str, Case]:
-    """Of a loop of accelerate: by a plugin's arguments, by a config file of DeepSpeed's, by the environment."""
+    """Return the cases of a loop of accelerate.
+
+    The configuration comes from the arguments of a plugin, from a config file of DeepSpeed, or from the environment.
+    """
     saved = {"zero3_save_16bit_model": True} if stage == 3 else {}
     places = {"offload_optimizer_device": "cpu"} | ({"offload_param_device": "cpu"} if stage == 3 else {})
     twice = {"gradient_accumulation_steps": 2}
@@ -98,7 +101,7 @@ def accelerate_loop(stage: int) -> dict[str, Case]:
         "bf16": {"plugin": {"zero_stage": stage, **saved}, "accelerator": {"mixed_precision": "bf16"}},
         "offload": {"plugin": {"zero_stage": stage, "gradient_clipping": 1.0, **places, **saved}},
         "file": {"plugin": {"hf_ds_config": file}, "accelerator": twice},
-        # What `accelerate launch` makes of its config file.
+        # The variables that `accelerate launch` sets from its config file.
         "environment": {
             "environment": {
                 "ACCELERATE_USE_DEEPSPEED": "true",
@@ -116,7 +119,7 @@ def accelerate_loop(stage: int) -> dict[str, Case]:
 
 
 def lightning_fit(stage: int) -> dict[str, Case]:
-    """Of Lightning's DeepSpeedStrategy."""
+    """Return the cases of Lightning's DeepSpeedStrategy."""
     found: dict[str, Case] = {
         "clipped": {"strategy": {"stage": stage}, "trainer": {"gradient_clip_val": 1.0}},
         "accumulated": {"strategy": {"stage": stage}, "trainer": {"accumulate_grad_batches": 2}},
@@ -137,7 +140,7 @@ def lightning_fit(stage: int) -> dict[str, Case]:
 
 
 def sft(stage: int) -> dict[str, Case]:
-    """Of TRL's SFTTrainer, whole models and LoRA."""
+    """Return the cases of TRL's SFTTrainer, with complete models and with LoRA."""
     found: dict[str, Case] = {
         "whole": {"deepspeed": _WHOLE | _zero(stage)},
         "lora": {"deepspeed": _WHOLE | _zero(stage), "lora": True},

@@ -1,9 +1,10 @@
-"""Runs cases of a program one after the other, each on two forked ranks, so that its libraries are imported once.
+"""Runs the cases of a program in sequence, each on two forked ranks, so that its libraries are imported only once.
 
     python forked.py ENGINE PROGRAM CASES OUT     # CASES: JSON {name: case}; OUT/NAME/ gets the files of each case
 
-ENGINE ``zero_runtime`` gives DeepSpeed's names to this runtime and records each case in OUT/NAME/run; ``deepspeed`` takes
-the installed DeepSpeed. The exit code is the number of cases that failed; OUT/NAME/log-RANK.txt has what they printed.
+With ENGINE ``zero_runtime``, ``import deepspeed`` imports zero_runtime, and each case is recorded in OUT/NAME/run. With
+``deepspeed``, the installed DeepSpeed is used. The exit code is the number of failed cases. OUT/NAME/log-RANK.txt
+contains the output of each rank.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from pathlib import Path
 
 WORLD = 2
 LIMIT_S = 300
-# What a program imports is imported once, before its ranks are forked.
+# The modules that each program imports. They are imported once, before the ranks are forked.
 IMPORTED = {
     "trainer": ("accelerate", "transformers.trainer", "transformers.models.llama.modeling_llama"),
     "accelerate_loop": ("accelerate", "transformers.integrations"),
@@ -44,7 +45,7 @@ ENVIRONMENT = {
 def main() -> int:
     engine, program, cases, out = sys.argv[1], *map(Path, sys.argv[2:5])
     os.environ.update(ENVIRONMENT)
-    # DeepSpeed builds its operations with the ninja beside its Python.
+    # DeepSpeed builds its operations with the ninja that is in the same directory as its Python.
     os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     warnings.filterwarnings("ignore")
     if engine == "zero_runtime":
@@ -52,7 +53,7 @@ def main() -> int:
     importlib.import_module("torch").set_num_threads(1)
     for name in ("deepspeed", *IMPORTED[program.stem]):
         importlib.import_module(name)
-    if engine == "deepspeed":  # takes a minute to build, and only inference calls it
+    if engine == "deepspeed":  # the build takes a minute, and only inference needs it
         importlib.import_module("deepspeed.ops").__compatible_ops__["deepspeed_shm_comm"] = False
     source = compile(program.read_text("utf-8"), str(program), "exec")
     failed = 0
@@ -99,7 +100,10 @@ def _fork(engine, rank, program, source, case, where):
 
 
 def _wait(pids):
-    """The exit codes; once one has failed, the other has a few seconds left."""
+    """Wait for the ranks and return their exit codes.
+
+    After one rank has failed, the other rank is killed if it does not exit within 15 seconds.
+    """
     codes, end = {}, time.monotonic() + LIMIT_S
     while len(codes) < len(pids):
         for pid in set(pids) - set(codes):

@@ -1,4 +1,7 @@
-"""Lightning's DeepSpeedStrategy: trains, validates, saves, resumes, and makes one fp32 file. Arguments: CASE (JSON), OUT."""
+"""A program of Lightning's DeepSpeedStrategy. Arguments: CASE (JSON), OUT.
+
+The program trains, validates, saves, resumes, and converts the checkpoint to one fp32 file.
+"""
 
 import copy
 import json
@@ -18,7 +21,7 @@ case, out = json.loads(sys.argv[1]), Path(sys.argv[2])
 
 
 class OnCpu(DeepSpeedStrategy):
-    """Without the two checks that allow GPUs only."""
+    """A DeepSpeedStrategy without the two checks that allow only GPUs."""
 
     root_device = torch.device("cpu", 0)
 

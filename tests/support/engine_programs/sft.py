@@ -1,4 +1,4 @@
-"""TRL's SFTTrainer on DeepSpeed, with LoRA (PEFT) where the case says so. Arguments: CASE (JSON), OUT."""
+"""TRL's SFTTrainer on DeepSpeed, with LoRA (PEFT) if the case requests it. Arguments: CASE (JSON), OUT."""
 
 import json
 import os
@@ -33,7 +33,7 @@ data = Dataset.from_dict(
 
 
 def numbers(log):
-    """What a trainer has noted that is the same in every run."""
+    """Return the values of a trainer's log that are equal in every run. Times are left out."""
     kept = ("step", "loss", "grad_norm", "learning_rate", "eval_loss")
     rows = [{name: row[name] for name in kept if row.get(name) is not None} for row in log]
     return [row for row in rows if len(row) > 1]

@@ -1,4 +1,7 @@
-"""A Trainer of transformers on DeepSpeed: trains, evaluates, generates, saves, and resumes. Arguments: CASE (JSON), OUT."""
+"""A program of the transformers Trainer on DeepSpeed. Arguments: CASE (JSON), OUT.
+
+The program trains, evaluates, generates, saves and resumes.
+"""
 
 import json
 import os
@@ -26,14 +29,14 @@ class Text(torch.utils.data.Dataset):
 
 
 def numbers(log):
-    """What a trainer has noted that is the same in every run."""
+    """Return the values of a trainer's log that are equal in every run. Times are left out."""
     kept = ("step", "loss", "grad_norm", "learning_rate", "eval_loss")
     rows = [{name: row[name] for name in kept if row.get(name) is not None} for row in log]
     return [row for row in rows if len(row) > 1]
 
 
 class Noting(Trainer):
-    """Notes the loss of each micro-batch, as it is."""
+    """A Trainer that records the exact loss of each micro-batch."""
 
     def training_step(self, *args, **kwargs):
         loss = super().training_step(*args, **kwargs)
@@ -42,7 +45,7 @@ class Noting(Trainer):
 
 
 def arguments(**others):
-    # On a machine without GPUs accelerate chooses no backend by itself.
+    # On a machine without GPUs, accelerate does not choose a backend automatically.
     AcceleratorState._reset_state(True)
     os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
     PartialState(backend="gloo")
@@ -91,7 +94,7 @@ def model():
 
 
 def train(checkpoint=None, **others):
-    given = arguments(**others)  # before the model, which stage 3 shards as it is made
+    given = arguments(**others)  # before the model, because stage 3 shards the model during its construction
     trainer = Noting(model(), given, train_dataset=Text(), eval_dataset=Text())
     trainer.train(resume_from_checkpoint=checkpoint)
     found = {"losses": trainer.losses, "log": numbers(trainer.state.log_history)}

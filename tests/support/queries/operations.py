@@ -1,6 +1,6 @@
-"""Operations as docs/analysis.md defines them ("What is counted", "Bytes"), in plain loops over records.
+"""Computes operations as docs/analysis.md defines them ("What is counted", "Bytes"), with plain loops over records.
 
-Shares no code and no method with the product: no SQL, no summing by rank, no comparison of ranks.
+This reference shares no code and no method with commprof: no SQL, no sums by rank, no comparison of ranks.
 """
 
 from __future__ import annotations
@@ -14,14 +14,17 @@ Row = dict[str, Any]
 
 FROM_LOWEST_RANK = ("step", "micro_step", "phase", "op", "device", "api", "call_site")
 FROM_ANY_RANK = ("after_step", "intended_op", "purpose", "bucket", "owner", "dtype", "reduce_op", "backend")
-FROM_ANY_RANK += ("group_desc", "group_size", "padding_bytes")  # the largest, where ranks differ
+FROM_ANY_RANK += ("group_desc", "group_size", "padding_bytes")  # the largest value if ranks differ
 MEASURES = ("collectives", "records", "payload_bytes", "padding_bytes", "wire_bytes", "executed_wire_bytes")
 MEASURES += ("host_ns", "exposed_ns", "tensors", "timed")
 NULL_IF_ALL_ARE = ("padding_bytes", "host_ns", "exposed_ns")
 
 
 def operations(records: Iterable[Row], sums: Iterable[Row] = ()) -> list[Row]:
-    """One row for each collective, each send and recv, and each combination of ``sums`` (rows of ``aggregates``)."""
+    """Return one row for each collective, each send and recv, and each combination of keys in ``sums``.
+
+    ``sums`` are rows of the table ``aggregates``.
+    """
     collectives: dict[Any, list[Row]] = defaultdict(list)
     uses: Counter[Any] = Counter()
     messages = []
@@ -30,7 +33,8 @@ def operations(records: Iterable[Row], sums: Iterable[Row] = ()) -> list[Row]:
             messages.append(record)
             continue
         number = (*_group(record), record["pg_seq"])
-        # A rank takes part in a collective once. A name that is used again begins to count anew.
+        # A rank takes part in each collective once. If a rank uses the same number again, the name of the group was
+        # reused and its numbers restarted, so this is a different collective.
         uses[number, record["rank"]] += 1
         collectives[number, uses[number, record["rank"]]].append(record)
     combinations: dict[Any, dict[int, Counter[str]]] = defaultdict(lambda: defaultdict(Counter))
@@ -63,20 +67,23 @@ def operations(records: Iterable[Row], sums: Iterable[Row] = ()) -> list[Row]:
 
 
 def wire_bytes(op: str, size: int, ranks: int) -> Fraction:
-    """What all ranks of the group send, divided by their number; a message its bytes."""
+    """Return the wire bytes: the bytes that all ranks of the group send, divided by the number of ranks.
+
+    For a send, these are its own bytes.
+    """
     if op == "send":
         return Fraction(size)
     if op in ("recv", "barrier") or ranks < 2:
         return Fraction(0)
     shard = Fraction(size, ranks)
     if op in ("gather", "scatter"):
-        return (ranks - 1) * shard / ranks  # each but the root sends one shard, or the root one to each other
+        return (ranks - 1) * shard / ranks  # n - 1 shards are sent, to or from the root
     rounds = 2 if op == "all_reduce" else 1
     return rounds * (ranks - 1) * shard
 
 
 def totals(rows: Iterable[Row], by: Sequence[str]) -> dict[tuple[Any, ...], Row]:
-    """The measures of ``rows`` for each combination of the values of ``by``; null is None."""
+    """Return the measures of ``rows`` for each combination of values of the columns ``by``. A null is None."""
     combinations: dict[tuple[Any, ...], list[Row]] = defaultdict(list)
     for row in rows:
         combinations[tuple(row.get(name) for name in by)].append(row)
@@ -90,7 +97,7 @@ def totals(rows: Iterable[Row], by: Sequence[str]) -> dict[tuple[Any, ...], Row]
             measures[name] = sum(known) if known or name not in NULL_IF_ALL_ARE else None
         if any(row["executed_wire_bytes"] is None for row in members):
             measures["executed_wire_bytes"] = None
-        # Where no host is known, it is known of no byte whether it crosses to another one.
+        # The hosts are not known here, so the bytes between hosts are not known either, unless there are no bytes.
         measures["between_hosts_bytes"] = None if any(row["wire_bytes"] for row in members) else 0
     return answer
 
@@ -135,7 +142,11 @@ def _collective(members: list[Row]) -> Row:
 
 
 def _messages(records: list[Row]) -> list[Row]:
-    """Sends and recvs in order of issue. A recv takes a send of its source; one from any source takes what is left."""
+    """Return one row for each send and recv, given in the order of issue.
+
+    A recv is matched with a send of its source. A recv from any source is matched with one of the remaining sends to
+    its rank.
+    """
     to_take: Counter[Any] = Counter()
     to_rank: Counter[Any] = Counter()
     for record in records:
@@ -153,7 +164,7 @@ def _messages(records: list[Row]) -> list[Row]:
             if record["peer"] < 0:
                 sends, key = to_rank, arrived
             if sends[key]:
-                counts = 0  # its bytes are the send's
+                counts = 0  # the bytes are counted at the send
                 sends[key] -= 1
                 to_rank[arrived] -= sends is to_take
         padding, waits = record["padding_bytes"], _known([record], "exposed_ns")
@@ -180,7 +191,10 @@ def _messages(records: list[Row]) -> list[Row]:
 
 
 def _summed(op: str, ranks: list[Counter[str]]) -> Row:
-    """Sums of each rank: a collective counts as often as on the rank with most, a message at its send."""
+    """Return one row from the sums of each rank.
+
+    The number of collectives is the largest number of any rank. Messages are counted at the send.
+    """
     calls, sizes = [each["calls"] for each in ranks], [each["payload_bytes"] for each in ranks]
     waits = [each["exposed_ns"] for each in ranks if each["known"]]
     is_message = op in ("send", "recv")

@@ -1,7 +1,8 @@
 """Lets a rank that tests start train without importing torch._dynamo, which takes 2 to 3 seconds of CPU time.
 
-torch imports it in the first step of any optimizer, to say that the step is not to be compiled. Here ``import
-torch._dynamo`` gives a module that has these two functions; any other attribute, or a submodule, loads the real package.
+torch imports torch._dynamo in the first step of any optimizer, to exclude the step from compilation. With this
+module, ``import torch._dynamo`` returns a module that contains only the two functions that this needs. Any
+other attribute, or a submodule, loads the real package.
 """
 
 import importlib
@@ -13,19 +14,19 @@ _NAME = "torch._dynamo"
 
 
 class _Dynamo(ModuleType):
-    """``torch._dynamo`` as an uncompiled program uses it."""
+    """A substitute for ``torch._dynamo`` in a program that compiles nothing."""
 
     @staticmethod
     def graph_break(msg: str = "") -> None:
-        """Nothing is compiled."""
+        """Do nothing, because nothing is compiled."""
 
     @staticmethod
     def disable(fn=None, recursive=True, **options):
-        """Nothing is compiled: the function itself."""
+        """Return the function unchanged, because nothing is compiled."""
         return fn if fn is not None else lambda function: function
 
     def __getattr__(self, name: str):
-        # The import system and inspect ask every module for such names; __path__ is asked for to find a submodule.
+        # The import system and inspect read such names of every module. The import of a submodule reads __path__.
         if name.startswith("__") and (name != "__path__" or "complete" not in self.__dict__):
             raise AttributeError(name)
         if sys.modules.get(_NAME) is self:
@@ -35,21 +36,21 @@ class _Dynamo(ModuleType):
 
 
 class _Finder:
-    """Finds ``torch._dynamo`` here."""
+    """A finder that provides the substitute for ``torch._dynamo``."""
 
     @staticmethod
     def find_spec(name: str, path=None, target=None):
-        """The spec of the module above."""
+        """Return the spec of the substitute for ``torch._dynamo``; None for other modules."""
         return ModuleSpec(name, _Finder) if name == _NAME else None
 
     @staticmethod
     def create_module(spec: ModuleSpec) -> ModuleType:
-        """The module above."""
+        """Return the substitute for ``torch._dynamo``."""
         return _Dynamo(spec.name, __doc__)
 
     @staticmethod
     def exec_module(module: ModuleType) -> None:
-        """From now on submodules are found."""
+        """Mark the substitute as complete, so that an import of a submodule loads the real package."""
         module.complete = True
 
 

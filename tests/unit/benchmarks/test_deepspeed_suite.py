@@ -1,4 +1,7 @@
-"""What benchmarks/deepspeed_suite.py makes of a checkout: outcomes, tests of files that cannot be read, hangs."""
+"""Test which results benchmarks/deepspeed_suite.py reports for a checkout.
+
+The cases are test outcomes, test files that cannot be imported, and hangs.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The bars of benchmarks/predict.py, and what it draws from a seed."""
+"""Test the pass criteria of benchmarks/predict.py and the scenes that it draws from a seed."""
 
 from __future__ import annotations
 
@@ -38,15 +38,16 @@ def test_bars_at_their_limits():
     exact = [row(0.05, measured=100.0 * 2**number, inside=number != 0) for number in range(5)]
     assert set(met(exact).values()) == {True}
     assert met([row(0.051), row(0.051)])["median error"] is False
-    # Measured steps that differ by 8 % between rounds allow 12 %.
+    # Measured steps that differ by 8 % between rounds raise the limit to 12 %.
     assert met([row(0.119, noise=0.08), row(0.119, noise=0.08)])["median error"] is True
     assert met([row(0.0)] * 8 + [row(0.2)] * 2)["90th percentile"] is False
-    assert met([row(0.0)] * 5)["80 % interval"] is False  # 100 % is too many: the interval is too wide
+    assert met([row(0.0)] * 5)["80 % interval"] is False  # At 100 % inside, the interval is too wide.
 
 
 def test_order_counts_pairs_of_one_recorded_setting_that_differ_measurably():
     rows = [row(0.0, 100), row(0.5, 101), row(-0.5, 110), row(0.0, 50, base="b")]
-    assert right_order(rows) == (0, 2)  # 100 and 101 differ by less than 2 %
+    # The pair of 100 and 101 does not count, because the values differ by less than 2 %.
+    assert right_order(rows) == (0, 2)
 
 
 def test_what_is_shown_beside_is_not_scored():
@@ -67,7 +68,7 @@ def test_a_seed_draws_the_same_scenes_again_and_covers_what_is_scored():
         return list(drawn_scenes(options))
 
     assert drawn("one") == drawn("one") != drawn("two")
-    assert drawn("x")  # none of 300 draws was near a recorded setting: it ended in an error
+    assert drawn("x")  # None of 300 draws was near a recorded setting, and the program failed with an error.
     kinds = {
         (scene.engine, kind_of_change(base, case))
         for seed in range(5)

@@ -1,4 +1,4 @@
-"""What benchmarks/step_overhead.py makes of its blocks: intervals that hold what they say, a machine that is taken out."""
+"""Test the intervals that benchmarks/step_overhead.py computes, and how it removes the machine's influence."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_the_interval_holds_the_true_value_in_95_of_100_trials_and_is_narrower_t
 @pytest.mark.parametrize("count", [100, 1074, 1075, 5000])
 def test_the_interval_of_a_median_has_the_order_statistics_of_the_binomial(count):
     found = median_interval([float(number) for number in range(count)])
-    low = count / 2 - 0.98 * count**0.5  # the normal distribution near it
+    low = count / 2 - 0.98 * count**0.5  # The expected position is the normal approximation of the binomial.
     assert found.low == pytest.approx(low, abs=1.5)
     assert found.low + found.high == count - 1
 

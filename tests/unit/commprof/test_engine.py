@@ -1,4 +1,7 @@
-"""``commprof run --engine``: what ``import deepspeed`` means, decided in each process when it is first asked for."""
+"""Test ``commprof run --engine``, which determines the target of ``import deepspeed``.
+
+Each process decides when it first imports deepspeed.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ RUNTIME = str(ROOT / "runtime")
 
 @pytest.fixture
 def installed(tmp_path):
-    """A directory with a DeepSpeed in it."""
+    """Return a directory in which a DeepSpeed is installed."""
     package = tmp_path / "site" / "deepspeed"
     package.mkdir(parents=True)
     (package / "__init__.py").write_text("__version__ = '0.1-real'\n")
@@ -33,7 +36,7 @@ def installed(tmp_path):
     return tmp_path / "site"
 
 
-# torch is no part of the question, and slow: a package that stands for the runtime.
+# torch does not matter here and is slow to import, so a package stands in for the runtime.
 STAND_IN = """
 import sys
 from importlib.machinery import ModuleSpec
@@ -58,7 +61,7 @@ def stand_in(tmp_path):
 
 
 def ask(code, chosen, *paths, runtime, rank="0"):
-    """What a process of a program does, with sitecustomize in it as commprof run puts it there, and no packages."""
+    """Return the output of a process with the sitecustomize of ``commprof run`` and without packages."""
     environment = {
         "PATH": os.environ["PATH"],
         "PYTHONPATH": os.pathsep.join([str(injection.DIRECTORY), *map(str, paths)]),

@@ -1,4 +1,4 @@
-"""Names of modules before they moved: each gives the module that stands for it now, and a warning."""
+"""Test the former names of moved modules. Each name gives the current module and a warning."""
 
 import importlib
 import subprocess
@@ -9,7 +9,7 @@ import pytest
 from commprof.moved import MOVED
 
 ROOMS = {target.rpartition(".")[0] for target in MOVED.values()}
-# Packages of zero_runtime that moved as a whole: their modules come with them.
+# The modules of packages of zero_runtime that moved as a whole.
 INSIDE = [
     name for name in sorted(MOVED) if name.startswith("zero_runtime.") and name.rpartition(".")[0] in MOVED
 ]

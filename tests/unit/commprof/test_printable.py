@@ -1,4 +1,4 @@
-"""What others wrote reaches a terminal escaped; JSON and CSV have it as it is."""
+"""Test that foreign texts are escaped for a terminal, and unchanged in JSON and CSV."""
 
 import json
 from pathlib import Path
@@ -38,7 +38,7 @@ def test_tables_facts_and_paragraphs_are_escaped_where_they_are_printed(capsys):
     assert all(each.isprintable() for line in printed.splitlines() for each in line)
     table, _, rest = printed.partition("name  ")
     assert SAFE in table and rest.startswith(SAFE)
-    assert not any(line.startswith("h") for line in table.splitlines()[1:])  # no cell begins a line
+    assert not any(line.startswith("h") for line in table.splitlines()[1:])  # No cell begins a line.
 
 
 def test_sentences_of_commprof_stay_on_their_line(capsys):

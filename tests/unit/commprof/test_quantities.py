@@ -1,4 +1,4 @@
-"""Durations and rates as people write them."""
+"""Test durations and rates in the forms that people write."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_rates(text, rate):
     assert bytes_per_second(text) == rate
 
 
-# A small b is a bit to some and a byte to others: 8 times as much.
+# A lower-case b means bit to some users and byte to others, which is a factor of 8.
 @pytest.mark.parametrize(
     "text", ["10Gb/s", "10gb/s", "10GB", "0GB/s", "-1GB/s", "1e30TB/s", "", "fast", "10 GBps"]
 )

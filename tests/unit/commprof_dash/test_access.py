@@ -1,4 +1,4 @@
-"""Who the dashboard answers: names of this machine, and whoever knows the token."""
+"""Test which requests the dashboard answers: requests to names of this machine, and requests with the access token."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The state of a page in its address."""
+"""Test the state of a page in its address."""
 
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,4 +1,7 @@
-"""What another process works out for a page: answered once, never waited for, and ended with the dashboard."""
+"""Test answers that a separate process computes for a page.
+
+Each answer is computed once, pages never wait for it, and the process ends with the dashboard.
+"""
 
 import os
 import signal
@@ -18,7 +21,7 @@ def background():
 
 
 def answer_of(background, key, function, argument, seconds=30):
-    """What it says in the end."""
+    """Return the answer that is finally given."""
     until = time.monotonic() + seconds
     while time.monotonic() < until:
         said = background.ask(key, function, argument)
@@ -47,7 +50,8 @@ def test_an_answer_comes_from_a_process_that_stands_back(background):
     assert said["pid"] != os.getpid()
     assert said["nice"] > os.nice(0) or os.nice(0) > 9
     assert said["interrupt"] == signal.SIG_IGN
-    assert background.ask("facts", facts, 1) is None  # it was fetched, and the cache of answers holds it
+    # The answer was fetched, and the cache of answers contains it.
+    assert background.ask("facts", facts, 1) is None
 
 
 def test_an_error_is_raised_and_asked_anew(background):
@@ -74,7 +78,7 @@ if __name__ == "__main__":
 
 
 def runs(pid):
-    """Whether there is such a process, and it is more than an entry that nobody has asked for."""
+    """Return whether the process exists and is not a zombie."""
     try:
         return Path("/proc", pid, "stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
@@ -138,7 +142,10 @@ print(found)
 
 
 def test_a_script_without_a_main_guard_is_not_run_again(tmp_path):
-    """A spawned process of multiprocessing would import it, and so train or serve a second time."""
+    """A spawned process of multiprocessing would import the script.
+
+    The script would then train or serve a second time.
+    """
     script = tmp_path / "serve.py"
     script.write_text(UNGUARDED)
     done = subprocess.run(

@@ -45,7 +45,7 @@ def calibration(**changes) -> Calibration:
 def write_run(path, **options):
     """Write a run with ten all_reduces of each size at twice the ceiling's time.
 
-    One of them is 20 times slower, and one took no time.
+    One of them is 20 times slower. One more all_reduce took no time.
     """
     run = SyntheticRun(2, **options)
     for step in range(10):

@@ -1,4 +1,4 @@
-"""Charts: the figure holds the numbers of the table, untouched."""
+"""Test that the figures of charts contain exactly the numbers of the table."""
 
 import math
 

@@ -1,4 +1,7 @@
-"""Which runs Compare shows where none is named: one sweep or one program and model, never a mix of all."""
+"""Test which runs the page Compare shows if the address names none.
+
+The page shows one sweep, or the runs of one program and model, and never a mixture.
+"""
 
 import json
 
@@ -58,7 +61,11 @@ def links(parts):
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
-    """Two sweeps of one program and model, one of another model and a run of another program; no test changes them."""
+    """Return a directory that no test changes.
+
+    The directory has two sweeps of one program and model, one sweep of a different model, and a run of a
+    different program.
+    """
     path = tmp_path_factory.mktemp("base")
     sweep(path, "old", 0)
     return without_old(path)
@@ -66,7 +73,7 @@ def base(tmp_path_factory):
 
 @pytest.fixture
 def own(tmp_path):
-    """The same without the oldest sweep, for a test that adds runs."""
+    """Return a copy without the oldest sweep, for a test that adds runs."""
     return without_old(tmp_path)
 
 

@@ -1,4 +1,7 @@
-"""Pages drawn while the browser loads Dash's code: each is taken once, and only by a browser that wants exactly it."""
+"""Test pages that are drawn while the browser loads Dash's code.
+
+Each drawing is used once, and only by a browser that requests exactly this drawing.
+"""
 
 import threading
 import time
@@ -14,7 +17,10 @@ from support.runs import SyntheticRun
 
 
 def await_no_thread():
-    """None may be left: it would keep an engine of DuckDB, which a process that is forked then cannot free."""
+    """Wait until no drawing thread is left.
+
+    A thread would keep a DuckDB engine, which a forked process could not free.
+    """
     until = time.monotonic() + 60
     while any(each.name == "commprof early drawing" for each in threading.enumerate()):
         assert time.monotonic() < until
@@ -22,7 +28,7 @@ def await_no_thread():
 
 
 class Drawings(EarlyDrawings):
-    """Drawings that are texts; each is done when ``begin`` returns."""
+    """Drawings that are texts. Each drawing is complete when ``begin`` returns."""
 
     def __init__(self):
         super().__init__(self._text)

@@ -1,4 +1,4 @@
-"""Requests that no page makes: their status, and no traceback in what the server says."""
+"""Test requests that no page makes. The status must be correct, and the server must not print a traceback."""
 
 import json
 import random

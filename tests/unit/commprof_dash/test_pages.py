@@ -1,4 +1,7 @@
-"""Pages drawn without a browser: what they say, and that nothing a user types or a disk holds brings them down."""
+"""Test pages without a browser.
+
+The tests check their texts, and that no user input and no file on disk makes them fail.
+"""
 
 import json
 import os
@@ -55,7 +58,7 @@ def draw(directory, path, scheme="light"):
 
 
 def text_of(component):
-    """Everything on the page as JSON, texts and ids included."""
+    """Return everything on the page as JSON, including texts and ids."""
     return json.dumps(list(component), cls=PlotlyJSONEncoder)
 
 
@@ -230,11 +233,12 @@ def test_nothing_in_the_address_brings_a_page_down(directory, path, query):
     assert "could not be drawn" not in page
     if (
         "gone" in query and "run=a" not in query and path != "/"
-    ):  # that page shows all runs, whatever is named
+    ):  # This page shows all runs, whatever the address names.
         assert "No such run" in page
 
 
-@pytest.mark.parametrize("path", [page.path for page in PAGES if page.path != "/plan"])  # that needs no run
+# The page /plan needs no run.
+@pytest.mark.parametrize("path", [page.path for page in PAGES if page.path != "/plan"])
 def test_an_empty_and_a_missing_directory_say_what_to_type(tmp_path, path):
     for directory in (tmp_path, tmp_path / "missing"):
         page = text_of(draw(directory, path))
@@ -308,7 +312,10 @@ def test_a_run_before_its_first_collective_lacks_nothing_yet(tmp_path, monkeypat
 
 
 def test_the_step_under_way_of_a_live_run_is_no_verdict(tmp_path, monkeypatch):
-    """Beside "No records yet" a page said that the ledger does not close: half of the first step had been sent."""
+    """A page said "No records yet" and also that the ledger does not close.
+
+    The reason was that half of the first step had been sent.
+    """
     write_run(tmp_path / "run")
     answers, closed = Runs.overview, overview_data.verdict
     live = {"state": "running"}
@@ -382,7 +389,7 @@ def test_a_step_that_was_repeated_after_a_restart_is_drawn_once(tmp_path):
 
 
 def test_bars_of_many_steps_begin_with_the_first_recorded_one(tmp_path):
-    """With --warmup 100: the first bar is no mean over steps that were not recorded."""
+    """With --warmup 100, the first bar must not be a mean over steps that were not recorded."""
     run = SyntheticRun(1)
     for step in range(100, 400):
         run.add_step(step)
@@ -404,7 +411,7 @@ def test_findings_name_what_was_asked_for_and_what_was_issued(tmp_path):
 
 
 def test_wire_bytes_of_operations_that_were_not_seen_to_run_are_called_issued(directory):
-    """NCCL without its log: what it ran is not known."""
+    """NCCL has no log here, so the executed operations are not known."""
     assert "as issued, mean over all ranks" in text_of(draw(directory, "/overview?run=nccl"))
     assert "mean over all ranks of the job" in text_of(draw(directory, "/overview?run=sweep/b"))
     for query, heading in (

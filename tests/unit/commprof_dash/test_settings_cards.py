@@ -272,8 +272,8 @@ def test_the_axis_reaches_the_end_of_every_bar_mark_and_interval():
 def levels_of(levels, times, scheme="dark"):
     """Return the chart of a setting named a.
 
-    Each row of ``levels`` has the level, the series, the wire bytes, the moved bytes of a rank and their
-    divisor.
+    Each row of ``levels`` has the level, the series, the wire bytes, the moved bytes of a rank, and whether
+    these are per run or per step.
     """
     columns = ["level", "series", "wire_bytes_per_step", "moved_bytes_of_rank", "moved_over"]
     frame = pd.DataFrame(levels, columns=columns).assign(label="a", moved_bytes=8192.0)

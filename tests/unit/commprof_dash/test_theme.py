@@ -1,4 +1,4 @@
-"""Colours that everybody can tell apart, on both backgrounds."""
+"""Test that the colors are distinguishable for everybody, on both backgrounds."""
 
 from itertools import combinations
 
@@ -7,7 +7,8 @@ import pytest
 from commprof import schema
 from commprof_dash import theme
 
-# Simulation of full dichromacy on linear RGB: Machado, Oliveira and Fernandes, IEEE TVCG 15(6), 2009, severity 1.
+# Matrices that simulate full dichromacy on linear RGB: Machado, Oliveira and Fernandes, IEEE TVCG 15(6),
+# 2009, severity 1.
 DICHROMACY = {
     "none": ((1, 0, 0), (0, 1, 0), (0, 0, 1)),
     "protan": (
@@ -35,7 +36,7 @@ def linear(colour):
 
 
 def lab(rgb):
-    """CIE L*a*b* (D65) of linear RGB."""
+    """Return CIE L*a*b* (D65) of linear RGB."""
     matrix = ((0.4124, 0.3576, 0.1805), (0.2126, 0.7152, 0.0722), (0.0193, 0.1192, 0.9505))
     x, y, z = (max(0.0, sum(m * c for m, c in zip(row, rgb, strict=True))) for row in matrix)
     f = [t ** (1 / 3) if t > 0.008856 else 7.787 * t + 16 / 116 for t in (x / 0.95047, y, z / 1.08883)]

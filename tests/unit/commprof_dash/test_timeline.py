@@ -139,7 +139,8 @@ def test_each_group_of_a_rank_has_a_lane(tmp_path):
     texts = figure.layout.yaxis.ticktext
     assert texts[:3] == ("<b>rank 0</b> group 0", "data", "&lt;script&gt;ale...")
     heatmap, width = figure.data[0], shown.density["end_ns"][0] - shown.density["begin_ns"][0]
-    assert len(heatmap.z) == 4 * 7 and len(heatmap.y) == 4 * 7 + 1  # room between lanes; what stood still
+    # Each rank has 7 rows: three lanes with room between them, and the exposed time.
+    assert len(heatmap.z) == 4 * 7 and len(heatmap.y) == 4 * 7 + 1
     for rank in range(4):
         mine = shown.density[shown.density["rank"] == rank]
         for lane in range(3):

@@ -1,4 +1,4 @@
-"""checkpoint() in one process: gradients, random numbers, what is kept, settings and their errors."""
+"""Test ``checkpoint()`` in one process: gradients, random numbers, stored tensors, settings and their errors."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def plainly(function, *args, **kwargs):
 
 
 class Block(nn.Module):
-    """Dropout, a branch that is computed in place, and arguments of many kinds."""
+    """A block with dropout, a branch that is computed in place, and arguments of many kinds."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -62,7 +62,11 @@ def blocks(count=3):
 
 
 def gradients(run, layers, batch_needs_gradient=True):
-    """Gradients of the batch, of a tensor in a keyword argument, of all parameters; and a random number drawn after."""
+    """Return the gradients and a random number.
+
+    The gradients are of the batch, of a tensor in a keyword argument, and of all parameters. The random
+    number is drawn after the backward pass.
+    """
     for parameter in layers.parameters():
         parameter.grad = None
     torch.manual_seed(1)
@@ -133,7 +137,7 @@ def test_a_function_may_change_its_input_in_place(checkpoint, contiguous):
 
     if contiguous:
         assert torch.equal(run(checkpoint), run(plainly))
-    else:  # torch notices that what it keeps has changed
+    else:  # torch detects that a stored tensor has changed.
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             run(checkpoint)
 
@@ -176,7 +180,7 @@ def test_nothing_runs_again_after_the_last_tensor_that_is_needed():
     output = checkpointing.checkpoint(lambda x: function(x * x), batch)
     assert ran == ["needed", "not needed"]
     output.sum().backward()
-    assert ran == ["needed", "not needed"]  # the last thing that is saved is the input of sin, inside of it
+    assert ran == ["needed", "not needed"]  # The last saved tensor is the input of sin, inside the function.
     assert torch.allclose(batch.grad, 2 * torch.cos(torch.ones(2)))
 
 
@@ -219,7 +223,7 @@ def test_the_structure_of_outputs_is_kept(checkpoint):
     found = checkpoint(lambda x: pair((x * 2,), {"n": None, "x": [x.detach(), 5]}), batch)
     assert isinstance(found, pair) and isinstance(found.first, tuple) and found.second["x"][1] == 5
     assert found.first[0].requires_grad and not found.second["x"][0].requires_grad
-    assert checkpoint(lambda x: x, batch).grad_fn is None  # the batch itself
+    assert checkpoint(lambda x: x, batch).grad_fn is None  # The result is the batch itself.
     assert checkpoint(lambda: None) is None
 
 
@@ -260,12 +264,12 @@ def test_memory_is_free_after_the_backward_pass_without_the_garbage_collector(co
 
     gc.disable()
     try:
-        for _ in range(3):  # one buffer is enough for one at a time
+        for _ in range(3):  # For one tensor at a time, one buffer is sufficient.
             first = torch.ones(2, WIDTH, requires_grad=True) * 2
             tensors.append(weakref.ref(first))
             loss = checkpointing.checkpoint(run, first).sum()
             del first
-            assert tensors[-1]() is None  # of the function, when it has returned
+            assert tensors[-1]() is None  # The tensors of the function are freed when it has returned.
             assert (tensors[-2]() is None) is contiguous
             loss.backward()
             assert all(tensor() is None for tensor in tensors)

@@ -1,4 +1,4 @@
-"""``python -m zero_runtime.launch``: what DeepSpeed's launcher arguments become."""
+"""Test ``python -m zero_runtime.launch``: how DeepSpeed's launcher arguments are translated."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_the_command_says_how_the_script_is_started():
     assert "--cores=all" in words("--bind_cores_to_rank", "train.py")
     logged = words("--enable_each_rank_log", "logs", "train.py")
     assert logged[logged.index("--log-dir") + 1] == "logs"
-    # What stands behind the script is the script's, whatever it looks like.
+    # All arguments after the script belong to the script, whatever they are.
     assert words("train.py", "--num_gpus", "7", "-q")[-4:] == ["train.py", "--num_gpus", "7", "-q"]
 
 

@@ -1,4 +1,4 @@
-"""The levels down to which the runtime says something."""
+"""Test the log levels that the runtime prints."""
 
 from __future__ import annotations
 

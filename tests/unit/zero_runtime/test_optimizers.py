@@ -1,4 +1,7 @@
-"""Optimizers made of a configuration: which class, which arguments, their arithmetic, and what is refused."""
+"""Test optimizers that are created from a configuration.
+
+The tests cover the class, the arguments, the arithmetic, and refused settings.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +50,7 @@ def trained(kind, steps=3, **params):
 
 
 def by_elements(update, steps=3):
-    """The parameters after ``steps`` calls of update(p, g, state, t) for each element, in Python numbers."""
+    """Return the parameters after ``steps`` calls of update(p, g, state, t) for each element, in Python numbers."""
     found = []
     for index, parameter in enumerate(parameters()):
         values = parameter.detach().flatten().tolist()
@@ -195,7 +198,7 @@ def replace(seen, sums):
 
 
 def test_lamb_on_pieces_is_lamb_on_parameters():
-    """Two ranks hold 12 + 5 + 4 elements in pieces of 11; what each contributes is added by hand."""
+    """Two ranks own 12 + 5 + 4 elements in shards of 11. The contributions of the ranks are added by hand."""
     whole = trained("Lamb", steps=2, lr=0.1)
     flat = torch.cat([each.detach().flatten() for each in parameters()] + [torch.zeros(1)])
     pieces = [torch.nn.Parameter(piece.clone()) for piece in flat.chunk(2)]

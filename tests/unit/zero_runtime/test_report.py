@@ -1,4 +1,4 @@
-"""``python -m zero_runtime.report``: what is found here."""
+"""Test ``python -m zero_runtime.report``, which shows what is installed on this machine."""
 
 from __future__ import annotations
 

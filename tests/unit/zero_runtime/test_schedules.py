@@ -1,4 +1,4 @@
-"""Learning-rate schedules against numbers measured with DeepSpeed 0.19.8, and what they refuse."""
+"""Compare learning-rate schedules with numbers measured with DeepSpeed 0.19.8, and test refused arguments."""
 
 from __future__ import annotations
 
@@ -122,7 +122,10 @@ def test_a_class_as_client_schedule():
 
 
 def test_a_schedule_that_counts_samples():
-    """Megatron-LM's, whose step needs the number of new samples; DeepSpeed passes those of a training step."""
+    """Megatron-LM's schedule needs the number of new samples in each step.
+
+    DeepSpeed passes the number of samples of a training step.
+    """
     seen = []
 
     class Counting:
@@ -141,7 +144,7 @@ def test_a_schedule_that_counts_samples():
 
 
 def test_steps_with_an_exponent():
-    """JSON's 1e5 is a float; DeepSpeed computes with it."""
+    """The number 1e5 is a float in JSON, and DeepSpeed computes with it."""
     over = [optimizer() for _ in range(2)]
     for total, each in zip((1e2, 100), over, strict=True):
         made = make("WarmupDecayLR", {"total_num_steps": total, "warmup_num_steps": 4}, each)

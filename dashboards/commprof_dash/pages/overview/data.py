@@ -65,7 +65,7 @@ def reduction(ledger: api.Verdict) -> Reduction | None:
 
 
 def accounted(ledger: api.Verdict) -> str:
-    """Return how much of the issued payload is explained: the last sentence of the ledger, or else its first."""
+    """Return a sentence: how much of the issued payload is explained, or why the requested level is not known."""
     if ledger.request_reason is not None:
         return f"The requested level is not known: {ledger.request_reason.rstrip('.')}."
     return ledger.sentences[-1] if ledger.sentences else "Nothing was issued."

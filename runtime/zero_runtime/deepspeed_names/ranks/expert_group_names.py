@@ -62,7 +62,7 @@ def get_expert_data_parallel_group(group_name: str) -> Any:
 
 
 def get_expert_data_parallel_group_dict() -> dict[str, Any]:
-    """Return torch's group of the ranks with the same experts, for each name of a group of experts."""
+    """Return a mapping from the name of an expert group to torch's group of the ranks with the same experts."""
     return {name: each.data.group for name, each in _all().items()}
 
 

@@ -1,4 +1,7 @@
-"""The bounds of what is missing and extra: whatever lines are left out or doubled, the truth lies between them."""
+"""Test the bounds of missing and extra lines.
+
+Whichever lines are dropped or duplicated, the true count is within the bounds.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,10 @@ MARK = re.compile(r"opCount")
 
 
 def run_of(directory, shape: str):
-    """A run whose records are all alike, alternate, or belong to two groups; and its whole log, by file."""
+    """Write a run and return its path and its complete log by file name.
+
+    The records are all equal, alternate between two sizes, or belong to two groups.
+    """
     made = SyntheticRun(world_size=2, backend="nccl")
     for number in range(24):
         size = {"equal": 4096, "alternating": (4096, 512)[number % 2]}.get(shape, 4096)
@@ -63,7 +69,7 @@ def test_the_truth_lies_between_the_bounds(tmp_path, capsys, shape, drop, double
         assert facts["missing"] == facts["missing_at_least"] <= drop
         assert facts["extra"] == facts["extra_at_least"] <= double
         if not double:
-            assert facts["missing_at_least"] == drop  # every one that was left out is stated
+            assert facts["missing_at_least"] == drop  # Every dropped line is reported.
         if not drop:
             assert facts["extra_at_least"] == double
         each = facts["communicators"]

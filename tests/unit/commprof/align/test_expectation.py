@@ -1,4 +1,7 @@
-"""What torch's calls leave in an NCCL log: one row of the table per case (ProcessGroupNCCL.cpp, nccl.cpp)."""
+"""Test which lines the calls of torch leave in an NCCL log.
+
+The table has one row per case (ProcessGroupNCCL.cpp, nccl.cpp).
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Alignment scored on planted truth: no wrong pair, and every pair that can be known."""
+"""Score alignment against planted logs.
+
+Alignment makes no wrong pair, and it finds every pair that can be determined.
+"""
 
 from __future__ import annotations
 
@@ -26,14 +29,22 @@ VERSIONS = [(2, 4, 7), (2, 8, 3), (2, 18, 1), (2, 21, 5), (2, 27, 3), (2, 30, 7)
 
 
 class Score(NamedTuple):
-    """``precision``: of the pairs that were made, the right ones. ``recall``: of those that can be known, the made ones."""
+    """The precision and the recall of an alignment.
+
+    Attributes:
+        precision: The fraction of the pairs made that are correct.
+        recall: The fraction of the pairs that can be determined that were made.
+    """
 
     precision: float
     recall: float
 
 
 def watermarked_run(seed: int, calls: int) -> SyntheticRun:
-    """Every call has a prime of its own in its size: what was lost or added can always be known."""
+    """Return a run in which the size of every call contains a unique prime.
+
+    Every lost or added line can therefore be identified.
+    """
     chance = random.Random(seed)
     run = SyntheticRun(world_size=4, backend="nccl")
     for prime in planted_nccl.primes(calls):
@@ -46,7 +57,10 @@ def watermarked_run(seed: int, calls: int) -> SyntheticRun:
 
 
 def repeating_run(steps: int, seed: int = 0) -> SyntheticRun:
-    """Training as it is: the same calls in every step, equal ones among them."""
+    """Return a run that repeats the same calls in every step, as a training does.
+
+    Some calls of a step are equal to each other.
+    """
     chance = random.Random(seed)
     sizes = [chance.choice((64, 128, 4096)) for _ in range(6)]
     run = SyntheticRun(world_size=2, backend="nccl")
@@ -74,7 +88,10 @@ def part_of(row) -> tuple[int, ...]:
 
 
 def each_once(run, truth, report, ops) -> None:
-    """Every part of a record and every line has exactly one row; a COLL line and its CALL line are one."""
+    """Assert that every part of a record and every line has exactly one row.
+
+    A COLL line and its CALL line count as one line.
+    """
     rows = report.matches.to_pylist()
     assert report.matches.num_rows == sum(report.counts.values())
     parts = Counter(part_of(row) for row in rows if row["seq"] is not None and row["part"] is not None)
@@ -135,7 +152,7 @@ def test_watermarks_are_found_without_error(
         tear=tear,
         duplicate=duplicate,
         extra=extra,
-        # Without their commIds, communicators of one address that begin anew cannot be told from the old ones.
+        # Without commIds, a new communicator at a reused address cannot be distinguished from the old one.
         renew=renew,
         frozen=frozen,
         one_stream=one_stream,
@@ -145,13 +162,13 @@ def test_watermarks_are_found_without_error(
     doubled = {key(whose) for whose in truth.duplicated}
     found = score(truth, report, unknowable=doubled)
     assert found.precision == 1.0
-    if calls >= 20:  # below that a communicator may be left with too little to know it by
+    if calls >= 20:  # With fewer calls, a communicator may have too few lines to be identified.
         assert found.recall >= 0.99
     assert report.torn == len(truth.torn)
     rows = report.matches.to_pylist()
     missing = [row for row in rows if row["state"] == "missing"]
     if not any("AlltoAll:" in line for lines in truth.files.values() for line in lines):
-        # Nothing is left that says whether an all_to_all is one line or many.
+        # No remaining line shows whether an all_to_all is one line or many.
         missing = [
             row for row in missing if row["op"] != "all_to_all" or row["part"] == 0 or version < (2, 28)
         ]
@@ -182,7 +199,7 @@ def test_an_all_to_all_that_lost_its_line_is_still_one_line(tmp_path, left):
         for row in report.matches.to_pylist()
         if row["state"] == "missing"
     ]
-    # Not four each, a Send and a Recv for both ranks.
+    # One row per rank is expected, instead of four rows with a Send and a Recv for both ranks.
     ranks = (0, 1) if left == "torn on each rank" else (0,)
     assert missing == [(rank, "all_to_all", 1) for rank in ranks]
 
@@ -265,7 +282,10 @@ def test_two_groups_that_nothing_separates_are_ambiguous_altogether(tmp_path):
 
 
 def test_two_communicators_of_one_group_are_not_certain(tmp_path):
-    """The log has a second communicator of the same ranks, with the same operations, that no record is of."""
+    """The match is uncertain if the log has a second communicator of the same ranks with the same operations.
+
+    No record belongs to the second communicator.
+    """
     truth = planted_nccl.plant(two_equal_groups(interleaved=True).table("collectives").to_pylist())
     for name, lines in truth.files.items():
         (tmp_path / name).write_text("\n".join(lines) + "\n")
@@ -278,7 +298,7 @@ def test_two_communicators_of_one_group_are_not_certain(tmp_path):
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_the_communicators_of_one_group_on_its_ranks_are_certain(tmp_path, version):
-    """NCCL before 2.18 does not print which of them belong together."""
+    """NCCL before 2.18 does not print which communicators of the ranks belong together."""
     _, report = planted(tmp_path, watermarked_run(3, 60), version=version)
     assert set(report.comm_matches["confidence"].to_pylist()) == {"certain"}
 
@@ -300,7 +320,7 @@ def test_torch_s_own_line_decides_between_equal_groups(tmp_path):
     report = align(run.open(), parse_logs(tmp_path).ops, communicators)
     assert set(report.comm_matches["confidence"].to_pylist()) == {"certain"}
     assert sorted(report.comm_matches["pg"].to_pylist()) == ["0", "0", "dp", "dp"]
-    # The lost line is one of 20 equal ones of group 0; nothing else is open.
+    # The lost line is one of 20 equal lines of group 0. Nothing else is ambiguous.
     assert report.counts == {"matched": 40, "missing": 0, "extra": 0, "ambiguous": 78, "torn": 0}
 
 

@@ -1,4 +1,7 @@
-"""Alignment on real multi-rank logs from public sources, against runs that were written by hand from reading them."""
+"""Test alignment on real multi-rank logs from public sources.
+
+The runs were written by hand from a reading of the logs.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,10 @@ pytestmark = pytest.mark.skipif(
 
 
 def ddp_of_two() -> SyntheticRun:
-    """Two ranks, DDP: shapes gathered, gradients reduced in two buckets, buffers broadcast. Rank 0 left the log."""
+    """Return a DDP run of two ranks. The log is from rank 0.
+
+    The run gathers shapes, reduces gradients in two buckets and broadcasts buffers.
+    """
     run = SyntheticRun(world_size=2, backend="nccl")
     run.add_collective("all_gather", payload_bytes=16, dtype="int64")
     for size in (4 * 2_412_336, 4 * 2_514_096):
@@ -37,7 +43,7 @@ def test_ddp_on_two_gpus_one_call_without_its_coll_line():
     report = aligned(ddp_of_two(), "nccl_miner_two_gpu_2.23.4_call-coll-tuning-init-abort.log")
     rows = report.matches.to_pylist()
     own = [(row["state"], row["op"], row["seq"], row["line"]) for row in rows if row["rank"] == 0]
-    # Line 53 is a CALL whose COLL line the excerpt leaves out.
+    # Line 53 is a CALL line whose COLL line is missing from the excerpt.
     assert own == [
         ("matched", "all_gather", 0, 44),
         ("matched", "all_reduce", 1, 53),
@@ -64,7 +70,7 @@ def test_a_record_that_the_log_has_not_is_the_only_one_that_is_missing():
 
 
 def test_batched_messages_of_a_pipeline_of_three():
-    """The middle rank sends to and receives from the first, the last, and the first rank, in pairs."""
+    """The middle rank sends to and receives from the first, the last and again the first rank, in batches."""
     run = SyntheticRun(world_size=3, backend="nccl")
     for batch, peer in enumerate((0, 2, 0), start=1):
         for op in ("send", "recv"):

@@ -1,4 +1,7 @@
-"""Times of several clocks on one: what the measured offsets allow, and how wrong it may be."""
+"""Test the conversion of times from several clocks to a reference clock.
+
+The tests check the offsets that the measurements allow, and the bounds of their error.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,7 @@ def at(offsets: OffsetCurve, *times: int) -> list[tuple[int, int]]:
 
 
 def test_between_two_measurements_the_offset_is_on_the_line():
-    # 10 s apart, 100 us more at the end: 10 ppm.
+    # The two measurements are 100 s apart.
     line = curve((0, 1000, 50), (10 * SECOND, 101_000, 150))
     assert at(line, 0, 10 * SECOND) == [(1000, 50), (101_000, 150)]
     (middle,) = at(line, 5 * SECOND)
@@ -37,7 +40,8 @@ def test_between_two_measurements_the_offset_is_on_the_line():
 
 
 def test_beyond_the_measurements_the_bound_grows():
-    line = curve((0, 0, 1000), (100 * SECOND, 1_000_000, 1000))  # 10 ppm, known to 2000 ns in 100 s
+    # The slope is 10 ppm, and the error is at most 2000 ns in 100 s.
+    line = curve((0, 0, 1000), (100 * SECOND, 1_000_000, 1000))
     doubt = WANDER + 2000 / (100 * SECOND)
     assert at(line, 110 * SECOND) == [(1_100_000, 1000 + round(doubt * 10 * SECOND))]
     assert at(line, -10 * SECOND) == [(-100_000, 1000 + round(doubt * 10 * SECOND))]
@@ -48,7 +52,7 @@ def test_one_measurement_says_nothing_of_the_drift():
 
 
 def test_measurements_too_close_to_tell_the_drift_do_not_make_one_up():
-    # Bounds of 1 ms, 1 s apart: the line between them could rise by 2000 ppm.
+    # The bounds are 1 ms and the measurements 1 s apart, so the slope between them could be 2000 ppm.
     assert at(curve((0, 0, 10**6), (SECOND, 10**6, 10**6)), 2 * SECOND) == [
         (10**6, 10**6 + int(DRIFT_LIMIT * SECOND))
     ]
@@ -68,7 +72,7 @@ def test_a_machine_that_was_suspended_leaves_no_line():
     st.randoms(use_true_random=False),
 )
 def test_the_true_offset_is_within_the_bound_between_measurements(drift, wander, measured, chance):
-    """Rates that wander by the limit between measurements never leave the bound there."""
+    """Rates that drift by up to the limit between measurements stay within the bound."""
     rates = np.array([drift + each / 2 for each in wander])
     truth = np.concatenate([[0.0], np.cumsum(rates * SECOND)])
     points = {}
@@ -143,7 +147,7 @@ def test_no_rows_stay_no_rows():
 
 
 def test_measurements_that_are_on_no_line_widen_the_bound():
-    # 30 ppm for a minute, then none: a clock daemon has corrected something.
+    # The rate is 30 ppm for a minute and then 0 ppm, because a clock daemon corrected the clock.
     times = np.array([0, 60, 120]) * SECOND
     offsets, errors = np.array([0, 1_800_000, 1_800_000]), np.array([1000, 1000, 1000])
     seen = observed_wander(times, offsets, errors)

@@ -1,4 +1,7 @@
-"""Certain pairs of two sequences: exactly those that every longest common subsequence has."""
+"""Test the certain pairs of two sequences.
+
+These are exactly the pairs that every longest common subsequence contains.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ from support.sample import examples
 
 
 def every_alignment(first, second):
-    """All longest common subsequences, each as {position: partner}, by trying everything."""
+    """Return all longest common subsequences, each as {position: partner}, by exhaustive search."""
 
     @functools.cache
     def longest(i, j):
@@ -54,7 +57,7 @@ def test_a_pair_is_certain_when_no_alignment_does_without_it(first, second):
     mirrored = [{j: i for i, j in alignment.items()} for alignment in alignments]
     anchors = {v for v in first if first.count(v) == 1 and second.count(v) == 1}
     for place, verdict in enumerate(verdicts(alignments, len(first))):
-        # An element that either side holds once belongs together, even where a swap would cost as little.
+        # An element that occurs once on each side is matched, even if a swap would have nearly the same cost.
         assert found.first[place] == verdict or first[place] in anchors or anchors
     if not anchors:
         assert found.second.tolist() == verdicts(mirrored, len(second))

@@ -152,7 +152,7 @@ def test_one_repeat_is_enough_for_bytes():
 
 def test_a_setting_with_a_higher_loss_is_left_out():
     found = api.advice(opened(run("reduce", loss=2.1, **REDUCE), run("all_reduce", loss=2.0, **ALL_REDUCE)))
-    assert found.answer == "cannot tell"  # one is left
+    assert found.answer == "cannot tell"  # Only one setting is left.
     assert "gradient_reduction=reduce is left out: its loss ends at 2.1" in found.sentences[1]
 
 

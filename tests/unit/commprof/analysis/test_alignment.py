@@ -1,11 +1,17 @@
-"""A run beside its NCCL log, for pages: the rows in order, the first divergence, rings and trees. By hand."""
+"""Test how a run is shown next to its NCCL log on pages.
+
+The expected rows in order, the first divergence, the rings and the trees are written by hand.
+"""
 
 from commprof.analysis import api
 from support.runs import SyntheticRun
 
 
 def a_run():
-    """Two ranks; of rank 0 the second record has no line, and after the third line stands one that nobody issued."""
+    """Return a run of two ranks with planted differences between the records and the log of rank 0.
+
+    On rank 0, the second record has no line, and a line that no rank issued follows the third line.
+    """
     run = SyntheticRun(world_size=2, backend="nccl")
     for step in range(3):
         run.add_collective("all_reduce", payload_bytes=100 * (step + 1), step=step, purpose="gradient_reduce")

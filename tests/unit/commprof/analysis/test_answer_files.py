@@ -1,4 +1,7 @@
-"""Commands that were asked before answer the same from a file, and at once; what has changed is worked out again."""
+"""Test the files that store answers of commands.
+
+A repeated command is answered at once from its file. If the run changed, the answer is computed again.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""A run of sums (--aggregate) against the same run of records: each answer is equal, or null where sums do not have it."""
+"""Compare a run of sums (``--aggregate``) with the same run of records.
+
+Each answer is equal, or null if the sums do not contain it.
+"""
 
 from math import nan
 
@@ -14,7 +17,10 @@ STEPS = 4
 
 
 def a_run() -> SyntheticRun:
-    """Four ranks on two hosts, in groups of two on one host: gradients, activations, an evaluation, and what follows."""
+    """Return a run of four ranks on two hosts, with groups of two ranks on one host.
+
+    The run contains gradients, activations, an evaluation and a barrier after the last step.
+    """
     run = SyntheticRun(world_size=4)
     run.hosts = {0: "a", 1: "a", 2: "b", 3: "b"}
     run.add_collective("broadcast", payload_bytes=40, step=-1, phase="init", peer=0)

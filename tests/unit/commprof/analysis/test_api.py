@@ -1,4 +1,4 @@
-"""The questions as others ask them: over run directories, by path or opened."""
+"""Test the questions of the API over run directories, by path and as opened runs."""
 
 import re
 from importlib import resources
@@ -19,7 +19,10 @@ def zero(**keys):
 
 
 def small_run(**settings) -> SyntheticRun:
-    """Two ranks, two steps: a broadcast before the first, then a bfloat16 all_reduce of 300 elements in each."""
+    """Return a run of two ranks and two steps.
+
+    The run has a broadcast before the first step and a bfloat16 all_reduce of 300 elements in each step.
+    """
     run = SyntheticRun(**settings)
     run.add_parameters({"a": 200, "b": 100}, dtype="bfloat16")
     run.add_collective("broadcast", payload_bytes=600, step=-1, phase="init", peer=0, dtype="bfloat16")
@@ -180,7 +183,8 @@ def test_requested_says_why_there_is_nothing(tmp_path):
     [
         ({"reduce_scatter": True, "gradient_reduction": "multi_rank_all_reduce"}, "reduce_scatter"),
         ({"reduce_scatter": False, "gradient_reduction": "all_reduce"}, "all_reduce"),
-        ({"reduce_scatter": True, "gradient_reduction": "all_reduce"}, "all_reduce"),  # asked for by name
+        # The configuration names the reduction explicitly.
+        ({"reduce_scatter": True, "gradient_reduction": "all_reduce"}, "all_reduce"),
         ({"reduce_scatter": True, "gradient_reduction": "reduce_scatter"}, "reduce_scatter"),
     ],
 )

@@ -1,4 +1,7 @@
-"""Who comes late, told from the files of hosts: jobs with a planted late rank, beside what their records say."""
+"""Test the detection of stragglers from the host files.
+
+The answers for jobs with a planted late rank are compared with the answers from their records.
+"""
 
 import json
 import os
@@ -23,14 +26,17 @@ from support.runs import SyntheticRun
 from support.simulated_jobs import MS, Call, Compute, Job, Step
 
 HOSTS = [f"h{rank // 2}" for rank in range(6)]
-SHIFTS = {"h1": 10**12, "h2": -(10**9)}  # of their clocks
-PAIRS = [(0, 1), (2, 3), (4, 5)]  # of one host each
+SHIFTS = {"h1": 10**12, "h2": -(10**9)}  # The offsets of the hosts' clocks in ns.
+PAIRS = [(0, 1), (2, 3), (4, 5)]  # The ranks of each host.
 STEPS = 24
 LATE = 3
 
 
 def job_of(groups, delay=20 * MS, calls=1):
-    """Steps with calls of the ranks of each host, of all ranks, or both; one rank works longer before some."""
+    """Return a job whose steps have calls of the ranks of each host, of all ranks, or of both.
+
+    One rank works longer before some of the calls.
+    """
     job = Job(len(HOSTS), hosts=HOSTS, shifts=SHIFTS)
     for step in range(STEPS):
         for rank in range(job.world):
@@ -54,13 +60,13 @@ def written(path, job, are_compared=True):
 
 
 def cost_of(statement):
-    """In ms."""
+    """Return the cost that the statement names, in ms."""
     return float(statement.split("the others waited ")[1].split(" ms")[0])
 
 
 @pytest.fixture
 def only_files():
-    """Keeps the files of the hosts of a run, and makes its records unreadable for all that follows."""
+    """Return a function that keeps the host files of a run and makes its records unreadable."""
 
     def prepare(path):
         assert host_files.keep_missing(path) == len(set(HOSTS))
@@ -71,7 +77,10 @@ def only_files():
 
 
 def spoil(path, but=()):
-    """Make files of records of ranks but ``but`` unreadable; they keep size and time."""
+    """Make the record files of all ranks except ``but`` unreadable.
+
+    The files keep their size and modification time.
+    """
     for file in (path / COLLECTIVES_DIRECTORY).iterdir():
         if int(file.name.split("-")[1]) not in but:
             status = file.stat()
@@ -105,13 +114,13 @@ def test_some_steps_say_what_their_records_say(tmp_path, only_files, monkeypatch
     sample = arrival_sample.of_table(host_files.sample(run))
     steps = sample.rows["step"].unique()
     assert 4 <= len(steps) == found.attrs["steps"] <= STEPS / 3
-    # The same evaluation of the records of these steps, with own times from all records.
+    # The same evaluation runs on the records of these steps, with own times from all records.
     some = with_own_times(records).filter(pc.is_in(records["step"], steps))
     expected = straggling([some], aligned(run), 1, hosts_of(run), sample.span_ns * len(steps) // STEPS).ranks
     assert found.attrs["statement"] == expected.attrs["statement"]
     pd.testing.assert_frame_equal(found, expected)
     assert found.attrs["statement"].startswith(f"Rank {LATE} is a straggler")
-    # The cost of a step is that of the whole run to within 2 %.
+    # The cost per step equals the cost in the complete run to within 2 %.
     assert cost_of(found.attrs["statement"]) == pytest.approx(cost_of(whole), rel=0.02)
 
 
@@ -181,7 +190,7 @@ def test_of_long_steps_a_part_of_the_collectives_is_compared(tmp_path, only_file
     path = written(tmp_path / "run", job_of(("host", "all"), calls=20, delay=2 * MS))
     whole = api.stragglers(path).attrs["statement"]
     monkeypatch.setattr(report, "_MOST_COMPARED", 5)
-    monkeypatch.setattr(arrival_sample, "MOST_ROWS", 600)  # of 6,048
+    monkeypatch.setattr(arrival_sample, "MOST_ROWS", 600)  # The run has 6,048 rows.
     only_files(path)
     found = api.sampled_stragglers(path)
     assert found.attrs["steps"] == 8 and found.attrs["share"] in (0.5, 0.25)
@@ -196,7 +205,10 @@ def test_of_long_steps_a_part_of_the_collectives_is_compared(tmp_path, only_file
 
 @pytest.mark.parametrize("seed", range(3))
 def test_hosts_with_different_room_have_collectives_in_common(seed):
-    """By plain sets: what is joined are the collectives that every host has, and as many as the narrowest has."""
+    """Check the joined collectives with plain sets.
+
+    The joined collectives are those that every host has, and as many as the host with the least room has.
+    """
     draw = np.random.default_rng(seed)
     samples = []
     for host in range(4):

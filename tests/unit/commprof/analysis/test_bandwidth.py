@@ -1,6 +1,8 @@
-"""bandwidth(): times of collectives without the wait for late ranks, bandwidths, the ceiling, and what is not averaged in.
+"""Test ``bandwidth()``.
 
-The numbers are worked out by hand. The calibration says 100 us and 1 GB/s for all_reduce of 4 ranks, exactly.
+The tests check times of collectives without the wait for late ranks, bandwidths, the ceiling, and the
+collectives that averages exclude. The numbers are computed by hand. The calibration is exactly 100 us and 1
+GB/s for an all_reduce of 4 ranks.
 """
 
 from __future__ import annotations
@@ -42,7 +44,10 @@ def calibration(world_size: int = 2, alpha_us: int = 100, noise: float = 0.0, **
 def collective(
     run: SyntheticRun, op: str, issues: list[int], ends: list[int | None], size=MB, **columns
 ) -> None:
-    """One ``op``: rank r issues it at ``issues[r]`` and a synchronous call returns at ``ends[r]``."""
+    """Add one ``op`` that rank r issues at ``issues[r]``.
+
+    The synchronous call of rank r returns at ``ends[r]``.
+    """
     number = run._next_pg_seq.get("number", 0)
     run._next_pg_seq["number"] = number + 1
     for rank, (issue, end) in enumerate(zip(issues, ends, strict=True)):
@@ -70,11 +75,12 @@ def test_the_time_begins_when_the_last_rank_has_come():
 @pytest.mark.parametrize(
     ("op", "expected"),
     [
-        ("all_reduce", 4_000),  # last end 7,000, last arrival 3,000
+        ("all_reduce", 4_000),  # The last end is 7,000 and the last arrival 3,000.
         ("all_gather", 4_000),
-        ("reduce", 2_000),  # the root's end 5,000, last arrival 3,000
+        ("reduce", 2_000),  # The root's end is 5,000 and the last arrival 3,000.
         ("gather", 2_000),
-        ("broadcast", 5_000),  # rank 1: 7,000 after its own arrival 2,000; rank 2: 6,000 - 3,000
+        # Rank 1 ends at 7,000, which is 5,000 after its own arrival at 2,000. Rank 2 takes 6,000 - 3,000.
+        ("broadcast", 5_000),
         ("scatter", 5_000),
     ],
 )
@@ -104,9 +110,9 @@ def test_a_message_is_timed_at_its_receiver():
             {"is_async": True, "wait_begin_ns": 599_000, "wait_end_ns": 600_000},
             None,
             None,
-        ),  # it may have ended long before
+        ),  # The collective may have ended long before.
         ({"is_async": True}, None, None),
-        ({"device": "cuda:0"}, None, None),  # the host's times say nothing of a GPU
+        ({"device": "cuda:0"}, None, None),  # Host times do not show when a GPU ran the collective.
         ({"device": "cuda:0", "device_begin_ns": 50_000, "device_end_ns": 250_000}, "device", 200_000),
         ({"status": "incomplete"}, None, None),
         ({"wait_begin_ns": 1, "wait_end_ns": 900_000}, "host", 900_000),
@@ -148,7 +154,8 @@ def test_what_moves_nothing_is_left_out():
 
 def test_the_ceiling_stands_beside_what_was_reached():
     run = SyntheticRun(2)
-    collective(run, "all_reduce", [0, 0], [2_200_000, 2_200_000])  # 2.2 ms; the machine needs 100 us + 1 ms
+    # The collective takes 2.2 ms. The machine needs 100 us + 1 ms.
+    collective(run, "all_reduce", [0, 0], [2_200_000, 2_200_000])
     found = api.bandwidth(run.open(), calibration()).iloc[0]
     assert found["ceiling_ns"] == pytest.approx(1_100_000, rel=1e-3)
     assert found["ceiling_share"] == pytest.approx(0.5, rel=1e-3)
@@ -159,9 +166,10 @@ def test_what_is_impossible_is_flagged_and_never_averaged_in():
     run = SyntheticRun(2)
     for _ in range(4):
         collective(run, "all_reduce", [0, 0], [1_200_000, 1_200_000])
-    collective(run, "all_reduce", [0, 0], [900_000, 900_000])  # below 1.1 ms less the interval
+    # The time is less than 1.1 ms minus the interval.
+    collective(run, "all_reduce", [0, 0], [900_000, 900_000])
     collective(run, "all_reduce", [0, 0], [0, 0])
-    collective(run, "all_reduce", [5_000, 5_000], [1_000, 2_000])  # a clock that ran back
+    collective(run, "all_reduce", [5_000, 5_000], [1_000, 2_000])  # The clock ran backward.
     both = api.bandwidth_both(run.open(), calibration(noise=0.01))
     assert list(both.collectives["verdict"]) == ["ok"] * 4 + ["impossible"] * 3
     row = both.sizes.iloc[0]
@@ -185,7 +193,7 @@ def test_messages_and_groups_of_other_sizes_are_not_called_impossible_by_the_cei
     run.add_collective("recv", ranks=(1,), peer=0, payload_bytes=MB, issue_ns=0, host_ns=1_000)
     found = api.bandwidth(run.open(), calibration(world_size=2))
     assert found["impossible"].sum() == 0
-    # 3 ranks in the place of 2: the factor 4/3, so that a third more bytes pass each link.
+    # The group has 3 ranks instead of 2. The factor is 4/3, so a third more bytes pass each link.
     assert found.loc[0, "ceiling_ns"] == pytest.approx(100_000 + MB * 4 / 3, rel=1e-3)
     assert any("2 ranks" in note and "Groups of 3" in note for note in found.attrs["notes"])
 
@@ -281,7 +289,7 @@ def test_an_empty_run_has_no_rows_and_the_declared_columns():
 
 @st.composite
 def runs(draw):
-    """A run of any collectives at any times, and the same with its ranks renumbered."""
+    """Return a run of random collectives at random times, and the same run with renumbered ranks."""
     world = draw(st.integers(2, 4))
     plan = draw(
         st.lists(

@@ -1,4 +1,4 @@
-"""What buckets hold, the relation against the same told row by row."""
+"""Compare the relation of bucket contents with a plain computation row by row."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ rows = st.lists(
     unique_by=lambda row: tuple(row[name] for name in (*KEY, "rank")),
 )
 
-# Ranks 0 and 1 reduce together, and rank 2 by itself; of attempt 2 nothing is known.
+# Ranks 0 and 1 reduce together, and rank 2 alone. Attempt 2 has no entry.
 REDUCING = [(attempt, text) for attempt in (0, 1) for text in ("0-1", "2")]
 TEXTS = {(attempt, rank): ("0-1", "2")[rank // 2] for attempt in (0, 1) for rank in range(3)}
 
@@ -81,7 +81,10 @@ def identity(row):
 
 
 def test_groups_that_share_a_rank_reduce_together():
-    """Two stages, each reduced along two axes of 2 x 2 ranks; in the second attempt there are pairs only."""
+    """The run has two stages. In the first attempt each stage reduces along two axes of 2 x 2 ranks.
+
+    In the second attempt there are only pairs.
+    """
     stages = [(0, text) for text in ("0-1", "2-3", "0,2", "1,3", "4-5", "6-7", "4,6", "5,7")]
     pairs = [*stages, (1, "0-1"), (1, "2-3")]
     found = bucket_groups(

@@ -1,4 +1,7 @@
-"""Gradient buckets: what each holds, how it was reduced, how long that took. Worked out by hand."""
+"""Test the contents, the reduction and the duration of gradient buckets.
+
+The expected values are computed by hand.
+"""
 
 import pandas as pd
 import pytest
@@ -9,7 +12,11 @@ from support.runs import SyntheticRun
 
 
 def a_run(ranks=2, steps=3):
-    """Two buckets a step: one all_reduced, one reduced to two owners in parts; the second does not fill."""
+    """Return a run with two buckets per step.
+
+    The first bucket uses one all_reduce. The second is reduced in parts to two owners and does not become
+    full.
+    """
     run = SyntheticRun(world_size=ranks)
     run.add_parameters({"a": 60, "b": 40, "c": 30})
     for step in range(steps):
@@ -45,11 +52,12 @@ def test_a_bucket_is_one_row_with_what_reduced_it():
     assert (first["payload_bytes"], first["wire_bytes"]) == (
         400,
         400.0,
-    )  # 2 x 1/2 x 400, the gather is not in it
+    )  # The result is 2 x 1/2 x 400. The gather is not included.
     assert (first["duration_ns"], first["exposed_ns"]) == (1000, 500)
     assert (second["op"], second["collectives"], second["fill"]) == ("reduce", 2, 0.3)
-    assert (second["payload_bytes"], second["wire_bytes"]) == (120, 60.0)  # 1/2 x 120
-    assert second["duration_ns"] == 6000  # from the first at 5,000 until the second, at 10,000, returns
+    assert (second["payload_bytes"], second["wire_bytes"]) == (120, 60.0)  # The wire bytes are 1/2 x 120.
+    # The duration is from the first issue at 5,000 until the second call, issued at 10,000, returns.
+    assert second["duration_ns"] == 6000
 
 
 def test_the_buckets_of_steps_are_sums_of_those_rows():
@@ -68,12 +76,12 @@ def test_the_means_leave_the_first_step_out_of_times_only():
     frame = api.bucket_means(a_run().open())
     first = frame.iloc[0]
     assert (first["steps"], first["numel"], first["wire_bytes"], first["steady"]) == (3, 100.0, 400.0, True)
-    assert first["duration_ns"] == 2500  # the median of 2,000 and 3,000
+    assert first["duration_ns"] == 2500  # The median of 2,000 and 3,000.
     assert list(frame["flush_reason"]) == ["full", "end_of_backward"]
 
 
 def buckets_in(present, steps=7):
-    """A run whose bucket 0 is in every step, and whose bucket 1 is in the steps ``present``."""
+    """Return a run that has bucket 0 in every step and bucket 1 only in the steps ``present``."""
     run = SyntheticRun(world_size=2)
     for step in range(steps):
         run.add_step(step, begin_ns=1_000_000 * (step + 1), duration_ns=500_000)
@@ -99,11 +107,11 @@ def buckets_in(present, steps=7):
 @pytest.mark.parametrize(
     ("present", "buckets"),
     [
-        ({0}, [0]),  # as DDP's, before it builds them anew
+        ({0}, [0]),  # DDP has such a bucket before it rebuilds its buckets.
         ({0, 3}, [0]),
-        ({0, 1, 3}, [0]),  # in no regular distance
-        ({1, 4}, [0, 1]),  # every third of the six steps after the first
-        ({1, 2, 5}, [0, 1]),  # half of them
+        ({0, 1, 3}, [0]),  # The steps are at no regular interval.
+        ({1, 4}, [0, 1]),  # The bucket is in every third of the six steps after the first.
+        ({1, 2, 5}, [0, 1]),  # The bucket is in half of the steps.
     ],
 )
 def test_a_mean_step_has_the_buckets_that_come_back(present, buckets):
@@ -169,7 +177,10 @@ def test_the_buckets_together_sent_what_their_purpose_sent(ranks):
 
 
 def two_stages():
-    """A pipeline of two stages, two replicas each: both number their buckets from 0, and hold other parameters."""
+    """Return a pipeline of two stages with two replicas each.
+
+    Both stages number their buckets from 0, but their buckets contain different parameters.
+    """
     run = SyntheticRun(world_size=4)
     for step in range(2):
         begin = 1_000_000 * (step + 1)
@@ -241,7 +252,7 @@ def test_a_bucket_that_is_reduced_along_two_axes_is_one_with_the_bytes_of_one_ra
     row = api.bucket_flushes(run.open()).to_dict("records")
     assert len(row) == 1
     assert (row[0]["group_ranks"], row[0]["ranks"], row[0]["collectives"]) == ("0-3", 4, 4)
-    assert row[0]["wire_bytes"] == 300.0  # half of 400, then half of 200
+    assert row[0]["wire_bytes"] == 300.0  # The sum of half of 400 and half of 200.
 
 
 def test_the_index_tells_groups_apart_too(tmp_path, monkeypatch):

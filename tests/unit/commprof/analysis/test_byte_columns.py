@@ -1,4 +1,7 @@
-"""Padding and traffic between hosts in the answers that add up operations. The numbers are worked out by hand."""
+"""Test the padding bytes and between-hosts bytes in the answers that sum operations.
+
+The expected numbers are computed by hand.
+"""
 
 from pathlib import Path
 
@@ -17,7 +20,10 @@ TRACES = Path("traces")
 
 
 def training(hosts: dict[int, str], padding: int | None) -> SyntheticRun:
-    """Four ranks, three steps: gradients summed by all (1500 wire bytes), parameters gathered by ranks 0 and 1 (10)."""
+    """Return a run of four ranks and three steps.
+
+    All ranks reduce gradients (1500 wire bytes), and ranks 0 and 1 gather parameters (10 wire bytes).
+    """
     run = SyntheticRun(world_size=4)
     run.hosts = hosts
     for step in range(3):
@@ -46,12 +52,13 @@ def test_a_step_has_its_bytes_between_hosts_and_its_padding(padding: int | None)
     times, compared = api.step_times(run), api.compare([run])
     assert times["between_hosts_bytes"].tolist() == [1500] * 3
     assert compared["between_hosts_bytes_per_step"].tolist() == [1500]
-    assert compared["wire_bytes_per_step"].tolist() == [1505]  # (10 of 2 ranks) / 4
+    # Two of the four ranks send 10 bytes each, which adds 5 bytes per rank.
+    assert compared["wire_bytes_per_step"].tolist() == [1505]
     facts = api.overview(run)
     assert facts["between_hosts_bytes"] == 4500
     found = [*times["padding_bytes"], *compared["padding_bytes_per_step"], facts["padding_bytes"]]
     if padding is None:
-        assert all(map(pd.isna, found))  # nobody says that there is none
+        assert all(map(pd.isna, found))  # No runtime reports that there is no padding.
     else:
         assert found == [*[padding] * 4, 3 * padding]
     by_purpose = api.traffic_by_setting([run]).set_index("purpose")
@@ -66,22 +73,27 @@ def test_on_one_host_nothing_travels_between_hosts():
     assert api.step_times(run)["between_hosts_bytes"].tolist() == [0] * 3
 
 
-OF_OTHERS = [(0, 1), (1, 2), (2, 3), (3, 0)]  # the ring of all ranks: 1 to 2 and 3 to 0 leave their hosts
+# In the ring of all ranks, rank 1 sends to rank 2 and rank 3 to rank 0 on another host.
+OF_OTHERS = [(0, 1), (1, 2), (2, 3), (3, 0)]
 
 
 def planted(hosts: dict[int, str]) -> SyntheticRun:
-    """Of each kind of flow one: two rings, a reduce to rank 1, a broadcast from rank 3, an all_to_all, messages."""
+    """Return a run with one flow of each kind.
+
+    The flows are two rings, a reduce to rank 1, a broadcast from rank 3, an all_to_all, and messages.
+    """
     run = SyntheticRun(world_size=4)
     run.hosts = hosts
     run.add_step(0, duration_ns=1000)
-    # 1500 on each of 4 pairs.
+    # The ring sends 1500 bytes on each of 4 pairs.
     run.add_collective("all_reduce", payload_bytes=1000, step=0, purpose="gradient_reduce")
-    run.add_collective("all_gather", payload_bytes=20, step=0, group=(0, 1), pg="1")  # 10 on each of 2 pairs
+    # 10 bytes on each of 2 pairs.
+    run.add_collective("all_gather", payload_bytes=20, step=0, group=(0, 1), pg="1")
     run.add_collective(
         "reduce", payload_bytes=100, padding_bytes=4, step=0, peer=1, purpose="gradient_reduce"
-    )  # 100 from each
-    run.add_collective("broadcast", payload_bytes=30, step=0, peer=3)  # 30 to each
-    run.add_collective("all_to_all", payload_bytes=8, step=0)  # 2 on each of 12 pairs
+    )  # Each of the others sends 100 bytes.
+    run.add_collective("broadcast", payload_bytes=30, step=0, peer=3)  # 30 bytes to each of the others.
+    run.add_collective("all_to_all", payload_bytes=8, step=0)  # 2 bytes on each of 12 pairs.
     run.add_collective("send", payload_bytes=7, step=0, ranks=(0,), peer=1)
     run.add_collective("send", payload_bytes=5, step=0, ranks=(1,), peer=2)
     return run
@@ -126,7 +138,7 @@ def test_in_the_matrix_the_hosts_of_each_pair_decide(hosts, most_ranks):
 @pytest.mark.parametrize("hosts", [TWO_HOSTS, {0: "a", 1: "b", 2: "a"}])
 def test_the_relation_has_the_bytes_of_the_answer_and_those_that_no_pair_has(tmp_path, by, hosts):
     run = planted(hosts)
-    run.add_collective("broadcast", payload_bytes=300, step=0, peer=9)  # a root that is not in the group
+    run.add_collective("broadcast", payload_bytes=300, step=0, peer=9)  # The root is not in the group.
     opened = commprof.open(run.write(tmp_path / "run"))
     rows = opened.relation("matrix", by=by).df()
     placed = rows.dropna(subset="sender")
@@ -134,7 +146,8 @@ def test_the_relation_has_the_bytes_of_the_answer_and_those_that_no_pair_has(tmp
     keys = [*by, "sender", "receiver"]
     found = placed.set_index(keys)[measures].sort_index()
     answer = api.matrix(opened.run, by)
-    expected = answer[answer["wire_bytes"] > 0].set_index(keys)[measures].sort_index()  # gloo has other pairs
+    # gloo uses different pairs.
+    expected = answer[answer["wire_bytes"] > 0].set_index(keys)[measures].sort_index()
     pd.testing.assert_frame_equal(found, expected, check_dtype=False, check_index_type=False)
     assert rows["wire_bytes"].sum() - placed["wire_bytes"].sum() == 900.0
     assert (
@@ -165,7 +178,7 @@ def test_owners_and_ranks_have_what_comes_from_and_goes_to_other_hosts():
     run = planted(TWO_HOSTS).open()
     owners = api.owners(run).set_index("rank")
     assert owners["received_bytes"].tolist() == [0, 300, 0, 0]
-    assert owners["between_hosts_bytes"].tolist() == [0, 200, 0, 0]  # from ranks 2 and 3
+    assert owners["between_hosts_bytes"].tolist() == [0, 200, 0, 0]  # Ranks 2 and 3 send these bytes.
     assert owners["padding_bytes"].fillna(-1).tolist() == [-1, 4, -1, -1]
     frame = api.rank_bytes([run]).set_index("rank")
     cells = {pair: size for pair, size in by_hand().items() if (pair[0] < 2) != (pair[1] < 2)}
@@ -186,7 +199,7 @@ def test_an_owner_has_null_where_a_host_is_not_known(hosts, of_one):
     found = api.owners(planted(hosts).open()).set_index("rank")["between_hosts_bytes"]
     assert [None if pd.isna(size) else size for size in found] == [0, of_one, 0, 0]
     ranks = api.rank_bytes([planted(hosts).open()])["sent_between_hosts_bytes_per_step"]
-    # Each rank sends to rank 3 in the all_to_all, or is it.
+    # In the all_to_all, every rank either sends to rank 3 or is rank 3.
     assert ranks.isna().tolist() == [of_one is None] * 4
 
 
@@ -216,7 +229,11 @@ def test_tables_of_a_paper_have_the_columns_where_there_are_any(tmp_path):
 
 
 def hierarchical(hosts: dict[int, str]) -> SyntheticRun:
-    """Three steps of one bucket: a reduce_scatter of each host's ranks, then an all_reduce of its half across hosts."""
+    """Return a run that reduces one bucket in each of three steps.
+
+    The ranks of each host issue a reduce_scatter. Each rank then issues an all_reduce of its half across the
+    hosts.
+    """
     run = SyntheticRun(world_size=4)
     run.hosts = hosts
     for step in range(3):
@@ -241,7 +258,10 @@ def hierarchical(hosts: dict[int, str]) -> SyntheticRun:
     ("hosts", "between"), [(TWO_HOSTS, 500.0), (ONE_HOST, 0.0), ({0: "a", 1: "a", 2: "b"}, None)]
 )
 def test_a_bucket_has_its_bytes_between_hosts_and_its_padding(hosts, between):
-    """A rank sends 1000 / 2 within its host and 2 x 500 / 2 to the other; each host's reduce_scatter has 8 of padding."""
+    """A rank sends 1000 / 2 bytes within its host and 2 x 500 / 2 bytes to the other host.
+
+    The reduce_scatter of each host has 8 bytes of padding.
+    """
     run = hierarchical(hosts).open(TRACES / "run")
     for frame, rows in (
         (api.bucket_flushes(run), 3),

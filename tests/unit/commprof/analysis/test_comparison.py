@@ -1,4 +1,7 @@
-"""compare() and traffic_by_setting(): settings side by side. The numbers here are worked out by hand."""
+"""Test ``compare()`` and ``traffic_by_setting()``, which compare settings.
+
+The expected numbers are computed by hand.
+"""
 
 from pathlib import Path
 
@@ -14,14 +17,18 @@ def zero(**keys):
 
 
 def training(op: str, payload: int, *, messages: int = 1, step_ns: int = 1000, steps: int = 3, **settings):
-    """Two ranks; each step: gradients by ``messages`` x ``op``, the norm, a barrier, the parameters gathered."""
+    """Return a run of two ranks.
+
+    Each step reduces gradients with ``messages`` x ``op``, computes the norm, issues a barrier and gathers
+    the parameters.
+    """
     intended = settings.pop("intended_op", None)
     run = SyntheticRun(world_size=settings.pop("world_size", 2), **settings)
     run.add_collective(
         "broadcast", payload_bytes=5_000, step=-1, phase="init", peer=0, purpose="parameter_broadcast"
     )
     for step in range(steps):
-        # The first step takes longer: it must not count.
+        # The first step takes longer, so that a test fails if the first step counts.
         run.add_step(step, duration_ns=step_ns * (50 if step == 0 else 1), loss=3.0 - step)
         for _ in range(messages):
             run.add_collective(
@@ -79,7 +86,7 @@ def test_three_reductions_side_by_side():
     assert frame["intended_op"].isna().tolist() == [True, True, False]
     assert frame["collectives_per_step"].tolist() == [3.0, 4.0, 3.0]
     assert frame["payload_bytes_per_step"].tolist() == [1804.0] * 3  # 1000 + 4 + 800
-    # On two ranks: all_reduce 1 S, anything else S / 2.
+    # On two ranks, an all_reduce sends S and every other operation S / 2.
     assert frame["wire_bytes_per_step"].tolist() == [1404.0, 904.0, 904.0]
     assert frame["gradient_payload_bytes_per_step"].tolist() == [1000.0] * 3
     assert frame["gradient_wire_bytes_per_step"].tolist() == [1000.0, 500.0, 500.0]
@@ -95,7 +102,7 @@ def test_three_reductions_side_by_side():
     ]
     assert frame.loc[third, ["wire_all_to_all", "wire_reduce_scatter"]].tolist() == [500.0, 0.0]
     assert frame["step_time_ns"].tolist() == [1000] * 3
-    assert frame["interval_over"].isna().all()  # two steps after the first are too few
+    assert frame["interval_over"].isna().all()  # Two steps after the first are too few.
     assert frame["final_loss"].tolist() == [1.0] * 3
 
 
@@ -123,7 +130,8 @@ def test_repeats_of_a_setting_are_one_row_with_an_interval_over_them():
     assert frame["runs"].tolist() == ["run-0, run-2", "run-1"]
     merged = frame.iloc[0]
     assert merged["payload_bytes_per_step"] == 1804.0
-    # medians 1000 and 1200: mean 1100, s = 141.42, t(1) = 12.7062: +- 12.7062 x 141.42 / sqrt(2) = 1270.6
+    # The medians are 1000 and 1200. The mean is 1100, s = 141.42, and t(1) = 12.7062: +- 12.7062 x 141.42 /
+    # sqrt(2) = 1270.6.
     assert (merged["step_time_ns"], merged["step_time_low_ns"], merged["step_time_high_ns"]) == (
         1100,
         0,
@@ -161,7 +169,7 @@ def test_a_run_that_says_nothing_of_steps_has_nothing_per_step():
     ("config", "op", "reason"),
     [
         (zero(reduce_scatter=True), "reduce_scatter", None),
-        (zero(), "reduce_scatter", None),  # DeepSpeed's default is true
+        (zero(), "reduce_scatter", None),  # DeepSpeed's default is true.
         (zero(reduce_scatter=False), "all_reduce", None),
         ({"zero_optimization": {"stage": 0}}, "all_reduce", None),
         (None, None, "no config was recorded"),
@@ -252,7 +260,7 @@ def test_a_program_that_gives_no_purposes_has_all_its_operations_listed(beside):
         run.add_collective("all_reduce", payload_bytes=1000, step=step)
         run.add_collective("all_gather", payload_bytes=800, step=step)
         run.add_collective("barrier", step=step)
-        if beside:  # as accelerate's gathers have by themselves
+        if beside:  # The gathers that accelerate issues on its own look like this.
             run.add_collective("gather", payload_bytes=0, step=step, purpose=beside)
     row = api.compare(opened(run)).iloc[0]
     assert (row["requested_op"], row["issued_op"]) == ("reduce_scatter", "all_reduce, all_gather")

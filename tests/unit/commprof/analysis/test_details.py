@@ -1,4 +1,4 @@
-"""The answers behind the pages of details hold exactly what is declared, and stay what they were."""
+"""Test that the answers of the detail pages contain exactly the declared columns and do not change."""
 
 import pytest
 

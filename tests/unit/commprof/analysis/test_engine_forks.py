@@ -1,4 +1,4 @@
-"""Processes that fork while, or after, they ask about a run."""
+"""Test processes that fork while, or after, they ask about a run."""
 
 import os
 import subprocess
@@ -17,7 +17,10 @@ def made_run():
 
 
 def test_a_fork_beside_many_threads_that_have_asked():
-    """A child died in os.fork: it deleted the engines of those threads, which waited for threads that a child lacks."""
+    """A child died in os.fork because it deleted the engines of its parent's threads.
+
+    Each engine waited for threads that do not exist in the child.
+    """
     tables = made_run().tables("collectives", "groups")
     asked, may_end = threading.Barrier(17), threading.Event()
 
@@ -40,7 +43,7 @@ def test_a_fork_beside_many_threads_that_have_asked():
 
 
 def test_a_forked_child_asks_too_and_both_end(tmp_path):
-    """Its engines are its own: those of its parent have no threads there."""
+    """The child has its own engines, because the threads of the parent's engines do not exist in the child."""
     made_run().write(tmp_path / "run")
     text = f"""
         import os, sys

@@ -1,4 +1,8 @@
-"""Wire bytes of what the backend runs: beside what interfaces counted, in report, compare and the advice."""
+"""Test the wire bytes that the backend executes.
+
+The values are compared with interface counters, and with the output of ``report``, ``compare`` and the
+advice.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +17,8 @@ from commprof.trace.reader import open_run
 from support.runs import SyntheticRun
 
 MIB = 2**20
-# Operation, bytes, ranks, and what the interfaces of hosts with one rank each counted under gloo, added up.
+# Each row has the operation, the bytes, the ranks and the sum of the counted bytes. || The interfaces of
+# hosts with one rank each were counted under gloo.
 COUNTED = [
     ("reduce", 4_000_012, 3, 4_007_398 + 4_007_992 + 2_674_404),
     ("reduce", 4_000_012, 4, 4_008_016 + 3_008_518 + 4_007_752 + 4_008_082),
@@ -33,7 +38,8 @@ def test_executed_bytes_are_what_interfaces_counted(op, size, ranks, counted):
     run.add_step(0)
     run.add_collective(op, payload_bytes=size, step=0, peer=0)
     (found,) = api.traffic(run.open(), by=["op"]).to_dict("records")
-    # Headers, what TCP sent again; and of a large reduce the part of the root, which the model takes for a mean one.
+    # The counters include headers and retransmitted bytes. For a large reduce, the model uses the mean part
+    # for the root's part.
     assert found["executed_wire_bytes"] == pytest.approx(counted / ranks, rel=0.025)
     assert found["wire_bytes"] <= found["executed_wire_bytes"]
 
@@ -52,7 +58,7 @@ def test_what_nccl_runs_is_not_known_without_its_log():
 def test_sums_of_steps_have_executed_bytes_too():
     run = SyntheticRun(world_size=4)
     run.add_step(0)
-    run.add_collective("barrier", step=0)  # names the group and its backend
+    run.add_collective("barrier", step=0)  # The barrier defines the group and its backend.
     for rank in range(4):
         run.add(
             "aggregates", rank=rank, attempt=0, pid=run.pid(rank), step=0, phase="backward", op="reduce_scatter",
@@ -65,7 +71,10 @@ def test_sums_of_steps_have_executed_bytes_too():
 
 
 def settings(tmp_path, **moved):
-    """Runs of three settings on 2 ranks, as in the demo: an all_reduce, a reduce and an all_to_all of 2 MiB a step."""
+    """Write runs of three settings on 2 ranks, as in the demo.
+
+    Per step, the settings issue an all_reduce, a reduce or an all_to_all of 2 MiB.
+    """
     paths = []
     for name, op, intended in (
         ("plain", "all_reduce", None),
@@ -99,7 +108,7 @@ def test_a_reduce_that_gloo_runs_with_more_bytes_is_not_as_good(tmp_path, capsys
     text = " ".join(shown(capsys, "compare", *paths).split())
     assert "Set reduction=pairs: it sends the least, 1.00 MiB" in text
     assert "As good" not in text
-    # gloo's reduce of 2 ranks: (4-1)/4 S of 2 MiB, where 1/2 S was issued.
+    # gloo's reduce on 2 ranks sends (4-1)/4 S of 2 MiB. The issued operation is modelled with 1/2 S.
     assert "reduction=owners" in text
     assert "1.50 MiB 1.00 MiB" in text
     rows = {row["label"]: row for row in json.loads(shown(capsys, "compare", "--json", *paths))}
@@ -136,7 +145,10 @@ def test_the_counters_may_agree_with_a_recommendation(tmp_path, capsys):
 
 
 def logged_run(directory, *, lost=False):
-    """A run on NCCL and its log: in a step two all_reduces of 4 MiB and an all_gather of 8 MiB, on 2 ranks."""
+    """Return a run on NCCL with its log.
+
+    On 2 ranks, each step has two all_reduces of 4 MiB and an all_gather of 8 MiB.
+    """
     made = SyntheticRun(world_size=2, backend="nccl")
     for step in range(3):
         made.add_step(step)
@@ -174,7 +186,8 @@ def test_what_nccl_ran_is_known_from_its_aligned_log(tmp_path, capsys):
         next(line.split() for line in text.splitlines() if line.strip().startswith("all_reduce "))
         for text in (before, after)
     ]
-    assert lines[0][2:8] == ["2", "8.00", "MiB", "-", "8.00", "MiB"]  # a dash, and as issued
+    # The executed bytes are shown as a dash. The issued bytes follow.
+    assert lines[0][2:8] == ["2", "8.00", "MiB", "-", "8.00", "MiB"]
     assert lines[1][2:7] == ["2", "8.00", "MiB", "8.00", "MiB"]
     assert "as issued" not in after.partition("payload: S of")[0]
     (row,) = json.loads(shown(capsys, "compare", "--json", str(run)))

@@ -1,4 +1,7 @@
-"""What gloo sends between which ranks, in the matrix, the bytes of ranks and the buckets: walked through here by hand."""
+"""Test the bytes that gloo sends between pairs of ranks, in the matrix, the bytes per rank and the buckets.
+
+The expected values come from gloo's algorithms, written out by hand here.
+"""
 
 from __future__ import annotations
 
@@ -24,11 +27,15 @@ def of_one(op, size, ranks, root=-1, **columns):
 
 
 def walked(op: str, size: int, members: list[int], root: int | None) -> Counter:
-    """gloo's algorithms message by message, for payloads that its segments divide: bytes by sender and receiver."""
+    """Return the bytes by sender and receiver from gloo's algorithms, message by message.
+
+    The payloads must be divisible by gloo's segments.
+    """
     n = len(members)
     sent: Counter = Counter()
     if op in ("all_reduce", "reduce_scatter", "reduce"):
-        # The reduce_scatter of a ring: in n - 1 rounds each rank hands one chunk to the rank before it.
+        # In the reduce_scatter of a ring, each rank sends one chunk to the previous rank in each of n - 1
+        # rounds.
         for _ in range(n - 1):
             for place in range(n):
                 sent[members[place], members[place - 1]] += size // n
@@ -42,7 +49,7 @@ def walked(op: str, size: int, members: list[int], root: int | None) -> Counter:
                 sent[member, root] += size // n
     if op == "broadcast":
         have = [members.index(root)]
-        while len(have) < n:  # each of those that have it sends it on, once in a round
+        while len(have) < n:  # In each round, every rank that has the data sends it to one more rank.
             for place in [(place + len(have)) % n for place in have][: n - len(have)]:
                 sent[members[(place - len(have)) % n], members[place]] += size
             have = [(have[0] + more) % n for more in range(min(n, 2 * len(have)))]
@@ -64,13 +71,17 @@ def test_a_ring_goes_against_the_order_of_the_group():
 
 
 def test_a_reduce_sends_around_the_ring_and_then_to_its_root():
-    # 800 of 1200 to the rank before, then 400 from ranks 0 and 2 to rank 1: rank 2 sends both to rank 1.
+    # Each rank sends 800 of 1200 bytes to the previous rank. Then ranks 0 and 2 send 400 bytes to rank 1, so
+    # rank 2 sends both amounts to rank 1.
     assert cells(of_one("reduce", 1200, 3, root=1)) == {(0, 2): 800, (1, 0): 800, (2, 1): 1200, (0, 1): 400}
     assert cells(of_one("reduce", 1200, 3, root=1), "wire_bytes") == {(0, 1): 1200.0, (2, 1): 1200.0}
 
 
 def test_a_large_reduce_keeps_two_segments_of_a_mebibyte():
-    """9 MiB on 2 ranks: places for 5 segments each, of which the last of rank 1 is empty. Each keeps its last two places."""
+    """A reduce of 9 MiB on 2 ranks has room for 5 segments per rank, and the last segment of rank 1 is empty.
+
+    Each rank keeps its last two segments.
+    """
     assert cells(of_one("reduce", 9 * MIB, 2, root=0)) == {(0, 1): 7 * MIB, (1, 0): (8 + 4) * MIB}
     assert cells(of_one("reduce", 9 * MIB, 2, root=1)) == {(0, 1): (7 + 5) * MIB, (1, 0): 8 * MIB}
 
@@ -142,7 +153,8 @@ def test_bytes_without_a_root_are_said_of_both_models():
     run.add_collective("reduce", payload_bytes=800, peer=-1)
     frame = api.matrix(run.open())
     assert frame.empty
-    # issued: 3 x 800. gloo: each of 4 ranks hands on 600, and three of them 200 to the root.
+    # As issued, the total is 3 x 800. With gloo, each of 4 ranks sends 600, and three of the ranks send 200
+    # to the root.
     assert (frame.attrs["unplaced_bytes"], frame.attrs["executed_unplaced_bytes"]) == (2400.0, 3000.0)
 
 
@@ -151,13 +163,16 @@ WORLD = 3
 
 
 def varying(seed):
-    """Reduces to turning roots and an all_reduce in each step, a broadcast in every second, a gather once."""
+    """Return a run with reduces to changing roots and an all_reduce in each step.
+
+    Every second step also has a broadcast, and one step has a gather.
+    """
     chance = random.Random(seed)
     run = SyntheticRun(world_size=WORLD)
     sent: dict[int, Counter] = defaultdict(Counter)
     for step in range(STEPS):
         run.add_step(step, duration_ns=1_000_000)
-        for root in range(WORLD) if step else range(2 * WORLD):  # the first step sends twice as much
+        for root in range(WORLD) if step else range(2 * WORLD):  # The first step sends twice as much.
             size = 12 * (root % WORLD + 1)
             run.add_collective(
                 "reduce", payload_bytes=size, peer=(root + step) % WORLD, step=step, purpose="gradient_reduce"
@@ -177,7 +192,10 @@ def varying(seed):
 @pytest.mark.sampled
 @pytest.mark.parametrize("seed", range(3))
 def test_each_rank_has_the_values_of_a_step_that_settings_have(seed):
-    """Warm steps 1 to 6; the broadcast is in 3 of them, the gather in no mean. Added up here record by record."""
+    """Sum the warm steps 1 to 6 record by record.
+
+    The broadcast is in 3 of them, and the gather is in no mean.
+    """
     run, sent = varying(seed)
     opened = run.open()
     frame = api.rank_bytes([opened]).set_index("rank")
@@ -225,7 +243,10 @@ def test_repeats_count_by_their_steps():
 
 
 def bucket_run():
-    """One bucket of 240 bytes a step, reduced to rank 0; the first step sends it twice."""
+    """Return a run with one bucket of 240 bytes per step, reduced to rank 0.
+
+    The first step sends the bucket twice.
+    """
     run = SyntheticRun(world_size=2)
     for step in range(5):
         run.add_step(step, duration_ns=1_000_000)
@@ -245,7 +266,8 @@ def test_a_bucket_has_what_gloo_sends_for_it_and_the_value_of_a_step():
     opened = bucket_run().open()
     flushes = api.bucket_flushes(opened)
     assert flushes["wire_bytes"].tolist() == [240.0, 120.0, 120.0, 120.0, 120.0]
-    assert flushes["executed_wire_bytes"].tolist() == [360.0, 180.0, 180.0, 180.0, 180.0]  # 3/4 of 240
+    # gloo sends 3/4 of 240 bytes.
+    assert flushes["executed_wire_bytes"].tolist() == [360.0, 180.0, 180.0, 180.0, 180.0]
     mean = api.bucket_means(opened).iloc[0]
     assert (mean["collectives"], mean["wire_bytes"], mean["executed_wire_bytes"], mean["steps"]) == (
         1,

@@ -1,4 +1,4 @@
-"""The load of experts: values worked out by hand, in steps and micro-batches, for layers and ranks."""
+"""Test the load of experts by step, micro-batch, layer and rank. The expected values are computed by hand."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from support.runs import SyntheticRun
 
 @pytest.fixture
 def run():
-    """Four ranks in two groups; two layers; step 1 in two micro-batches."""
+    """Return a run of four ranks in two groups with two layers. Step 1 has two micro-batches."""
     run = SyntheticRun(world_size=4)
     add_layer(run)
     add_layer(run, "last")
@@ -23,7 +23,8 @@ def run():
         add_load(run, rank, [4, 4, 4, 4 + 4 * rank], layer="last", step=0)
         for micro_step in range(2):
             add_load(run, rank, [3, 3, 1, 1] if micro_step else [1, 1, 3, 3], step=1, micro_step=micro_step)
-        add_load(run, rank, [8, 4, 2, 2], phase="backward")  # repeated by activation checkpointing
+        # Activation checkpointing repeats the forward pass, so this load must not count.
+        add_load(run, rank, [8, 4, 2, 2], phase="backward")
         add_load(run, rank, [16, 0, 0, 0], step=-1, after_step=1, phase="evaluation")
     return run
 
@@ -47,10 +48,10 @@ def test_imbalance_is_the_largest_load_over_the_mean(run):
     rows = {(r.step, r.layer): r for r in api.expert_imbalance(run.open()).itertuples()}
     moe, last, even = rows[0, "moe"], rows[0, "last"], rows[1, "moe"]
     assert (moe.imbalance, moe.expert, moe.tokens, moe.seen, moe.dropped_share) == (2.0, 0, 64, 32, 8 / 64)
-    # 8 of 8 tokens that choose two of four experts each: twice an even choice.
+    # 8 of 8 tokens choose this expert. With two of four experts per token, this is twice the even load.
     assert moe.highest == 8 * 4 / (8 * 2)
     assert (last.imbalance, last.expert) == (40 / 22, 3)
-    # Rank 3 has experts 2 and 3 for the ranks 2 and 3: 4 + 12 and 4 + 16 tokens, of a mean of 22.
+    # Rank 3 has experts 2 and 3 for ranks 2 and 3. It gets 4 + 12 and 4 + 16 tokens. The mean is 22.
     assert (last.rank_imbalance, last.rank) == (36 / 22, 3)
     assert (even.imbalance, even.rank_imbalance, even.dropped_share) == (1.0, 1.0, 0.0)
 
@@ -66,7 +67,7 @@ def test_the_summary_names_the_worst_step(run):
     assert summary.steps == 2 and summary.settings == (LAYER,)
     last, moe = summary.layers
     assert (last.layer, last.imbalance, last.worst) == ("last", 40 / 22, (0, 0, 3, 40 / 22))
-    assert (moe.layer, moe.imbalance, moe.worst) == ("moe", 1.5, (0, 0, 0, 2.0))  # the median of 2 and 1
+    assert (moe.layer, moe.imbalance, moe.worst) == ("moe", 1.5, (0, 0, 0, 2.0))  # The median of 2 and 1.
     assert moe.dropped_share == 8 / 128 and last.dropped_share == 0
     assert summary.dropped_share == 8 / (64 + 88 + 64)
 
@@ -108,7 +109,7 @@ def test_an_exchange_between_hosts_counts_there_and_unknown_splits_have_no_imbal
             input_splits="?", output_splits="?",
         )  # fmt: skip
     rows = api.exchange_imbalance(run.open())
-    assert rows["wire_bytes"].tolist() == [1200.0, 1200.0]  # each rank sends three quarters of its 400 bytes
+    assert rows["wire_bytes"].tolist() == [1200.0, 1200.0]  # Each rank sends three quarters of its 400 bytes.
     assert rows["between_hosts_bytes"].tolist() == [800.0, 800.0]
     assert rows["imbalance"][0] == 1.0 and rows["imbalance"].isna().tolist() == [False, True]
     assert api.exchange_imbalance(run.open(), "activation")["imbalance"].tolist() == [1.0, 1.0]
@@ -116,12 +117,12 @@ def test_an_exchange_between_hosts_counts_there_and_unknown_splits_have_no_imbal
 
 def test_exchanges_of_sequences_are_not_those_of_tokens():
     run = SyntheticRun(world_size=4)
-    add_layer(run)  # ranks 0 and 1 share experts, and ranks 2 and 3
+    add_layer(run)  # Ranks 0 and 1 share experts, and so do ranks 2 and 3.
     run.add_step(0)
     for ranks in ((0, 1), (2, 3)):
         run.add_collective("all_to_all", payload_bytes=400, step=0, group=ranks, pg="e", purpose="activation")
         run.add_collective("all_to_all", payload_bytes=80, step=0, group=ranks, pg="e", purpose="other")
-    for ranks in ((0, 2), (1, 3)):  # those that share sequences
+    for ranks in ((0, 2), (1, 3)):  # These ranks share sequences.
         run.add_collective(
             "all_to_all", payload_bytes=6000, step=0, group=ranks, pg="s", purpose="activation"
         )
@@ -167,7 +168,7 @@ def test_answers_hold_exactly_what_is_declared(run):
 
 def test_imbalance_over_time_is_that_of_each_step():
     rows = api.expert_imbalance(uneven_experts().open()).query("layer == 'blocks.0.moe'")
-    # Expert 5 gets 8, then 15, 22, 29, 36 of 64 tokens of a rank; the mean is 8.
+    # Expert 5 gets 8, then 15, 22, 29, 36 of the 64 tokens of a rank. The mean is 8.
     assert rows["imbalance"].tolist() == [1.0] * 4 + [15 / 8, 22 / 8, 29 / 8] + [36 / 8] * 5
     assert rows["dropped"].tolist() == [0] * 5 + [4 * 6, 4 * 13] + [4 * 20] * 5
     assert set(rows["rank"][4:]) == {2}

@@ -1,4 +1,7 @@
-"""Exposed and overlapped time. Known runs are worked out by hand; random ones are measured moment by moment."""
+"""Test exposed and overlapped time.
+
+The values of known runs are computed by hand, and random runs are evaluated nanosecond by nanosecond.
+"""
 
 import itertools
 from collections import defaultdict
@@ -16,7 +19,7 @@ from support.sample import examples
 
 
 def waited(run: SyntheticRun, rank: int, issue: int, wait: int, end: int, **columns) -> None:
-    """One asynchronous collective of one rank: issued, waited for from ``wait`` until ``end``."""
+    """Add one asynchronous collective of one rank that waits from ``wait`` until ``end``."""
     run.add_collective(
         columns.pop("op", "all_reduce"),
         ranks=(rank,),
@@ -31,7 +34,7 @@ def waited(run: SyntheticRun, rank: int, issue: int, wait: int, end: int, **colu
 
 
 def stood(run: SyntheticRun, rank: int, issue: int, end: int, **columns) -> None:
-    """One synchronous collective of one rank."""
+    """Add one synchronous collective of one rank."""
     run.add_collective(
         columns.pop("op", "all_reduce"),
         ranks=(rank,),
@@ -62,7 +65,10 @@ def test_two_threads_that_wait_at_the_same_time_count_once():
 
 
 def test_a_wait_counts_where_the_time_was_spent():
-    """Issued in step 0, waited for in step 1: what a parameter gather does that overlaps with the next forward."""
+    """The collective is issued in step 0 and waited for in step 1.
+
+    A parameter gather that overlaps with the next forward pass behaves like this.
+    """
     run = SyntheticRun(world_size=1)
     run.add_step(0, begin_ns=1_000, end_ns=2_000)
     run.add_step(1, begin_ns=2_000, end_ns=3_000)
@@ -83,7 +89,7 @@ def test_what_lies_outside_of_steps_stands_apart_and_in_no_share():
     stood(run, 0, 100, 300, step=-1)
     run.add_step(0, begin_ns=1_000, end_ns=2_000)
     stood(run, 0, 1_000, 1_250, step=0)
-    stood(run, 0, 5_000, 5_100, step=0)  # a validation after the last step
+    stood(run, 0, 5_000, 5_100, step=0)  # The collective belongs to a validation after the last step.
     frame = times(run, "step")
     assert values(frame, "step", "exposed_ns", "exposed_share") == [
         (-1, 200, None),
@@ -102,7 +108,7 @@ def test_a_checkpoint_within_a_step_is_in_neither_the_time_of_the_step_nor_its_w
                 end_ns=end, passes=1)  # fmt: skip
         stood(run, 0, begin, end, step=-1, after_step=0, phase="checkpoint")
     stood(run, 0, 1_100, 1_400, step=0)
-    # Under way for 100 in the step, then beside the checkpoint, then 200.
+    # The collective is in progress for 100 in the step, then during the checkpoint, then for 200.
     waited(run, 0, 1_900, 4_600, 4_700, step=0)
     run.add_step(1, begin_ns=6_000, end_ns=7_000)
     stood(run, 0, 6_000, 6_200, step=1)
@@ -128,7 +134,7 @@ def test_a_sampled_end_says_how_long_it_really_ran():
         ("activation", 100, None, 5_000, 0, 1),
         ("metric", 100, 2_000, 2_000, 1, 1),
     ]
-    together = times(run, "step")  # one end is not known: 5,000 is a bound and no value
+    together = times(run, "step")  # One end is not known, so 5,000 is a bound and not a value.
     assert values(together, "overlapped_ns", "overlapped_at_most_ns") == [(None, 5_000)]
 
 
@@ -144,7 +150,10 @@ def test_a_handle_that_nobody_waited_for_is_unknown_unless_its_end_is():
 
 
 def test_a_device_counts_by_its_own_times():
-    """What the host waited for says nothing of the device; where its times are not known nothing is said."""
+    """For a collective on a device, the waits of the host do not count.
+
+    If the times of the device are not known, the answer is null.
+    """
     run = SyntheticRun(world_size=1)
     run.add_step(0, begin_ns=0, end_ns=10_000)
     on_device = {"device": "cuda:0", "issue_ns": 100, "wait_begin_ns": 150, "wait_end_ns": 160}
@@ -241,11 +250,12 @@ def test_a_column_that_is_none_is_refused_with_the_nearest():
 STEP_NS = 40
 moment = st.integers(0, 4 * STEP_NS)
 record = st.tuples(
-    st.integers(0, 2),  # rank
+    st.integers(0, 2),  # The rank.
     st.lists(moment, min_size=3, max_size=3).map(sorted),
-    st.booleans(),  # asynchronous
+    st.booleans(),  # Whether the call is asynchronous.
     st.sampled_from([None, "gradient_reduce", "metric"]),
-    st.sampled_from([None, 0.0, 0.5, 1.0]),  # sampled end, as a part of the time until the wait ended
+    # The sampled end, as a fraction of the time until the wait ended.
+    st.sampled_from([None, 0.0, 0.5, 1.0]),
 )
 
 
@@ -265,7 +275,7 @@ def built(records) -> SyntheticRun:
 
 
 def moment_by_moment(records, purposes) -> dict[tuple[int, int | None], tuple[int, int]]:
-    """Exposed and overlapped time by rank and step, every nanosecond looked at by itself."""
+    """Return exposed and overlapped time by rank and step, evaluated separately for every nanosecond."""
     found: dict[tuple[int, int | None], list[int]] = defaultdict(lambda: [0, 0])
     for rank, now in itertools.product(range(3), range(4 * STEP_NS)):
         mine = [r for r in records if r[0] == rank and r[3] in purposes]
@@ -295,7 +305,8 @@ def test_any_run(records):
     run = built(records)
     frame = times(run, "rank", "step")
     assert spent(frame) == moment_by_moment(records, {None, "gradient_reduce", "metric"})
-    # Never more than the records say together, nor than the step lasts; parts are never more than the whole.
+    # Exposed time never exceeds the sum of the records or the length of the step. Parts never exceed the
+    # total.
     by_rank = times(run, "rank")
     for exposed, summed in values(by_rank, "exposed_ns", "summed_ns"):
         assert (exposed or 0) <= (summed or 0)

@@ -1,4 +1,7 @@
-"""Jobs whose ranks are divided into groups, side by side: bytes of a rank of the job, by group; no advice on unlike sums."""
+"""Test the comparison of jobs whose ranks are divided into groups.
+
+The tests check the bytes per rank of the job and by group, and that unlike sums give no advice.
+"""
 
 from pathlib import Path
 
@@ -13,7 +16,11 @@ ACROSS = ((0, 2), (1, 3))
 
 
 def run(*issued, **config):
-    """Four ranks, two steps; ``issued``: (op, payload, groups or None for all ranks, name of the group, purpose)."""
+    """Return a run of four ranks and two steps.
+
+    Args:
+        issued: (op, payload, groups or None for all ranks, name of the group, purpose) of each operation.
+    """
     made = SyntheticRun(4, config={"zero_optimization": {"stage": 2}, "layout": {"kind": "plain", **config}})
     for step in range(2):
         made.add_step(step, duration_ns=1_000_000, loss=2.0)
@@ -49,11 +56,12 @@ def test_wire_bytes_of_a_setting_are_those_of_a_rank_of_the_job():
             run(HALVES, STAGES, kind="stages"),
         )
     )
-    # all_reduce of 4: 1.5 x 1000. Of 2: 1 x 500 and 1 x 300 on each rank, in two groups each; a send by 2 of 4 ranks.
+    # An all_reduce of 4 ranks sends 1.5 x 1000. Two groups of 2 ranks send 1 x 500 and 1 x 300 per rank. Two
+    # of 4 ranks issue a send.
     assert frame["wire_bytes_per_step"].tolist() == [1500.0, 800.0, 600.0]
     assert frame["gradient_wire_bytes_per_step"].tolist() == [1500.0, 500.0, 500.0]
     assert frame["wire_send"].tolist() == [0.0, 0.0, 100.0]
-    # Payload and counts are of the whole job, each collective once.
+    # Payload and counts are for the complete job. Each collective counts once.
     assert frame["payload_bytes_per_step"].tolist() == [1000.0, 1600.0, 1400.0]
     assert frame["collectives_per_step"].tolist() == [1.0, 4.0, 4.0]
 
@@ -104,12 +112,16 @@ def test_jobs_that_share_their_models_in_unlike_ways_get_no_advice():
 
 @pytest.mark.long
 def test_replicas_in_other_groups_do_the_same_work():
-    """Gradients reduced along two axes send more than in one group, and are weighed by what a rank sends."""
+    """Gradients that are reduced along two axes send more than gradients that are reduced in one group.
+
+    The advice weighs both by the bytes that a rank sends.
+    """
     inner = ("all_to_all", 1000, PAIRS, "axis 1", "gradient_reduce")
     outer = ("all_to_all", 500, ACROSS, "axis 0", "gradient_reduce")
     found = api.advice(opened(run(FLAT, kind="flat"), run(inner, outer, kind="grid")))
     assert found.answer == "recommended"
-    # 1000 / 2 along one axis and 500 / 2 along the other: over all groups it would be as much as the 1500 of the one group.
+    # A rank sends 1000 / 2 along one axis and 500 / 2 along the other. The sum over all groups would equal
+    # the 1500 of the single group.
     assert found.sentences[0].startswith(
         "Set kind=grid: it sends the least, 750 B on the wire per rank and step"
     )

@@ -1,4 +1,4 @@
-"""The files of hosts: the first answers about a run of several hosts, without its records."""
+"""Test the host files, which give the first answers about a run of several hosts without its records."""
 
 import os
 import random
@@ -19,7 +19,7 @@ from commprof.trace.tables import table_from_rows
 from support.random_records import random_records
 from support.runs import SyntheticRun
 
-EACH = 3  # ranks of a host
+EACH = 3  # The ranks per host.
 ISSUED = "host_operations"
 QUESTIONS = {
     "traffic": partial(api.traffic, by=("step", "op", "purpose", "group_ranks", "span")),
@@ -32,7 +32,11 @@ QUESTIONS = {
 
 
 def planted(path, seed, hosts=3, disagree=False):
-    """Ranks of ``hosts`` hosts; a group of all, one of each host, and one of the ranks with the same place on each."""
+    """Write a run of ``hosts`` hosts.
+
+    The groups are one of all ranks, one of each host, and one of the ranks with the same position on each
+    host.
+    """
     draw = random.Random(seed)
     world = hosts * EACH
     run = SyntheticRun(world, seconds=5.0)
@@ -87,7 +91,10 @@ def answers(path):
 
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory):
-    """Gives (a copy of the planted run of a seed, its answers): each run is made and asked once."""
+    """Return a function that gives a copy of the planted run of a seed and its answers.
+
+    Each run is written and evaluated only once.
+    """
     base = tmp_path_factory.mktemp("recorded")
     known = {}
 
@@ -105,7 +112,7 @@ def assert_same(found, expected):
 
 
 def spoil_records(path, host=None):
-    """Replace files of records by something that cannot be read, of the same size and time."""
+    """Replace record files by unreadable data of the same size and modification time."""
     for entry in open_run(path).manifest.ranks:
         if host in (None, entry["host"]):
             file = path / COLLECTIVES_DIRECTORY / f"{entry['file']}.parquet"
@@ -170,7 +177,7 @@ def test_the_launcher_of_a_host_keeps_its_file_alone_and_none_of_many_records(tm
     monkeypatch.setattr(summaries, "_RECORD_NS", 10**9)
     host_files.keep_host(path, "node-0")
     assert [file.host for file in host_files.valid_files(path)] == ["node-1"]
-    monkeypatch.setattr(summaries, "_RECORD_NS", 1)  # so that the job was long enough
+    monkeypatch.setattr(summaries, "_RECORD_NS", 1)  # With this value the job was long enough for summaries.
     host_files.keep_host(path, "node-0")
     assert sorted(file.host for file in host_files.valid_files(path)) == ["node-0", "node-1"]
     monkeypatch.undo()
@@ -206,7 +213,7 @@ def test_finalise_makes_the_files_of_the_other_hosts_where_records_of_one_are_da
 
 @pytest.mark.parametrize("seed", range(3))
 def test_ranks_that_issued_the_same_are_one_row(seed):
-    """By plain loops: the rows of two ranks in a group are compared one by one."""
+    """Check with plain loops: the rows of every two ranks in a group are compared one by one."""
     draw = random.Random(seed)
     records = random_records(seed, 40).to_pylist()
     records = [row | {"rank": 0} for row in records]

@@ -1,4 +1,4 @@
-"""Answers out of an index, which were worked out part by part, against those from all records at once."""
+"""Compare the answers from an index, which are computed part by part, with the answers from all records at once."""
 
 from __future__ import annotations
 
@@ -23,7 +23,11 @@ OPS = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "reduce", "all
 
 
 def mixed_run(rng, records=260, reused=True):
-    """Collectives of three groups, messages, a recv from any source, buckets, captured calls; a name that was used again."""
+    """Return a run with a mixture of records.
+
+    The run has collectives of three groups, messages, a recv from any source, buckets, captured calls and a
+    reused group name.
+    """
     run = SyntheticRun(WORLD, config={"zero_optimization": {"stage": 2}})
     for step in range(6):
         run.add_step(step, begin_ns=step * 100_000, duration_ns=100_000)
@@ -45,7 +49,7 @@ def mixed_run(rng, records=260, reused=True):
             purpose=rng.choice(["gradient_reduce", "parameter_gather"]),
             bucket=rng.choice([None, 0, 1, 2]),
             captured=rng.random() < 0.05,
-            pg_seq=number // 2 if group == "2" and reused else None,  # then some numbers come twice
+            pg_seq=number // 2 if group == "2" and reused else None,  # In this case some numbers occur twice.
         )
     for number in range(60):
         sender, receiver = rng.sample(range(WORLD), 2)
@@ -69,7 +73,7 @@ def mixed_run(rng, records=260, reused=True):
 
 @pytest.fixture
 def runs(tmp_path, monkeypatch):
-    """The same run twice: one with an index of parts that hold few rows, one without."""
+    """Return the same run twice: one with an index of parts with few rows, and one without an index."""
     seed = random.randrange(2**32)
     print(f"seed {seed}")
     plain = mixed_run(random.Random(seed)).write(tmp_path / "plain")
@@ -141,7 +145,7 @@ def test_the_tables_of_an_index_are_the_same_however_they_are_worked_out(tmp_pat
 
 
 def tables_of(run):
-    """All tables in the index of a run, but for what names its files."""
+    """Return all tables in the index of a run, without the fact that identifies the run's files."""
     made = index.index_of(run, write=True)
     names = made.ask("select table_name from information_schema.tables where table_schema = 'main'")
     wanted = {name: f"select * from {name}" for name in names["table_name"].to_pylist()}

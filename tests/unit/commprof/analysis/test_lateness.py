@@ -1,4 +1,7 @@
-"""Who comes late, summed up. Worked out by hand; test_analysis_arrivals has what a single arrival is."""
+"""Test the summary of the ranks that arrive late.
+
+The expected numbers are computed by hand. test_arrivals.py tests single arrivals.
+"""
 
 import random
 
@@ -7,7 +10,10 @@ from support.runs import SyntheticRun
 
 
 def a_run(ranks=3, late=(0, 10_000, 500_000), count=4, end_ns=1_000_000):
-    """Each rank comes ``late`` after the first, and each call returns ``end_ns`` after the first arrival."""
+    """Return a run in which each rank arrives ``late`` after the first.
+
+    Each call returns ``end_ns`` after the first arrival.
+    """
     run = SyntheticRun(world_size=ranks)
     for number in range(count):
         begin = 10_000_000 * (number + 1)
@@ -32,7 +38,10 @@ def test_how_late_each_rank_comes():
 
 
 def late_from(step, ranks=3, steps=12):
-    """Rank 1 comes 5 ms late to the first of two collectives of each step from ``step`` on; to that of step 0, 8 ms."""
+    """Return a run in which rank 1 arrives 5 ms late from ``step`` on.
+
+    Rank 1 is late for the first of two collectives of each step. In step 0 it is 8 ms late.
+    """
     run = SyntheticRun(world_size=ranks)
     for number in range(steps):
         begin = 100_000_000 * (number + 1)
@@ -115,7 +124,8 @@ def test_the_worst_collectives_come_first():
     worst = frame.iloc[0]
     assert (worst["spread_ns"], worst["last_rank"], worst["certain"]) == (1_000_000, 1, True)
     assert (worst["lead_ns"], worst["begin_ns"], worst["end_ns"]) == (600_000, 70_000_000, 73_000_000)
-    assert worst["cause"] == "slow_transfer"  # 2 ms after the last arrival, against a wait of 1 ms
+    # The call ends 2 ms after the last arrival, and the wait is only 1 ms.
+    assert worst["cause"] == "slow_transfer"
 
 
 def test_a_run_of_one_rank_or_with_a_missing_rank_names_nobody():

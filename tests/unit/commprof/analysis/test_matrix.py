@@ -1,4 +1,7 @@
-"""Which rank sends how much to which. The numbers here are worked out by hand."""
+"""Test the matrix, which shows how many bytes each rank sends to each other rank.
+
+The expected numbers are computed by hand.
+"""
 
 import random
 
@@ -47,12 +50,15 @@ def test_rooted_operations_flow_between_the_root_and_each_other_rank():
 
 
 def test_all_to_all_is_pairwise():
-    # 1200 / 3 to each other.
+    # Each rank sends 1200 / 3 to each other rank.
     assert cells(of_one("all_to_all")) == {(i, j): 400.0 for i in range(3) for j in range(3) if i != j}
 
 
 def exchange(run, members, sent, pg="0", number=0, **of_rank):
-    """An all_to_all: ``sent[i][j]`` bytes from member i to j; ``of_rank`` has columns of single ranks instead."""
+    """Add an all_to_all in which member i sends ``sent[i][j]`` bytes to member j.
+
+    ``of_rank`` overrides the columns of single ranks.
+    """
     for place, rank in enumerate(members):
         columns = {
             "input_splits": format_splits(sent[place]),
@@ -65,7 +71,7 @@ def exchange(run, members, sent, pg="0", number=0, **of_rank):
 
 
 UNEQUAL = ((7, 100, 0), (30, 5, 60), (40, 40, 40))
-OF_UNEQUAL = {(3, 0): 100, (0, 3): 30, (0, 2): 60, (2, 3): 40, (2, 0): 40}  # members 3, 0, 2
+OF_UNEQUAL = {(3, 0): 100, (0, 3): 30, (0, 2): 60, (2, 3): 40, (2, 0): 40}  # The members are 3, 0 and 2.
 
 
 def test_unequal_splits_go_where_the_records_say():
@@ -92,7 +98,8 @@ def test_what_a_sender_does_not_say_its_receivers_do():
     exchange(run, (3, 0, 2), UNEQUAL, pg="b", rank_0=unread, rank_2={"output_splits": UNKNOWN_SPLITS})
     frame = matrix(run)
     assert cells(frame) == OF_UNEQUAL
-    assert frame.attrs["unplaced_bytes"] == pytest.approx((107 + 95 + 120) / 3 * 2, abs=1)  # of the mean
+    # The mean of the bytes of the three ranks.
+    assert frame.attrs["unplaced_bytes"] == pytest.approx((107 + 95 + 120) / 3 * 2, abs=1)
 
 
 def test_messages_stand_as_they_were_sent():
@@ -134,7 +141,7 @@ def test_only_what_is_asked_for_is_in_it():
 
 def test_many_ranks_are_added_up_in_blocks():
     run = SyntheticRun(world_size=6)
-    run.add_collective("all_gather", payload_bytes=60)  # 50 from each to the next
+    run.add_collective("all_gather", payload_bytes=60)  # Each rank sends 50 to the next rank.
     frame = matrix(run, most_ranks=3)
     assert cells(frame) == {
         (0, 0): 50.0, (0, 2): 50.0, (2, 2): 50.0, (2, 4): 50.0, (4, 4): 50.0, (4, 0): 50.0,
@@ -153,7 +160,7 @@ def test_a_run_of_one_rank_or_without_records_has_no_cells():
 
 
 def a_mixture(seed, names=None):
-    """Collectives of random kinds and groups; ``names`` renames the ranks."""
+    """Return a run of random kinds of collectives in random groups. ``names`` renames the ranks."""
     chance = random.Random(seed)
     world = 5
     names = names or list(range(world))
@@ -181,7 +188,7 @@ def a_mixture(seed, names=None):
 @pytest.mark.sampled
 @pytest.mark.parametrize("seed", range(4))
 def test_nothing_is_lost_or_invented_under_any_grouping(seed):
-    run = a_mixture(seed).open()  # once: each relation is evaluated once
+    run = a_mixture(seed).open()  # The run is opened once, so that each relation is evaluated once.
     sent = api.traffic(run, by=("op", "group_size"))
     whole = sum(
         row["wire_bytes"] * (1 if row["op"] == "send" else row["group_size"])
@@ -223,7 +230,7 @@ def test_owners_and_their_imbalance():
         {"rank": 1, "collectives": 0, "payload_bytes": 0, "received_bytes": 0},
         {"rank": 2, "collectives": 1, "payload_bytes": 150, "received_bytes": 300},
     ]
-    assert frame.attrs["imbalance"] == 1.5  # 300 over a mean of 200
+    assert frame.attrs["imbalance"] == 1.5  # The largest value is 300 and the mean is 200.
 
 
 def test_a_thousand_ranks_are_answered_in_blocks():

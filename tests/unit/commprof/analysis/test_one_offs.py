@@ -1,4 +1,7 @@
-"""One-off traffic: the same rows in the API, the report, its JSON, the export and the Overview. Counted here by hand."""
+"""Test that one-off traffic is the same in the API, the report, its JSON, the export and the page Overview.
+
+The expected values are counted by hand.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,10 @@ CHECKPOINT = 5000
 
 @pytest.fixture
 def path(tmp_path):
-    """Three all_reduces in each step, one more in the first, and a gather of a checkpoint in step 4 to rank 1."""
+    """Return the path of a run with three all_reduces per step and one more in the first step.
+
+    Step 4 has a gather of a checkpoint to rank 1.
+    """
     run = SyntheticRun(world_size=4)
     for step in range(STEPS):
         run.add_step(step, duration_ns=1_000_000)
@@ -33,7 +39,8 @@ def path(tmp_path):
     return run.write(tmp_path / "run")
 
 
-# attempt, step, purpose, op, ranks, collectives, payload, wire: 2 x 3/4 x 800, and 1/2 x 5000 of two ranks
+# The columns are attempt, step, purpose, op, ranks, collectives, payload and wire. The wire bytes are 2 x 3/4
+# x 800, and 1/2 x 5000 for two ranks.
 WANTED = [
     (0, 0, "gradient_reduce", "all_reduce", "0-3", 1, 800, 1200.0),
     (0, 4, "barrier", "barrier", "0-3", 1, 0, 0.0),
@@ -53,7 +60,7 @@ def test_the_answer_lists_what_single_steps_sent_beyond_each_step(path):
     frame = api.one_offs(path)
     assert list(frame.columns) == list(api.describe_columns("one_offs"))
     assert rows_of(frame) == WANTED
-    assert list(frame["executed_wire_bytes"]) == [1200.0, 0.0, 2500.0]  # gloo runs them as issued
+    assert list(frame["executed_wire_bytes"]) == [1200.0, 0.0, 2500.0]  # gloo executes them as issued.
 
 
 @pytest.mark.long
@@ -81,7 +88,10 @@ def test_a_run_whose_steps_are_alike_has_none(tmp_path):
 @pytest.mark.sampled
 @pytest.mark.parametrize("seed", range(6))
 def test_one_offs_and_the_values_of_a_step_are_all_that_was_sent(seed):
-    """What whole steps sent is their number times the value of a step, and the one-offs, where nothing varies or pauses."""
+    """All traffic is the number of complete steps times the value per step, plus the one-offs.
+
+    This equation applies if no traffic varies or pauses.
+    """
     chance = random.Random(seed)
     run = SyntheticRun(world_size=2)
     steps = chance.randrange(5, 12)
@@ -103,7 +113,7 @@ def test_one_offs_and_the_values_of_a_step_are_all_that_was_sent(seed):
 
 
 def test_bytes_as_issued_stand_only_where_they_differ(tmp_path, capsys):
-    """gloo runs an all_reduce as issued; its reduce of 2 MiB on 2 ranks sends (4-1)/4 instead of 1/2."""
+    """gloo executes an all_reduce as issued. Its reduce of 2 MiB on 2 ranks sends (4-1)/4 instead of 1/2."""
 
     def printed(name, op):
         run = SyntheticRun(world_size=2)
@@ -128,7 +138,10 @@ def test_bytes_as_issued_stand_only_where_they_differ(tmp_path, capsys):
 
 
 def test_the_labels_say_whose_wire_bytes_they_are(tmp_path, capsys):
-    """An all_reduce of 800 B on ranks 0 and 1 of 4: 800 B for a rank of the group, 400 B for one of the job."""
+    """An all_reduce of 800 B on ranks 0 and 1 of 4 sends 800 B per rank of the group.
+
+    Per rank of the job these are 400 B.
+    """
     run = SyntheticRun(world_size=4)
     for step in range(STEPS):
         run.add_step(step, duration_ns=1_000_000)

@@ -1,4 +1,4 @@
-"""Quick ways to an answer against plain loops or plain SQL, on random records of every kind."""
+"""Compare the fast computation of answers with plain loops or plain SQL, on random records of all kinds."""
 
 import random
 from collections import Counter
@@ -64,7 +64,7 @@ def rows_of(table: pa.Table, names: list[str]) -> list[tuple]:
 
 
 def scanned(records: pa.Table, folder: Path) -> Scan:
-    """The records in a file for each process, as a large run has them."""
+    """Return the records as one file per process, as in a large run."""
     files = []
     processes = list(zip(*(records[name].to_pylist() for name in ("rank", "attempt", "pid")), strict=True))
     for process in sorted(set(processes)):
@@ -75,7 +75,7 @@ def scanned(records: pa.Table, folder: Path) -> Scan:
 
 
 def with_executed(rows: list[dict]) -> list[dict]:
-    """What the backends run, row by row, out of the model that the ledger has."""
+    """Add the bytes that the backends execute to each row, computed with the ledger's model."""
     for row in rows:
         row["executed_wire_bytes"] = None
         if not row["wire_bytes"] or row["op"] == Op.SEND:
@@ -91,7 +91,7 @@ def plain_operations(tables: dict[str, pa.Table]) -> list[dict]:
 
 
 def assert_totals(answer: pd.DataFrame, rows: list[dict], by: tuple[str, ...]) -> None:
-    """``answer`` has the totals of ``rows``, in the order of the values of ``by``."""
+    """Assert that ``answer`` contains the totals of ``rows``, ordered by the values of ``by``."""
     expected = totals(rows, by)
     assert set(answer.columns) == {*by, *MEASURES, "between_hosts_bytes"}
     answers = {}
@@ -104,20 +104,24 @@ def assert_totals(answer: pd.DataFrame, rows: list[dict], by: tuple[str, ...]) -
             actual = answers[values][name]
             assert (actual is None) == (value is None), (values, name)
             if value is not None:
-                # Means of ranks are added up in another order, and rounded.
+                # Means over ranks are summed in a different order and rounded.
                 allowed = 1 if name in ("host_ns", "exposed_ns") else abs(value) / 10**12
                 assert abs(Fraction(actual) - value) <= allowed, (values, name, actual, float(value))
 
 
 def assert_operations(tables: dict[str, pa.Table]) -> None:
-    """The product's operations of ``tables``, summed by few columns or by all, are those counted in plain loops."""
+    """Assert that the operations of ``tables`` equal those counted in plain loops.
+
+    The operations are summed by few columns and by all columns.
+    """
     rows = plain_operations(tables)
     every = operations(tables)
     for by in COMBINATIONS:
         for summed in (operations(tables, by), every):
             assert_totals(traffic(summed, by), rows, by)
-    # call_bytes splits one reduce of gloo among ranks; test_executed_ranks.py holds it to gloo's algorithm.
-    # span is held to what is worked out by hand in tests/unit/commprof/analysis/test_traffic.py.
+    # call_bytes divides one reduce of gloo among ranks. test_executed_ranks.py compares the column with
+    # gloo's algorithm. The column span is compared with hand-computed values in
+    # tests/unit/commprof/analysis/test_traffic.py.
     names = [name for name in EVERY_COLUMN if name not in ("call_bytes", "span")]
     single: dict[tuple, dict] = {}
     for row in every.to_pylist():
@@ -170,7 +174,10 @@ def test_operations_whose_numbers_come_once(seed: int):
 
 
 def records_of_groups(draw: random.Random, attempt: int, fault: str) -> list[dict]:
-    """Three groups whose ranks issue the same collectives, each at its own times, but for the ``fault`` of some of four."""
+    """Return the records of three groups whose ranks issue the same collectives at different times.
+
+    In the group of four ranks, some records have the given ``fault``.
+    """
     rows, issued = [], Counter()
     for number, row in enumerate(random_records(draw.randrange(99), 240).to_pylist()):
         ranks = draw.choice([(0, 1, 2, 3), (0, 1, 2, 3), (0, 2), (1,)])
@@ -186,7 +193,7 @@ def records_of_groups(draw: random.Random, attempt: int, fault: str) -> list[dic
             begin = 1000 * number + draw.randrange(900)
             row |= {"rank": rank, "pid": rank, "seq": number, "issue_ns": begin}
             row |= {"return_ns": begin + draw.randrange(99), "exposed_ns": draw.randrange(99)}
-            if rank == 3:  # which knows none of its waits
+            if rank == 3:  # Rank 3 has no record of its waits.
                 row["exposed_ns"] = None
             changed = len(ranks) == 4 and draw.random() < 0.1
             if changed and fault in row:
@@ -201,7 +208,7 @@ def records_of_groups(draw: random.Random, attempt: int, fault: str) -> list[dic
 @pytest.mark.sampled
 @pytest.mark.parametrize("seed", range(3))
 def test_operations_of_groups_whose_ranks_agree_or_nearly(seed: int):
-    """Each attempt has another fault. Of the ranks that agree the product reads the sums of one."""
+    """Each attempt has a different fault. For ranks that agree, commprof reads the sums of only one rank."""
     draw = random.Random(seed)
     rows = [row for number, fault in enumerate(FAULTS) for row in records_of_groups(draw, number, fault)]
     tables = {"collectives": table_from_rows("collectives", rows)} | NO_SUMS
@@ -215,7 +222,7 @@ def test_operations_of_groups_whose_ranks_agree_or_nearly(seed: int):
 @pytest.mark.sampled
 @pytest.mark.parametrize("seed", range(3))
 def test_operations_of_groups_whose_ranks_all_agree(seed: int):
-    """Then differing_operations is not evaluated, unless it is what is asked for."""
+    """In this case differing_operations is evaluated only if a question asks for it."""
     rows = records_of_groups(random.Random(seed), 0, "none")
     tables = {"collectives": table_from_rows("collectives", rows)} | NO_SUMS
     assert set(evaluate("agreement", tables, ("op",))["agree"].to_pylist()) == {1}
@@ -239,7 +246,10 @@ def test_times_in_arrays_are_those_of_the_plain_question(seed: int, count: int, 
 
 
 def random_arrivals(seed: int, count: int) -> pa.Table:
-    """Arrivals of collectives of four ranks, some on clocks of their own, some not recorded by all; and of messages."""
+    """Return arrivals of collectives of four ranks, and of messages.
+
+    Some ranks have their own clocks, and some collectives are not recorded by all ranks.
+    """
     draw, rows = random.Random(seed), []
     for number in range(count):
         op = draw.choice([*Op, Op.BROADCAST, Op.ALL_REDUCE])
@@ -338,7 +348,8 @@ def test_lateness_of_ranks_is_that_of_the_plain_questions(seed: int):
         assert [row["rank"] for row in whole] == [0, 1, 2, 3]
         for mine, theirs in zip(whole, expected, strict=True):
             for name, value in theirs.items():
-                wanted = round(value) if question == "lateness" else value  # quantiles, told as whole numbers
+                # Quantiles are reported as integers.
+                wanted = round(value) if question == "lateness" else value
                 assert mine[name] == (None if value is None else pytest.approx(wanted, rel=1e-12)), name
     counted = {(row["rank"], row["cause"]): row for row in oracle("waiting_causes", given).to_pylist()}
     for row in taken.causes().to_dict("records"):

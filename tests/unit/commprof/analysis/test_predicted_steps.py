@@ -1,4 +1,4 @@
-"""The predictions of a sweep, read for each of its runs."""
+"""Test that the predictions of a sweep are read for each run of the sweep."""
 
 import pytest
 

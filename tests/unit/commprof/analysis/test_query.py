@@ -1,4 +1,7 @@
-"""Questions of one's own, by the command and from a notebook: right, and unable to reach anything but the run."""
+"""Test user-written queries, from the command and from a notebook.
+
+The answers are correct, and a query cannot read anything except the run.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Questions of one's own on Spark: the answers of DuckDB, and unable to reach anything but the run."""
+"""Test user-written queries on Spark.
+
+The answers equal those of DuckDB, and a query cannot read anything except the run.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from support.runs import SyntheticRun
 pytestmark = [
     pytest.mark.long,
     pytest.mark.timeout(1800),
-]  # plans are made on one core, which others may share
+]  # Plans are made on one core, which other processes may share.
 
 QUESTIONS = (
     "select op, sum(collectives) as n, sum(payload_bytes) as sent from operations group by op order by op",
@@ -68,7 +71,7 @@ def test_spark_reaches_nothing_but_the_run(run):
 
 
 def test_the_command_prints_the_answer_and_nothing_else(run, capfd):
-    spark_session.session()  # skips without Java
+    spark_session.session()  # This call skips the tests if Java is missing.
     assert execute(["query", str(run), "select max(rank) as r from steps", "--engine", "spark", "--csv"]) == 0
     said = capfd.readouterr()
     assert (said.out.split(), said.err) == (["r", "1"], "")

@@ -1,4 +1,4 @@
-"""Relations: what a user can ask for by name, against plain loops over the records."""
+"""Compare the relations that a user can query by name with plain loops over the records."""
 
 import random
 from collections import Counter, defaultdict
@@ -33,7 +33,10 @@ def run(tmp_path):
 
 
 def uneven_run(path):
-    """Four ranks that exchange by splits, in an order of the group that is not that of the ranks."""
+    """Write a run of four ranks whose exchanges have splits.
+
+    The order of the ranks in the group is not ascending.
+    """
     run = SyntheticRun(4)
     splits = [[0, 8, 16, 24], [4, 4, 4, 4], [32, 0, 0, 0], [1, 2, 3, 4]]
     for number in range(3):
@@ -50,7 +53,7 @@ def uneven_run(path):
 
 
 def by_collective(records):
-    """The records of each collective of a run whose group names are used once."""
+    """Return the records of each collective of a run in which each group name is used once."""
     found = defaultdict(list)
     for row in records:
         if row["op"] not in (Op.SEND, Op.RECV):
@@ -161,7 +164,10 @@ def test_an_unknown_name_is_told_in_one_line(run, name, by, message):
 
 
 def reducing_run(path, seed):
-    """Four ranks in two groups, whose buckets are reduced by one to three operations; times are drawn anew."""
+    """Write a run of four ranks in two groups.
+
+    One to three operations reduce each bucket, and the times are random.
+    """
     draw = random.Random(seed)
     run = SyntheticRun(4)
     for step in range(3):
@@ -245,7 +251,7 @@ def test_arrivals_transfers_and_exposure_are_those_of_the_answers(run):
 
 @pytest.mark.parametrize("column", ["op", "intended_op"])
 def test_what_reduces_a_bucket_may_be_any_operation(column):
-    """DuckDB and Spark share no function that joins texts in order, so the relation names each operation."""
+    """DuckDB and Spark have no common function that joins texts in order, so the relation names each operation."""
     text = relation_graph.statement("bucket_flushes")
     for op in Op:
         assert f"max(case when {column} = '{op}' then {column} end)" in text

@@ -1,4 +1,4 @@
-"""Relations evaluated by DuckDB and by Spark from the same SQL texts: the same rows, on runs of every kind."""
+"""Test that DuckDB and Spark return the same rows for the same SQL texts, on runs of every kind."""
 
 import math
 import shutil
@@ -26,7 +26,7 @@ TABLES = ("collectives", "aggregates", "groups", "buckets", "steps")
 BYS = ((), ("op",), ("step", "purpose"), BY)
 VERSION_1 = Path(__file__).parents[3] / "golden" / "schema_1"
 RELATIVE = 1e-12
-pytestmark = pytest.mark.timeout(1800)  # plans are made on one core, which others may share
+pytestmark = pytest.mark.timeout(1800)  # Plans are made on one core, which other processes may share.
 
 
 @pytest.fixture
@@ -35,7 +35,11 @@ def session():
 
 
 def random_tables(seed: int, count: int = 300) -> dict[str, pa.Table]:
-    """Random records, among them exchanges with unequal splits that all four ranks recorded, some unreadable; and sums."""
+    """Return the tables of random records.
+
+    The records include exchanges with unequal splits that all four ranks recorded, some of them unreadable.
+    The tables also contain sums.
+    """
     rows = random_records(seed, count).to_pylist()
     for number in range(12):
         for rank in range(4):
@@ -60,7 +64,7 @@ def random_tables(seed: int, count: int = 300) -> dict[str, pa.Table]:
 
 
 def bucket_tables(seed: int, rows: list[dict]) -> dict[str, pa.Table]:
-    """Each rank's buckets of the random records, with the first key alone, of which each rank holds something."""
+    """Return the table of buckets, with one row for each bucket that the random records refer to."""
     keys = ("rank", "attempt", "pid", "step", "micro_step", "bucket")
     carried = {tuple(row[name] for name in keys): row for row in rows if row["bucket"] is not None}
     buckets = [
@@ -87,7 +91,7 @@ def summed_tables(seed: int) -> dict[str, pa.Table]:
         run.add(
             "groups", rank=rank, attempt=0, pid=1, pg=pg, backend=backend, group_ranks="0-1", group_size=2, host=pg
         )  # fmt: skip
-    for rank in (3, 2):  # on one host; of other texts the hosts are not known
+    for rank in (3, 2):  # These ranks are on one host. For the other group texts, the hosts are not known.
         run.add("groups", rank=rank, attempt=0, pid=1, pg="c", group_ranks="3,2", group_size=2, host="c")
     return run.tables("aggregates", "groups")
 
@@ -149,7 +153,7 @@ def test_random_buckets_give_the_same_rows(session):
 
 @pytest.mark.long
 def test_a_run_of_schema_1_is_read_where_its_files_lie_with_null_in_newer_columns(session, tmp_path):
-    """Also with a path that Spark would take as a pattern, were it not escaped."""
+    """The path also contains characters that Spark would interpret as a pattern if they were not escaped."""
     path = shutil.copytree(VERSION_1 / "finalised", tmp_path / "run [1] {x} *?")
     run = open_run(path)
     tables = {name: run.scan(name, 0) for name in TABLES}
@@ -191,7 +195,7 @@ def test_numbers_that_cannot_be_summed_are_one_line(session):
 
 
 def test_a_table_that_begins_with_an_empty_chunk_has_its_rows(session):
-    """As the table of a run has that was put together from the files of its ranks."""
+    """The table of a run looks like this after the files of its ranks were concatenated."""
     tables = detailed_run(steps=2).tables(*TABLES)
     records = tables["collectives"]
     tables["collectives"] = pa.concat_tables(
@@ -216,7 +220,7 @@ def test_runs_of_training_and_without_records_give_the_same_rows(session):
 @pytest.mark.long
 @pytest.mark.ranks
 def test_recorded_runs_of_every_kind_give_the_same_rows(session, tmp_path):
-    """Of DDP, FSDP, one rank, sums, killed, imported, hostile, without steps."""
+    """The runs are of DDP, FSDP, one rank, sums, killed, imported, hostile, and without steps."""
     make_kinds(tmp_path)
     for kind in KINDS:
         if kind not in ("going", "broken"):

@@ -1,4 +1,4 @@
-"""What a run used over its steps: memory, processors, communication."""
+"""Test the resources that a run used over its steps: memory, processors and communication."""
 
 from __future__ import annotations
 
@@ -77,7 +77,10 @@ def test_the_report_leaves_the_first_step_out_of_medians():
 
 
 def test_the_report_counts_the_steps_after_the_first_that_ended():
-    """As its tables of traffic: the step in which a run failed is not one, and each attempt has a first one."""
+    """The count equals the count in the report's tables of traffic.
+
+    A step in which a run failed does not count, and each attempt has its own first step.
+    """
     sizes = [{"rss_bytes": size * MIB} for size in (10, 30, 20, 90)]
     sizes[-1] |= {"duration_ns": None, "end_ns": None}
     (table,) = resource_parts(plain(resource_use(times(*sizes), samples())))

@@ -1,4 +1,4 @@
-"""settings(): what differs between runs, and how it is called."""
+"""Test ``settings()``, which finds the settings that differ between runs, and the labels of the settings."""
 
 import json
 import random
@@ -232,7 +232,10 @@ def test_flatten_keeps_lists_and_empty_mappings_as_values():
 
 
 def test_runs_of_unlike_scripts_are_labelled_by_the_keys_that_tell_them_apart():
-    """Twelve keys differ, one of them three times: the label names that one, the values have all."""
+    """Twelve keys differ, and one of them has three values.
+
+    The label contains only that key, and the values contain all keys.
+    """
     first = {f"option_{number}": 1 for number in range(12)}
     runs = [
         SyntheticRun(config={**first, "lr": 0.1}),
@@ -270,7 +273,10 @@ def test_labels_are_equal_exactly_for_equal_settings(seed):
 
 
 def wrapped(kind: str, **arguments) -> SyntheticRun:
-    """A run without config or arguments whose model is wrapped; the row is written again when a hook is registered."""
+    """Return a run without a configuration and arguments whose model is wrapped.
+
+    A second row is written when a hook is registered.
+    """
     run = SyntheticRun(2)
     run.add_step(0)
     for rank in range(2):

@@ -1,4 +1,4 @@
-"""Records that are put in order of time as their files are read, against those that the engine sorts."""
+"""Compare records that are sorted by time while their files are read with records that the engine sorts."""
 
 from __future__ import annotations
 
@@ -38,7 +38,10 @@ def test_streams_in_order_become_one_in_order(begins, size):
 
 
 def a_run(path, in_order=True):
-    """Three ranks on two clocks in two attempts, each of which issues one call after the other, some at the same time."""
+    """Write a run of three ranks on two clocks in two attempts.
+
+    Each rank issues one call after the other. Some calls have equal times.
+    """
     draw = random.Random(11)
     run = SyntheticRun(3)
     for attempt in range(2):
@@ -100,7 +103,7 @@ def test_combinations_keep_their_numbers_and_tell_null_apart():
 
 @pytest.mark.parametrize("in_file", [False, True])
 def test_the_last_bucket_of_ddp_has_the_wait_in_cpp(tmp_path, monkeypatch, in_file):
-    """On the timeline DDP's buckets ended when they were issued, and nothing was exposed."""
+    """Without this wait, DDP's buckets ended on the timeline when they were issued, and nothing was exposed."""
     path = saved(of_ddp(late_ns=20 * MS, count=6), tmp_path / "run", count=6)
     if in_file:
         monkeypatch.setattr(index, "_FEWEST_IN_FILE", 0)

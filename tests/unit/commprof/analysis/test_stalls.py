@@ -1,4 +1,7 @@
-"""Intervals in which C++ waited: what they say of the exposed time, held to runs in which the truth is known."""
+"""Test how intervals in which C++ waited bound the exposed time.
+
+The results are compared with runs whose exposed time is known.
+"""
 
 import itertools
 
@@ -32,7 +35,7 @@ def stall(run, since, begin, end, low, high, rank=0, step=0) -> None:
 
 
 def reduced(run, issue, rank=0, **columns) -> None:
-    """A bucket that DDP's reducer issues, for which no wait is seen."""
+    """Add a bucket that DDP's reducer issues, without a recorded wait."""
     said = {"layer": "c10d", "purpose": "gradient_reduce"} | columns
     run.add_collective("all_reduce", ranks=(rank,), issue_ns=issue, host_ns=1, is_async=True, **said)
 
@@ -60,15 +63,18 @@ def test_a_stall_bounds_what_nobody_saw():
     stall(run, 1_100, 1_500, 1_900, 300, 380)
     assert shown(run, "step") == [(0, None, 330, 410, 2, 2)]
     assert shown(run, "purpose") == [("gradient_reduce", None, 300, 380, 2, 2), ("metric", 30, 30, 30, 0, 0)]
-    # Of which of two buckets the program waited is not known.
+    # It is not known for which of two buckets the program waited.
     assert shown(run, "bucket", columns=COLUMNS[1:3])[:2] == [(1_100, 0, 380), (1_200, 0, 380)]
-    # Under way from 1,100 until 1,900 at most, of which 300 at least are exposed.
+    # The bucket is in progress from 1,100 until 1,900 at most. At least 300 of this time are exposed.
     assert shown(run, "step", columns=("overlapped_ns", "overlapped_at_most_ns")) == [(0, None, 530 - 30)]
     assert api.step_times(run.open())["exposed_high_ns"].tolist() == [410]
 
 
 def test_a_wait_on_a_device_bounds_the_records_of_that_device():
-    """The host issues two steps ahead of the device: which wait is for which bucket is told by the host's times."""
+    """The host issues two steps ahead of the device.
+
+    The host times therefore decide which wait belongs to which bucket.
+    """
     run = SyntheticRun(world_size=1)
     run.add_step(0, begin_ns=1_000, end_ns=2_000)
     run.add_step(1, begin_ns=2_000, end_ns=3_000)
@@ -77,7 +83,8 @@ def test_a_wait_on_a_device_bounds_the_records_of_that_device():
         stall(run, issue, issue + 20, issue + 30, 0, 200, step=step)
         device_begin = 1_700 + 1_000 * step
         run.rows["stalls"][-1] |= {"device_begin_ns": device_begin, "device_end_ns": device_begin + 200}
-    reduced(run, 1_011, step=0, device="cpu")  # of the host, for which no wait of the host is known
+    # The collective is on the host, and no wait of the host is known for it.
+    reduced(run, 1_011, step=0, device="cpu")
     assert shown(run, "step") == [(0, None, 0, None, 2, 1), (1, None, 0, 200, 1, 1)]
     assert shown(run, "step", columns=("overlapped_at_most_ns",))[1] == (1, 2_900 - 2_610)
 
@@ -87,7 +94,8 @@ def test_what_no_stall_covers_has_no_upper_bound():
     run.add_step(0, begin_ns=1_000, end_ns=2_000)
     reduced(run, 1_100)
     reduced(run, 1_950)
-    reduced(run, 1_100, layer="process_group", purpose="metric")  # the program's own: it may wait anywhere
+    # The program itself issues this collective and may wait anywhere.
+    reduced(run, 1_100, layer="process_group", purpose="metric")
     stall(run, 1_100, 1_500, 1_900, 300, 380)
     assert shown(run, "step") == [(0, None, 300, None, 3, 1)]
     assert shown(run, "step", columns=("overlapped_at_most_ns",)) == [(0, None)]
@@ -128,13 +136,14 @@ STEP_NS = 40
 PURPOSES = ("gradient_reduce", "unused_parameters")
 
 window = st.tuples(
-    st.integers(0, 10),  # from the end of the one before until it issues
-    st.integers(0, 10),  # until it waits
-    st.integers(1, 25),  # until it is complete
-    st.tuples(st.floats(0, 1), st.floats(0, 1)).map(sorted),  # where it was blocked, as parts of the interval
-    st.tuples(st.integers(0, 3), st.integers(0, 3)),  # how far the bounds are from the truth
+    st.integers(0, 10),  # The time from the end of the previous collective until this one is issued.
+    st.integers(0, 10),  # The time until the wait.
+    st.integers(1, 25),  # The time until the collective is complete.
+    # The blocked part, as fractions of the interval.
+    st.tuples(st.floats(0, 1), st.floats(0, 1)).map(sorted),
+    st.tuples(st.integers(0, 3), st.integers(0, 3)),  # The distance of the bounds from the true times.
     st.sampled_from([PURPOSES[:1], PURPOSES[1:], PURPOSES]),
-    st.floats(0, 1),  # from here on it was blocked by the last of its purposes
+    st.floats(0, 1),  # From this point on, the program was blocked by the last of its purposes.
 )
 wait = st.tuples(st.integers(0, 150), st.integers(1, 20))
 
@@ -173,7 +182,7 @@ def held_to(run, by, moments) -> None:
             == (None if pd.isna(step) else step)
         ]  # fmt: skip
         if row["exposed_low_ns"] is None:
-            assert not inside  # nothing of theirs lies here
+            assert not inside  # The purposes of this row have no exposed time here.
         else:
             assert row["exposed_low_ns"] <= len(inside) <= row["exposed_high_ns"], row
 

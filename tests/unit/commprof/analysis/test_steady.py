@@ -1,4 +1,7 @@
-"""What counts in the figures per step, and what was sent once. The numbers here are worked out by hand."""
+"""Test which traffic counts in the values per step, and which traffic is one-off.
+
+The expected numbers are computed by hand.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ WHOLE = [(0, step) for step in range(9)]
 
 
 def rows_of(purpose: str, sent: dict[int, int]) -> list[dict]:
-    """``sent``: how many collectives of 10 bytes each step has."""
+    """Return the rows of a purpose. ``sent`` gives the number of collectives of 10 bytes for each step."""
     return [
         {
             "attempt": 0,
@@ -42,7 +45,7 @@ def test_what_comes_in_each_step_has_the_value_of_each_step():
     assert judged(dict.fromkeys(range(1, 9), 12)) == (
         [(12, 120, 1)],
         [],
-    )  # the first step lacked it: still 12
+    )  # One step has no such traffic, and the value is still 12.
 
 
 def test_what_single_steps_sent_beyond_it_is_listed_apart():
@@ -88,7 +91,10 @@ def test_the_totals_that_settings_are_compared_by_have_no_one_offs():
 
 
 def test_totals_of_steps_are_not_rounded():
-    """3 and 4 collectives in the two warm steps are 3.5 per step, as 10.5 in three steps and not as 10."""
+    """3 and 4 collectives in the two warm steps are 3.5 per step.
+
+    The total over three steps is therefore 10.5 and not 10.
+    """
     run = SyntheticRun(world_size=2)
     for step, count in enumerate((3, 3, 4)):
         run.add_step(step)
@@ -114,4 +120,5 @@ def test_the_time_grows_with_the_steps_and_not_with_their_square():
         return taken
 
     few = min(seconds(500) for _ in range(5))
-    assert seconds(8000) < 80 * few  # 16 times the steps; their square is 256 times
+    # The number of steps is 16 times larger. A quadratic algorithm would take 256 times as long.
+    assert seconds(8000) < 80 * few

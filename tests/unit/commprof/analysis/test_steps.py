@@ -1,4 +1,7 @@
-"""step_times(), the intervals, what moved, and human units. The numbers here are worked out by hand."""
+"""Test ``step_times()``, the intervals, the moved bytes, and human-readable units.
+
+The expected numbers are computed by hand.
+"""
 
 import statistics
 from math import comb
@@ -105,7 +108,10 @@ def test_totals_leave_out_the_step_that_a_killed_run_was_in():
     ("count", "rank"), [(1, None), (5, None), (6, 1), (8, 1), (9, 2), (20, 6), (100, 40)]
 )
 def test_ranks_of_the_order_statistics(count, rank):
-    """For 20 and 100 values: tables of the sign test. The others by the binomial, here summed the long way."""
+    """For 20 and 100 values, the ranks are from tables of the sign test.
+
+    The other ranks come from the binomial distribution, summed term by term here.
+    """
     assert order_statistic_rank(count) == rank
     if rank:
         missed = sum(comb(count, below) for below in range(rank)) * 2 / 2**count
@@ -129,7 +135,8 @@ def test_the_interval_of_repeats_is_students_over_their_medians():
     assert center == 12
     # s = 2, t(2) = 4.3027: 12 +- 4.3027 x 2 / sqrt(3) = 12 +- 4.97
     assert (low, high) == (7, 17)
-    assert over_repeats([[100], [300]]).low == 0  # 200 +- 12.7 x 100: a time is not negative
+    # The formula gives 200 +- 12.7 x 100, but a time is not negative.
+    assert over_repeats([[100], [300]]).low == 0
     assert over_repeats([[5, 7], []]) == Interval(6, None, None, None)
 
 

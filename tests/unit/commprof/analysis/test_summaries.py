@@ -1,4 +1,7 @@
-"""The summaries beside a run: answers are the same with and without them, and they count only while the run is the same."""
+"""Test the summaries that are stored with a run.
+
+Answers are the same with and without summaries. Summaries count only if the run has not changed.
+"""
 
 import os
 import shutil
@@ -35,7 +38,7 @@ def run(tmp_path):
 def test_answers_are_the_same_with_summaries(run, question, monkeypatch):
     plain = question(run)
     assert run_totals.summarise(run)
-    # Nothing is evaluated from the records.
+    # With this patch, an evaluation of the records fails.
     monkeypatch.setattr("commprof.analysis.traffic.operation_totals.evaluate", None)
     found = question(run)
     pd.testing.assert_frame_equal(found, plain)
@@ -82,7 +85,7 @@ def test_a_large_run_of_a_short_job_gets_none(run, monkeypatch):
     monkeypatch.setattr(summaries, "_RECORD_NS", 10**9)
     assert not run_totals.summarise(run)
     assert not (run / SUMMARIES_DIRECTORY).exists()
-    monkeypatch.setattr(summaries, "_RECORD_NS", 1)  # so that the job was long enough
+    monkeypatch.setattr(summaries, "_RECORD_NS", 1)  # With this value the job was long enough for summaries.
     assert run_totals.summarise(run)
 
 

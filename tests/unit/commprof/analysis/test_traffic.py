@@ -1,4 +1,7 @@
-"""traffic(): every collective once, in two byte measures. The numbers here are worked out by hand."""
+"""Test ``traffic()``, which counts every collective once, in payload bytes and wire bytes.
+
+The expected numbers are computed by hand.
+"""
 
 import random
 
@@ -18,7 +21,7 @@ def ask(run: SyntheticRun, *by: str) -> pd.DataFrame:
 def only(run: SyntheticRun) -> dict:
     frame = ask(run)
     assert len(frame) == 1
-    return {name: frame[name].iloc[0] for name in frame.columns}  # a row would turn integers to floats
+    return {name: frame[name].iloc[0] for name in frame.columns}  # A row would convert integers to floats.
 
 
 def test_a_collective_of_four_ranks_counts_once():
@@ -56,7 +59,7 @@ def test_what_is_known_of_some_ranks_only_says_of_how_many():
         ("all_gather", 800.0),
         ("reduce_scatter", 800.0),
         ("all_to_all", 800.0),
-        ("gather", 2400 / 9),  # two ranks send a piece of 400 each: 800 in all, over three ranks
+        ("gather", 2400 / 9),  # Two ranks send 400 each. The mean of the 800 is over three ranks.
         ("scatter", 2400 / 9),
         ("barrier", 0.0),
     ],
@@ -104,7 +107,7 @@ def test_attempts_are_counted_apart():
 
 def test_a_group_name_used_again_in_one_process_is_another_group():
     run = SyntheticRun(world_size=2)
-    for _ in range(2):  # destroyed and made anew: the numbers begin again at 0
+    for _ in range(2):  # The group is destroyed and created again, so its numbers begin at 0 again.
         for number in range(3):
             run.add_collective("all_reduce", payload_bytes=10, pg_seq=number)
     assert only(run)["collectives"] == 6
@@ -123,10 +126,11 @@ def test_a_message_counts_at_its_send_and_the_recv_adds_only_its_record_and_time
 
 def test_a_recv_whose_send_was_not_recorded_counts_without_wire_bytes():
     run = SyntheticRun(world_size=3, recorded_ranks=(1, 2))
-    run.add_collective("recv", payload_bytes=100, ranks=(1,), peer=0)  # rank 0 was lost
+    run.add_collective("recv", payload_bytes=100, ranks=(1,), peer=0)  # The record of rank 0 was dropped.
     run.add_collective("send", payload_bytes=30, ranks=(2,), peer=1)
     run.add_collective("recv", payload_bytes=30, ranks=(1,), peer=2)
-    run.add_collective("recv", payload_bytes=40, ranks=(1,), peer=2)  # a second send was lost
+    # The record of a second send was dropped.
+    run.add_collective("recv", payload_bytes=40, ranks=(1,), peer=2)
     totals = only(run)
     assert (totals["collectives"], totals["records"]) == (3, 4)
     assert totals["payload_bytes"] == 100 + 30 + 40
@@ -139,7 +143,8 @@ def test_a_recv_from_any_source_is_set_against_the_sends_that_no_other_recv_take
     run.add_collective("send", payload_bytes=20, ranks=(1,), peer=2)
     run.add_collective("recv", payload_bytes=10, ranks=(2,), peer=0)
     run.add_collective("recv", payload_bytes=20, ranks=(2,), peer=-1)
-    run.add_collective("recv", payload_bytes=40, ranks=(2,), peer=-1)  # nobody recorded sending this
+    # No rank recorded the send of this message.
+    run.add_collective("recv", payload_bytes=40, ranks=(2,), peer=-1)
     totals = only(run)
     assert (totals["collectives"], totals["payload_bytes"], totals["wire_bytes"]) == (3, 70, 30.0)
 
@@ -234,7 +239,7 @@ def test_an_unknown_grouping_names_the_nearest():
 @pytest.mark.sampled
 @pytest.mark.parametrize("seed", range(5))
 def test_against_an_independent_count(seed):
-    """A plain Python count over a random trace with subgroups, p2p and missing ranks."""
+    """Compare with a plain Python count over a random trace with subgroups, messages and missing ranks."""
     rng = random.Random(seed)
     world = rng.choice([2, 3, 4, 6])
     run = SyntheticRun(world_size=world)
@@ -263,7 +268,7 @@ def test_against_an_independent_count(seed):
 
 
 def two_hosts(run: SyntheticRun, unknown: tuple[int, ...] = ()) -> SyntheticRun:
-    """The groups of ``run`` on two hosts: ranks 0 and 1, and the others."""
+    """Place the ranks of ``run`` on two hosts: ranks 0 and 1 on the first, the others on the second."""
     run.rows["groups"] = run.table("groups").to_pylist()
     for row in run.rows["groups"]:
         row["host"] = None if row["rank"] in unknown else "ab"[row["rank"] > 1]
@@ -298,14 +303,15 @@ def test_bytes_within_a_host_are_told_from_those_between_hosts(unknown):
 @pytest.mark.parametrize("unknown", [(), (3,)])
 def test_bytes_between_hosts_are_a_part_of_the_wire_bytes_of_every_sum(unknown):
     run = SyntheticRun(world_size=4)
-    run.add_collective("all_reduce", payload_bytes=1000)  # 2 x 3/4 x 1000 on the wire, on both hosts
+    run.add_collective("all_reduce", payload_bytes=1000)  # The wire bytes are 2 x 3/4 x 1000, on both hosts.
     run.add_collective("all_reduce", payload_bytes=10, group=(0, 1), pg="1")
     run.add_collective("all_gather", payload_bytes=20, group=(2, 3), pg="2")
     run.add_collective("send", payload_bytes=7, ranks=(0,), peer=1)
     run.add_collective("send", payload_bytes=5, ranks=(1,), peer=2)
     frame = ask(two_hosts(run, unknown), "op").set_index("op")["between_hosts_bytes"]
     found = {op: None if pd.isna(size) else size for op, size in frame.items()}
-    # Where the host of rank 3 is not known, nobody knows of the all_gather; the others have ranks on both or on one.
+    # If the host of rank 3 is not known, the span of the all_gather is not known. The spans of the others are
+    # known.
     assert found == {"all_reduce": 1500, "send": 5, "all_gather": None if unknown else 0}
     total = only(two_hosts(run, unknown))["between_hosts_bytes"]
     assert pd.isna(total) if unknown else total == 1505

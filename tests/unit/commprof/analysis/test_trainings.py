@@ -1,4 +1,4 @@
-"""Several trainings of one run, one after the other, and what DDP and FSDP request."""
+"""Test a run with several consecutive trainings, and the communication that DDP and FSDP request."""
 
 import json
 from pathlib import Path
@@ -15,7 +15,11 @@ RECORDED = Path(__file__).parents[3] / "golden" / "h200"
 
 
 def two_trainings() -> SyntheticRun:
-    """Three steps of 10 ms that reduce 4,096 bytes by all_reduce, then four of 30 ms by a reduce_scatter of 1,024."""
+    """Return a run with two consecutive trainings.
+
+    Three steps of 10 ms reduce 4,096 bytes by all_reduce. Then four steps of 30 ms issue a reduce_scatter of
+    1,024.
+    """
     run = SyntheticRun(2)
     for step in range(7):
         second = step >= 3
@@ -30,7 +34,7 @@ def two_trainings() -> SyntheticRun:
 
 
 def add_ddp(run: SyntheticRun, number: int, step: int, passes: str = "FB") -> None:
-    """A model that DDP wraps in step ``step``."""
+    """Add a model that DDP wraps in step ``step``."""
     for rank in range(2):
         who = {"rank": rank, "attempt": 0, "pid": run.pid(rank), "number": number, "step": step}
         texts = {"arguments": "{}", "parameters": '[["w", [1024], "float32", true]]', "buffers": "[]"}
@@ -70,7 +74,10 @@ def test_a_second_wrapped_model_begins_a_training(tmp_path):
 
 @pytest.mark.parametrize(("first", "passes"), [(-1, "e"), (2, "FB")], ids=["evaluated", "wrapped late"])
 def test_a_model_that_is_evaluated_or_alone_begins_none(tmp_path, first, passes):
-    """One that DDP wraps to evaluate it; and the only one, which the program wraps after it has named a step."""
+    """The first case is a model that DDP wraps for an evaluation.
+
+    The second case is the only model, which the program wraps after it has named a step.
+    """
     run = two_trainings()
     if first < 0:
         add_ddp(run, 0, first)

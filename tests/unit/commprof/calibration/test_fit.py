@@ -1,4 +1,7 @@
-"""Latency and bandwidth found again in times that were made up from them; bandwidths by the definitions of nccl-tests."""
+"""Test the fit of latency and bandwidth.
+
+The fit recovers the values from synthetic times, and bandwidths follow the definitions of nccl-tests.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +43,7 @@ def test_intervals_hold_the_truth_about_19_times_in_20(noise, outliers):
         times = made_up(alpha, rate, noise, seed)
         rng = random.Random(-1 - seed)
         for place in rng.sample(range(len(times)), outliers):
-            times[place] *= 4  # somebody else used the machine meanwhile
+            times[place] *= 4  # In this case another program used the machine during the measurement.
         found = fit(SIZES, times)
         beta = found.beta_interval()
         held[0] += found.alpha_interval().low <= alpha <= found.alpha_interval().high

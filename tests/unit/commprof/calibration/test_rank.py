@@ -1,4 +1,4 @@
-"""The place of a calibrating process among the ranks, from the variables of launchers."""
+"""Test how a calibrating process derives its rank from the variables of launchers."""
 
 import pytest
 
@@ -22,7 +22,7 @@ def slurm(node: str, listed: str) -> dict[str, str]:
         (slurm("1", "8(x2)"), (1, 8)),
         (slurm("2", "4(x2),6,2"), (1, 6)),
         (TORCHRUN | slurm("0", "1(x2)"), (1, 8)),
-        # What cannot be true of this job is not used.
+        # Values that are impossible for this job are ignored.
         (slurm("0", "8"), (1, 16)),
         (slurm("2", "8(x2)"), (1, 16)),
         (slurm("0", "8(2x)"), (1, 16)),

@@ -1,4 +1,4 @@
-"""``commprof align`` as a user meets it: its own logs, its counts, what it keeps and what it does not."""
+"""Test ``commprof align`` as a user runs it: the logs of the run, the counts, and which alignments are stored."""
 
 from __future__ import annotations
 

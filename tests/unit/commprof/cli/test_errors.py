@@ -1,4 +1,7 @@
-"""Bad input at the command line: one message, the right exit code, no traceback, nothing overwritten."""
+"""Test bad input at the command line.
+
+There is one message, the correct exit code and no traceback, and nothing is overwritten.
+"""
 
 import json
 import socket
@@ -16,7 +19,7 @@ def empty_directory(tmp_path, monkeypatch):
 
 
 def failing(capsys, line: str, code: int) -> str:
-    """The one message of a command line that fails with ``code``."""
+    """Return the only message of a command line that fails with ``code``."""
     assert execute(line.split()) == code
     printed = capsys.readouterr()
     assert printed.out == ""

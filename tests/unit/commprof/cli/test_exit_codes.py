@@ -1,4 +1,4 @@
-"""The exit code of each verdict: the one table of them, and NCCL logs that are spoiled or of another run."""
+"""Test the exit code of each verdict, and the verdict on NCCL logs that are damaged or from a different run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ OPERATIONS = [("Broadcast", 250), ("AllReduce", 250), ("AllReduce", 1)]
 
 
 def run_with_log(directory: Path, *, operations=OPERATIONS, pid=1000, host="host-a") -> Path:
-    """A run on NCCL that sends what its config asks for, and the log that is said to be its own."""
+    """Write a run on NCCL that sends what its configuration requests, with a log in its own directory.
+
+    The log has the given operations, process ids and host.
+    """
     made = SyntheticRun(world_size=2, backend="nccl", config={"zero_optimization": {"stage": 0}})
     made.add_parameters({"w": 250})
     made.add_collective("broadcast", payload_bytes=1000, step=-1, purpose="parameter_broadcast", peer=0)
@@ -67,7 +70,7 @@ LOGS = {
 def test_a_log_decides_the_exit_code_and_what_is_printed(tmp_path, capsys, case):
     keys, code, state = LOGS[case]
     run = run_with_log(tmp_path, **keys)
-    for before in ([], ["align"]):  # from the logs, and from the stored alignment
+    for before in ([], ["align"]):  # The choices are read from the logs, and from the stored alignment.
         if before and execute([*before, str(run), "--force"]):
             pytest.fail("the log could not be aligned")
         capsys.readouterr()
@@ -107,10 +110,11 @@ def group_run(directory: Path, *, purpose=None, pg="7", desc="undefined", state=
 @pytest.mark.parametrize(
     ("keys", "code"),
     [
-        ({}, 3),  # in a group that only the script uses, the config says nothing of it
+        # The group is used only by the script, so the configuration contains no information about it.
+        ({}, 3),
         ({"purpose": "metric"}, 0),
-        ({"pg": "0"}, 1),  # the runtime's own group: nobody asked for it
-        ({"lost": 1, "pg": "0"}, 3),  # records are missing, so that nothing contradicts for certain
+        ({"pg": "0"}, 1),  # The group is the runtime's own, and no rule requests this collective.
+        ({"lost": 1, "pg": "0"}, 3),  # Records are missing, so no contradiction is certain.
     ],
 )
 def test_a_collective_without_a_purpose(tmp_path, capsys, keys, code):

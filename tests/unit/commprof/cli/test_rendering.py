@@ -1,4 +1,4 @@
-"""Tables for terminals and pipes: nothing cut, nothing broken, nothing padded."""
+"""Test tables for terminals and pipes: no cell is truncated, broken or padded."""
 
 import json
 import math

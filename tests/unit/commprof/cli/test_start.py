@@ -1,4 +1,7 @@
-"""What the commands load: no more than their own answers need, so that they are there at once."""
+"""Test which modules the commands load.
+
+A command loads only the modules that its answer needs, so that it starts fast.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,7 @@ def run(tmp_path_factory):
 
 
 def loaded(statement: str) -> set[str]:
-    """The modules that a new interpreter has loaded after ``statement``."""
+    """Return the modules that a new interpreter has loaded after ``statement``."""
     program = f"import json, sys\n{statement}\nprint(); print(json.dumps(sorted(sys.modules)))"
     done = subprocess.run(
         [sys.executable, "-c", program],
@@ -35,7 +38,8 @@ def loaded(statement: str) -> set[str]:
         capture_output=True,
         text=True,
         check=True,
-        env={**os.environ, "XDG_CACHE_HOME": "", "HOME": ""},  # nothing was asked before
+        # Without these directories, no earlier answer is cached.
+        env={**os.environ, "XDG_CACHE_HOME": "", "HOME": ""},
     )
     return set(json.loads(done.stdout.splitlines()[-1]))
 
@@ -134,7 +138,7 @@ def test_without_the_packages_for_tables_a_command_says_in_one_line_what_to_inst
         text=True,
         env={**os.environ, "XDG_CACHE_HOME": "", "HOME": ""},
     )
-    if words[0] == "verify":  # needs neither
+    if words[0] == "verify":  # ``verify`` needs no package for tables.
         assert "ledger" in done.stdout
         assert not done.stderr
     else:

@@ -1,4 +1,4 @@
-"""Exports opened by the programs that they are for: polars, pandas, DuckDB, and Chakra's own reader."""
+"""Open exports with the programs that they are for: polars, pandas, DuckDB, and Chakra's own reader."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_a_later_connection_reads_the_database(run, expected, tmp_path):
     assert frame["run"].tolist() == ["run"] and frame["steps"].tolist() == [3]
 
 
-# The rules of the Trace Event Format, as statements that select what breaks them.
+# The rules of the Trace Event Format, as statements that select events that break a rule.
 TRACE_RULES = {
     "a slice has a name, a begin and a length": "FROM events WHERE ph = 'X' AND (name IS NULL OR ts IS NULL OR dur < 0)",
     "slices of a thread lie apart or within each other": """FROM slices a JOIN slices b USING (pid, tid)
@@ -85,7 +85,10 @@ TRACE_RULES = {
 def test_duckdb_reads_the_trace_for_perfetto_and_no_event_breaks_a_rule_of_its_format(
     run, expected, tmp_path
 ):
-    """Trace_processor is in no package registry: its Python package fetches the program from elsewhere."""
+    """trace_processor is in no package registry.
+
+    Its Python package downloads the program from another server.
+    """
     export_perfetto(run, tmp_path / "out")
     with duckdb.connect() as engine:
         engine.execute(f"""CREATE VIEW events AS SELECT unnest(traceEvents, max_depth := 2)
@@ -99,7 +102,7 @@ def test_duckdb_reads_the_trace_for_perfetto_and_no_event_breaks_a_rule_of_its_f
             WHERE cat != 'step' GROUP BY name""").fetchall()
         assert dict(sums) == expected
         arrows = engine.sql("SELECT count(DISTINCT id) FROM events WHERE ph = 's'").fetchall()[0][0]
-    assert arrows == 6  # two collectives in each of three steps
+    assert arrows == 6  # There are two collectives in each of three steps.
 
 
 @pytest.mark.skipif(

@@ -1,4 +1,7 @@
-"""export_csv(): what is in the files, and what is never overwritten. Read back with Python's csv module."""
+"""Test the files of ``export_csv()``, and that an export never overwrites files.
+
+The files are read with Python's csv module.
+"""
 
 import csv
 import errno
@@ -52,7 +55,10 @@ def run(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def exported(run) -> Path:
-    """All tables of the run, those without rows too, for tests that only read them."""
+    """Export all tables of the run, including tables without rows.
+
+    Only tests that do not change the files use this fixture.
+    """
     export_csv(run, run.parent / "out", empty=True)
     return run.parent / "out"
 
@@ -148,7 +154,10 @@ def test_every_value_comes_back_as_it_was(run, exported):
 
 
 def test_sums_over_the_exported_file_equal_the_answers(run, tmp_path):
-    """Counted the plain way over the CSV: distinct collectives, sends, and the wire formula of the schema."""
+    """The sums are computed from the CSV with plain loops.
+
+    They count distinct collectives and sends, with the wire formula of the schema.
+    """
     export_csv(run, tmp_path / "out", tables=["collectives"])
     once = {}
     for row in rows_of(tmp_path / "out" / "collectives.csv"):

@@ -1,4 +1,7 @@
-"""commprof paper: from CSV files alone; the text of the figures and the numbers of the tables are read back."""
+"""Test ``commprof paper``, which works from CSV files alone.
+
+The texts of the figures and the numbers of the tables are read back.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,7 @@ def command(*words):
 
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory) -> Path:
-    """The export of three runs; the runs themselves are gone."""
+    """Return the directory of the export of three runs. The runs themselves are deleted."""
     base = tmp_path_factory.mktemp("paper")
     runs = []
     for name, op, intended in (
@@ -108,7 +111,7 @@ def test_figures_are_vectors_with_text_and_embedded_fonts(made, width, inches):
 
 
 def rows_of(text: str) -> list[list[str]]:
-    """The rows of all blocks of a table, without their heads."""
+    """Return the rows of all blocks of a table, without the headings."""
     blocks = re.findall(r"\\midrule\n(.*?)    \\bottomrule", text, re.DOTALL)
     return [line.strip().removesuffix(r" \\").split(" & ") for block in blocks for line in block.splitlines()]
 
@@ -119,8 +122,9 @@ def test_the_tables_hold_the_numbers_of_the_comparison(made):
     assert len({text.count(rule) for rule in (r"\toprule", r"\midrule", r"\bottomrule")}) == 1
     assert [row[0] for row in rows] == ["A", "B", "C"] * text.count(r"\midrule")
     joined = {name: " | ".join(" | ".join(row[1:]) for row in rows if row[0] == name) for name in "ABC"}
-    # 4 MiB reduced and 4 MiB gathered on 4 ranks: payload 8; all_reduce sends 6 of wire, and 3 for the gather;
-    # a reduce is modelled with 3 as issued, and gloo runs it with 15/16 of the payload.
+    # On 4 ranks, 4 MiB are reduced and 4 MiB gathered, so the payload is 8. The all_reduce sends 6 MiB on the
+    # wire, and the gather 3. The reduce is modelled with 3 as issued, and gloo executes it with 15/16 of the
+    # payload.
     assert "8 MiB | 9 MiB | 9 MiB" in joined["A"] and "| 5.00 (5.00--5.01) |" in joined["A"]
     assert "8 MiB | 6 MiB | 6.75 MiB" in joined["B"] and joined["B"].endswith("2.2000")
     assert r"\texttt{all\_to\_all} \\ for \texttt{reduce\_scatter}" in joined["C"]
@@ -196,11 +200,11 @@ def test_the_tables_compile_and_fit_a_column(made, tmp_path, columns):
 
 
 def boxes_of(figure) -> list:
-    """Text and box in pixels of all text of ``figure`` that is drawn."""
+    """Return the text and the box in pixels of all drawn text of ``figure``."""
     canvas = FigureCanvasAgg(figure)
     canvas.draw()
     renderer = canvas.get_renderer()
-    outside = {  # matplotlib keeps ticks outside of the view, and does not draw them
+    outside = {  # matplotlib keeps ticks outside of the view, but does not draw them.
         tick.label1
         for axes in figure.axes
         for axis in (axes.xaxis, axes.yaxis)

@@ -1,4 +1,4 @@
-"""Exports of records that are read some at a time are those of records that are read at once."""
+"""Test that exports of records that are read in parts equal exports of records that are read at once."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from commprof.export.perfetto import export_perfetto
 from commprof.trace import reader, tables
 from support.detailed_runs import detailed_run
 
-ALIKE = {  # files that hold nothing of when or by what they were made
+ALIKE = {  # These files do not contain their creation time or creator.
     export_csv: "*.csv",
     export_perfetto: "trace.json",
     export_chakra: "trace.*.et",

@@ -1,4 +1,7 @@
-"""Config files that are not JSON: the place, and what stands there."""
+"""Test the message for configuration files that are not JSON.
+
+The message names the position and the text there.
+"""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Where the ranks of somebody else's launcher meet."""
+"""Test which run directory the ranks of a foreign launcher share."""
 
 from commprof.launch.foreign import not_before
 from commprof.trace.manifest import Manifest, write_manifest

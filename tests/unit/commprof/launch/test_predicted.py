@@ -1,4 +1,4 @@
-"""Predictions of a sweep: the file that is written before the runs, and predicted beside measured."""
+"""Test the predictions of a sweep: the file that is written before the runs, and the comparison with measured times."""
 
 import json
 from datetime import datetime
@@ -35,7 +35,7 @@ def test_the_file_says_what_was_predicted_and_when(tmp_path):
     assert [each.name for each in (tmp_path / "s").iterdir()] == [PREDICTIONS_NAME]
     stored = json.loads((tmp_path / "s" / PREDICTIONS_NAME).read_text())
     assert stored["written"] == "2026-11-26T16:00:00+01:00" and stored["run_fingerprint"] == "f" * 64
-    # sha256sum of the canonical JSON, computed by another program.
+    # The expected value is the sha256sum of the canonical JSON, computed by a different program.
     assert stored["sha256"] == "de19b6eaea17cff2ee08d55424e24220f4c3a3f3053201244f4871b5dbd5a576"
 
 

@@ -1,4 +1,4 @@
-"""commprof's own options told apart from the program, for everything that people type."""
+"""Test that commprof's own options are separated from the program, for all forms that users type."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""The supervisor, with real processes that do not import torch."""
+"""Test the supervisor with real processes that do not import torch."""
 
 import functools
 import os
@@ -35,7 +35,7 @@ def test_all_well():
 
 
 def ending(path, code: int) -> str:
-    """A program that says its number in ``path`` and exits with ``code``."""
+    """Return a program that writes its process id to ``path`` and exits with ``code``."""
     return f"""
         import os
         with open({f"{path}.new"!r}, "w") as file:
@@ -46,7 +46,7 @@ def ending(path, code: int) -> str:
 
 
 def ending_after(path, code: int) -> str:
-    """A program that exits with ``code`` once the one that wrote ``path`` has ended."""
+    """Return a program that exits with ``code`` once the program that wrote ``path`` has exited."""
     return f"""
         import os, time
         while not os.path.exists({str(path)!r}):
@@ -59,7 +59,7 @@ def ending_after(path, code: int) -> str:
 
 
 def test_the_exit_code_is_that_of_the_rank_that_failed_first(tmp_path):
-    # Rank 1 fails after rank 2 has.
+    # Rank 1 fails after rank 2 fails.
     first = tmp_path / "first"
     result = outcome("import time; time.sleep(30)", ending_after(first, 8), ending(first, 7), grace_seconds=2)
     assert result[:4] == (7, 2, None, (0,))
@@ -69,7 +69,7 @@ def test_failures_are_told_apart_even_when_seen_together(tmp_path):
     first = tmp_path / "first"
     started, _ = group(ending_after(first, 3), ending(first, 4))
     started.start()
-    for pid in started.pids:  # both have ended before anybody looks
+    for pid in started.pids:  # Both processes have exited before the supervisor looks at them.
         os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
     assert started.wait()[:2] == (4, 1)
 
@@ -140,7 +140,10 @@ os.write(1, f"{sys.argv[1]}:{','.join(got)}\\n".encode())
 
 @pytest.fixture(autouse=True)
 def a_terminal_that_closes_ends_programs():
-    """Below nohup SIGHUP is ignored, which programs inherit and the product keeps."""
+    """Restore the default SIGHUP action.
+
+    Below nohup, SIGHUP is ignored, the programs inherit this, and commprof keeps it.
+    """
     before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
     yield
     signal.signal(signal.SIGHUP, before)
@@ -176,7 +179,10 @@ def test_a_signal_reaches_each_rank_once(name, to_group):
 
 
 def test_a_pause_changes_nothing():
-    """Ctrl-Z and fg, a container's pause: for less and for more than anything waits."""
+    """The pauses are Ctrl-Z with fg, or the pause of a container.
+
+    They are shorter and longer than every timeout.
+    """
     started = driver(COUNTING, env={**os.environ, "COUNT_SECONDS": "3"})
     for seconds in (0.1, 1.5):
         started.send_signal(signal.SIGSTOP)
@@ -196,7 +202,7 @@ def test_signals_that_came_while_it_stood_still_reach_each_rank():
     started.send_signal(signal.SIGHUP)
     started.send_signal(signal.SIGCONT)
     out, _ = started.communicate(timeout=20)
-    # In any order: the supervisor may read the first signal before the stop takes effect.
+    # Any order is allowed, because the supervisor may read the first signal before the stop takes effect.
     got = dict(line.split(":") for line in out.split())
     both = ["SIGHUP", "SIGUSR1"]
     assert {rank: sorted(names.split(",")) for rank, names in got.items()} == {"0": both, "1": both}
@@ -232,7 +238,7 @@ def test_a_second_interrupt_kills():
 
 
 def test_a_descriptor_that_was_opened_for_the_program_reaches_it():
-    """A shell's <(command) is one, and what an MPI talks to its ranks through."""
+    """A shell's <(command) is such a descriptor, and so is the connection of an MPI to its ranks."""
     program = """
 import os, sys, time
 os.write(1, b"ready\\n")
@@ -250,7 +256,7 @@ if sys.argv[1] == "0":
 
 
 def test_output_that_is_not_buffered_stays_so():
-    """torchrun starts its ranks, and so a commprof in them, with -u."""
+    """torchrun starts its ranks with -u, and therefore also a commprof that is started as a rank."""
     program = "from commprof.launch.environment import python_command; print('-u' in python_command())"
     buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     for words, expected in ((["-u"], "True\n"), ([], "False\n")):
@@ -267,10 +273,10 @@ def test_output_that_is_not_buffered_stays_so():
 
 @pytest.mark.parametrize("name", ["SIGHUP", "SIGINT"])
 def test_a_signal_that_is_ignored_from_the_start_reaches_nobody(name):
-    """As below nohup, and in a background job of a shell script."""
+    """The signal is ignored below nohup and in a background job of a shell script."""
     ignore = functools.partial(signal.signal, getattr(signal, name), signal.SIG_IGN)
     started = driver(COUNTING, preexec_fn=ignore)
-    for _ in range(2):  # a second interrupt would kill
+    for _ in range(2):  # A second interrupt would kill the process.
         started.send_signal(getattr(signal, name))
     out, err = started.communicate(timeout=20)
     assert (sorted(out.split()), err, started.returncode) == (["0:", "1:"], "", 0)
@@ -295,7 +301,7 @@ time.sleep(60)
 
 
 def test_a_signal_that_comes_twice_does_not_end_what_closes_the_run():
-    """As timeout sends it: to commprof, and to the group of processes that commprof is in."""
+    """timeout sends the signal twice: to commprof, and to the process group of commprof."""
     closing = DRIVER.replace(
         "raise SystemExit(group.wait().exit_code)",
         "code = group.wait().exit_code; os.write(1, b'closing\\n'); time.sleep(0.5); raise SystemExit(code + 1)",
@@ -319,7 +325,7 @@ raise SystemExit(group.wait().exit_code)
 
 
 def command(*words: str) -> subprocess.Popen:
-    """A driver of ``bash -c`` with ``words``."""
+    """Start a driver of ``bash -c`` with ``words``."""
     return subprocess.Popen(
         [sys.executable, "-c", COMMAND_DRIVER, *words],
         stdout=subprocess.PIPE,
@@ -332,18 +338,21 @@ def command(*words: str) -> subprocess.Popen:
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
 def test_the_program_of_a_shell_script_ends_with_the_script(name):
-    """The shell dies of SIGTERM and leaves its program; on SIGINT it waits for its program."""
+    """On SIGTERM, the shell dies and leaves its program running. On SIGINT, the shell waits for its program."""
     program = "import os, time; os.write(1, f'{os.getpid()}\\n'.encode()); time.sleep(60)"
     started = command('"$0" -S -c "$1"; exit $?', sys.executable, program)
     pid = int(started.stdout.readline())
-    os.killpg(started.pid, getattr(signal, name))  # as timeout does
+    os.killpg(started.pid, getattr(signal, name))  # timeout signals the process group in the same way.
     started.communicate(timeout=20)
     assert started.returncode == 128 + getattr(signal, name)
     assert not _alive(pid)
 
 
 def test_a_second_interrupt_reaches_a_command_which_stops_its_own_ranks():
-    """torchrun stops ranks that an interrupt did not stop. They are in sessions of their own and would be left."""
+    """torchrun stops its own ranks if an interrupt did not stop them.
+
+    The ranks are in their own sessions and would otherwise keep running.
+    """
     started = command("trap 'n=x$n; [ $n = xx ] && exit 7' INT; echo ready; while :; do sleep 0.1; done")
     assert started.stdout.readline() == "ready\n"
     for _ in range(2):
@@ -391,7 +400,7 @@ def test_ctrl_c_in_a_terminal_reaches_each_rank_once():
     try:
         while chunk := os.read(terminal, 1000):
             text += chunk
-    except OSError:  # the terminal ends with its last process
+    except OSError:  # The terminal is closed when its last process exits.
         pass
     os.close(terminal)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0

@@ -1,4 +1,7 @@
-"""The plan of a sweep: points, derived configs, order, and whether the engine used them."""
+"""Test the plan of a sweep.
+
+The tests cover the points, the derived configurations, the order, and whether the engine used the settings.
+"""
 
 import pytest
 

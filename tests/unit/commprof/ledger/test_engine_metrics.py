@@ -1,4 +1,4 @@
-"""What an engine says of its steps: skipped ones, and persistent parameters that the program released."""
+"""Test the metrics that an engine publishes: skipped steps, and persistent parameters that the program released."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from commprof.ledger.requests.engine_metrics import engine_metrics_of
 
 
 def of(*rows):
-    """The metrics of step, name and value."""
+    """Return the metrics of rows of step, name and value."""
     steps, names, values = zip(*rows, strict=True)
     columns = {"attempt": [0] * len(rows), "step": steps, "name": names, "value": values}
     return engine_metrics_of([pa.table(columns)])
@@ -24,7 +24,7 @@ def test_each_metric_says_its_own():
         (2, "overflow", 0.0),
         (2, "skipped_steps", 1.0),
         (3, "released_share", 0.25),
-        (3, "released_share", 0.5),  # of another rank
+        (3, "released_share", 0.5),  # A value of a different rank.
         (3, "evaluation_released_share", 1.0),
         (4, "loss", 1.0),
     )
@@ -36,5 +36,5 @@ def test_each_metric_says_its_own():
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("name", ["overflow", "skipped_steps", "released_share", "evaluation_released_share"])
 def test_a_metric_that_is_no_number_says_nothing(name, value):
-    """A program may publish one of the same name: ``commprof.metric("skipped_steps", math.nan)``."""
+    """A program may publish a metric with the same name: ``commprof.metric("skipped_steps", math.nan)``."""
     assert of((1, name, value)) == of((1, "loss", 1.0))

@@ -1,4 +1,4 @@
-"""What layers of experts should send in each step, by tables of tokens that are written by hand."""
+"""Test the bytes that expert layers should send in each step, from hand-written tables of tokens."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ LAYER = {"rank": 0, "attempt": 0, "pid": 1, "layer": "moe", "num_experts": 2, "e
 LAYER |= {"capacity_factor": 1.0, "eval_capacity_factor": 1.0, "min_capacity": 4, "drop_tokens": True}
 LAYER |= {"hidden": 8, "expert_ranks": "0,1"}
 PARAMETERS = [Parameter("first", 4), Parameter("moe.wg", 16)]
-SLOT = 2 * 8 * 4  # bytes of a slot of both experts, in fp32
+SLOT = 2 * 8 * 4  # The bytes of one slot of both experts, in fp32.
 GROUPS = ((0, 1),), ((2, 3),)
 
 
 class Run:
-    """The two tables."""
+    """A run that consists of the two tables."""
 
     def __init__(self, layer, loads):
         self._rows = {"expert_layers": [layer], "expert_loads": loads}
@@ -39,7 +39,7 @@ def empty(name):
 
 
 def passed(counts, step=0, phase="forward", tokens=12, call=0):
-    """The rows of one forward pass; ``counts`` by rank and expert."""
+    """Return the rows of one forward pass. ``counts`` is indexed by rank and expert."""
     shared = {
         "attempt": 0,
         "pid": 1,

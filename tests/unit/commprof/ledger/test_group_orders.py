@@ -1,4 +1,7 @@
-"""The order of collectives across groups in made-up runs, as verify and dump compare it between ranks."""
+"""Test how ``verify`` and ``dump`` compare the order of collectives across groups between ranks.
+
+The runs are synthetic.
+"""
 
 import random
 
@@ -13,7 +16,7 @@ WORLD, PAIR, LOW = ("0", (0, 1, 2, 3)), ("1", (0, 1)), ("2", (0, 1, 2))
 
 
 def issue(run, rank, *calls, **columns):
-    """Collectives that ``rank`` issues, in this order: operation and group of each."""
+    """Add collectives that ``rank`` issues in this order, each given as operation and group."""
     for op, (pg, group) in calls:
         place = {"call_site": f"{op}.py:{pg} f", "module": f"layer.{pg}", "thread": "MainThread"}
         run.add_collective(
@@ -22,7 +25,7 @@ def issue(run, rank, *calls, **columns):
 
 
 def found_in(run, path):
-    """What verify finds, as sentences; dump says the same."""
+    """Return the sentences that ``verify`` finds, and assert that ``dump`` finds the same sentences."""
     verdict = verify(run.open())
     found = [each.sentence for each in verdict.order_differences]
     dump = take_dump(run.write(path))
@@ -58,7 +61,7 @@ def test_two_orders_are_named_with_ranks_steps_modules_and_call_sites(tmp_path):
 
 
 def test_another_order_leaves_the_ledger_as_it_is(tmp_path):
-    """A program that came to its end has done what it was to do: the order is a risk, no mismatch."""
+    """A program that finished has done its work, so the order is a risk and not a mismatch."""
 
     def ledger(is_swapped):
         run = SyntheticRun(2)
@@ -90,7 +93,7 @@ def test_across_the_boundary_of_a_step(tmp_path):
 
 
 def test_a_thread_beside_the_main_one_raises_no_alarm(tmp_path):
-    """DDP and a thread that prefetches: who comes first is left to chance."""
+    """DDP runs next to a thread that prefetches, so the order of their collectives is random."""
     run = SyntheticRun(2)
     rng = random.Random(3)
     for step in range(20):
@@ -122,7 +125,7 @@ WORLD_2 = ("0", (0, 1))
 
 
 def test_the_stages_of_a_pipeline_raise_no_alarm(tmp_path):
-    """1F1B: the first stage runs ahead, each stage reduces its own tensors, and messages cross each other."""
+    """In 1F1B the first stage runs ahead, each stage reduces its own tensors, and messages cross each other."""
     run = SyntheticRun(4)
     stages = {0: ("5", (0, 1)), 1: ("6", (2, 3))}
     for rank in range(4):
@@ -150,7 +153,7 @@ def test_captured_calls_and_calls_that_raised_have_no_order():
 
 
 def test_groups_whose_ranks_differ_anyway_are_left_out(tmp_path):
-    """Behind a collective that one rank skipped, equal numbers are different collectives."""
+    """After a collective that one rank skipped, equal numbers belong to different collectives."""
     run = SyntheticRun(2)
     for step in range(3):
         for rank in range(2):
@@ -162,7 +165,7 @@ def test_groups_whose_ranks_differ_anyway_are_left_out(tmp_path):
 
 @pytest.mark.parametrize("state", ["killed", "running"])
 def test_ranks_that_stand_in_two_groups_for_each_other(state, tmp_path):
-    """Each waits in a collective that the other has not come to: neither has issued both."""
+    """Each rank waits in a collective that the other rank has not reached, so neither has issued both."""
     run = SyntheticRun(2, state=state)
     for step in range(2):
         for rank in range(2):
@@ -187,7 +190,7 @@ def test_records_that_are_missing_show_no_order():
 
 
 def random_program(rng):
-    """Groups, of each the thread that issues in it, and collectives in the order of the program."""
+    """Return groups, the thread that issues in each group, and the collectives in program order."""
     world = rng.randint(2, 5)
     groups = []
     for number in range(rng.randint(2, 4)):
@@ -202,7 +205,10 @@ def random_program(rng):
 
 
 def course_of(rng, rank, threads, calls):
-    """The calls of one rank: each thread in the order of the program, the threads mixed by chance."""
+    """Return the calls of one rank.
+
+    Each thread keeps the program order, and the threads are interleaved randomly.
+    """
     waiting = {}
     for place, call in enumerate(calls):
         if rank in call[1][1]:
@@ -226,7 +232,7 @@ def write(run, threads, calls, courses):
 @pytest.mark.sampled(one_in=6)
 @pytest.mark.parametrize("seed", range(40))
 def test_right_programs_raise_no_alarm(seed, tmp_path):
-    """Whatever the threads do, and wherever ranks were killed."""
+    """There is no alarm however the threads are interleaved and wherever ranks are killed."""
     rng = random.Random(seed)
     world, threads, calls = random_program(rng)
     is_killed = seed % 2 == 1
@@ -281,7 +287,10 @@ def test_a_planted_swap_is_found_exactly(seed, tmp_path):
 
 
 def shared_by_pairs(members):
-    """The rule itself: what each pair of ranks shares, and who is in all of it."""
+    """Return the groups that each pair of ranks shares, with the ranks that are in all of these groups.
+
+    This is the rule itself, without optimization.
+    """
     ranks = sorted(set().union(*members.values()))
     found = {}
     for one in ranks:
@@ -299,7 +308,7 @@ def shared_by_pairs(members):
 @pytest.mark.parametrize("seed", range(60))
 @pytest.mark.parametrize("most", [0, 2, 10])
 def test_shared_groups_are_what_each_pair_of_ranks_shares(monkeypatch, seed, most):
-    """Where the subsets of the groups of a rank are listed (up to ``most``) and where pairs are compared."""
+    """Test both algorithms: listing the subsets of a rank's groups (up to ``most``), and comparing pairs of ranks."""
     monkeypatch.setattr(group_orders, "_MOST_LISTED", most)
     chance = random.Random(seed)
     ranks = range(chance.randint(1, 12))

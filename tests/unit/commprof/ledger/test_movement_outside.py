@@ -1,4 +1,7 @@
-"""The moved level of a planted run on two hosts with an evaluation between two steps that have readings."""
+"""Test the moved level of a planted run on two hosts.
+
+The run has an evaluation between two steps that have readings.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,8 @@ from commprof.ledger.records.sendings import Sending, Sendings
 
 SIZE = 10_000_000
 HOSTS = {0: "a", 1: "b"}
-REDUCED = Sending(Call("gloo", "all_reduce", SIZE, 2), (0, 1))  # of two ranks: each sends the whole once
+# Each of two ranks sends the complete payload once.
+REDUCED = Sending(Call("gloo", "all_reduce", SIZE, 2), (0, 1))
 
 
 def planted():
@@ -18,7 +22,7 @@ def planted():
     for step in range(4):
         sent.add(step, REDUCED, 1)
     sent.add(1, REDUCED, 5, is_outside=True)
-    sent.add(-1, REDUCED, 7, is_outside=True)  # before the first reading
+    sent.add(-1, REDUCED, 7, is_outside=True)  # This traffic is before the first reading.
     return sent
 
 
@@ -42,7 +46,8 @@ def readings(sizes):
 
 
 def test_an_evaluation_between_two_steps_is_what_the_counters_saw_too():
-    of_steps = [0, 1, 7, 8, 9]  # times SIZE; the evaluation is in the reading of step 1
+    # The values are multiples of SIZE. The reading of step 1 includes the evaluation.
+    of_steps = [0, 1, 7, 8, 9]
     for row in movement.moved(readings([count * SIZE for count in of_steps]), planted(), HOSTS, {}).hosts:
         assert (row.steps, row.expected_bytes, row.outside_bytes) == (4, 9 * SIZE, 5 * SIZE)
         assert not movement.is_long(row) and not movement.is_short(row)

@@ -1,4 +1,4 @@
-"""The ledger of a run that is read in small parts says what the ledger of the same run in memory says."""
+"""Test that the ledger of a run that is read in small parts equals the ledger of the same run in memory."""
 
 from __future__ import annotations
 
@@ -28,7 +28,11 @@ def gradients_of(run: SyntheticRun, steps: int) -> None:
 
 
 def uneven() -> SyntheticRun:
-    """Messages, lengths that differ between ranks, groups beside each other, and a rank that does something else."""
+    """Return a run whose ranks differ.
+
+    The run has messages, lengths that differ between ranks, concurrent groups, and a rank that issues
+    different operations.
+    """
     run = SyntheticRun(world_size=4, config=CONFIG)
     gradients_of(run, 6)
     for step in range(6):
@@ -51,7 +55,10 @@ def uneven() -> SyntheticRun:
 
 
 def logged() -> SyntheticRun:
-    """NCCL's lines beside the records: one says another operation, one stands for two, one has no record."""
+    """Return a run with an NCCL log that differs from its records.
+
+    One line has a different operation, one record has two lines, and one line has no record.
+    """
     run = SyntheticRun(world_size=2, config=CONFIG, backend="nccl")
     gradients_of(run, 4)
     for row in list(run.rows["collectives"]):
@@ -91,4 +98,4 @@ def _only_small_tables(run, name):
 
 
 def _limits(budget: str) -> str:
-    return budget.partition("\n")[2]  # without the name of the run
+    return budget.partition("\n")[2]  # Remove the line that contains the name of the run.

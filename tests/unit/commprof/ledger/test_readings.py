@@ -1,4 +1,7 @@
-"""Between which readings of a host's counters a collective lies: by its times, in the last attempt."""
+"""Test how a collective is assigned to the interval between two readings of a host's counters.
+
+The assignment uses the times of the collective in the last attempt.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ HOSTS = {0: "a", 1: "b"}
 
 
 def wire(*readings):
-    """Readings of (host, time, step), of counters that stand still."""
+    """Return readings of (host, time, step) with constant counters."""
     rows = [
         {"host": host, "device": "eth0", "kind": "interface", "time_ns": time, "step": step}
         | {"sent_bytes": 0, "received_bytes": 0, "sent_packets": 0, "resent_segments": 0}
@@ -24,21 +27,21 @@ def wire(*readings):
 
 
 def clocks(*began):
-    """Processes of (host, attempt), and when each began."""
+    """Return processes of (host, attempt, start time)."""
     rows = [{"host": host, "attempt": attempt, "monotonic_ns": time} for host, attempt, time in began]
     schema = pa.schema([arrow_schema("clocks").field(name) for name in ("host", "attempt", "monotonic_ns")])
     return pa.Table.from_pylist(rows, schema=schema)
 
 
 def records(*rows):
-    """Records of (attempt, rank, step, issue, return, end of the wait)."""
+    """Return records of (attempt, rank, step, issue, return, end of the wait)."""
     names = ("attempt", "rank", "step", "issue_ns", "return_ns", "wait_end_ns")
     schema = pa.schema([(name, pa.int64()) for name in names])
     return pa.Table.from_pylist([dict(zip(names, row, strict=True)) for row in rows], schema=schema)
 
 
 def test_what_follows_the_end_of_a_step_is_in_the_reading_of_that_step():
-    """Its runtime has said that the step has ended, so that the record is of the next one."""
+    """The runtime has already reported the end of the step, so the record belongs to the next step."""
     readings = StepReadings(
         wire(*((host, 100 * (step + 2), step) for host in "ab" for step in (-1, 0, 1))),
         clocks(("a", 0, 0), ("b", 0, 0)),
@@ -51,13 +54,14 @@ def test_what_follows_the_end_of_a_step_is_in_the_reading_of_that_step():
 def test_what_is_under_way_at_a_reading_stays_in_its_own_step():
     readings = StepReadings(wire(("a", 100, -1), ("a", 200, 0), ("a", 300, 1)), clocks(("a", 0, 0)), HOSTS)
     part = records(
-        (0, 0, 0, 90, 110, None),  # of step 0, since another rank has begun it before the reading
+        # The record belongs to step 0, since another rank began the collective before the reading.
+        (0, 0, 0, 90, 110, None),
         (0, 0, 1, 190, 191, 210),
         (0, 0, 0, 190, 191, 210),
         (0, 0, 5, 190, 191, 210),
         (0, 0, 1, 290, 310, None),
-        (0, 0, 2, 310, 320, None),  # after the last reading
-        (0, 0, 0, 10, 20, None),  # before the first
+        (0, 0, 2, 310, 320, None),  # The record is after the last reading.
+        (0, 0, 0, 10, 20, None),  # The record is before the first reading.
     )
     assert readings.steps(part).tolist() == [0, 1, 0, 1, 1, 2, -1]
 

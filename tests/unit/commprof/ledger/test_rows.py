@@ -1,4 +1,7 @@
-"""The rows of a ledger: what groups were asked for apart stays apart. The numbers here are worked out by hand."""
+"""Test that separate requests of different groups stay separate rows of a ledger.
+
+The expected numbers are computed by hand.
+"""
 
 from collections import Counter
 
@@ -24,7 +27,11 @@ def rows(*found):
 
 
 def test_copies_of_a_weight_in_two_stages_do_not_say_what_the_other_gradients_were_asked_for():
-    """All of them are all_reduced: those of the copies as they must be, the others in the place of a reduce_scatter."""
+    """All gradients are all_reduced.
+
+    For the copies of the weight an all_reduce is required. For the other gradients it replaces a
+    reduce_scatter.
+    """
     copies, others = (finding("0,2", 100, "all_reduce"), finding("0-1", 1000, "reduce_scatter"))
     expected = {"all_reduce": (200.0, 2, 200.0), "reduce_scatter": (1000.0, 2, 2000.0)}
     assert rows(copies, others) == rows(others, copies) == expected
@@ -38,7 +45,10 @@ def test_what_nobody_expected_of_a_group_stands_with_the_same_operation():
 
 
 def test_each_group_is_asked_for_by_its_own_size():
-    """4 ranks send 3/4 of their bytes for a reduce_scatter, 2 ranks half of theirs, and one nothing, however large it is."""
+    """For a reduce_scatter, 4 ranks send 3/4 of their bytes and 2 ranks send half.
+
+    One rank sends nothing, whatever its size.
+    """
     sizes = (finding("0-3", 1000, "reduce_scatter", 4), finding("0-1", 600, "reduce_scatter"))
     alone = finding("3", 5_000_000, "reduce_scatter", 1)
     assert rows(*sizes, alone) == {"reduce_scatter": (2 * (750.0 + 300.0), 6, 2 * (1500.0 + 600.0))}

@@ -1,4 +1,4 @@
-"""The splits of all_to_alls of made-up runs, as verify and dump compare them between ranks."""
+"""Test how ``verify`` and ``dump`` compare the splits of all_to_alls between ranks. The runs are synthetic."""
 
 import random
 
@@ -13,9 +13,10 @@ from support.runs import SyntheticRun
 
 
 def exchange(run, sizes, *, expected=None, unknown=(), ranks=None, group=None, **columns):
-    """One all_to_all: ``sizes[i][j]`` bytes from the i-th rank of the group to the j-th, which expects ``expected[i][j]``.
+    """Add one all_to_all in which the i-th rank of the group sends ``sizes[i][j]`` bytes to the j-th.
 
-    ``unknown``: positions of ranks that gave their splits as tensors.
+    The j-th rank expects ``expected[i][j]`` bytes. ``unknown`` gives the positions of ranks that passed their
+    splits as tensors.
     """
     group = tuple(range(len(sizes))) if group is None else group
     expected = sizes if expected is None else expected
@@ -42,7 +43,7 @@ def exchange(run, sizes, *, expected=None, unknown=(), ranks=None, group=None, *
 
 
 def differences(run, path):
-    """What verify finds, the same as dump, as sentences."""
+    """Return the sentences that ``verify`` finds, and assert that ``dump`` finds the same differences."""
     found = verify(run.open()).differences
     dumped = take_dump(run.write(path)).situation.differences
     assert {each.pg: each for each in found} == {each.pg: each for each in dumped}
@@ -78,12 +79,13 @@ def test_the_pair_is_named_with_both_sizes_module_and_call_site(tmp_path):
 
 def test_equal_splits_follow_from_the_sizes(tmp_path):
     run = SyntheticRun(2)
-    exchange(run, EVEN, expected=[[8, 8], [12, 12]], step=0)  # rank 0: 8,12; rank 1: 8,12
+    exchange(run, EVEN, expected=[[8, 8], [12, 12]], step=0)  # Ranks 0 and 1 both have 8,12.
     assert differences(run, tmp_path / "run")[0].startswith(
         "in all_to_all #0 of group 0 (0-1) in step 0, rank 1 sends 8 bytes to rank 0, which expects 12: "
     )
     run = SyntheticRun(2)
-    for rank, size in enumerate((16, 32)):  # no rank has splits, and each sends parts of its own size
+    # No rank has splits, and each rank sends parts of a different size.
+    for rank, size in enumerate((16, 32)):
         run.add_collective(
             "all_to_all", payload_bytes=size, ranks=(rank,), input_bytes=size, output_bytes=size
         )
@@ -118,7 +120,8 @@ def test_what_is_not_known_is_not_compared(columns, tmp_path):
     exchange(run, UNEVEN)
     exchange(run, UNEVEN, **WRONG, **columns)
     if "captured" in columns:
-        assert verify(run.open()).differences == ()  # dump leaves captured calls in the order of their group
+        # ``dump`` keeps captured calls in the order of their group.
+        assert verify(run.open()).differences == ()
     else:
         assert differences(run, tmp_path / "run") == []
 
@@ -203,7 +206,7 @@ def test_a_planted_difference_is_found_exactly_and_nothing_else(seed, tmp_path):
 
 
 def test_many_exchanges_are_compared_in_parts_of_all_sizes():
-    """The sums are of some collectives each; the first difference lies behind several of them."""
+    """Each sum is over several collectives. The first difference is after several such sums."""
     run = SyntheticRun(3)
     for step in range(1200):
         sizes = [[4 * (1 + (step + i + j) % 3) for j in range(3)] for i in range(3)]
@@ -215,9 +218,9 @@ def test_many_exchanges_are_compared_in_parts_of_all_sizes():
     assert (found.call.number, [each.ranks for each in found.conducts]) == (1100, [(2,), (0,)])
 
 
-# Rank 0 sends nearly all to rank 2: 1008 bytes go to others, the parts on the diagonal stay.
+# Rank 0 sends nearly all its bytes to rank 2. 1008 bytes go to other ranks, and the diagonal parts stay.
 SKEWED = [[4, 0, 1000], [8, 40, 0], [0, 0, 400]]
-MODEL = 484 * 2  # of equal parts: two thirds of the mean payload from each of three ranks
+MODEL = 484 * 2  # The model assumes equal parts: each of three ranks sends two thirds of the mean payload.
 
 
 @pytest.mark.sampled

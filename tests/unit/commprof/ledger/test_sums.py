@@ -1,4 +1,7 @@
-"""The ledger of runs that kept sums in the place of records: what they tell is what the records would."""
+"""Test the ledger of runs that stored sums instead of records.
+
+The result must equal the result from the records.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,10 @@ SIZES = {"a.weight": 600, "b.weight": 400}
 
 
 def whole_run(**keys) -> SyntheticRun:
-    """ZeRO-2 on 4 ranks as its config asks, but for one broadcast in each step. The two before the first are unlike."""
+    """Return a ZeRO-2 run on 4 ranks that sends what its configuration requests, plus one broadcast per step.
+
+    The two broadcasts before the first step have different sizes.
+    """
     run = SyntheticRun(world_size=4, config={"zero_optimization": {"stage": 2}}, **keys)
     run.add_parameters(SIZES)
     for numel in SIZES.values():

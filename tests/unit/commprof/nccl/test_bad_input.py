@@ -1,4 +1,7 @@
-"""What is no log, or a damaged one: no crash, no invented row, and what was not understood is counted."""
+"""Test files that are not logs, and damaged logs.
+
+The parser does not crash, invents no row, and counts unrecognized lines.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +36,10 @@ def parse(tmp_path, data: bytes):
 
 
 def states(parsed) -> tuple[int, int, int]:
-    """Whole COLL lines, whole CALL lines, torn lines; the table and the counts say the same."""
+    """Return the numbers of complete COLL lines, complete CALL lines and truncated lines.
+
+    The table and the counts must agree.
+    """
     rows = parsed.ops.select(["kind", "state"]).to_pylist()
     whole = [row["kind"] for row in rows if row["state"] == "whole"]
     found = whole.count("coll"), whole.count("call"), len(rows) - len(whole)
@@ -112,7 +118,7 @@ def test_cut_at_every_byte_only_ever_loses_the_last_line(tmp_path):
     for cut in range(len(SMALL) + 1):
         data = SMALL[:cut]
         coll, call, torn = states(parse(tmp_path, data))
-        # A message that lacks the end of its last number cannot be told from a whole one.
+        # A message that lacks the end of its last number cannot be distinguished from a complete message.
         stop = len(INIT) + 1 + len(COLL)
         assert coll == (cut >= stop), cut
         assert call == (cut >= stop + 1 + len(CALL)), cut
@@ -249,7 +255,7 @@ def test_the_log_of_another_run_matches_nothing_and_every_side_is_told(tmp_path,
     try:
         report = align(run, ops)
     except CommprofError as error:
-        assert len(str(error)) > 40  # said in words, with its remedy
+        assert len(str(error)) > 40  # The error is a sentence that names a remedy.
         return
     assert report.matched == 0
     found = report.matches["state"].to_pylist()

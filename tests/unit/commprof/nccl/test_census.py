@@ -1,4 +1,7 @@
-"""Every line of a log is of exactly one kind, counted, and what was not understood is shown without harm."""
+"""Test that every line of a log is of exactly one kind and is counted.
+
+Unrecognized lines are displayed safely.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +17,12 @@ from commprof.nccl.grammar.line_kinds import KNOWN, kind_of_message
 from commprof.nccl.parser import parse_logs
 from support.sample import examples
 
-ARCHIVES = (b"\x1f\x8b", b"\x28\xb5\x2f\xfd")  # gzip and Zstandard, which are told by their first bytes
+ARCHIVES = (b"\x1f\x8b", b"\x28\xb5\x2f\xfd")  # The first bytes of gzip and Zstandard files.
 COLL = (
     b"n:1:1 [0] NCCL INFO AllReduce: opCount 0 sendbuff 0x1 recvbuff 0x2 count 4 datatype 7 op 0 root 0 comm 0x3 "
     b"[nranks=2] stream 0x4"
 )
-# A line, and the kind that a person would say it is.
+# Each line, and the kind that a person would assign to it.
 LINES = {
     COLL: "read",
     b"n:1:1 [0] NCCL INFO comm 0x3 rank 0 nranks 2 cudaDev 0 busId 1000 commId 0x9 - Init START": "read",
@@ -79,7 +82,7 @@ def test_the_kinds_add_up_to_the_lines_of_the_file(tmp_path_factory, lines, end,
     assert parsed.kinds == parse_logs(path, careful=True).kinds
     physical = data.split(b"\n")
     if not physical[-1]:
-        physical.pop()  # nothing stands behind the last newline
+        physical.pop()  # Nothing follows the last newline.
     assert sum(kind.lines for kind in parsed.kinds) == len(physical)
     for kind in parsed.kinds:
         assert kind.lines > 0

@@ -1,4 +1,4 @@
-"""The compiled scanner against the reader of lines: the same tables from any mixture of lines."""
+"""Compare the compiled scanner with the line reader: both return the same tables for any mixture of lines."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ POINTERS = st.sampled_from([b"0x4", b"(nil)", b"0x0", b"0xffffffffffffffff"])
 
 @st.composite
 def operation(draw):
-    """A COLL line and its CALL line, each from a head, or one of the two."""
+    """Return a COLL line and its CALL line with separate heads, or one of the two lines."""
     name, comm, number = draw(NAMES), draw(COMMS), draw(st.integers(0, 3))
     count = draw(st.integers(0, 10**18 - 1) | st.integers(0, 9))
     datatype, reduction, root = draw(st.integers(0, 12)), draw(st.integers(0, 6)), draw(st.integers(-1, 3))
@@ -74,7 +74,10 @@ PLAIN = st.sampled_from(
 
 @st.composite
 def logs(draw):
-    """Lines whole, torn, glued, decorated; with newlines, returns, or none at the end."""
+    """Return logs with complete, truncated, interleaved and decorated lines.
+
+    The lines end with a newline, a carriage return, or nothing.
+    """
     text = b""
     for messages in draw(st.lists(operation() | OTHERS, max_size=25)):
         head = draw(st.sampled_from(HEADS))

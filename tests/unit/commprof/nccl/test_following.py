@@ -1,4 +1,4 @@
-"""Logs followed while they are written give the tables that the finished files give."""
+"""Test that logs that are followed while they are written give the same tables as the finished files."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from commprof.nccl.parser import parse_logs, parse_sources
 
 
 def log_of(pid: int, operations: int) -> bytes:
-    """A log with lines of some kinds, and characters of several bytes."""
+    """Return a log with lines of several kinds and multi-byte characters."""
     head = f"n0:{pid}:{pid} [0] NCCL INFO "
     lines = [f"{head}comm 0x{pid:x} rank 0 nranks 2 cudaDev 0 busId 1000 commId 0x9 - Init START"]
     for number in range(operations):
@@ -56,7 +56,7 @@ def append(path: Path, data: bytes) -> None:
 
 
 def trickle(path: Path, data: bytes, seed: int) -> None:
-    """Write ``data`` in pieces of any size, with pauses, so that lines and characters are cut."""
+    """Write ``data`` in parts of random sizes with pauses, so that lines and characters are cut."""
     rng = random.Random(seed)
     while data:
         size = rng.choice([1, 2, 7, 100, 3000])
@@ -68,7 +68,7 @@ def trickle(path: Path, data: bytes, seed: int) -> None:
 @pytest.mark.long
 def test_files_that_grow_and_appear_give_what_they_give_when_finished(logs):
     texts = {logs / f"n0.{pid}": log_of(pid, 150) for pid in (1, 2, 3)}
-    texts[logs / "n0.3"] = texts[logs / "n0.3"][:-30]  # its last line stays unfinished
+    texts[logs / "n0.3"] = texts[logs / "n0.3"][:-30]  # The last line stays unfinished.
 
     def write() -> None:
         for seed, (path, text) in enumerate(texts.items()):

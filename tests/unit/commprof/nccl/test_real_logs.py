@@ -1,4 +1,7 @@
-"""The reader on real logs from public sources, counted here a second time with nothing but regular expressions."""
+"""Test the reader on real logs from public sources.
+
+The expected counts are computed here independently, with regular expressions only.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ FILES = (
     sorted(path.name for path in LOGS.glob("*") if path.suffix in (".log", ".txt")) if LOGS.is_dir() else []
 )
 
-# A whole line ends with a whole stream pointer and has a host:pid:tid right in front of its level.
+# A complete line ends with a complete stream pointer and has host:pid:tid directly before its level.
 WHOLE_COLL = re.compile(
     r"\w:\d+:\d+ \[\d+\] NCCL INFO \w+: opCount [0-9a-f]+ .*?count \d+ datatype \d+ op \d+ root \d+ "
     r"comm 0x[0-9a-f]+ \[nranks=\d+\] stream 0x[0-9a-f]+"
@@ -65,7 +68,7 @@ def test_rank_size_and_identity_come_from_the_init_lines():
 
 
 def test_message_sizes_agree_with_what_nccl_prints_when_it_tunes():
-    # 2.20 to 2.23 print the bytes of the whole collective on the TUNING line of rank 0.
+    # Versions 2.20 to 2.23 print the bytes of the complete collective on the TUNING line of rank 0.
     text = log("two_gpu_2.23.4").read_text()
     tuned = {int(n) for n in re.findall(r"(?:AllGather|Broadcast): (\d+) Bytes", text)}
     printed = {
@@ -126,10 +129,11 @@ def test_the_lines_of_torch_are_understood():
     assert parse_logs(log("torch-pgnccl")).counts.torch == 8
 
 
-# Rows of (rings, trees, lines of links, tuning, messages), and how many of the first three name no communicator: counted
-# in the files with grep; trees are ranks x trees, as 2.8 and newer say each twice.
+# Each entry has the rows of (rings, trees, lines of links, tuning, messages), and the number of rows of the
+# first three without a communicator. They were counted in the files with grep. The number of trees is ranks x
+# trees, as 2.8 and newer print each tree twice.
 TABLES = {
-    "issue-226": ((0, 3, 5, 0, 0), 8),  # an excerpt: no line of one process but its own
+    "issue-226": ((0, 3, 5, 0, 0), 8),  # The excerpt has lines of only one process.
     "bigscience_2.7.8_allreduce": ((12, 48, 100, 0, 0), 0),
     "bigscience_2.10.3": ((4, 64, 184, 0, 0), 0),
     "efa_2.12": ((0, 0, 4, 0, 0), 0),
@@ -137,7 +141,7 @@ TABLES = {
     "two_gpu_2.23.4": ((4, 2, 2, 5, 1), 0),
     "deepspeed-issue-7128": ((1, 0, 0, 0, 0), 0),
     "issue-1453": ((0, 0, 0, 3, 0), 0),
-    "ms-swift": ((0, 0, 11, 0, 0), 11),  # no init line
+    "ms-swift": ((0, 0, 11, 0, 0), 11),  # The log has no init line.
     "allgather-int8": ((0, 0, 0, 0, 1), 0),
     "ai-on-eks": ((0, 0, 0, 1, 0), 0),
 }
@@ -154,7 +158,7 @@ def test_tables_of_topology_tuning_and_messages_hold_what_was_counted(fragment):
 
 def test_choices_name_their_operation_where_the_log_holds_it():
     tuning = parse_logs(log("two_gpu_2.23.4")).tables["nccl_tuning"].to_pylist()
-    # The operation of line 54 is left out of the excerpt: its CALL line alone stands there.
+    # The operation of line 54 is missing from the excerpt, which contains only its CALL line.
     assert [(r["line"], r["op_line"]) for r in tuning] == [(47, 44), (54, None), (57, 55), (60, 58), (63, 61)]
     assert {r["comm"] for r in tuning} == {"0x6171c5824800", None}
 
@@ -206,7 +210,7 @@ def test_the_version_follows_from_a_line_of_tuning_where_there_is_no_banner():
 
 
 def test_lines_that_neither_begin_nor_end_a_communicator(tmp_path):
-    # From the formats of 2.28.7 and 2.18.1: no public log holds them.
+    # The formats are from 2.28.7 and 2.18.1, because no public log contains them.
     prefix = "host:10:10 [0] NCCL INFO "
     lines = [
         "ncclCommInitRank comm 0x10 rank 0 nranks 2 cudaDev 0 nvmlDev 0 busId 5000 commId 0xa - Init START",

@@ -1,4 +1,7 @@
-"""The compiled scanner: what it passes over says nothing, every cut of a block is read as by the reader of lines."""
+"""Test the compiled scanner.
+
+Skipped lines contain no information, and every cut of a block gives the same result as the line reader.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +54,7 @@ LOG = (
 
 
 def scanned(text: bytes) -> tuple[int, int, list[bytes]]:
-    """The numbers of head and text of one line, and the texts."""
+    """Return the numbers of the head and the text of one line, and the texts."""
     assert scan.MODULE is not None
     lines, _, texts = scan.MODULE.Scanner().scan(text)
     words = memoryview(lines).cast("i")
@@ -60,7 +63,7 @@ def scanned(text: bytes) -> tuple[int, int, list[bytes]]:
 
 
 def assembled(scanner: scan.Scanner, *blocks: bytes) -> object:
-    """Everything that blocks of one file give."""
+    """Return all rows and texts from blocks of one file."""
     assembly = Assembly()
     assembly.begin_file()
     for block in blocks:

@@ -1,4 +1,7 @@
-"""Lines of topology, tuning and warnings: every form of the reference, and what was counted by eye in real logs."""
+"""Test lines of topology, tuning and warnings.
+
+The tests cover every form of the reference, and values counted by eye in real logs.
+"""
 
 from __future__ import annotations
 
@@ -72,7 +75,7 @@ needs_logs = pytest.mark.skipif(not LOGS.is_dir(), reason=f"real NCCL logs are n
 )  # fmt: skip
 def test_a_link_of_every_version(body, link):
     assert read_topology(body) == Link(*link)
-    # Cut anywhere in front of the last word, it is no link.
+    # A line that is cut before its last word is not a link.
     assert all(not isinstance(read_topology(body[:end]), Link) for end in range(body.index(b" via") + 5))
 
 
@@ -94,16 +97,17 @@ def test_a_ring_of_every_version(body, expected):
     ("body", "expected"),
     [
         (b"Tree 3 : -1 -> 1 -> 0/-1/-1", [TreeLine(3, 1, None, (0,))]),
-        # 2.4: above -> rank -> below
+        # Version 2.4 prints above -> rank -> below.
         (b"Trees [0] 22->23->-1/-1/-1", [TreeLine(0, 23, 22, ())]),
         (
             b"Trees [0] -1->0->1/8/-1 [1] 5->0->-1/-1/-1",
             [TreeLine(0, 0, None, (1, 8)), TreeLine(1, 0, 5, ())],
         ),
-        # 2.5 to 2.7: the tree up, the tree down; two rows only where they differ
+        # Versions 2.5 to 2.7 print the tree up and the tree down. There are two rows only if the two trees
+        # differ.
         (b"Trees [0] -1/-1/-1->1->0|0->1->-1/-1/-1", [TreeLine(0, 1, 0, ())]),
         (b"Trees [4] 3/-1/-1->1->0|2->1->0/-1/-1", [TreeLine(4, 1, 0, (3,)), TreeLine(4, 1, 2, (0,))]),
-        # 2.8 and newer: below -> rank -> above
+        # Versions 2.8 and newer print below -> rank -> above.
         (b"Trees [0] 1/-1/-1->0->-1 [1] -1/-1/-1->0->1", [TreeLine(0, 0, None, (1,)), TreeLine(1, 0, 1, ())]),
         (b"Trees [3] 15/6/-1->14->-1", [TreeLine(3, 14, None, (15, 6))]),
     ],
@@ -117,7 +121,7 @@ def test_trees_of_every_version(body, expected):
     [
         b"Channel 12/0 : 7[7] -> 6[g183:161258:161696 [1] NCCL INFO Connected all rings",
         b"Channel 03/0 : 2[2] -> 1[1] via P2P/CUM",
-        b"Channel 00/16 :    0   7   6   5",  # cut: a ring holds every rank once
+        b"Channel 00/16 :    0   7   6   5",  # This line is cut, because a ring contains every rank once.
         b"Channel 00/02 :",
         b"Trees [0] 1/-1/-1->0->-1 [1] -1/-1/-1->0",
         b"Trees",
@@ -257,7 +261,7 @@ def test_a_line_of_ten_megabytes_takes_linear_time(body):
 
 
 def bodies(fragment: str) -> list[tuple[int, str, bytes]]:
-    """(line number, tid, text behind NCCL INFO) of the last message of each line of a real log."""
+    """Return (line number, tid, text after NCCL INFO) of the last message of each line of a real log."""
     path = next(path for path in LOGS.iterdir() if fragment in path.name)
     found = []
     for number, line in enumerate(path.read_bytes().splitlines(), 1):
@@ -267,7 +271,7 @@ def bodies(fragment: str) -> list[tuple[int, str, bytes]]:
     return found
 
 
-# (ring orders, ring neighbours, lines of trees, links), counted in the files with grep.
+# The columns are (ring orders, ring neighbors, lines of trees, links), counted in the files with grep.
 COUNTED = {
     "issue-226": (0, 0, 3, 5),
     "bigscience_2.7.8_allreduce": (12, 0, 4, 100),
@@ -277,9 +281,9 @@ COUNTED = {
     "picotron": (0, 2, 3, 1),
     "two_gpu_2.23.4": (2, 2, 3, 2),
     "deepspeed-issue-7128": (1, 0, 0, 0),
-    "issue-1453": (0, 0, 0, 0),  # its only ring is cut
+    "issue-1453": (0, 0, 0, 0),  # The only ring is cut.
     "hyperpod": (1, 0, 0, 1),
-    "ms-swift": (0, 0, 0, 11),  # three more are torn
+    "ms-swift": (0, 0, 0, 11),  # Three more links are truncated.
     "nccl-docs": (0, 2, 2, 6),
     "ai-on-eks": (0, 0, 0, 0),
     "accelerate": (0, 0, 0, 0),
@@ -296,7 +300,8 @@ def test_real_logs_hold_as_many_lines_of_topology_as_were_counted(fragment):
 
 @needs_logs
 def test_real_trees_agree_with_one_another():
-    # Whoever is named above a rank must name that rank below it: in the logs of one communicator with every rank.
+    # In the logs of a communicator with every rank, each rank that is named above another rank must name that
+    # rank below it.
     trees = {
         (tree.tree, tree.rank): tree
         for _, _, body in bodies("bigscience_2.10.3")
@@ -495,7 +500,8 @@ def test_an_operation_that_was_lost_leaves_its_choice_alone():
     assert attributed([coll(1, "all_reduce", 400, tid=11)], [(3, choice)]) == [(None, None)]
 
 
-# By the forms of topology, tuning and other INFO lines alone; the files' names say which version really wrote them.
+# Versions are inferred only from the forms of topology, tuning and other INFO lines. The file names contain
+# the version that wrote them.
 INFERRED = {
     "issue-226": "2.4.2..2.4.8",
     "bigscience_2.7.8_allreduce": "2.7.3..2.7.8",

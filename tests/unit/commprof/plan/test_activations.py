@@ -1,4 +1,4 @@
-"""Activations of a plan, against sums made by hand, and what cannot be counted."""
+"""Test the activations of a plan against hand-computed sums, and the cases that cannot be counted."""
 
 from __future__ import annotations
 
@@ -74,7 +74,10 @@ def found(function, config=ONE, sequence=None):
 
 
 def layer_bytes(item, tokens=64, width=32):
-    """Of one layer: its input and the output of tanh, which keeps that and not its input."""
+    """Return the activation bytes of one layer.
+
+    A layer keeps its input and the output of tanh. tanh keeps its output and not its input.
+    """
     return tokens * width * (1 + 4) * item
 
 
@@ -82,11 +85,13 @@ def test_what_a_pass_keeps_by_hand(source):
     activations, reason = found("layers")
     assert reason == ""
     spans = {each.parameter: each.most for each in activations.spans}
-    # All four layers; the last output, its gradient and that of the last tanh; the gradient of the bias; two sums.
+    # All four layers are alive, with the last output, its gradient and that of the last tanh, the gradient of
+    # the bias, and two sums.
     output, inner, bias, sums = 64 * 32 * 4, 64 * 4 * 32 * 4, 32 * 4, 2 * 4
     assert spans["layers.3.2.bias"] == 4 * layer_bytes(4) + 2 * output + inner + bias + sums
     assert list(spans)[:4] == [f"layers.3.{name}" for name in ("2.bias", "2.weight", "0.bias", "0.weight")]
-    # The gradient of the first layer's output has been used when that of its first weight is complete.
+    # When the gradient of the first weight is complete, the gradient of the first layer's output has already
+    # been used.
     assert spans["layers.0.0.weight"] < 2 * layer_bytes(4)
 
 
@@ -106,7 +111,7 @@ def test_micro_batch_and_element_type_of_the_config(source, config, factor):
 
 def test_a_model_that_checkpoints_keeps_the_inputs_of_its_layers(source):
     kept, recomputed = found("layers")[0], found("recomputed")[0]
-    # While one layer is computed again, the three others keep no output of their tanh.
+    # While one layer is recomputed, the three other layers keep no output of their tanh.
     assert kept.most_bytes - recomputed.most_bytes == 3 * 64 * 4 * 32 * 4
 
 
@@ -120,7 +125,8 @@ def test_token_ids_are_the_input_where_a_sequence_is_given(source):
 
 
 def test_a_model_of_transformers_needs_a_sequence_and_no_function(source):
-    model = read_model("py:planned_passes:tokens")._replace(from_sequence=True)  # as of hf:
+    # Models of the form hf: have this flag.
+    model = read_model("py:planned_passes:tokens")._replace(from_sequence=True)
     assert activations_of(ONE, model, axes_of_config(ONE, 1), None) == (None, "give --sequence")
 
 
@@ -137,7 +143,7 @@ def test_a_forward_pass_that_exits_does_not_end_the_command(source):
 
 
 def test_the_formula_of_a_known_model():
-    """The paper's model of 22e9 parameters: 48 layers of width 6144, 2048 tokens, micro-batch 4."""
+    """The paper's model of 22e9 parameters has 48 layers of width 6144, 2048 tokens and micro-batch 4."""
     model = sized_model(48 * 12 * 6144**2, 48)
     config = {"train_micro_batch_size_per_gpu": 4, "bf16": {"enabled": True}}
     whole = 48 * 34 * 2048 * 4 * 6144
@@ -146,7 +152,7 @@ def test_the_formula_of_a_known_model():
     shared = {**config, "tp_size": 8}
     activations, _ = activations_of(shared, model, axes_of_config(shared, 8), 2048)
     assert activations.most_bytes == pytest.approx(whole * (10 + 24 / 8) / 34, rel=1e-6)
-    # The first of 8 stages holds 8 micro-batches of 6 layers, as one of 48.
+    # The first of 8 stages keeps 8 micro-batches of 6 layers, which equals one micro-batch of 48 layers.
     piped = {**config, "pipeline": {"stages": 8}}
     activations, _ = activations_of(piped, model, axes_of_config(piped, 8), 2048)
     assert activations.most_bytes == pytest.approx(whole, rel=1e-6)
@@ -165,7 +171,7 @@ def test_they_are_a_part_of_the_memory(source, tmp_path, capsys):
     assert execute([*words, "--json"]) == 0
     memory = json.loads(capsys.readouterr().out)["settings"][0]["memory_bytes_per_rank"]
     assert memory["parts"]["activations"]["device"] == found("layers")[0].most_bytes
-    # 33,408 parameters, two states of Adam, gradients and the buffer that they are sent in.
+    # 33,408 parameters, two states of Adam, the gradients, and the buffer from which the gradients are sent.
     assert memory["peak"] == {"device": 33_408 * 4 * 5, "phase": "gradient reduction"}
     assert execute([*words[:2], "--model", "params:1e6", "--set", "zero_optimization.stage=1,2"]) == 0
     shown = " ".join(capsys.readouterr().out.split())

@@ -1,4 +1,4 @@
-"""Times of messages and bounds of a step, by hand."""
+"""Test the times of messages and the bounds of a step against hand-computed values."""
 
 from __future__ import annotations
 
@@ -22,7 +22,10 @@ LINKS = "intra=450GB/s,inter=8x50GB/s"
 
 
 def calibration(**ops: tuple[int, float]) -> Calibration:
-    """Each operation takes a latency and a time per byte on 2 ranks, up to 16 MiB."""
+    """Return a calibration in which each operation has a latency and a time per byte.
+
+    The measurements are on 2 ranks, up to 16 MiB.
+    """
     sizes = [2**n for n in range(10, 25, 2)]
     return Calibration(
         created="2026-01-02T03:04:05+00:00",
@@ -42,7 +45,7 @@ def calibration(**ops: tuple[int, float]) -> Calibration:
 
 
 class Fixed:
-    """A message takes a nanosecond per byte."""
+    """A time model in which a message takes one nanosecond per byte."""
 
     text = "a test"
 
@@ -51,7 +54,10 @@ class Fixed:
 
 
 def test_calibrated_times_are_scaled_by_the_bus_bandwidth():
-    """1 ns per byte among 2 ranks, where a rank sends S in an all_reduce; among 4 it sends 1.5 S."""
+    """The calibrated time is 1 ns per byte among 2 ranks, where a rank sends S in an all_reduce.
+
+    Among 4 ranks, a rank sends 1.5 S.
+    """
     source = CalibratedTimes(calibration(all_reduce=(100_000, 1.0)))
     sent = [row("step", Purpose.GRADIENT_REDUCE, Op.ALL_REDUCE, [1_000_000, 2_000_000], 4)]
     found = step_time(sent, Hosts(1, 4), source, {}, None)
@@ -68,10 +74,11 @@ def test_calibrated_times_are_scaled_by_the_bus_bandwidth():
 @pytest.mark.parametrize(
     ("exposed", "compute", "bounds"),
     [
-        ({}, 5_000, (11_010, 11_010)),  # all of 6,010 beside nothing
-        ({Purpose.GRADIENT_REDUCE: 1}, 5_000, (6_010, 11_010)),  # 5,000 of it overlap 5,000
+        ({}, 5_000, (11_010, 11_010)),  # All of the 6,010 is exposed.
+        # 5,000 of the 6,010 overlap with the 5,000 of computation.
+        ({Purpose.GRADIENT_REDUCE: 1}, 5_000, (6_010, 11_010)),
         ({Purpose.GRADIENT_REDUCE: 2}, 5_000, (7_010, 11_010)),
-        ({Purpose.GRADIENT_REDUCE: 1}, 100, (6_010, 6_110)),  # communication is longer than computation
+        ({Purpose.GRADIENT_REDUCE: 1}, 100, (6_010, 6_110)),  # Communication takes longer than computation.
         ({Purpose.GRADIENT_REDUCE: 9}, 5_000, (11_010, 11_010)),
     ],
 )
@@ -86,7 +93,7 @@ def test_bounds_of_a_step(exposed, compute, bounds):
 
 
 def test_the_slowest_rank_decides():
-    """Ranks 0 and 1 exchange 100 bytes, ranks 2 and 3 exchange 700."""
+    """Ranks 0 and 1 exchange 100 bytes, and ranks 2 and 3 exchange 700."""
     sent = [
         row("step", Purpose.OTHER, Op.ALL_REDUCE, [size], 2)._replace(groups=(group,))
         for size, group in ((100, (0, 1)), (700, (2, 3)))

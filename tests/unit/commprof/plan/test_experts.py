@@ -1,7 +1,8 @@
-"""``commprof plan`` of models with experts: sizes worked out by hand.
+"""Test ``commprof plan`` for models with experts against hand-computed sizes.
 
-The model of a size has two layers of width 64, so of 12 x 64 x 64 parameters each: 12,288 and 4,096 of attention, and twice
-16,384 of the feed-forward part, which is what an expert has. A gate has 64 x 4.
+The model has two layers of width 64, so each layer has 12 x 64 x 64 parameters. The attention has 12,288 and
+4,096 of them, and the feed-forward part has twice 16,384. An expert has the size of the feed-forward part. A
+gate has 64 x 4.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ CONFIG = {"bf16": {"enabled": True}, "train_micro_batch_size_per_gpu": 1, "zero_
 SIZE = ("--model", "params:98304", "--layers", "2", "--world", "4", "--hosts", "2x2")
 EXPERTS = ("--experts", "4", "--ep-size", "2", "--sequence", "32")
 DENSE, EXPERT = 2 * (12_288 + 4_096 + 64 * 4), 32_768
-SLOT = 4 * 64 * 2  # bytes of a slot of all experts
+SLOT = 4 * 64 * 2  # The bytes of one slot of all experts.
 SOURCE = """
 import copy
 import torch
@@ -66,7 +67,7 @@ def settings(plan, *words):
 
 
 def traffic(setting):
-    """(purpose, ranks of a group) -> messages and bytes of each group."""
+    """Return the messages and bytes of each group by purpose, operation and group size."""
     return {
         (row["purpose"], row["op"], row["group_size"]): (row["count"], row["payload_bytes"])
         for row in setting["traffic"]
@@ -80,14 +81,14 @@ def test_gradients_go_by_group_and_tokens_by_the_capacity(plan):
     assert sent["gradient_reduce", "all_reduce", 2] == (
         1,
         2 * 2 * EXPERT * 2,
-    )  # two layers, two experts on a rank
+    )  # Two layers with two experts per rank.
     assert sent["parameter_gather", "all_gather", 2] == (1, 2 * 2 * EXPERT * 2)
-    # 8 slots = 32 tokens / 4 experts; 4 all_to_alls of each of two layers
+    # There are 8 slots = 32 tokens / 4 experts, and 4 all_to_alls in each of two layers.
     assert sent["activation", "all_to_all", 2] == (8, 8 * 8 * SLOT)
     (experts,) = found["experts"]
     assert (experts["layers"], experts["experts_per_rank"], experts["capacity"]) == (2, 2, 8)
     assert experts["parameter_bytes_per_rank"] == 2 * 2 * EXPERT * 2
-    # Two ranks have the same experts, and so share their states.
+    # Two ranks have the same experts and therefore shard their optimizer states.
     memory = found["expert_memory_bytes_per_rank"]
     assert (memory["parameters"], memory["masters"]) == (2 * 2 * EXPERT * 2, 2 * 2 * EXPERT // 2 * 4)
 
@@ -97,7 +98,7 @@ def test_an_uneven_load_drops_tokens_and_leaves_the_bytes(plan):
     assert traffic(even) == traffic(uneven)
     assert (even["experts"][0]["dropped_share"], even["experts"][0]["busiest_rank"]) == (0, 1)
     experts = uneven["experts"][0]
-    # 16 of 32 tokens for the fullest expert, which takes 8; the other three get 16 / 3 each.
+    # The fullest expert gets 16 of 32 tokens and accepts 8. Each of the other three gets 16 / 3.
     assert experts["fullest_expert_tokens"] == 16 and experts["dropped_share"] == pytest.approx(8 / 32)
     assert experts["busiest_rank"] == pytest.approx(2 * (8 + 16 / 3) / 24)
 
@@ -112,7 +113,7 @@ def test_without_dropping_the_bytes_grow_with_the_fullest_expert(plan):
     assert traffic(found[0])["activation", "all_reduce", 2] == (
         2,
         16,
-    )  # the ranks agree on the slots of each layer
+    )  # The ranks agree on the slots of each layer.
 
 
 def test_settings_of_experts_are_compared_and_those_that_do_not_fit_are_refused(plan):
@@ -129,7 +130,7 @@ def test_the_table_says_what_stays_within_a_host(plan):
     text = plan(*SIZE, *EXPERTS, "--expert-skew", "2").out
     assert "2 layers have 4 experts each, ep_size 2" in text
     (row,) = (line.split() for line in text.splitlines() if line.split()[:1] == ["activation"])
-    assert row[-2:] == ["0", "B"]  # of it to other hosts: ep_size 2 on hosts of 2 ranks
+    assert row[-2:] == ["0", "B"]  # No bytes go to other hosts, because ep_size is 2 on hosts of 2 ranks.
     assert "25.0 % of the choices are dropped" in " ".join(text.split())
 
 
@@ -144,7 +145,7 @@ def test_layers_of_a_model_that_is_built_are_found(plan):
     words = ("--model", "py:planned_experts:model", "--world", "4", "--sequence", "16")
     own, wider = settings(plan, *words)[0], settings(plan, *words, "--ep-size", "4", "--expert-k", "1")[0]
     expert = 8 * 8 + 8
-    # k 2 x factor 1.5 x 16 tokens / 4 experts = 12 slots of 4 x 8 elements
+    # k 2 x factor 1.5 x 16 tokens / 4 experts = 12 slots of 4 x 8 elements.
     assert traffic(own)["activation", "all_to_all", 2] == (4, 4 * 12 * 4 * 8 * 2)
     assert traffic(own)["gradient_reduce", "all_reduce", 2] == (1, 2 * expert * 2)
     assert traffic(wider)["activation", "all_to_all", 4] == (4, 4 * 6 * 4 * 8 * 2)

@@ -1,4 +1,4 @@
-"""Where the parameters of a planned model come from, and what is refused."""
+"""Test the sources of the parameters of a planned model, and the models that are refused."""
 
 from __future__ import annotations
 
@@ -162,7 +162,8 @@ def test_without_transformers_it_says_what_to_install(tmp_path, monkeypatch):
                 "vocab_size": 100,
                 "n_positions": 32,
             },
-            # Two embeddings, two blocks of 12 tensors, the last norm; lm_head is tied to the embedding.
+            # The tensors are two embeddings, two blocks of 12 tensors, and the last norm. lm_head is tied to
+            # the embedding.
             (
                 "GPT2LMHeadModel, 108,544 parameters in 28 tensors",
                 "parameter='transformer.wte.weight'",
@@ -183,20 +184,26 @@ def test_without_transformers_it_says_what_to_install(tmp_path, monkeypatch):
     ],
 )
 def test_a_transformers_config_needs_no_weights(tmp_path, config, words):
-    """In a fork, which has torch already: transformers takes seconds to import, and changes the environment."""
+    """The config is read in a fork that has already imported torch.
+
+    transformers takes seconds to import and changes the environment.
+    """
     if importlib.util.find_spec("transformers") is None:
         pytest.skip("transformers is not installed")
     (tmp_path / "config.json").write_text(json.dumps(config))
     child = multiprocessing.get_context("fork").Process(target=_say_activations, args=(tmp_path,))
     child.start()
     child.join(120)
-    child.kill()  # where it hangs
+    child.kill()  # This ends a child that hangs.
     said = (tmp_path / "said").read_text()
     assert all(each in said for each in words), said
 
 
 def _say_activations(path):
-    """Write the source and the activations of the config in ``path``, or why there are none, to the file ``said``."""
+    """Write the source and the activations of the config in ``path`` to the file ``said``.
+
+    If there are no activations, the reason is written.
+    """
     with (
         (path / "said").open("w") as said,
         contextlib.redirect_stdout(said),

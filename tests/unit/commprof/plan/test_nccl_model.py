@@ -1,4 +1,4 @@
-"""The model of NCCL's times against that of torch's inductor, and by hand."""
+"""Compare the model of NCCL's times with the model of torch's inductor and with hand-computed values."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def inductor(monkeypatch):
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(analysis, "get_gpu_type", lambda: analysis.NVIDIA_GPU_TYPE.HOPPER)
-    # Its corrections for one InfiniBand network are not in our model.
+    # commprof's model does not include inductor's corrections for one InfiniBand network.
     monkeypatch.setattr(analysis, "detect_interconnect", lambda ranks: analysis.InterconnectType.NVLINK_H100)
     return analysis
 
@@ -37,7 +37,10 @@ def test_times_are_those_of_inductor(inductor, monkeypatch, op, ranks):
 
 
 def test_large_messages_take_as_long_as_their_bytes_on_the_slowest_link():
-    """8 hosts of 8: an all_to_all of 64 GB sends 8 x 7 GB out of each host; a ring carries 63/64 of the bytes."""
+    """An all_to_all of 64 GB on 8 hosts of 8 ranks sends 8 x 7 GB out of each host.
+
+    A ring carries 63/64 of the bytes.
+    """
     links, place = Links(450e9, 50e9), Place(64, 8, 8, 1)
     seconds = {
         op: fastest(op, 64e9, place, links).time_ns(64e9) / 1e9

@@ -1,4 +1,4 @@
-"""Phases of a step and what is alive in them, by hand."""
+"""Test the phases of a step and the memory that is alive in each of them against hand-computed values."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from commprof.requested.memory.deepspeed import deepspeed_holdings
 from commprof.requested.memory.states import holdings
 from commprof.requested.parameters import Parameter
 
-N = 1_000_000  # elements of each of four parameters
+N = 1_000_000  # The number of elements of each of four parameters.
 MODEL = [Parameter(f"{number}.weight", N) for number in range(4)]
-# Four layers keep one unit each; the last one's gradient comes first.
+# Each of four layers keeps one unit of activations. The gradient of the last layer comes first.
 ORDER = ("3.weight", "2.weight", "1.weight", "0.weight", "")
 
 
@@ -34,19 +34,21 @@ def peak(stage, unit, world=4, micro_batches=1, backend="nccl", framework="zero_
 @pytest.mark.parametrize(
     ("stage", "unit", "expected"),
     [
-        # In millions of bytes: parameters 8, masters 16, states 32; four units of activations, no gradient yet.
+        # In millions of bytes, the parameters are 8, the masters 16 and the states 32. There are four units
+        # of activations and no gradient yet.
         (0, 100 * N, Peak((8 + 16 + 32 + 400) * N, PASSES)),
-        # Masters' gradients in fp32 beside those in bf16.
+        # The gradients of the masters in fp32 are alive together with the bf16 gradients.
         (0, N // 2, Peak((8 + 16 + 32 + 8 + 16) * N, STEP)),
-        # A quarter of masters, states and reduced gradients, and whole gradients that arrive as activations go.
+        # A quarter of the masters, states and reduced gradients, and the complete gradients, which arrive as
+        # activations are freed.
         (1, 100 * N, Peak((8 + 4 + 8 + 2 + 400) * N, PASSES)),
         (1, N // 2, Peak((8 + 4 + 8 + 2 + 8 + 2) * N, REDUCTION)),
-        # A bucket is filled in the backward pass.
+        # The backward pass fills a bucket.
         (2, 100 * N, Peak((8 + 4 + 8 + 2 + 2 + 400) * N, PASSES)),
         (2, N // 4, Peak((8 + 4 + 8 + 2 + 4) * N, STEP)),
-        # A quarter of the parameters, all of them gathered, and two buckets; nothing has been sent yet.
+        # A quarter of the parameters, all of them gathered, and two buckets. No bucket has been sent yet.
         (3, 100 * N, Peak((2 + 4 + 8 + 2 + 8 + 4 + 400) * N, PASSES)),
-        # All of them arrive in one buffer, from which they are copied.
+        # All parameters arrive in one buffer, from which they are copied.
         (3, N // 4, Peak((2 + 4 + 8 + 2 + 8 + 8) * N, GATHER)),
     ],
 )
@@ -59,11 +61,14 @@ def test_gradients_of_earlier_micro_batches_are_there_from_the_beginning():
 
 
 def test_gathered_parameters_go_as_their_gradients_are_complete():
-    """The first bucket leaves with the third gradient: then two units, half the parameters, and a copy of the bucket."""
+    """The first bucket is sent with the third gradient.
+
+    At that time two units, half of the parameters and a copy of the bucket are alive.
+    """
     alone = {"stage3_prefetch_bucket_size": 0}
     small = peak(3, N, zero={"overlap_comm": False, **alone})
     assert small == Peak((2 + 4 + 8 + 2 + 8 + 2 + 4) * N, PASSES)
-    # With large buckets that are sent during the pass the copy counts beside what is left.
+    # With large buckets that are sent during the pass, the copy adds to the remaining memory.
     assert peak(3, N, zero=alone).device == (2 + 4 + 8 + 2 + 8 + 4 + 4) * N
 
 
@@ -79,13 +84,15 @@ def test_states_that_are_offloaded_are_not_on_the_device():
 
 def test_gradients_accumulated_in_fp32_need_no_copy():
     keys = {"data_types": {"grad_accum_dtype": "fp32"}}
-    # The flat fp32 gradients of stage 1 are whole on every rank, and bf16 ones arrive beside them.
+    # The flat fp32 gradients of stage 1 are complete on every rank, and the bf16 gradients arrive in
+    # addition.
     assert peak(1, 100 * N, **keys) == Peak((8 + 4 + 8 + 16 + 400) * N, PASSES)
     assert peak(2, N // 4, **keys).device == (8 + 4 + 8 + 4 + 2 + 1) * N
 
 
 def test_deepspeed_allocates_buckets_and_reduced_gradients_in_the_pass():
-    # Not yet there where most activations are alive; those of earlier micro-batches are.
+    # The gradients do not exist yet when most activations are alive, but the gradients of earlier
+    # micro-batches do.
     assert peak(2, 100 * N, framework="deepspeed") == Peak((8 + 4 + 8 + 400) * N, PASSES)
     accumulated = peak(2, 100 * N, micro_batches=2, framework="deepspeed")
     assert accumulated == Peak((8 + 4 + 8 + 2 + 2 + 400) * N, PASSES)

@@ -1,4 +1,4 @@
-"""Classes of ranks with equal traffic, by hand."""
+"""Test the classes of ranks with equal traffic against hand-computed values."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ from commprof.schema import Op, Purpose
 
 
 def test_the_ends_of_a_pipeline_send_half_as_many_messages():
-    """Two models of four stages; three boundaries, over each of which 100 bytes pass in both directions."""
+    """There are two models of four stages.
+
+    Over each of the three boundaries, 100 bytes pass in both directions.
+    """
     lines = tuple(tuple(range(first, 8, 2)) for first in range(2))
     sent = row("step", Purpose.PIPELINE, Op.SEND, [100] * 6, 4)._replace(groups=lines)
     classes = rank_classes([sent], Hosts(1, 8))

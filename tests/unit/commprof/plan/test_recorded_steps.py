@@ -1,4 +1,4 @@
-"""Bounds of a planned step, narrowed by a recorded run."""
+"""Test how a recorded run narrows the bounds of a planned step."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ def test_the_recorded_part_of_what_can_overlap_does(least, most, ends):
 
 
 def test_a_step_is_never_shorter_than_all_that_can_overlap_allows():
-    # Computation is shorter than what could overlap it: the bounds say so, a part of the run does not.
+    # Computation is shorter than the communication that it could overlap. The bounds contain this limit, but
+    # the overlapped part of the run does not.
     assert narrowed(BOUNDS._replace(least_ns=150), run(1.0, 1.0))[3:5] == (150, 150)
 
 
@@ -45,8 +46,8 @@ def test_a_recorded_run_tells_its_computation(tmp_path):
     told = recorded_step(open_run(path))
     steps = open_run(path).table("steps").to_pandas()
     step = (steps["end_ns"] - steps["begin_ns"])[steps["step"] > 0].median()
-    assert 0.1 * step < told.compute_ns < 0.3 * step  # 41 of 48 ms are exposed
-    # Gradients and norms block; of the gathers the end is not always known.
+    assert 0.1 * step < told.compute_ns < 0.3 * step  # Of 48 ms, 41 ms are exposed.
+    # Gradients and norms block. For gathers, the end is not always known.
     assert told.least_hidden <= told.most_hidden < 0.2 and told.purposes == ("parameter_gather",)
 
 

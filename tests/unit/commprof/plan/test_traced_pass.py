@@ -1,4 +1,4 @@
-"""The traced pass of plan where it fails."""
+"""Test the failure of the traced pass of ``plan``."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""``commprof plan`` and its deprecated alias, as a person uses them."""
+"""Test ``commprof plan`` and its deprecated alias from the user's point of view."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_a_refused_setting_does_not_stop_the_others(plan):
 
 
 def test_the_time_of_a_step_decides_where_it_is_known(plan):
-    """Stage 3 sends the fewest bytes, in so many messages that NCCL's latencies make it the slowest."""
+    """Stage 3 sends the fewest bytes, but in so many messages that NCCL's latencies make it the slowest."""
     words = ("--model", "params:7e9", "--world", "1024", "--set", "zero_optimization.stage=1,3")
     text = " ".join(plan(*words, "--links", LINKS, "--step-compute", "900ms").out.split())
     assert "Use stage=1: its step takes the least time." in text

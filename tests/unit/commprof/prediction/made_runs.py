@@ -1,4 +1,4 @@
-"""Recorded runs made by hand: what every rank computes and how long messages take are known."""
+"""Hand-made recorded runs in which the computation of every rank and the duration of messages are known."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from commprof.requested.parameters import Parameter
 
 MS = 1e6
 LAYERS = 8
-WIDTH = 100  # each layer has 10,000 elements: 40,000 bytes
+WIDTH = 100  # Each layer has 10,000 elements, which are 40,000 bytes.
 PARAMETERS = [
     Parameter(f"layer{number}.weight", WIDTH * WIDTH, shape=f"{WIDTH}x{WIDTH}", forward_index=number)
     for number in range(LAYERS)
@@ -22,13 +22,15 @@ BYTES = 4 * WIDTH * WIDTH * LAYERS
 
 
 def recorded(messages, spans, durations, *, steps=8, jitter=0.0, slowdown=1.0, seed=0):
-    """A run of ``steps`` steps of 2 ranks.
+    """Return a run of ``steps`` steps on 2 ranks.
 
     Args:
-        messages: (message, events before the wait: None for at once) in order; blocking ones wait at once.
-        spans: ms that each rank computes before each event, and after the last: (events + 1, 2).
-        durations: message -> ms.
-        jitter: relative standard deviation of compute and message times.
+        messages: Tuples of (message, events before the wait or None for an immediate wait), in order.
+            Blocking messages are waited for immediately.
+        spans: The ms that each rank computes before each event and after the last event, with shape (events +
+            1, 2).
+        durations: A function from a message to its duration in ms.
+        jitter: The relative standard deviation of compute and message times.
     """
     events = []
     for number, message in enumerate(messages):
@@ -49,7 +51,8 @@ def recorded(messages, spans, durations, *, steps=8, jitter=0.0, slowdown=1.0, s
         )
         step = Step(noisy, np.zeros((len(messages), 2)), follows=True)
         played = play(program, step, times, begins, busy, slowdown)
-        # What overlapped took longer in the run, which is what a recorder sees.
+        # Computation that overlapped with messages took longer in the run, and a recorder sees these longer
+        # times.
         seen = noisy + played.overlapped * (1 - 1 / slowdown)
         made.append(step._replace(spans=seen))
         arrivals.append(played.issued)
@@ -97,7 +100,11 @@ def sent(given, world=2, runtime="zero_runtime"):
 
 
 def run(before, durations=lambda each: 1 + each.payload_bytes / 1e5, **changes):
-    """Steps of ``before``: 30 ms of forward pass, 60 of backward, where each of 8 gradients takes 7.5 ms; optimizer 4 ms."""
+    """Return a run with the steps of ``before``.
+
+    The forward pass takes 30 ms. The backward pass takes 60 ms, 7.5 ms for each of 8 gradients. The optimizer
+    takes 4 ms.
+    """
     messages = [each for of_micro in before.gradients for each, _ in of_micro]
     counts = [count for of_micro in before.gradients for _, count in of_micro]
     at_end = list(before.at_end.get("gradient_norm", []))

@@ -1,4 +1,7 @@
-"""Which changes of a run are worth trying: the candidates by rule, and the choice among them on runs made by hand."""
+"""Test which changes of a run are worth trying.
+
+The tests cover the candidates by rule, and the choice between them on hand-made runs.
+"""
 
 from __future__ import annotations
 
@@ -24,13 +27,16 @@ ZERO = "zero_optimization."
 
 
 def base(given, *, ns_per_byte=0.0, latency_ms=1.0, calibration=None, **changes):
-    """A replayed run of ``given`` whose messages take a latency and a time for each byte."""
+    """Return a replayed run of the configuration ``given``. A message takes a latency and a time per byte."""
     made = run(sent(given), lambda each: latency_ms + each.payload_bytes * ns_per_byte / 1e6, **changes)
     return replayed_steps(made, request(given), calibration)
 
 
 def calibration(ms, **others):
-    """All operations take ``ms``, a number or a function of the size, and those of ``others`` theirs."""
+    """Return a calibration in which all operations take ``ms``, a number or a function of the size.
+
+    ``others`` gives different values for single operations.
+    """
     sizes = [1, 4, 16, *range(10_000, 650_000, 10_000)]
 
     def time(op, size):
@@ -114,9 +120,11 @@ def test_stage_3_is_left_and_not_entered():
 @pytest.mark.parametrize(
     ("arguments", "caps"),
     [
-        ({"bucket_cap_mb": 4}, [40.4, 16.0, 1.0]),  # of 40 MiB: one bucket, four times, a quarter
+        # The model has 40 MiB. The values are one bucket for all, four times the given size, and a quarter of
+        # it.
+        ({"bucket_cap_mb": 4}, [40.4, 16.0, 1.0]),
         ({"bucket_cap_mb": 20}, [40.4, 5.0]),
-        ({}, [40.4, 6.25]),  # torch's 25 MiB
+        ({}, [40.4, 6.25]),  # torch's default is 25 MiB.
     ],
 )
 def test_ddp_has_other_bucket_sizes(arguments, caps):
@@ -127,7 +135,7 @@ def test_ddp_has_other_bucket_sizes(arguments, caps):
 
 
 def test_messages_that_hide_behind_compute_are_offered_with_the_numbers_of_predict():
-    made = base(config(), ns_per_byte=100)  # 8 ms each of four, one after another
+    made = base(config(), ns_per_byte=100)  # Four messages of 8 ms run one after another.
     best = promising_of(made)
     (change,) = best.changes
     assert change.setting == {f"{ZERO}overlap_comm": True} and change.recorded == {
@@ -142,7 +150,7 @@ def test_messages_that_hide_behind_compute_are_offered_with_the_numbers_of_predi
     assert "overlaps with compute instead of 0%" in change.why and "gradient_reduce is exposed" in change.why
     assert change.words == ["--set", f"{ZERO}overlap_comm=true"]
     assert predict_command("r", change).endswith(f"predict r --set {ZERO}overlap_comm=true")
-    assert sweep_command("r", change, best) is None  # the program names no config file
+    assert sweep_command("r", change, best) is None  # The program names no configuration file.
     program = best._replace(program=["--nproc", "2", "--", "train.py", "--config", "ds.json"])
     assert sweep_command("r", change, program, "c.json") == (
         f"commprof sweep --predict r --calibration c.json --set {ZERO}overlap_comm=false,true --nproc 2 -- train.py "
@@ -171,7 +179,8 @@ def test_what_needs_a_calibration_is_counted_and_says_what_to_measure():
 
 def test_with_a_calibration_one_bucket_is_offered_and_says_what_memory_it_needs():
     given = config(reduce_bucket_size=WIDTH * WIDTH)
-    made = base(given, latency_ms=8, calibration=calibration(8))  # what it costs is the number of messages
+    # The number of messages determines the cost.
+    made = base(given, latency_ms=8, calibration=calibration(8))
     best = promising_of(made)
     assert best.uncalibrated == 0 and len(best.changes) == 3
     by_setting = {tuple(each.setting.items()): each for each in best.changes}
@@ -187,7 +196,8 @@ def test_with_a_calibration_one_bucket_is_offered_and_says_what_memory_it_needs(
 
 
 def test_of_values_that_are_about_as_fast_the_one_of_least_memory_is_offered():
-    given = config(reduce_bucket_size=4000)  # eight messages; ten times larger buckets make two
+    # There are eight messages. Buckets that are ten times larger make two messages.
+    given = config(reduce_bucket_size=4000)
     quick = calibration(lambda size: 8 if 20_000 < size < 60_000 else 0.1)
     best = promising_of(base(given, latency_ms=8, calibration=quick))
     key = f"{ZERO}reduce_bucket_size"
@@ -255,7 +265,10 @@ def test_the_memory_is_that_of_plan_for_the_framework_and_the_backend_of_the_run
 
 
 def test_exposed_time_and_critical_path_are_parts_of_the_predicted_step():
-    """The replay of a run takes longer than the run: the step is predicted relative to it, and so are its parts."""
+    """The replay of a run takes longer than the run.
+
+    The step is therefore predicted relative to the replay, and its parts are scaled in the same way.
+    """
     made = base(config(), ns_per_byte=100)
     stretched = made._replace(recorded=made.recorded._replace(step_ns=made.recorded.step_ns * 0.5))
     (plain,), (half,) = (predict_from(each, [({}, None)]).settings for each in (made, stretched))

@@ -1,4 +1,4 @@
-"""Predictions from several runs of one setting, on runs made by hand."""
+"""Test predictions from several hand-made runs of one setting."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_three_runs_give_their_median_and_a_smaller_interval():
         name: base(config(), ms, seed=seed)
         for seed, (name, ms) in enumerate({"a": 5.0, "b": 5.3, "c": 9.0}.items())
     }
-    # A step of c is an outlier: the interval is that of runs that differ so much.
+    # A step of c is an outlier, so the interval is as wide as for runs that differ by this much.
     answer = predict_from_several(bases, [({}, None)])
     singles = [predict_from(each, [({}, None)]).settings[0] for each in bases.values()]
     (predicted,) = answer.settings
@@ -43,7 +43,7 @@ def test_three_runs_give_their_median_and_a_smaller_interval():
     narrow = predict_from_several(equal, [({}, None)]).settings[0]
     assert half_width(narrow) < half_width(predict_from(equal["a"], [({}, None)]).settings[0])
     assert half_width(narrow) < half_width(predicted)
-    # It stays above what the model leaves out, however many runs agree.
+    # The width stays above the error of the model, however many runs agree.
     assert half_width(narrow) > 1.28 * OF_THE_MODEL and OF_A_RUN > 0
 
 

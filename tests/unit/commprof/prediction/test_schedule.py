@@ -1,4 +1,8 @@
-"""Steps with known answers: a chain, a diamond, a straggler, two groups on one link, compute beside a message."""
+"""Test steps with known results.
+
+The cases are a chain, a diamond, a straggler, two groups on one link, and compute that overlaps with a
+message.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +24,7 @@ def program(messages, *events):
 
 
 def step(*spans, calls=None, follows=True):
-    """The spans of each rank before each event, and after the last."""
+    """Return a step from the spans of each rank before each event and after the last event."""
     rows = np.array(spans, float)
     messages = 8 if calls is None else len(calls)
     return Step(
@@ -44,7 +48,7 @@ def test_a_chain_of_blocking_messages_adds_up():
 
 
 def test_of_a_diamond_the_longer_branch_decides():
-    # Both ranks issue a message and compute beside it; then they wait.
+    # Both ranks issue a message, compute during the message, and then wait.
     diamond = program([message()], ("issue", 0), ("wait", 0))
     hidden = run(diamond, step([4, 4], [30, 6], [1, 1]), durations(10))
     assert hidden.ends.tolist() == [35, 15]
@@ -82,14 +86,15 @@ def test_two_groups_share_a_link():
     played = run(both, step(*[[0] * 4] * 5), durations(10, 10, ranks=4), ranks=4)
     assert played.finishes.tolist() == [[20] * 4] * 2
     shifted = run(both, step([0] * 4, [6] * 4, *[[0] * 4] * 3), durations(10, 2, ranks=4), ranks=4)
-    # 4 of the first are left when the second begins: it takes twice its 2, the first 2 longer.
+    # 4 of the first message remain when the second begins. The second takes twice its 2, and the first 2
+    # longer.
     assert shifted.finishes[:, 0].tolist() == [12, 10]
 
 
 def test_compute_beside_a_message_is_slower():
     one = program([message()], ("issue", 0), ("wait", 0))
     played = run(one, step([0, 0], [20, 20], [0, 0]), durations(9), slowdown=1.5)
-    # 9 ns beside the message do 6 ns of work; 14 ns are left.
+    # The 9 ns during the message do 6 ns of work, and 14 ns remain.
     assert played.ends.tolist() == [23, 23]
     assert played.overlapped.tolist() == [[0, 0], [9, 9], [0, 0]]
 

@@ -1,4 +1,4 @@
-"""Times of a GPU's stream in the place of the host's."""
+"""Test the replacement of host times by the times of a GPU stream."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ from commprof.prediction.streams import device_of, on_stream, stream_steps
 
 
 def records(*rows, rank=0):
-    """Rows of (step, seq, asynchronous, device begin, device end, exposed); the host issued each at 1,000 times its seq."""
+    """Return rows of (step, seq, asynchronous, device begin, device end, exposed).
+
+    The host issues each record at 1,000 times its seq.
+    """
     return pd.DataFrame(
         {
             "rank": rank,
@@ -38,7 +41,7 @@ def test_a_blocking_message_blocks_the_stream_from_its_begin_to_its_end():
     (row,) = on_stream(records((1, 3, False, 9000, 9400, 400)), "run").to_dict("records")
     assert (row["issue_ns"], row["return_ns"]) == (9000, 9400)
     assert np.isnan(row["wait_begin_ns"]) and np.isnan(row["device_end_ns"])
-    assert row["arrived_ns"] == 9070  # the other rank's clock is off by as much as before
+    assert row["arrived_ns"] == 9070  # The clock of the other rank keeps its offset.
 
 
 def test_an_asynchronous_message_blocks_where_the_stream_waits():

@@ -1,4 +1,4 @@
-"""Other settings of the wrappers of torch, on programs made by hand."""
+"""Test changed settings of torch's wrappers on hand-made programs."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_gathers_of_the_backward_pass_go_and_compute_stays():
         )
     )
     (new,) = changed.steps
-    # The spans before the two events that are gone, 5 and 6, precede the next event now, whose own is 7.
+    # Two events, 5 and 6, are removed. Their spans now precede the next event, whose own span is 7.
     assert new.spans[:, 0].tolist() == [1, 2, 3, 4, 18, 8, 9, 10, 11]
     assert new.spans[:, 1].tolist() == [10, 20, 30, 40, 180, 80, 90, 100, 110]
     assert new.calls[:, 0].tolist() == [0, 1, 3, 4] and new.follows
@@ -100,7 +100,7 @@ def test_what_follows_the_last_message_stays_at_the_end():
 
 
 def test_each_rank_keeps_the_shards_of_the_others():
-    assert kept_bytes(Program(MESSAGES, EVENTS)) == 600  # three quarters of 800 bytes
+    assert kept_bytes(Program(MESSAGES, EVENTS)) == 600  # The result is three quarters of 800 bytes.
     assert gathered_again(Program(MESSAGES, EVENTS)) == [2]
 
 
@@ -137,7 +137,7 @@ def models(*units, passes="F0F1p1b1B1p0b0B0E0"):
 
 
 def kept_program():
-    """Two units whose parameters stay gathered: 3 ms before each event."""
+    """Return a program with two units whose parameters stay gathered. There are 3 ms before each event."""
     pair = ((0, 1),)
     messages = (
         *(Message("all_gather", 400, "parameter_gather", pair, True, None, 0, "forward") for _ in range(2)),
@@ -155,7 +155,8 @@ def test_units_gather_again_before_their_backward_pass():
     changed = with_resharding(
         program, [recorded], {KEY: True}, models(unit(0), unit(1)), Assumed(copy_ns=0.01)
     )
-    # The last unit gathers when its backward pass begins, and then what the one before it needs.
+    # The last unit gathers when its backward pass begins, and then gathers the parameters of the unit before
+    # it.
     assert [(each.op, each.phase) for each in changed.program.messages] == [
         *[("all_gather", "forward")] * 2,
         *[("all_gather", "backward")] * 2,
@@ -165,7 +166,7 @@ def test_units_gather_again_before_their_backward_pass():
         Event(kind, number) for number in range(6) for kind in ("issue", "wait")
     )
     spans = changed.steps[0].spans[:, 0]
-    # 400 bytes take 4 ns to fill; a third of the span before the first reduce_scatter is the forward pass.
+    # 400 bytes take 4 ns to fill. A third of the span before the first reduce_scatter is the forward pass.
     assert spans.tolist() == pytest.approx([3, 3, 3, 3, 1, 0, 4, 0, 6, 3, 3, 3, 3])
     assert len(changed.assumed) == 2
     even = with_resharding(

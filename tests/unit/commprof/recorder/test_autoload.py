@@ -1,4 +1,4 @@
-"""What torch calls at the end of ``import torch``."""
+"""Test the function that torch calls at the end of ``import torch``."""
 
 import time
 
@@ -9,7 +9,7 @@ from commprof.recorder import autoload, session
 
 @pytest.fixture
 def asked(monkeypatch):
-    """The arguments with which a recording was asked for."""
+    """Return the arguments of the requested recordings."""
     calls = []
     monkeypatch.setattr(session, "arm", lambda out=None, **options: calls.append((out, options)))
     for name in ("COMMPROF", "COMMPROF_OUT", "COMMPROF_RUN"):
@@ -35,7 +35,8 @@ def test_the_variables_say_what_to_do(asked, monkeypatch, capsys):
     autoload.start()
     monkeypatch.setenv("COMMPROF_OUT", "runs/one")
     autoload.start()
-    monkeypatch.setenv("COMMPROF_RUN", "/run")  # below commprof run, which speaks for all
+    # ``commprof run`` sets this variable and prints the messages for all ranks.
+    monkeypatch.setenv("COMMPROF_RUN", "/run")
     autoload.start()
     monkeypatch.setenv("COMMPROF", "0")
     autoload.start()

@@ -1,4 +1,7 @@
-"""Gradient buckets in the events file: each described once, and every flush of it is a row all the same."""
+"""Test gradient buckets in the events file.
+
+Each bucket is described once, but every flush of a bucket is a row.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The offset between two clocks: its estimate, the exchange behind it, and how the processes of a job find each other."""
+"""Test the offset between two clocks.
+
+The tests cover the estimate, the exchange that it uses, and how the processes of a job find each other.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ SHIFT = 7_000_000_000_123
 
 
 class Network:
-    """Two clocks and the delays between them: makes exchanges of which the true offset is known."""
+    """Two clocks and the delays between them. The network makes exchanges whose true offset is known."""
 
     def __init__(self, offset: int, drift: float = 0.0) -> None:
         self.offset, self.drift = offset, drift
@@ -53,7 +56,8 @@ def test_the_true_offset_is_within_the_bound_whatever_the_delays(offset, delays)
     exchanges = [network.exchange(*delay) for delay in delays]
     found = estimate(exchanges)
     assert abs(found.offset_ns - offset) <= found.error_ns
-    # Never worse than the rule of one exchange, but for what the clocks may have drifted apart within it.
+    # The error is never worse than by the rule of one exchange, except for the possible drift within the
+    # exchange.
     _, tightest, reach = min(
         (out + back, (out + back + 1) // 2, out + held + back) for out, held, back, _ in delays
     )
@@ -65,13 +69,13 @@ def test_the_true_offset_is_within_the_bound_whatever_the_delays(offset, delays)
 def test_clocks_that_drift_apart_stay_within_the_bound(offset, drift, delays):
     network = Network(offset, drift)
     found = estimate([network.exchange(*delay) for delay in delays])
-    # Whole nanoseconds were read: two of them are lost.
+    # The clocks are read in integer nanoseconds, so two nanoseconds are lost.
     assert abs(found.offset_ns - network.true_offset(found.time_ns)) <= found.error_ns + 2
 
 
 def test_unequal_ways_are_told_apart_when_both_were_short_once():
     network = Network(500)
-    # No exchange is tight: one had a short way out, the other a short way back.
+    # Neither exchange is tight. One has a short way out, and the other a short way back.
     exchanges = [network.exchange(10, 5, 1000), network.exchange(1000, 5, 10)]
     assert [estimate([each], drift_limit=0).error_ns for each in exchanges] == [505, 505]
     found = estimate(exchanges, drift_limit=0)
@@ -88,7 +92,7 @@ def test_a_clock_that_jumped_between_exchanges_leaves_the_tightest():
 def test_a_clock_is_known_by_boot_and_time_namespace(tmp_path):
     boot, namespace = tmp_path / "boot_id", tmp_path / "time"
     boot.write_text("3f1c\n")
-    assert clock_identity(boot, namespace) == "3f1c"  # before Linux 5.6
+    assert clock_identity(boot, namespace) == "3f1c"  # This is the case before Linux 5.6.
     namespace.touch()
     assert clock_identity(boot, namespace) == f"3f1c:{namespace.stat().st_ino}"
     assert clock_identity(tmp_path / "none", namespace) == f"{socket.gethostname()}:{os.getpid()}"
@@ -172,7 +176,7 @@ def test_a_server_that_went_away_is_an_error_at_once():
     connection.ask(1)
     closing = threading.Thread(target=connection.close)
     server.end()
-    assert thread.is_alive()  # it waits for those who are connected
+    assert thread.is_alive()  # The thread waits for the connected processes.
     closing.start()
     closing.join(5)
     thread.join(5)
@@ -196,7 +200,10 @@ def test_own_addresses_leave_out_the_loopback():
 
 
 class Store:
-    """What is used of torch's store, in memory; ``latency`` is spent in each operation."""
+    """An in-memory version of the parts of torch's store that are used.
+
+    Each operation takes ``latency`` seconds.
+    """
 
     def __init__(self, latency: float = 0.0) -> None:
         self.values: dict[str, bytes] = {}
@@ -255,7 +262,7 @@ def test_clocks_are_compared_through_the_store_where_nothing_else_is_left():
 
 
 class Log:
-    """Keeps what a process writes about its clock."""
+    """Keeps the rows and notes that a process writes about its clock."""
 
     def __init__(self) -> None:
         self.rows: list[dict] = []
@@ -290,13 +297,15 @@ def test_each_host_measures_once_at_the_start_and_at_the_end():
     for rank, (offsets, _) in enumerate(others, 1):
         offsets.start(rank, 5, {})
     until(lambda: sum(bool(log.rows) for _, log in others) == 3)
-    time.sleep(0.3)  # a measurement that is younger counts as the last
+    time.sleep(0.3)  # A more recent measurement counts as the last one.
     for offsets, _ in others:
         offsets.finish()
     lead.finish()
     assert [(row["offset_ns"], row["error_ns"]) for row in lead_log.rows] == [(0, 0)]
     rows = [log.rows for _, log in others]
-    assert sorted(map(len, rows)) == [0, 1, 2, 2]  # nobody, the one beside rank 0, and one of each other host
+    # The numbers of rows are of the reference, the rank on the host of rank 0, and one rank of each other
+    # host.
+    assert sorted(map(len, rows)) == [0, 1, 2, 2]
     assert rows[3][0]["offset_ns"] == rows[3][0]["exchanges"] == 0
     for row in (*max(rows[0], rows[1], key=len), *rows[2]):
         assert row["reference_rank"] == 0 and row["exchanges"] == 30
@@ -407,7 +416,7 @@ def test_a_forked_child_lets_go_and_the_parent_goes_on():
         follow.drop()
         lead.drop()
         lead.finish()
-        follow.finish()  # neither waits for a thread that is not here
+        follow.finish()  # Neither call waits for a thread that does not exist here.
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     follow.part()
@@ -434,7 +443,7 @@ def test_the_end_is_bounded_when_rank_0_hangs():
     thread.start()
     follow, log = process(store)
     follow.start(1, 2, {})
-    thread.join(5)  # from here on nobody answers, and the connection stands
+    thread.join(5)  # From here on, no process answers, and the connection stays open.
     assert len(log.rows) == 1
     began = time.monotonic()
     follow.part()

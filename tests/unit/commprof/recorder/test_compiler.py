@@ -1,4 +1,4 @@
-"""Which of commprof's own functions torch.compile is kept from."""
+"""Test which of commprof's own functions are excluded from torch.compile."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def test_a_class_that_holds_itself_does_not_stop_the_search(monkeypatch):
     class Backward:
         forward_class = Forward
 
-    Forward.backward_class = Backward  # as torch.autograd.Function has it
+    Forward.backward_class = Backward  # torch.autograd.Function sets this attribute too.
     Forward.__module__ = Backward.__module__ = module.__name__
     module.Forward = Forward
     monkeypatch.setattr(commprof, "made_for_this_test", module, raising=False)
@@ -46,7 +46,10 @@ def test_a_module_is_searched_once_and_one_that_is_imported_later_as_well(monkey
 
 
 def test_what_asks_about_a_run_is_left_to_the_compiler(monkeypatch):
-    """A program may have imported it: six times as many functions."""
+    """Functions that read a run are left to the compiler, because there are six times as many of them.
+
+    A program may have imported them.
+    """
     import commprof.analysis.api
 
     eval_frame = ModuleType("eval_frame")

@@ -1,4 +1,7 @@
-"""Ends that handles tell: which are asked, what is left with them, and that nothing of it ever raises."""
+"""Test the completion times that handles report.
+
+The tests check which handles are asked, what remains in the handles, and that no step raises an exception.
+"""
 
 import gc
 import mmap
@@ -14,7 +17,7 @@ from commprof.trace.rank_files.segments import DEVICE_END_WORD, NO_WORDS, Segmen
 
 
 class Work:
-    """A handle whose future keeps what it is to call, as torch's does."""
+    """A handle whose future stores its callbacks, as torch's future does."""
 
     def __init__(self):
         self.callbacks = []
@@ -62,7 +65,7 @@ def test_a_handle_that_never_ends_is_not_held_either(segment):
     times.sample((segment, 0, True), work)
     assert len(completion._under_way) == 1
     gone = weakref.ref(work)
-    work.callbacks.clear()  # as torch does when it drops the operation
+    work.callbacks.clear()  # torch does the same when it drops the operation.
     del work
     gc.collect()
     assert gone() is None
@@ -118,7 +121,8 @@ def test_before_the_interpreter_goes_what_was_asked_is_waited_for(segment, monke
     Completions(1).sample((segment, 0, True), work)
     monkeypatch.setattr(completion.time, "sleep", sleep)
     completion._await_callbacks()
-    # Once more after the last call back: the backend's thread then needs Python's lock to drop it.
+    # There is one more call after the last callback, because the backend's thread then needs Python's lock to
+    # drop the callback.
     assert len(slept) == 21 and max(slept) <= 0.05
     completion._await_callbacks()
     assert len(slept) == 21

@@ -1,4 +1,4 @@
-"""DeepSpeed's layers of experts as the adapter wraps them, with classes that stand for DeepSpeed's."""
+"""Test the adapter of DeepSpeed's expert layers, with classes that stand in for DeepSpeed's."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ GATES, EXPERTS = ModuleType("deepspeed.moe.sharded_moe"), ModuleType("deepspeed.
 
 
 class StopPassError(Exception):
-    """What torch raises inside a repeated forward pass once it has what the backward pass needs."""
+    """The exception with which torch ends a repeated forward pass.
+
+    torch raises it once all tensors that the backward pass needs exist.
+    """
 
 
 class Experts(torch.nn.Module):
@@ -29,8 +32,9 @@ class MOELayer(torch.nn.Module):
         self.experts, self.ends = Experts(), ends
 
     def forward(self, tokens):
-        self.exp_counts = torch.tensor([3.0, 1.0])  # as with a mask of used tokens in floating point
-        # Of one rank, two experts with five slots each.
+        # The counts are floating point, as with a mask of used tokens.
+        self.exp_counts = torch.tensor([3.0, 1.0])
+        # There is one rank with two experts and five slots per expert.
         slots = self.experts(torch.ones(1, 2, 5, tokens.shape[-1]))
         if self.ends:
             raise StopPassError

@@ -1,4 +1,7 @@
-"""What is padding in DeepSpeed's messages: stand-ins with its signatures, and paddings counted by hand."""
+"""Test the padding in DeepSpeed's messages.
+
+The tests use stand-ins with DeepSpeed's signatures, and the padding is computed by hand.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ MISSING, HERE = SimpleNamespace(name="NOT_AVAILABLE"), SimpleNamespace(name="AVA
 
 @pytest.fixture
 def deepspeed(monkeypatch):
-    """DeepSpeed's functions as far as they matter; ``sent`` has the tag of each message."""
+    """Return stand-ins for the parts of DeepSpeed that matter. ``sent`` contains the tag of each message."""
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda group=None: RANKS)
     faults, sent = [], []
     modules = {
@@ -54,7 +57,8 @@ def deepspeed(monkeypatch):
             super().update_lp_params()
 
         def step(self):
-            comm.all_gather_into_tensor(torch.zeros(6), torch.zeros(2))  # of something else
+            # This gather is for a different purpose.
+            comm.all_gather_into_tensor(torch.zeros(6), torch.zeros(2))
             super().update_lp_params()
 
     class BF16_Optimizer(Flat):  # noqa: N801 - its name
@@ -134,7 +138,7 @@ def test_flat_groups_are_longer_than_their_parameters(deepspeed, module, name):
     flat = [torch.zeros(48), torch.zeros(12), torch.zeros(12, dtype=torch.bfloat16)]
     optimizer = getattr(getattr(deepspeed, module), name)(groups, flat)
     optimizer.update_lp_params()
-    assert deepspeed.padding() == [4 * 6, None, 2 * 7]  # null where there is none
+    assert deepspeed.padding() == [4 * 6, None, 2 * 7]  # The padding is null if a message has none.
     deepspeed.sent.clear()
     if hasattr(optimizer, "step"):
         optimizer.step()
@@ -142,7 +146,8 @@ def test_flat_groups_are_longer_than_their_parameters(deepspeed, module, name):
 
 
 def test_parameters_that_are_gathered_together(deepspeed):
-    # Shards of 3, 2 and 1 of 3 ranks: 18 elements, of which 7 + 5 + 3 are data. The fourth is there already.
+    # Shards of 3, 2 and 1 elements on 3 ranks are 18 elements, and 7 + 5 + 3 of them are data. The fourth
+    # parameter is already available.
     parameters = [parameter(2, 5), parameter(1, 7), parameter(3, 3), parameter(0, 8, status=HERE)]
     fetch(deepspeed, parameters)
     assert deepspeed.padding() == [4 * (18 - 15)]
@@ -157,7 +162,7 @@ def test_each_dtype_is_a_message_of_its_own(deepspeed):
 
 
 def test_parameters_one_by_one_are_told_apart_by_their_order(deepspeed):
-    # All three have shards of 3, and 2, 1 and no elements of padding.
+    # All three parameters have shards of 3 elements, with 2, 1 and no elements of padding.
     fetch(deepspeed, [parameter(3, 9), parameter(1, 7), parameter(2, 8)], coalesces=False)
     assert deepspeed.padding() == [4 * 2, 4 * 1, None]
 
@@ -181,11 +186,11 @@ def test_what_the_context_of_init_gathers(deepspeed):
 
 def test_a_shard_among_a_part_of_the_ranks(deepspeed):
     within = parameter(1, 7)
-    within.ds_secondary_tensor = within.ds_tensor = torch.zeros(4)  # of two ranks
+    within.ds_secondary_tensor = within.ds_tensor = torch.zeros(4)  # The shards are over two ranks.
     within.ds_tensor.ds_numel = 2
     deepspeed.partition_parameters._dist_allgather_fn(within.ds_tensor, torch.zeros(8))
     fetch(deepspeed, [within])
-    assert deepspeed.padding() == [None, 4 * (RANKS * 4 - 7)]  # the stand-in has three in each part
+    assert deepspeed.padding() == [None, 4 * (RANKS * 4 - 7)]  # The stand-in has three elements in each part.
 
 
 def test_gradients_are_filled_up_to_the_ranks(deepspeed):

@@ -1,4 +1,7 @@
-"""Times of a device, with a device that is not there: events are reached late, out of order or never, and clocks differ."""
+"""Test the times of a device with a fake device.
+
+The fake device reaches events late, out of order or never, and its clock differs from the host's.
+"""
 
 from array import array
 
@@ -24,12 +27,12 @@ from commprof.trace.rank_files.segments import (
 from support.fake_device import FakeDevice, FakeStream
 from support.sample import examples
 
-SYNC, ASYNC = 1, 2  # signatures
+SYNC, ASYNC = 1, 2  # The numbers of two signatures.
 WORDS = RECORD.size // 8
 
 
 class Recording:
-    """Records of one rank with one device, or with two."""
+    """The records of one rank with one or two devices."""
 
     def __init__(self, device: FakeDevice, **others: FakeDevice) -> None:
         self.faults: list[BaseException] = []
@@ -43,7 +46,7 @@ class Recording:
         self.count = 0
 
     def issue(self, signature: int, captured: bool = False):
-        """The call begins: the words to write to, and where."""
+        """Begin a call and return its operation and the position of its words."""
         base = self.count * WORDS
         self.count += 1
         return self.times.follow(self.segment, base, signature, captured), base
@@ -68,19 +71,23 @@ def test_a_synchronous_call_lasts_from_before_to_after_it():
     begin = device.now
     base = run.sync(2_000_000)
     run.times.end_step()
-    assert run.times_of(base) == (0, 0, 0)  # not reached yet
+    assert run.times_of(base) == (0, 0, 0)  # The events are not reached yet.
     device.now += 3_000_000
     run.times.end_step()
     device_begin, device_end, exposed = run.times_of(base)
     assert exposed == pytest.approx(2_000_000, abs=1_000)
     assert device_end - device_begin == pytest.approx(exposed, abs=2)
-    # Reached when it was made, for nothing was before it; the host knows it no better than it asked.
+    # No work preceded the event, so it was reached when it was created. The host's accuracy is limited by the
+    # times of its queries.
     assert abs(device_begin - begin) <= run.times._timelines["cuda:3"].clock.error_ns(device.now) + 2_000
     assert device.indices == {3} and not run.faults
 
 
 def test_of_an_asynchronous_call_the_wait_counts():
-    """The program works for 5 ms beside a collective of 8 ms: it stands still for 3 ms, and the other 5 are hidden."""
+    """The program works for 5 ms during a collective of 8 ms.
+
+    The remaining 3 ms are exposed, and the 5 ms are overlapped.
+    """
     device = FakeDevice()
     run = Recording(device)
     operation = run.issue(ASYNC)
@@ -88,7 +95,7 @@ def test_of_an_asynchronous_call_the_wait_counts():
     run.write(operation, RETURN_WORD)
     device.work(5_000_000)
     run.write(operation, WAIT_BEGIN_WORD)
-    device.busy_until = issued + 8_000_000  # the stream goes on when the collective has ended
+    device.busy_until = issued + 8_000_000  # The stream continues when the collective has ended.
     run.write(operation, WAIT_END_WORD)
     device.now += 20_000_000
     run.times.end_step()
@@ -98,7 +105,7 @@ def test_of_an_asynchronous_call_the_wait_counts():
 
 
 def test_an_operation_whose_wait_raised_ends_once():
-    """Who marks a record as raised writes its state after the wait's end."""
+    """The code that marks a record as raised writes its state after the end of the wait."""
     run = Recording(FakeDevice())
     operation = run.issue(ASYNC)
     for word in (RETURN_WORD, WAIT_BEGIN_WORD, WAIT_END_WORD, STATE_WORD):
@@ -140,7 +147,8 @@ def test_events_reached_out_of_order_are_resolved_as_they_come():
     timeline = run.times._timelines["cuda:3"]
     stuck = run.issue(SYNC)
     run.write(stuck, RETURN_WORD)
-    stuck[0].end_event.reached_ns = device.now + 10**12  # another stream, which stands
+    # This event is on a different stream, which makes no progress.
+    stuck[0].end_event.reached_ns = device.now + 10**12
     later = [run.sync(1_000) for _ in range(5)]
     device.now += 1_000_000
     run.times.end_step()
@@ -152,7 +160,7 @@ def test_events_reached_out_of_order_are_resolved_as_they_come():
 
 
 def test_few_unreached_events_end_a_pass():
-    """Asking costs time, so a pass over thousands of open operations asks only the oldest."""
+    """Each query costs time, so a pass over thousands of open operations queries only the oldest."""
     device = FakeDevice()
     run = Recording(device)
     run.sync(0)
@@ -193,7 +201,7 @@ def test_what_does_not_fit_is_counted_and_the_queue_stays_bounded(monkeypatch):
     assert timed == 0 and run.times.tally.given_up == 200 - unresolved > 0
     assert f"{run.times.tally.given_up} were not, since 50 others were under way" in said
     assert f"{unresolved} had not ended on the device when recording did" in said
-    device.now += 2 * 10**12  # room again
+    device.now += 2 * 10**12  # There is room again.
     run.times.end_step()
     base = run.sync(1_000)
     device.now += 10**6
@@ -205,7 +213,7 @@ def test_nothing_is_done_while_a_graph_is_captured():
     device = FakeDevice()
     run = Recording(device)
     open_before = run.issue(ASYNC)
-    device.capturing = True  # from here on the fake device raises when anything is asked of it
+    device.capturing = True  # From here on, the fake device raises if any query is made.
     captured = run.issue(SYNC, captured=True)
     run.write(captured, RETURN_WORD)
     run.write(open_before, WAIT_BEGIN_WORD)
@@ -217,12 +225,12 @@ def test_nothing_is_done_while_a_graph_is_captured():
     assert run.times_of(captured[1]) == run.times_of(open_before[1]) == (0, 0, 0)
     assert run.times.tally.captured == 2 and not run.faults
     assert "2 were not, since a CUDA graph was being captured" in run.times.finish()
-    # Host times are there.
+    # Host times are recorded.
     assert run.words[captured[1] + RETURN_WORD] and run.words[open_before[1] + WAIT_END_WORD]
 
 
 def on_side(run: Recording, work_ns: int, signature: int = SYNC) -> int:
-    """A collective on the side stream, after what is in the default one now."""
+    """Issue a collective on the side stream after the current work of the default stream."""
     device = run.device
     device.aside = True
     device.wait()
@@ -234,7 +242,11 @@ def on_side(run: Recording, work_ns: int, signature: int = SYNC) -> int:
 
 
 def wait_for_side(run: Recording) -> tuple[float, float]:
-    """The default stream waits for the side stream: from when to when, on the host's clock."""
+    """Make the default stream wait for the side stream.
+
+    Returns:
+        The begin and the end of the wait on the host's clock.
+    """
     device = run.device
     end = run.times.begin_stream_wait(FakeStream(3, 0))
     begin = max(device.busy_until, device.now)
@@ -245,7 +257,7 @@ def wait_for_side(run: Recording) -> tuple[float, float]:
 
 
 def test_of_a_collective_on_a_side_stream_the_wait_of_the_default_stream_is_exposed():
-    """The program computes for 3 ms beside a collective of 5 ms, and then waits: 2 ms are exposed."""
+    """The program computes for 3 ms during a collective of 5 ms and then waits. The exposed time is 2 ms."""
     device = FakeDevice()
     run = Recording(device)
     base = on_side(run, 5_000_000)
@@ -267,7 +279,7 @@ def test_a_collective_on_a_side_stream_that_ended_before_the_wait_is_not_exposed
     wait_for_side(run)
     device.now += 20_000_000
     run.times.end_step()
-    assert run.times_of(base)[2] == 1  # 0 would mean that it is not known
+    assert run.times_of(base)[2] == 1  # 0 would mean that the exposed time is not known.
 
 
 def test_waits_of_side_streams_are_no_waits_of_the_program():
@@ -286,7 +298,7 @@ def test_without_collectives_on_side_streams_no_wait_is_timed():
     run = Recording(FakeDevice())
     run.sync(1_000)
     assert run.times.begin_stream_wait(FakeStream(3, 0)) is None
-    assert run.times.begin_stream_wait(FakeStream(5, 0)) is None  # a device without collectives
+    assert run.times.begin_stream_wait(FakeStream(5, 0)) is None  # This device has no collectives.
     assert run.times.begin_stream_wait(None) is None and len(run.faults) == 1
 
 
@@ -333,7 +345,10 @@ def test_exposed_time_of_side_streams_is_what_the_first_wait_that_ends_later_sha
 
 
 def test_what_cpp_issues_and_waits_for_is_between_two_events():
-    """Two buckets of 4 ms in all beside 3 ms of computing; then C++ waits, and copies for 0.5 ms: 1.5 ms at most."""
+    """Two buckets take 4 ms in total and overlap with 3 ms of computation.
+
+    C++ then waits and copies for 0.5 ms, so at most 1.5 ms are exposed.
+    """
     device = FakeDevice()
     run = Recording(device)
     stalls: list[tuple[int, int]] = []
@@ -350,7 +365,7 @@ def test_what_cpp_issues_and_waits_for_is_between_two_events():
     device.busy_until = issued + 4_000_000
     device.work(500_000)
     end()
-    assert run.times.begin_cpp_wait(lambda *times: None) is None  # nothing new was issued
+    assert run.times.begin_cpp_wait(lambda *times: None) is None  # No new collective was issued.
     assert not stalls
     device.now += 20_000_000
     run.times.end_step()
@@ -359,7 +374,7 @@ def test_what_cpp_issues_and_waits_for_is_between_two_events():
     for base in bases:
         device_begin, device_end, exposed = run.times_of(base)
         assert end_ns - device_begin == pytest.approx(4_500_000, abs=3_000)
-        assert device_end == exposed == 0  # when it ended is not known
+        assert device_end == exposed == 0  # It is not known when the collective ended.
     assert not run.faults
 
 
@@ -444,7 +459,10 @@ def test_a_record_whose_memory_is_gone_is_passed_over():
     ),
 )
 def test_placed_times_are_within_the_stated_error(offset, drift, calls):
-    """Whatever the device and the host do when: nothing is asked of the host but its clock and what was reached."""
+    """The times are within the error for any behavior of the device and the host.
+
+    The host provides only its clock and the reached events.
+    """
     device = FakeDevice(offset, drift)
     run = Recording(device)
     truth, ends = [], []
@@ -465,12 +483,16 @@ def test_placed_times_are_within_the_stated_error(offset, drift, calls):
         device_begin, device_end, exposed = run.times_of(base)
         assert exposed == pytest.approx(max(1, end - begin), abs=300)
         ends.append(max(abs(device_begin - begin), abs(device_end - end)))
-    # The last ones are placed with all that was learned; what lay in between drifted by at most the assumed rate.
+    # The last events are placed with all measurements. Between measurements, the clock drifts by at most the
+    # assumed rate.
     assert ends[-1] <= error + 2_000
 
 
 def test_asking_often_bounds_a_device_that_lags_behind():
-    """The device is a second behind the host all the time, so no event is ever reached soon after it was made."""
+    """The device always lags one second behind the host.
+
+    No event is therefore reached soon after it was created.
+    """
     device = FakeDevice(offset_ns=-(10**12))
     run = Recording(device)
     device.work(1_000_000_000)
@@ -479,7 +501,8 @@ def test_asking_often_bounds_a_device_that_lags_behind():
         bases.append((run.sync(900_000), device.busy_until))
         device.now += 900_000
     clock = run.times._timelines["cuda:3"].clock
-    assert clock.error_ns(device.now) < 1_000_000  # a host step, not the lag
+    # The error is below one step of the host, instead of the lag.
+    assert clock.error_ns(device.now) < 1_000_000
     placed = [(run.times_of(base)[1], end) for base, end in bases if run.times_of(base)[1]]
     assert len(placed) > 2_000
     assert max(abs(at - end) for at, end in placed[100:]) < 1_000_000
@@ -488,15 +511,17 @@ def test_asking_often_bounds_a_device_that_lags_behind():
 def test_the_clock_believes_the_tightest_bounds_and_lets_them_go_with_time():
     clock = DeviceClock()
     assert clock.offset(0) is None and clock.error_ns(0) is None
-    clock.reached_after(1_000, 6_000)  # the host is at least 5,000 ahead
+    clock.reached_after(1_000, 6_000)  # The host is at least 5,000 ahead.
     assert clock.offset(6_000) == 5_000 and clock.error_ns(6_000) is None
-    clock.reached_before(2_000, 7_200)  # and at most 5,200
+    clock.reached_before(2_000, 7_200)  # The host is at most 5,200 ahead.
     assert clock.offset(7_200) == pytest.approx(5_100, abs=1) and clock.error_ns(7_200) == 100
-    clock.reached_after(3_000, 7_000)  # says less
+    clock.reached_after(3_000, 7_000)  # This event adds no information.
     clock.reached_before(3_000, 9_000)
     assert clock.error_ns(7_200) == 100
     second = 1_000_000_000
-    assert clock.error_ns(7_200 + second) == pytest.approx(100 + 100_000, abs=2)  # 100 millionths of a second
-    clock.reached_after(second, second + 200_000)  # impossible with what was known: only this is believed
+    # The drift is 100 millionths of a second.
+    assert clock.error_ns(7_200 + second) == pytest.approx(100 + 100_000, abs=2)
+    # This event contradicts the earlier ones, so the clock uses only this event.
+    clock.reached_after(second, second + 200_000)
     assert clock.offset(second + 200_000) == 200_000
     assert clock.error_ns(second + 200_000) is None

@@ -1,4 +1,7 @@
-"""How many tokens chose each expert: read at once on a host, and from a device without waiting for it."""
+"""Test the numbers of tokens per expert.
+
+On a host the numbers are read immediately. On a device they are read without waiting for the device.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from commprof.trace.rank_files.writer import EventFile, RecordFile
 
 
 class Device:
-    """A device whose copies are complete when the test says so."""
+    """A device whose copies complete when the test requests this."""
 
     def __init__(self):
         self.reached = self.marked = 0

@@ -1,4 +1,7 @@
-"""What the layers below ProcessGroup's methods are made of: schemas read, graphs followed, layers tried."""
+"""Test the parts of the layers below the methods of ProcessGroup.
+
+The tests cover the reading of schemas, the tracking of CUDA graphs, and the trial of layers.
+"""
 
 from __future__ import annotations
 
@@ -40,13 +43,13 @@ def test_the_layout_of_an_operator_is_read_from_names_and_types():
 
 def test_every_operator_of_this_torch_that_takes_a_group_is_known():
     assert unknown_operators() == []
-    newer = {"c10d::gather_into_tensor_"}  # of torch 2.14
+    newer = {"c10d::gather_into_tensor_"}  # This operator is new in torch 2.14.
     assert {name for name in C10D if is_operator(name)} | newer == C10D.keys()
     functional = {
         name for name in operator_names("_c10d_functional") if "wait" not in name and "wrap" not in name
     }
     assert functional <= FUNCTIONAL.keys() and is_operator(WAIT)
-    for name in functional:  # the argument that each reader takes for the group is the group
+    for name in functional:  # For each reader, the argument that it treats as the group must be the group.
         assert "group_name" in [argument for argument, _ in arguments_of(name)]
 
 
@@ -66,7 +69,7 @@ def test_kernels_pass_on_what_they_get_and_go_without_a_trace():
 
     library = torch.library.Library("commprof_test", "DEF")
     kernels = Kernels()
-    kernels.put("commprof_test::twice", make)  # before the operator is there
+    kernels.put("commprof_test::twice", make)  # The kernel is registered before the operator exists.
     assert not hasattr(torch.ops.commprof_test, "twice")
     library.define("twice(Tensor x, *, int by=2) -> Tensor")
     library.impl("twice", lambda x, *, by=2: x * by, "CPU")
@@ -78,7 +81,7 @@ def test_kernels_pass_on_what_they_get_and_go_without_a_trace():
 
 
 class Graph:
-    """torch's class of CUDA graphs, as far as it is followed."""
+    """The methods of torch's class of CUDA graphs that commprof tracks."""
 
     def capture_begin(self, pool=None):
         return "begun"
@@ -110,7 +113,7 @@ def test_the_records_of_a_captured_graph_count_its_replays():
     second.capture_end()
     empty.capture_begin()
     empty.capture_end()
-    graphs.add(words, 0)  # captured by nobody that we know
+    graphs.add(words, 0)  # No known graph captured this.
     for _ in range(3):
         assert first.replay() == "replayed"
     second.replay()
@@ -150,7 +153,7 @@ def test_every_layer_of_this_torch_records_a_call_of_our_own_once(monkeypatch):
     monkeypatch.setattr(trial, "_OUTCOME", [])
     method = torch.distributed.ProcessGroup.allreduce
     assert trial.silent_layers(make) == {}
-    assert hooks._thread.state.recorder_number == 0  # nothing of the trial stays behind
+    assert hooks._thread.state.recorder_number == 0  # The trial leaves no state.
     assert torch.distributed.ProcessGroup.allreduce is method
 
 

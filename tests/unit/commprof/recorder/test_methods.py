@@ -1,4 +1,7 @@
-"""Methods of ProcessGroup that the installed torch need not have: read by the same rules as the others."""
+"""Test methods of ProcessGroup that the installed torch may not have.
+
+These methods are read by the same rules as the other methods.
+"""
 
 from types import SimpleNamespace
 
@@ -29,7 +32,7 @@ def test_a_gather_into_one_tensor_counts_as_a_gather(name, rank):
     options.rootRank = 2
     output, tensor = torch.empty(4, 3) if rank == 2 else torch.empty(0), torch.empty(3)
     row = describe(METHOD[name], group(rank), (output, tensor, options), {})
-    # S of nccl-tests: what all ranks contribute together; it arrives at the root alone.
+    # S of nccl-tests is the sum of the contributions of all ranks, which arrives only at the root.
     assert columns(row) == ("gather", 12, 12, 48 if rank == 2 else 0, 48, 12)
     assert row["is_async"] is True
 

@@ -1,4 +1,4 @@
-"""The options of a recording: what is taken, what is refused, and what becomes of the rest."""
+"""Test the options of a recording: which are accepted, which are refused, and what happens to the others."""
 
 import pytest
 

@@ -1,4 +1,7 @@
-"""The recorder's small parts: clocks, counters, optimizer cycles, call sites, the steps that were none."""
+"""Test small parts of the recorder.
+
+The parts are clocks, counters, optimizer cycles, call sites, and the detection of passes that are not steps.
+"""
 
 from __future__ import annotations
 
@@ -79,22 +82,24 @@ def test_what_waits_in_send_buffers_for_other_hosts_and_for_this_one(tmp_path):
     def waiting(queued=True):
         return [row.get("queued_bytes") for row in InterfaceCounters(source, "node7").read(queued=queued)]
 
-    assert waiting() == [None, None]  # of lo and eth0
+    assert waiting() == [None, None]  # The values of lo and eth0.
     four = [
-        ("0100007F:1F90", "0100007F:A001", "01", "00000007"),  # 127.0.0.1
-        ("0501A8C0:1F90", "0501A8C0:A002", "01", "00000020"),  # an address of this host to itself
+        ("0100007F:1F90", "0100007F:A001", "01", "00000007"),  # The address is 127.0.0.1.
+        # The connection is from an address of this host to the same address.
+        ("0501A8C0:1F90", "0501A8C0:A002", "01", "00000020"),
         ("0501A8C0:1F90", "0601A8C0:A003", "01", "00000100"),
-        ("0501A8C0:1F90", "0601A8C0:A004", "04", "00001000"),  # closed by its program, and bytes left to send
-        ("00000000:1F90", "00000000:0000", "0A", "00000080"),  # listens
+        # The program closed this connection, but bytes remain to be sent.
+        ("0501A8C0:1F90", "0601A8C0:A004", "04", "00001000"),
+        ("00000000:1F90", "00000000:0000", "0A", "00000080"),  # This socket listens.
     ]
     six = [
-        (f"{'0' * 24}01000000:1F90", f"{'0' * 24}01000000:A001", "01", "00000300"),  # ::1
+        (f"{'0' * 24}01000000:1F90", f"{'0' * 24}01000000:A001", "01", "00000300"),  # The address is ::1.
         (
             f"{'0' * 16}FFFF00000501A8C0:1F90",
             f"{'0' * 16}FFFF00000300007F:A002",
             "01",
             "00000400",
-        ),  # 127.0.0.3
+        ),  # The address is 127.0.0.3.
         (f"{'0' * 16}FFFF00000501A8C0:1F90", f"{'0' * 16}FFFF00000601A8C0:A003", "01", "00010000"),
         ("B80D01200000000000000000010000FE:1F90", "B80D0120000000000000000001000000:A004", "01", "00100000"),
         ("broken",),
@@ -110,7 +115,7 @@ def test_what_waits_in_send_buffers_for_other_hosts_and_for_this_one(tmp_path):
     (tmp_path / "tcp6").unlink()
     assert waiting() == [0x27, 0x1100]
     (tmp_path / "tcp").write_text("x" * (1 << 20) + "\n")
-    assert waiting() == [None, None]  # too long to be read within a training
+    assert waiting() == [None, None]  # The table is too long to be read during a training.
 
 
 def test_what_a_peer_does_not_read_waits_in_a_send_buffer():
@@ -132,17 +137,18 @@ def test_what_a_peer_does_not_read_waits_in_a_send_buffer():
     [
         ("aaaa", "", [True, True, True, True]),
         ("aaaa", "a", [True, True, True, True]),
-        # Of a GAN's two optimizers both are waited for, if they are known to exist when the first steps.
+        # In a GAN with two optimizers, the step waits for both if both are known to exist when the first one
+        # steps.
         ("abababab", "ab", [False, True, False, True, False, True, False, True]),
         ("abababab", "", [True, True, False, True, False, True, False, True]),
-        # One that never steps is not waited for again.
+        # An optimizer that never steps is not waited for again.
         ("aaaa", "az", [False, True, True, True]),
-        # Optimizers that step within the backward pass do not come in one order.
+        # Optimizers that step within the backward pass do not have a fixed order.
         ("abcacbbca", "abc", [False, False, True, False, False, True, True, False, False]),
-        # Another one takes over, as in a second stage of training.
+        # A different optimizer takes over, as in a second stage of training.
         ("aaabbb", "a", [True, True, True, True, True, True]),
         ("aabbcc", "a", [True, True, True, True, True, True]),
-        # The critic of a WGAN steps more often: at most one step for each of its own.
+        # The critic of a WGAN steps more often. There is at most one training step per step of the critic.
         ("aaabaaab", "ab", [False, True, True, False, False, True, True, False]),
     ],
 )
@@ -169,9 +175,9 @@ def test_a_step_begins_with_its_first_pass_and_a_micro_batch_with_a_further_forw
 
     assert play("fbo") == "0.0 - -"
     assert play("fbfbfbo") == "1.0 - 1.1 - 1.2 - -"
-    assert play("ffbo") == "2.0 - - -"  # two forward passes, one backward: one micro-batch
-    assert play("fbbo") == "3.0 - - -"  # two losses of one forward pass
-    assert play("bo") == "4.0 -"  # no module: the backward pass is the first to be seen
+    assert play("ffbo") == "2.0 - - -"  # Two forward passes and one backward pass are one micro-batch.
+    assert play("fbbo") == "3.0 - - -"  # One forward pass has two losses.
+    assert play("bo") == "4.0 -"  # There is no module, so the backward pass is the first observed event.
     assert play("fbo") == "5.0 - -"
 
 
@@ -229,7 +235,7 @@ def test_a_call_site_is_interned_once_per_place():
         return sites.find(sys._getframe())
 
     numbers = [here() for _ in range(3)] + [here()]
-    assert numbers == [1, 1, 1, 1]  # the frame of ``here`` itself is the program's
+    assert numbers == [1, 1, 1, 1]  # The frame of ``here`` itself belongs to the program.
     assert written[0]["call_site"].endswith("here") and "test_parts.py:" in written[0]["call_site"]
     assert written[0]["api"] is None
     assert sites.find(None) == 2 and written[1] == {"call_site": None, "api": None}

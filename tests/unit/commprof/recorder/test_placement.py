@@ -1,4 +1,4 @@
-"""Which rank a launcher's variables make of a process."""
+"""Test which rank a process has according to the variables of a launcher."""
 
 import pytest
 
@@ -16,9 +16,11 @@ SRUN = {"SLURM_JOB_ID": "77", "SLURM_STEP_ID": "2", "SLURM_PROCID": "3", "SLURM_
         ({"PMI_RANK": "1", "PMI_SIZE": "8"}, 1, 8),
         ({"MV2_COMM_WORLD_RANK": "1", "MV2_COMM_WORLD_SIZE": "8"}, 1, 8),
         (SRUN, 3, 4),
-        ({**SRUN, "SLURM_STEP_NUM_TASKS": "8"}, 3, 8),  # of the step, where the allocation has another number
-        ({**SRUN, "RANK": "7", "WORLD_SIZE": "16"}, 7, 16),  # torchrun below srun
-        ({**SRUN, "OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"}, 1, 2),  # its daemons below Slurm
+        # The number is from the job step, because the allocation has a different number.
+        ({**SRUN, "SLURM_STEP_NUM_TASKS": "8"}, 3, 8),
+        ({**SRUN, "RANK": "7", "WORLD_SIZE": "16"}, 7, 16),  # torchrun is started by srun.
+        # The daemons of Open MPI are started by Slurm.
+        ({**SRUN, "OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"}, 1, 2),
     ],
 )
 def test_launchers_number_their_processes(variables, rank, world_size):
@@ -32,9 +34,10 @@ def test_launchers_number_their_processes(variables, rank, world_size):
         {"RANK": "1"},
         {"RANK": "first", "WORLD_SIZE": "2"},
         {"RANK": "-1", "WORLD_SIZE": "2"},
-        {"SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_JOB_ID": "77"},  # a batch script
-        {**SRUN, "SLURM_STEP_ID": "4294967290"},  # an interactive shell
-        {**SRUN, "SLURM_PROCID": "0", "SLURM_NTASKS": "1"},  # srun --pty bash
+        # These are the variables of a batch script.
+        {"SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_JOB_ID": "77"},
+        {**SRUN, "SLURM_STEP_ID": "4294967290"},  # These are the variables of an interactive shell.
+        {**SRUN, "SLURM_PROCID": "0", "SLURM_NTASKS": "1"},  # The command is srun --pty bash.
         {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1"},
     ],
 )
@@ -47,8 +50,9 @@ def test_jobs_with_a_name_of_their_own():
     assert job_id({"TORCHELASTIC_RUN_ID": "none"}) is None
     assert job_id({"TORCHELASTIC_RUN_ID": "my job/7"}) == "my_job_7"
     made_up = {"TORCHELASTIC_RUN_ID": "b5c9d1f0-3a4e-4f6b-9c1d-0123456789ab"}
-    assert job_id({**made_up, "GROUP_WORLD_SIZE": "1"}) is None  # its time says more to a person
-    # Equal on all hosts.
+    # With one host, a time is more useful to a user than this generated id.
+    assert job_id({**made_up, "GROUP_WORLD_SIZE": "1"}) is None
+    # This id is equal on all hosts.
     assert job_id({**made_up, "GROUP_WORLD_SIZE": "2"}) == made_up["TORCHELASTIC_RUN_ID"]
     assert job_id(SRUN) == "slurm-77.2"
     assert job_id({**SRUN, "SLURM_RESTART_COUNT": "1"}) == "slurm-77.2-1"
@@ -61,7 +65,7 @@ def test_ranks_of_torchrun_on_several_hosts_share_the_place_where_they_meet():
     assert job_id({**several, "MASTER_ADDR": "10.0.0.7"}) == "10.0.0.7-29500"
     assert job_id({**several, "MASTER_ADDR": "fe80::1%eth0"}) == "fe80_1_eth0-29500"
     assert job_id(several) is None
-    # Its time says more.
+    # With one host, a time is more useful than this id.
     assert job_id({**several, "MASTER_ADDR": "10.0.0.7", "GROUP_WORLD_SIZE": "1"}) is None
     assert job_id({"GROUP_WORLD_SIZE": "2", "MASTER_ADDR": "10.0.0.7", "MASTER_PORT": "29500"}) is None
-    assert job_id({**several, **SRUN, "MASTER_ADDR": "10.0.0.7"}) == "slurm-77.2"  # which no later job has
+    assert job_id({**several, **SRUN, "MASTER_ADDR": "10.0.0.7"}) == "slurm-77.2"  # No later job has this id.

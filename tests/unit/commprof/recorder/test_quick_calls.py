@@ -1,4 +1,7 @@
-"""Calls that come again: the wrappers in C and in Python record each, and the caller sees what plain torch shows."""
+"""Test repeated calls.
+
+The wrappers in C and in Python record each call, and the caller gets the same results as from plain torch.
+"""
 
 from __future__ import annotations
 
@@ -33,17 +36,21 @@ pytestmark = pytest.mark.ranks
 GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 COMPILED = compiled_calls.MODULE
-TIMES = 3  # each call: the first is learned, the others are quick
+TIMES = 3  # Each call is issued three times. The first call is learned, and the others are quick.
 PURPOSES = {
     "a": ("input", "metric", "input"),
     "b": ("control", "input", "activation", "metric"),
-}  # of two recordings
+}  # The names are of two recordings.
 COLUMNS = ("op", "payload_bytes", "reduce_op", "peer", "is_async", "input_splits")
 
 
 @pytest.fixture(autouse=True, params=["compiled", "python"])
 def way(request, monkeypatch):
-    """Which wrappers record: those in C, which leave what they do not know to those in Python, or the latter alone."""
+    """Return which wrappers record.
+
+    The wrappers in C pass unknown calls to the wrappers in Python. The other case uses only the wrappers in
+    Python.
+    """
     if request.param == "python":
         monkeypatch.setattr(compiled_calls, "MODULE", None)
     elif COMPILED is None:
@@ -52,7 +59,7 @@ def way(request, monkeypatch):
 
 
 def shown(call):
-    """What the caller of ``call`` sees: its exception, or its result and what waiting for that returns."""
+    """Return the observable result of ``call``: its exception, or its result and the result of waiting."""
     try:
         result = call()
         waited = [result.wait(), result.wait(), result.is_completed()] if hasattr(result, "wait") else result
@@ -62,7 +69,11 @@ def shown(call):
 
 
 def compare(path, world, body, faults=0, **options):
-    """Run ``body`` plainly and recorded: callers see the same. Returns the opened run, of which nothing is missing."""
+    """Run ``body`` with and without recording, and assert that callers see the same results.
+
+    Returns:
+        The opened run, which has no missing records.
+    """
     plain = run_ranks(world, body)
     run, outcomes = record(path, world, body, **options)
     assert [outcome["result"] for outcome in outcomes] == plain
@@ -77,7 +88,7 @@ def compare(path, world, body, faults=0, **options):
 
 
 def functions(rank):
-    """Calls of torch.distributed that two ranks issue, each with its record."""
+    """Yield calls of torch.distributed that two ranks issue, each with its expected record."""
     group = dist.group.WORLD
     tensor, whole, numbers = torch.arange(8.0) + rank, torch.zeros(16), torch.arange(12)
     pairs = [[1, 3], [3, 5]]
@@ -104,7 +115,8 @@ def functions(rank):
     yield lambda: dist.broadcast(tensor, 1, group, True), reduced(32, None, 1, True, "broadcast")
     yield lambda: GATHER(whole, tensor, group=group), reduced(64, None, name="all_gather")
     yield lambda: GATHER(whole, tensor, group, True), reduced(64, None, -1, True, "all_gather")
-    yield lambda: GATHER(whole[:8], tensor, group=group), None  # refused: too short
+    # torch refuses this call because the output is too short.
+    yield lambda: GATHER(whole[:8], tensor, group=group), None
     yield lambda: SCATTER(tensor, whole, group=group), reduced(64, name="reduce_scatter")
     yield lambda: dist.all_gather([whole[:8], whole[8:]], tensor, group), reduced(64, None, name="all_gather")
     yield (
@@ -132,7 +144,10 @@ def test_each_function_is_recorded_as_it_was_called_and_returns_what_it_would(tm
 
 
 def methods():
-    """Calls of a group's own methods, with any arguments; each with operation, bytes and reduction where one is issued."""
+    """Yield calls of a group's own methods with any arguments.
+
+    Each call that torch issues is given with its operation, bytes and reduction.
+    """
     group, tensor, matrix = dist.group.WORLD, torch.ones(8), torch.ones(2, 3, dtype=torch.bfloat16)
     plain, maximum = dist.AllreduceOptions(), dist.AllreduceOptions()
     maximum.reduceOp = dist.ReduceOp.MAX
@@ -185,7 +200,7 @@ def test_any_arguments_reach_torch_and_what_it_refuses_is_refused(tmp_path):
     def expected(rank, world):
         return [each for _, each in methods() if each for _ in range(TIMES)]
 
-    # Lists in lists without an end cannot be described: these calls are counted, and torch refuses them.
+    # Endlessly nested lists cannot be described. These calls are counted, and torch refuses them.
     run = compare(tmp_path / "run", 1, body, faults=2 * TIMES)
     statuses = calls(run, 0, "status", "op", "payload_bytes", "reduce_op")
     assert [row[1:] for row in statuses if row[0] == "ok"] == run_ranks(1, expected)[0]
@@ -195,13 +210,13 @@ def test_any_arguments_reach_torch_and_what_it_refuses_is_refused(tmp_path):
 
 @pytest.mark.sampled
 def test_waits(tmp_path):
-    """The first wait of a handle is timed, in whatever form; what a wait raises is the caller's."""
+    """The first wait of a handle is timed in every form. An exception of the wait reaches the caller."""
 
     def body(rank, world):
         short = dist.new_group([0, 1], timeout=datetime.timedelta(seconds=1))
         tensor, seen = torch.ones(4), []
         for _ in range(TIMES):
-            dist.all_reduce(tensor, async_op=True)  # nobody waits
+            dist.all_reduce(tensor, async_op=True)  # This call is never waited for.
             for form in (
                 lambda work: work.wait(),
                 lambda work: work.wait(datetime.timedelta(seconds=9)),
@@ -226,7 +241,7 @@ def test_waits(tmp_path):
     for number, (returned, begin, end) in enumerate(rows[: 5 * TIMES]):
         assert begin is end is None if number % 5 == 0 else returned <= begin <= end
     assert len(rows) == 5 * TIMES + 2 and all(row[2] for row in rows[-2:])
-    assert rows[-2][2] - rows[-2][1] > 5e8  # the wait that failed has ended
+    assert rows[-2][2] - rows[-2][1] > 5e8  # The failed wait has an end.
 
 
 @pytest.mark.sampled
@@ -254,7 +269,7 @@ def test_a_tag_counts_in_each_recording_and_only_where_it_is_set(tmp_path):
             dist.barrier()
 
     def body(rank, world):
-        with commprof.tag(purpose="metric"):  # has another number in each recording
+        with commprof.tag(purpose="metric"):  # The tag has a different number in each recording.
             for name, purposes in PURPOSES.items():
                 commprof.attach(str(tmp_path / name))
                 for purpose in purposes:
@@ -274,7 +289,10 @@ def test_a_tag_counts_in_each_recording_and_only_where_it_is_set(tmp_path):
 @pytest.mark.sampled
 @pytest.mark.parametrize("complete", [False, True], ids=["layers", "complete"])
 def test_more_calls_than_a_part_of_the_file_holds_from_new_threads(tmp_path, complete):
-    """Each thread on its own group; while one call runs, another thread's is recorded all the same."""
+    """Each thread uses its own group.
+
+    While one call is in progress, the call of another thread is also recorded.
+    """
 
     def body(rank, world):
         groups = [dist.new_group([0]) for _ in range(3)]
@@ -311,26 +329,27 @@ def test_what_the_recorder_costs_is_sampled_of_both_kinds_of_calls(tmp_path, way
         return [kind in vars(COMPILED).values() for kind in kinds] if COMPILED else [False] * 2, samples
 
     run, outcomes = record(tmp_path / "run", 1, body)
-    # The fixture means what it says: otherwise this whole file would test Python twice.
+    # Assert that the fixture selects the wrappers that it names. Otherwise this file would test Python twice.
     assert outcomes[0]["result"] == ([way == "compiled"] * 2, [2, 2])
-    # No upper bound: four samples stand for 1,004 calls, and one of them may be interrupted.
+    # There is no upper bound, because four samples represent 1,004 calls and one of them may be interrupted.
     assert run.health.recorder_ns > 0
 
 
-# Functions in Python that wrappers call: for the first handle, each new tag, a call that raised, each sampled call.
+# The Python functions that wrappers call: for the first handle, each new tag, a call that raised, and each
+# sampled call.
 TIMERS = 1_000
 INTERRUPTED = ("find_direct", "intern_tag", "record_raised", "settle")
 
 
 class Broken:
-    """Words of a record that nobody can write."""
+    """Words of a record that cannot be written."""
 
     def __setitem__(self, index, value):
         raise OSError("disk gone")
 
 
 class LosesRecords(TorchDispatchMode):
-    """Between torch's method and its operator: the words of the record under way cannot be written any more."""
+    """A mode that makes the words of the current record unwritable between torch's method and its operator."""
 
     def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
         if operator.namespace == "c10d" and current():
@@ -363,8 +382,11 @@ def test_faults_of_the_recorder_are_counted_and_the_caller_sees_nothing(tmp_path
 @pytest.mark.sampled
 @pytest.mark.parametrize("kind", [KeyboardInterrupt, TimeoutError])
 def test_an_interruption_within_the_recorder_is_the_programs(tmp_path, kind):
-    """Where a function in Python runs for the wrapper, Ctrl-C may come, and so may what a handler of the program's raises:
-    it is neither swallowed nor counted as a fault."""
+    """A program's interruption within the recorder reaches the program.
+
+    When a Python function runs for the wrapper, Ctrl-C or an exception of the program's signal handler may
+    occur. The exception is neither swallowed nor counted as a fault.
+    """
 
     def body(rank, world):
         tensor, interrupted, refused, raised = torch.ones(2), [], 0, []
@@ -394,16 +416,19 @@ def test_an_interruption_within_the_recorder_is_the_programs(tmp_path, kind):
     run, outcomes = record(tmp_path / "run", 1, body)
     interrupted, refused, raised = outcomes[0]["result"]
     assert dict(zip(INTERRUPTED, interrupted, strict=True)) == dict.fromkeys(INTERRUPTED, "NoneType") | {
-        "record_raised": "RuntimeError"  # what the program would have got is not lost
+        "record_raised": "RuntimeError"  # The exception that the program would have seen is preserved.
     }
-    assert raised == list(INTERRUPTED)  # none was swallowed
+    assert raised == list(INTERRUPTED)  # No exception was swallowed.
     assert refused == 600 - len(INTERRUPTED)
     assert run.health.unseen == 0 and not any("commprof itself failed" in note for note in run.health.notes)
 
 
 @pytest.mark.sampled
 def test_exceptions_of_signal_handlers_reach_the_program(tmp_path):
-    """One in a hundred did not. torch prints, and drops, what is raised in a callback of a future that is done at once."""
+    """One in a hundred exceptions used to be lost.
+
+    torch prints and drops an exception in a callback of a future that is already complete.
+    """
 
     def body(rank, world):
         def handle(number, frame):
@@ -428,7 +453,10 @@ def test_exceptions_of_signal_handlers_reach_the_program(tmp_path):
 
 
 def groups_in_python(rank, world):
-    """Groups of a class that the program derives from ProcessGroup, whose calls return what it likes."""
+    """Use groups of a class that the program derives from ProcessGroup.
+
+    The calls of such a group may return any object.
+    """
 
     class Handle(Work):
         def wait(self, timeout=None):
@@ -444,7 +472,8 @@ def groups_in_python(rank, world):
             self._set_group_name(f"mine{type(handle).__name__}")
 
         def allreduce(self, tensors, options=None):
-            super().broadcast(tensors, dist.BroadcastOptions()).wait()  # one call within another
+            # One call is issued within another call.
+            super().broadcast(tensors, dist.BroadcastOptions()).wait()
             return self.handle
 
     tensor, seen = torch.ones(2), []
@@ -475,7 +504,7 @@ def test_nothing_is_held_and_nothing_leaks(tmp_path):
             gc.collect()
 
         def references():
-            deadline = time.monotonic() + 5  # gloo's own threads let go a moment later
+            deadline = time.monotonic() + 5  # gloo's own threads release the group a moment later.
             while time.monotonic() < deadline and [sys.getrefcount(each) for each in held] != before:
                 time.sleep(0.01)
             return [sys.getrefcount(each) for each in held]
@@ -505,8 +534,9 @@ def test_nothing_is_held_and_nothing_leaks(tmp_path):
 
     ((same, grown, is_gone, in_loops),) = run_ranks(1, body)
     assert same and is_gone
-    assert grown < 16_000  # bytes after 2000 calls; one object of 16 bytes a call would be 32,000
-    assert all(in_loops)  # the collector finds what wrappers hold
+    # The limit is in bytes after 2000 calls. One object of 16 bytes per call would be 32,000.
+    assert grown < 16_000
+    assert all(in_loops)  # The garbage collector finds the objects that wrappers reference.
 
 
 @pytest.mark.skipif(COMPILED is None, reason="the compiled parts were not built here")

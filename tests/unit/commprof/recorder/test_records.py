@@ -1,4 +1,7 @@
-"""The binary record: what the hot path packs is what the schema declares, and no two threads share a slot."""
+"""Test the binary record.
+
+The fields that the hot path packs are the fields that the schema declares, and no two threads share a slot.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +50,7 @@ def records_of(file: RecordFile) -> list[dict[str, int]]:
 
 
 def test_every_column_from_the_record_is_a_field_of_it():
-    """So one declaration is enough: the layout, its struct, its dtype and its decoding follow from the column."""
+    """One declaration is sufficient: the layout, its struct, its dtype and its decoding follow from the column."""
     columns = {column.name for column in COLLECTIVES.columns if column.source is Source.RECORD}
     assert {field.name for field in RECORD_FIELDS} == columns | {"signature", "tag", "commit"}
     assert RECORD_DTYPE.itemsize == RECORD.size
@@ -57,7 +60,7 @@ def test_every_column_from_the_record_is_a_field_of_it():
 
 
 def test_the_record_of_schema_version_2_has_this_layout():
-    """Stated once more, since files that were written before must stay readable."""
+    """The layout is repeated here, because files that were written earlier must stay readable."""
     assert RECORD.format == "<qqqqqqqqIIIIiiiiBBBBI" and ISSUE.format == "<q8x8x8x8x8x8xqIIII24s"
     assert [record_offset(name) for name in ("issue_ns", "pg_seq", "signature", "tag")] == [0, 56, 64, 68]
     assert [record_offset(name) for name in ("call_site", "thread", "step", "commit")] == [72, 76, 80, 100]
@@ -136,7 +139,7 @@ def test_many_threads_fill_many_segments_and_every_record_stands_once(tmp_path, 
 
 
 def mapped_bytes(path) -> int:
-    """How much of the file this process has mapped, by the kernel's own list."""
+    """Return the number of bytes of the file that this process has mapped, from the kernel's own list."""
     sizes = []
     for line in Path("/proc/self/maps").read_text().splitlines():
         if line.endswith(str(path)):
@@ -161,7 +164,7 @@ def test_full_segments_are_unmapped_and_their_records_still_completed(tmp_path):
     assert file.kept == 60_000 and file.lost == 0
     file.close()
     for words, base, _ in tokens.values():
-        words[base + RETURN_WORD] = 5  # too late: nothing happens
+        words[base + RETURN_WORD] = 5  # This stamp is too late and has no effect.
     records = records_of(file)
     assert [record["issue_ns"] for record in records] == list(range(1, 60_001))
     assert {n for n, record in enumerate(records) if record["wait_end_ns"]} == set(tokens)
@@ -172,7 +175,7 @@ def test_full_segments_are_unmapped_and_their_records_still_completed(tmp_path):
 def test_space_is_reserved_before_it_is_mapped(tmp_path):
     file = RecordFile(tmp_path / "r", IDENTITY)
     status = file.path.stat()
-    assert status.st_blocks * 512 >= status.st_size > 256 << 10  # no holes
+    assert status.st_blocks * 512 >= status.st_size > 256 << 10  # The file has no holes.
     file.close()
 
 

@@ -1,4 +1,4 @@
-"""Which record a wait for a functional collective's result belongs to, also when memory is used again."""
+"""Test which record a wait for a functional collective's result belongs to, also if memory is reused."""
 
 import gc
 
@@ -32,7 +32,7 @@ def test_memory_that_is_used_again_is_not_the_result_that_lay_there():
         another = torch.empty(1024)
         reused += another.data_ptr() == address
         assert results.take(another) is None
-    assert reused > 0  # the allocator does give the same memory again
+    assert reused > 0  # The allocator reuses memory in this test.
 
 
 def test_nothing_is_held_in_memory_and_only_so_much_is_remembered():

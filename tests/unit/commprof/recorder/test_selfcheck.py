@@ -1,4 +1,7 @@
-"""Whether calls that raised count as collectives without records, where the backend counts some of them (NCCL)."""
+"""Test whether calls that raised count as collectives without records.
+
+Some backends (NCCL) count some of these calls.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +40,7 @@ class FakeJournal:
 
 @pytest.fixture
 def checked(monkeypatch):
-    """A group on NCCL, torch's object for it, and what compares their numbers."""
+    """Return a group on NCCL, torch's object for the group, and the check that compares their numbers."""
     group, pg = Group("0", None, [0, 1], 0, {"cuda": "nccl"}), FakeProcessGroup()
     monkeypatch.setattr(
         selfcheck, "live_groups", lambda name=None: [pg] if name in (None, pg.group_name) else []
@@ -54,7 +57,7 @@ def test_a_call_that_raised_is_no_gap_whether_the_backend_counted_it_or_not(chec
             next(group.collectives)
             pg.number += 1
         next(group.messages if is_p2p else group.collectives)
-        pg.number += is_counted and not is_p2p  # NCCL's number of a group is that of its collectives
+        pg.number += is_counted and not is_p2p  # NCCL's number of a group counts only its collectives.
         count_raised(group)
         check.run()
     assert group.unseen == 0
@@ -65,13 +68,13 @@ def test_a_gap_is_found_after_a_call_that_raised(checked):
     next(group.collectives)
     count_raised(group)
     check.run()
-    pg.number += 1  # of which there is no record
+    pg.number += 1  # This collective has no record.
     check.run()
     assert group.unseen == 1
 
 
 def test_of_a_group_that_is_about_to_go_no_other_is_looked_at(checked, monkeypatch):
-    """Thousands of groups may go one by one."""
+    """Thousands of groups may be destroyed one by one, so the check reads only the group that is destroyed."""
     group, pg, check = checked
     asked = []
     monkeypatch.setattr(selfcheck, "live_groups", lambda name=None: asked.append(name) or [pg])
@@ -81,7 +84,7 @@ def test_of_a_group_that_is_about_to_go_no_other_is_looked_at(checked, monkeypat
 
 
 class HookedProcessGroup(FakeProcessGroup):
-    """As of torch 2.14, with a backend that does not number what it issues."""
+    """A process group of torch 2.14 whose backend does not number its operations."""
 
     def __init__(self):
         super().__init__()
@@ -103,7 +106,7 @@ class HookedProcessGroup(FakeProcessGroup):
 
 @pytest.fixture
 def hooked(monkeypatch):
-    """As :func:`checked`, of a group whose backend is not known."""
+    """Return the same objects as :func:`checked` for a group with an unknown backend."""
     group, pg = Group("0", None, [0, 1], 0, {"cpu": "mine"}), HookedProcessGroup()
     monkeypatch.setattr(
         selfcheck, "live_groups", lambda name=None: [pg] if name in (None, pg.group_name) else []
@@ -119,7 +122,7 @@ def test_hooks_of_the_dispatcher_tell_a_gap_of_a_backend_that_does_not_count(hoo
     for name in ("ALLREDUCE", "SEND"):
         next(group.collectives if name == "ALLREDUCE" else group.messages)
         pg.dispatch(name)
-    pg.dispatch("SPLIT")  # makes a group, and moves nothing
+    pg.dispatch("SPLIT")  # This call creates a group and moves no data.
     check.run()
     assert group.unseen == 0
     pg.dispatch("BROADCAST")

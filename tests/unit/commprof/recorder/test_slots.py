@@ -1,4 +1,7 @@
-"""Slots for records, in C and in Python: the same bytes, the same refusals, and nothing that outlives its segment."""
+"""Test slots for records in C and in Python.
+
+Both write the same bytes, refuse the same calls, and leave nothing that outlives its segment.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,7 @@ PLACES = 40
 
 
 def can_be_built() -> bool:
-    """Whether this machine has what it takes, as the build asks for it."""
+    """Return whether this machine has everything that the build requires."""
     header = Path(sysconfig.get_paths()["include"], "Python.h")
     compiler = os.environ.get("CC") or sysconfig.get_config_var("CC") or "cc"
     return sys.platform == "linux" and header.exists() and shutil.which(compiler.split()[0]) is not None
@@ -36,7 +39,7 @@ def can_be_built() -> bool:
 
 @pytest.fixture(params=["compiled", "python"])
 def module(request, monkeypatch):
-    """``commprof.trace.rank_files.segments`` as it is with and without its compiled part."""
+    """Return ``commprof.trace.rank_files.segments`` with or without its compiled part."""
     if request.param == "compiled" and not segments.IS_COMPILED:
         pytest.skip("the compiled parts were not built here")
     monkeypatch.setenv(COMPILED_VARIABLE, "1" if request.param == "compiled" else "0")
@@ -134,9 +137,9 @@ def test_what_does_not_fit_is_refused_and_leaves_no_whole_record(module, mapping
     with pytest.raises((OverflowError, ValueError, TypeError, struct.error)):
         segment.take(*fields)
     torn = record_offset("commit")
-    # What is begun in Python has no commit word, and counts for nothing.
+    # A record that is begun in Python has no commit word and does not count.
     assert not any(mapping[torn :: RECORD.size])
-    assert segment.take(5, 0, 0, 0, 0, 0, TAIL) >= 0  # and the next one is kept
+    assert segment.take(5, 0, 0, 0, 0, 0, TAIL) >= 0  # The next record is stored.
 
 
 @pytest.mark.parametrize("index", [-1, PLACES * RECORD.size // 8, 10**9], ids=["before", "behind", "far"])
@@ -157,7 +160,7 @@ def test_what_is_let_go_has_no_slot_and_its_words_are_written_elsewhere(module, 
     assert segment.take(1, 0, 0, 0, 0, 0, TAIL) == -1
     segment.stamp(index + RETURN_WORD)
     assert list(elsewhere) == [RETURN_WORD] and abs(time.perf_counter_ns() - elsewhere[RETURN_WORD]) < 10**9
-    mapping.close()  # nothing holds it any more
+    mapping.close()  # Nothing references the mapping any more.
 
 
 def test_a_segment_that_is_closed_unmaps_its_memory(module, mapping):
@@ -167,7 +170,7 @@ def test_a_segment_that_is_closed_unmaps_its_memory(module, mapping):
     assert segment.close() and mapping.closed
     assert segment.end == segment.used == 3 * RECORD.size
     assert segment.take(1, 0, 0, 0, 0, 0, TAIL) == -1
-    segment.stamp(RETURN_WORD)  # too late: nothing happens
+    segment.stamp(RETURN_WORD)  # This stamp is too late and has no effect.
     assert segment[RETURN_WORD] == 0
 
 
@@ -208,7 +211,10 @@ def test_threads_never_share_a_slot(module):
 
 
 def test_a_segment_that_is_dropped_drops_its_mapping(module):
-    """The mapping is not closed while a segment is there, and free when it is gone, however it goes."""
+    """The mapping cannot be closed while a segment exists.
+
+    It is freed when the segment is deleted, in whatever way.
+    """
     mapping = mmap.mmap(-1, PLACES * RECORD.size)
     references = sys.getrefcount(mapping)
     for _ in range(100):

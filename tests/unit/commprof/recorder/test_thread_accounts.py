@@ -1,4 +1,7 @@
-"""What the kernel says of threads, and what tensors have on a device: read in every step, and so without waste."""
+"""Test the kernel's accounts of threads and the device memory of tensors.
+
+Both are read in every step, so the reads must be cheap.
+"""
 
 import threading
 from pathlib import Path

@@ -1,4 +1,7 @@
-"""Threads in the trace: one name for each, also for those of C++, and nothing kept of those that have ended."""
+"""Test threads in the trace.
+
+Each thread has one name, including threads of C++, and nothing is stored for threads that have ended.
+"""
 
 import gc
 import threading

@@ -1,4 +1,4 @@
-"""Phases of the training loops of libraries."""
+"""Test the phases of the training loops of libraries."""
 
 from __future__ import annotations
 
@@ -29,7 +29,10 @@ def phases():
 
 
 def evaluation_loop(phases):
-    """The Trainer's, as the recorder wraps it; it notes the phases up to its own begin."""
+    """Return the Trainer's evaluation loop as the recorder wraps it.
+
+    The loop stores the phases up to its own begin.
+    """
     (part,) = [
         each
         for each in Trainers(Checkpoints(SimpleNamespace())).parts()
@@ -39,10 +42,10 @@ def evaluation_loop(phases):
 
 
 def test_an_evaluation_of_the_trainer_with_deepspeed_is_none_of_the_next_step(phases):
-    """It evaluates the model beside DeepSpeed's engine, which names the phases."""
+    """The Trainer evaluates the model next to DeepSpeed's engine, which reports the phases."""
     evaluate = evaluation_loop(phases)
     trainer = SimpleNamespace(is_deepspeed_enabled=True)
-    assert evaluate(trainer, 2) == ([], 2, {})  # before the first step
+    assert evaluate(trainer, 2) == ([], 2, {})  # This evaluation is before the first step.
     hooks.step(0)
     hooks.end_step()
     assert evaluate(trainer, 3, description="x") == (["evaluation"], 3, {"description": "x"})

@@ -1,4 +1,4 @@
-"""The axes of ranks, as configs, engines and hostile files say them."""
+"""Test the axes of ranks as given by configurations, engines and hostile files."""
 
 from __future__ import annotations
 

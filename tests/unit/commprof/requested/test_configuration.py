@@ -1,4 +1,4 @@
-"""Reading the keys that decide what is sent, and saying in words what they ask for."""
+"""Test how the configuration keys that determine the traffic are read, and the sentences about what they request."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_gradients_travel_in_the_training_dtype_unless_told_otherwise(config, co
         ({"reduce_scatter": False}, "all_reduce"),
         ({"reduce_scatter": False, "use_multi_rank_bucket_allreduce": False}, "all_reduce"),
         ({"contiguous_gradients": False, "use_multi_rank_bucket_allreduce": False}, "all_reduce"),
-        # CPU offload forces contiguous buffers, so the keys count again.
+        # CPU offload forces contiguous buffers, so the keys have an effect again.
         (
             {
                 "contiguous_gradients": False,

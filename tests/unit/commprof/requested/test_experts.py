@@ -1,4 +1,4 @@
-"""What a model with experts sends: sizes worked out by hand from DeepSpeed's rules."""
+"""Test the traffic of a model with experts against sizes computed by hand from DeepSpeed's rules."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from commprof.requested.experts.layers import ExpertLayer, capacity
 from commprof.requested.experts.rank_groups import RankGroups
 from commprof.requested.memory.states import holdings
 
-# 10 dense elements before the layer, 8 of its gate, two experts of 30 on each rank, 6 dense elements after it.
+# There are 10 dense elements before the layer, 8 of its gate, two experts of 30 on each rank, and 6 dense
+# elements after the layer.
 PARAMETERS = [
     Parameter("first", 10, param_group=0),
     Parameter("moe.gate", 8, param_group=0),
@@ -29,7 +30,7 @@ def zero(stage, **keys):
 
 
 def messages(rows, when=None):
-    """(purpose, operation, groups) -> bytes of each message."""
+    """Return the bytes of each message by (purpose, operation, groups)."""
     sent = {}
     for row in rows:
         if when in (None, row.when):
@@ -68,14 +69,15 @@ def test_stage_2_sends_dense_and_expert_gradients_of_a_bucket_within_their_group
     assert messages(rows, "micro_step") == {
         ("gradient_reduce", "all_reduce", None): [(6 + 8 + 10) * 4],
         ("gradient_reduce", "all_reduce", REPLICAS): [60 * 4],
-        # 4 experts x 12 slots x 16 elements, 12 = 32 / 4 x 1.5; there and back, forward and backward
+        # 4 experts x 12 slots x 16 elements, with 12 = 32 / 4 x 1.5. The data goes there and back, in the
+        # forward and the backward pass.
         ("activation", "all_to_all", SHARERS): [4 * 12 * 16 * 4] * 4,
     }
     assert messages(rows, "step") == {
-        ("gradient_norm", "all_reduce", None): [4, 4],  # a message for each optimizer group
+        ("gradient_norm", "all_reduce", None): [4, 4],  # There is one message for each optimizer group.
         ("gradient_norm", "all_reduce", REPLICAS): [4],
-        ("parameter_gather", "all_gather", None): [24 * 4],  # 24 elements: a multiple of 2 x 4 ranks
-        ("parameter_gather", "all_gather", REPLICAS): [60 * 4],  # and of 2 x 2 ranks
+        ("parameter_gather", "all_gather", None): [24 * 4],  # 24 elements are a multiple of 2 x 4 ranks.
+        ("parameter_gather", "all_gather", REPLICAS): [60 * 4],  # 60 elements are a multiple of 2 x 2 ranks.
     }
 
 
@@ -94,7 +96,7 @@ def test_wire_bytes_are_those_of_the_smaller_groups():
 
 def test_a_bucket_ends_where_dense_and_expert_gradients_together_exceed_it():
     rows = asked(zero(2, reduce_bucket_size=40))
-    # in backward order: 6 + 30 | 30 + 8 | 10
+    # In backward order, the elements are 6 + 30 | 30 + 8 | 10.
     assert messages(rows, "micro_step")["gradient_reduce", "all_reduce", None] == [24, 32, 40]
     assert messages(rows, "micro_step")["gradient_reduce", "all_reduce", REPLICAS] == [120, 120]
 
@@ -102,8 +104,8 @@ def test_a_bucket_ends_where_dense_and_expert_gradients_together_exceed_it():
 def test_reduces_go_to_the_owners_within_each_group():
     rows = asked(zero(1, use_multi_rank_bucket_allreduce=False))
     sent = messages(rows, "step")
-    assert sent["gradient_reduce", "reduce", None] == [24, 24, 24, 24]  # 6 elements for each of 4 owners
-    assert sent["gradient_reduce", "reduce", REPLICAS] == [120, 120]  # 30 for each of 2
+    assert sent["gradient_reduce", "reduce", None] == [24, 24, 24, 24]  # Each of 4 owners gets 6 elements.
+    assert sent["gradient_reduce", "reduce", REPLICAS] == [120, 120]  # Each of 2 owners gets 30 elements.
 
 
 def test_stage_0_sends_experts_after_all_others():
@@ -165,7 +167,7 @@ def test_tokens_are_sent_in_each_micro_batch_and_in_the_type_of_the_model():
     config = zero(2) | {"gradient_accumulation_steps": 3, "bf16": {"enabled": True}}
     rows = expected_in_step(config, PARAMETERS, 4, 0, BACKWARD, expert_layers=[LAYER, LAYER._replace(k=2)])
     sent = messages(rows)
-    # k = 2 doubles the capacity: 24 slots
+    # k = 2 doubles the capacity to 24 slots.
     assert sorted(sent["activation", "all_to_all", SHARERS]) == 12 * [4 * 12 * 16 * 2] + 12 * [
         4 * 24 * 16 * 2
     ]
@@ -179,8 +181,8 @@ def test_the_first_module_gets_no_gradient_back():
 def test_without_dropping_the_bytes_are_bounded_and_the_capacity_is_agreed_upon():
     layer = LAYER._replace(drop_tokens=False, tokens=30)
     tokens, agreed = (row for row in asked(zero(2), layers=[layer]) if row.purpose == "activation")
-    a_slot = 4 * 16 * 4  # of each of 4 experts
-    assert (tokens.payload_bytes, tokens.least_bytes) == (4 * 8 * a_slot, 4 * 8 * a_slot)  # 8 = ceil(30 / 4)
+    a_slot = 4 * 16 * 4  # The bytes of one slot of each of 4 experts.
+    assert (tokens.payload_bytes, tokens.least_bytes) == (4 * 8 * a_slot, 4 * 8 * a_slot)  # 8 = ceil(30 / 4).
     assert tokens.most_bytes == 4 * 30 * a_slot and not tokens.bytes_exact and tokens.exact
     assert (agreed.issued_op, agreed.payload_bytes, agreed.groups) == ("all_reduce", 8, SHARERS)
 
@@ -218,7 +220,8 @@ def test_sizes_that_do_not_fit_are_named(parameters, layer, text):
 def test_a_reduce_scatter_of_zero_runtime_has_rows_for_the_owners_of_each_group():
     rows = asked(zero(2, gradient_reduction="reduce_scatter"))
     of_all, of_experts = (row for row in rows if row.purpose == "gradient_reduce")
-    # 24 dense elements are 6 for each of 4 ranks, 60 of experts 30 for each of 2; gloo exchanges rows
+    # 24 dense elements are 6 for each of 4 ranks, and 60 expert elements are 30 for each of 2 ranks. gloo
+    # exchanges rows.
     assert (of_all.issued_op, of_all.groups, of_all.payloads) == ("all_to_all", None, ((24, 24, 24, 24),))
     assert (of_experts.groups, of_experts.payloads) == (REPLICAS, ((120, 120),))
 

@@ -1,6 +1,7 @@
-"""Stage 3 by blocks, by hand: an embedding of 12 elements, two layers of 9 and 3, a head of 12, on 2 ranks.
+"""Test stage 3 by blocks against hand-computed values.
 
-Padded to 12, 10 + 4 twice, and 12 elements.
+The model has an embedding of 12 elements, two layers of 9 and 3, and a head of 12, on 2 ranks. Padded, the
+sizes are 12, twice 10 + 4, and 12 elements.
 """
 
 from __future__ import annotations
@@ -59,7 +60,10 @@ def test_a_step_gathers_each_block_once_and_reduces_it_once():
 
 
 def test_without_keeping_all_but_the_last_three_blocks_are_gathered_twice():
-    """While the head is used, the layers before it are the next, and the backward pass needs as much for gradients."""
+    """While the head is in use, the layers before it are the next blocks.
+
+    The backward pass needs the same amount of memory for gradients.
+    """
     gather = rows(stage_3(stage3_max_reuse_distance=0), 5)["parameter_gather"]
     assert (gather.count, gather.payload_bytes) == (5, NUM_BYTES + 48)
     assert not gather.exact and gather.least_bytes == NUM_BYTES
@@ -119,7 +123,10 @@ def test_deepspeed_does_not_know_the_key():
     ids=str,
 )
 def test_auto_takes_blocks_where_two_fit(keys, messages):
-    """Modules gather what the limit allows ahead, whatever block it is in: 104 bytes at first, or all at once."""
+    """Modules gather as much ahead as the limit allows, regardless of blocks.
+
+    They need 104 bytes at first, or everything at once.
+    """
     found = rows(stage_3(stage3_gather_unit="auto", **keys), 5)["parameter_gather"]
     assert found.count == messages
 
@@ -132,9 +139,11 @@ def test_what_goes_with_modules_alone_is_refused():
 @pytest.mark.parametrize(
     ("keys", "numel"),
     [
-        ({}, 48),  # the whole model
-        ({"stage3_max_reuse_distance": 0}, 36),  # the head, and the two that follow in the backward pass
-        ({"stage3_max_reuse_distance": 0, "stage3_prefetch_bucket_size": 12}, 24),  # a block and the next
+        ({}, 48),  # The complete model.
+        # The head, and the two blocks that follow in the backward pass.
+        ({"stage3_max_reuse_distance": 0}, 36),
+        # A block and the next block.
+        ({"stage3_max_reuse_distance": 0, "stage3_prefetch_bucket_size": 12}, 24),
         ({"stage3_max_reuse_distance": 0, "stage3_prefetch_bucket_size": 0}, 12),
         ({"stage3_max_live_parameters": 36}, 36),
     ],
@@ -143,5 +152,5 @@ def test_what_goes_with_modules_alone_is_refused():
 def test_memory_of_gathered_blocks(keys, numel):
     held = {each.what: each.device for each in holdings(stage_3(**keys), MODEL, 2)}
     assert held["gathered parameters"] == numel * 4
-    # One block is filled with gradients, one is on its way; what arrives is a shard.
+    # Gradients fill one block while another block is being sent. Only a shard arrives.
     assert held["gradient buckets"] == 2 * 12 * 4

@@ -1,4 +1,4 @@
-"""Flat buffers, owners and buckets, against an element-by-element count."""
+"""Compare flat buffers, owners and buckets with a count element by element."""
 
 from __future__ import annotations
 
@@ -26,12 +26,13 @@ def named(sizes):
     return [Parameter(f"p{index}", size) for index, size in enumerate(sizes)]
 
 
-# 37 -> 131 -> 257 -> 67 -> 11: odd sizes, so that boundaries of 3 pieces fall inside parameters.
+# The network is 37 -> 131 -> 257 -> 67 -> 11. With these odd sizes, the boundaries of 3 shards are inside
+# parameters.
 MLP = named([37 * 131, 131, 131 * 257, 257, 257 * 67, 67, 67 * 11, 11])
 
 
 def owners_by_element(sizes, world_size, *, dealt_out, unit):
-    """The owner of every element of every parameter, from a buffer that is written out."""
+    """Return the owner of every element of every parameter, from an explicitly constructed buffer."""
     order = sorted(range(len(sizes)), key=lambda i: (i % world_size, i)) if dealt_out else range(len(sizes))
     buffer = []
     for index in order:

@@ -1,6 +1,7 @@
-"""Stage 3 by hand: a model of two layers, small enough to write every message down.
+"""Test stage 3 with a model of two layers, small enough to write down every message.
 
-first.weight 12, first.bias 3, second.weight 9, second.bias 3: 27 elements, on 2 ranks padded to 12, 4, 10, 4.
+The parameters are first.weight 12, first.bias 3, second.weight 9 and second.bias 3. These are 27 elements,
+padded on 2 ranks to 12, 4, 10, 4.
 """
 
 from __future__ import annotations
@@ -48,11 +49,12 @@ def test_a_later_step_gathers_everything_at_once_and_scatters_the_gradients():
 
 def test_the_first_two_micro_batches_agree_on_the_order_of_modules():
     first = sent(expected_in_step(stage_3(), MODEL, 2, 0, ARRIVED))
-    # Two layers, forward and backward, each gathers its own two parameters.
+    # In the forward and the backward pass, each of two layers gathers its own two parameters.
     assert first["step", "parameter_gather", "all_gather"] == (4, 2 * PADDED_BYTES)
     assert first["step", "trace_check", "broadcast"] == (2, 8)
     second = sent(expected_in_step(stage_3(), MODEL, 2, 1, ARRIVED))
-    # Lists of 6 calls (the model and two layers, in two passes) and twice of 8 uses, each with its length.
+    # There are lists of 6 calls (the model and two layers, in two passes) and two lists of 8 uses, each with
+    # its length.
     assert second["step", "trace_check", "broadcast"] == (6, 3 * 8 + (6 + 8 + 8) * 8)
     assert second["step", "parameter_gather", "all_gather"] == (1, PADDED_BYTES)
 
@@ -96,11 +98,11 @@ def test_every_micro_batch_reduces_and_gathers_again():
 @pytest.mark.parametrize(
     ("keys", "gradients"),
     [
-        # Buckets in the order of arrival: 3 + 9 | 3 | 12.
+        # In order of arrival, the buckets are 3 + 9 | 3 | 12.
         ({}, {"reduce_scatter": (3, (4 + 10) * 4 + 4 * 4 + 12 * 4)}),
         ({"reduce_scatter": False}, {"all_reduce": (3, 27 * 4)}),
         ({"reduce_scatter": False, "contiguous_gradients": False}, {"reduce_scatter": (3, PADDED_BYTES)}),
-        # A weight of 12 is larger than a bucket of 10 and is scattered all the same: 3 | 9 | 3 | 12.
+        # A weight of 12 is larger than a bucket of 10, but is scattered nevertheless: 3 | 9 | 3 | 12.
         (
             {"reduce_scatter": False, "reduce_bucket_size": 10},
             {"all_reduce": (3, (3 + 9 + 3) * 4), "reduce_scatter": (1, 12 * 4)},
@@ -118,7 +120,7 @@ def test_a_bucket_is_scattered_unless_it_fits_and_nobody_wants_that(keys, gradie
 @pytest.mark.parametrize(
     ("keys", "sent_here"),
     [
-        # 27 elements; an all_to_all carries no padding.
+        # There are 27 elements. An all_to_all carries no padding.
         ({}, {"all_to_all": 27 * 4}),
         ({"reduce_scatter_impl": "native"}, {"reduce_scatter": PADDED_BYTES}),
         ({"gradient_reduction": "all_reduce"}, {"all_reduce": 27 * 4}),
@@ -144,7 +146,7 @@ def test_zero_runtime_reduces_as_its_own_keys_say(keys, sent_here):
     ("size", "parts"), [(100, 1), (15, 1), (14, 1), (13, 2), (8, 2), (7, 2), (6, 3), (1, 4)]
 )
 def test_slices_of_a_rank_are_optimised_in_parts(size, parts):
-    # On 2 ranks: slices of 6, 2, 5 and 2, that is 15 in all.
+    # On 2 ranks, the shards have 6, 2, 5 and 2 elements, which are 15 in total.
     assert sub_groups([MODEL], size, 2) == parts
 
 
@@ -218,9 +220,9 @@ def gathers(config, step, world=4):
 def test_a_second_copy_serves_what_the_step_gathered_before():
     config = stage_3(zero_hpz_partition_size=2)
     padded = (12 + 4 + 12 + 4) * 4
-    # The hooks gathered everything: the first step reads the copies alone, 1/2 of each message sent.
+    # The hooks gathered everything. The first step only reads the copies, and sends 1/2 of each message.
     assert gathers(config, 0) == {2: (4, 2 * padded, padded)}
-    # Later ones gather it once, from all four ranks.
+    # Later steps gather everything once, from all four ranks.
     assert gathers(config, 3) == {None: (1, padded, padded * 3 / 4)}
     twice = gathers(config | {"gradient_accumulation_steps": 2}, 3)
     assert twice == {None: (1, padded, padded * 3 / 4), 2: (1, padded, padded / 2)}
@@ -228,7 +230,10 @@ def test_a_second_copy_serves_what_the_step_gathered_before():
 
 
 def test_released_parameters_keep_their_second_copy_unless_the_step_before_was_skipped():
-    """The biases persist. DeepSpeed 0.19.8 gathers them by their copies after ``empty_partition_cache``."""
+    """The biases are persistent.
+
+    DeepSpeed 0.19.8 gathers them from their copies after ``empty_partition_cache``.
+    """
     config = stage_3(zero_hpz_partition_size=2, param_persistence_threshold=3)
 
     def released(by):
@@ -243,7 +248,10 @@ def test_released_parameters_keep_their_second_copy_unless_the_step_before_was_s
 
 
 def test_frozen_parameters_keep_their_second_copy():
-    """DeepSpeed 0.19.8 on four gloo ranks, the third step: a network whose second block is frozen, gathered by modules."""
+    """The expected values are from the third step of DeepSpeed 0.19.8 on four gloo ranks.
+
+    The second block of the network is frozen, and modules gather the parameters.
+    """
     sizes = {
         "emb.weight": 256,
         "0.up.weight": 128,
@@ -258,13 +266,17 @@ def test_frozen_parameters_keep_their_second_copy():
     for runtime in ("deepspeed", "zero_runtime"):
         rows = expected_in_step(config, model, 4, 2, runtime=runtime)
         found = {row.group_size: row.payloads for row in rows if row.purpose == "parameter_gather"}
-        # The frozen block has one message in the forward pass and one in the backward pass, both in pairs.
+        # The frozen block has one message in the forward pass and one in the backward pass, both in pairs of
+        # ranks.
         near = ((576,), (1024,), (576,), (576,), (1024,))
         assert found == {None: ((1024,), (576,), (1024,)), 2: near}
 
 
 def test_a_second_copy_under_tight_limits_sends_what_was_measured():
-    """Reference run B_s3_hpz2_tight_w4: 15 + 11 gathers of 146,272 + 181,504 bytes contributed per rank."""
+    """Reference run B_s3_hpz2_tight_w4 has 15 + 11 gathers.
+
+    The gathers contribute 146,272 + 181,504 bytes per rank.
+    """
     tight = {
         "stage3_max_live_parameters": 20_000,
         "stage3_prefetch_bucket_size": 1000,
@@ -280,7 +292,7 @@ def test_a_second_copy_under_tight_limits_sends_what_was_measured():
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_each_further_micro_batch_of_a_step_adds_the_same(stage):
-    """``plan`` took 40 s for 2,048 micro-batches of a step, and minutes for more."""
+    """``plan`` used to take 40 s for 2,048 micro-batches per step, and minutes for more."""
     parameters = [Parameter(f"{layer}.weight", 1000 + layer) for layer in range(20)]
 
     def sums(micro_batches):

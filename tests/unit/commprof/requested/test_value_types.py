@@ -1,6 +1,7 @@
-"""Values of other types than their keys have: plan and zero_runtime read them as DeepSpeed 0.19.8 does, by pydantic.
+"""Test values whose type differs from the type of their key.
 
-The expected values were recorded with DeepSpeed's own configuration class.
+``plan`` and zero_runtime read them as DeepSpeed 0.19.8 does with pydantic. The expected values were recorded
+with DeepSpeed's own configuration class.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ NOT_WHOLE = (
 
 
 def both(config, of_plan, of_runtime):
-    """What ``plan`` and zero_runtime read; None where they refuse it."""
+    """Return the values that ``plan`` and zero_runtime read. A refused value is None."""
     try:
         plan = of_plan(read_configuration(config))
     except RequestedError:
@@ -82,7 +83,7 @@ BOOLEANS = {
         lambda read: read.round_robin_gradients,
         lambda read: read.zero.round_robin_gradients,
     ),
-    # A key of zero_runtime alone, in a block of its own.
+    # This key exists only in zero_runtime, in its own block.
     "gradient_compression.enabled": (
         lambda read: read.compression is not None,
         lambda read: read.gradient_compression is not None,
@@ -103,7 +104,7 @@ def test_booleans_are_read_as_deepspeed_reads_them(key):
     wanted = {**dict.fromkeys(map(repr, TRUE), True), **dict.fromkeys(map(repr, FALSE), False)}
     wanted |= dict.fromkeys(map(repr, NEITHER), None)
     if key.endswith("overlap_comm"):
-        wanted["None"] = False  # may be null
+        wanted["None"] = False  # The value may be null.
     assert found == {value: (read, read) for value, read in wanted.items()}
 
 

@@ -1,4 +1,4 @@
-"""What a config should send, per step and purpose."""
+"""Test the traffic that a configuration should cause, per step and purpose."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_stage_0_sends_all_gradients_at_once_and_the_norm_when_it_clips():
     assert gradients.wire_bytes == pytest.approx(2 * 3 / 4 * 4 * TRAINED_NUMEL)
     assert gradients.exact
     assert "gradient_norm" not in by_purpose(stage(0) | {"gradient_clipping": 0})
-    # The 16-bit optimizers of stage 0 compute the norm without a message.
+    # At stage 0, the 16-bit optimizers compute the norm without a message.
     assert "gradient_norm" not in by_purpose(stage(0) | BF16)
     assert "overflow_check" not in by_purpose(stage(0) | FP16)
 
@@ -77,7 +77,8 @@ def test_stage_2_reduces_in_every_micro_batch_and_stage_1_once_per_step():
 @pytest.mark.parametrize(
     ("keys", "issued", "intended", "count"),
     [
-        # 16,000 of group 0 in pieces of 4,000; 90 of group 1, padded to 96, in pieces of 24. Only chunks are per group.
+        # Group 0 has 16,000 elements in shards of 4,000. Group 1 has 90 elements, padded to 96, in shards of
+        # 24. Only chunks are per group.
         ({}, "all_reduce", None, 1),
         ({"reduce_scatter": False}, "all_reduce", None, 1),
         ({"use_multi_rank_bucket_allreduce": False}, "reduce", None, 4),
@@ -95,7 +96,7 @@ def test_stage_2_reduces_in_every_micro_batch_and_stage_1_once_per_step():
 def test_the_rules_say_what_is_issued_in_place_of_what_is_asked_for(keys, issued, intended, count):
     row = by_purpose(stage(2, **keys))["gradient_reduce"]
     assert (row.issued_op, row.intended_op, row.count) == (issued, intended, count)
-    assert row.exact  # one bucket holds everything, whatever the order
+    assert row.exact  # One bucket contains everything, so the order does not matter.
     trips = 2 if issued == "all_reduce" else 1
     assert row.wire_bytes == pytest.approx(trips * 3 / 4 * row.payload_bytes)
 
@@ -155,7 +156,7 @@ def test_bf16_with_fp32_accumulation_at_stage_1_reduces_flat_groups_with_their_p
     assert (rows["gradient_reduce"].count, rows["gradient_reduce"].issued_op) == (1, "all_reduce")
     assert rows["gradient_reduce"].requested_op == "reduce_scatter"
     assert rows["gradient_reduce"].payload_bytes == 2 * (16_000 + 96)
-    # Not at stage 2, and not with the optimizer on the CPU.
+    # The norm message is missing only in this case. It exists at stage 2 and with the optimizer on the CPU.
     assert "gradient_norm" in by_purpose(stage(2) | BF16 | accumulate)
     assert "gradient_norm" in by_purpose(stage(1, offload_optimizer={"device": "cpu"}) | BF16 | accumulate)
 
@@ -179,7 +180,7 @@ def test_what_only_changes_the_arithmetic_changes_no_message(config):
         (stage(1), "all_gather", 2),
         (stage(1, allgather_partitions=False), "broadcast", 2 * 4),
         (stage(1) | {"disable_allgather": True}, "broadcast", 2 * 4),
-        # Pieces of 4,000 and 24 elements in parts of 1,000 // 4 = 250.
+        # Shards of 4,000 and 24 elements are sent in chunks of 1,000 // 4 = 250.
         (stage(1, allgather_bucket_size=1_000), "all_gather", 16 + 1),
     ],
 )
@@ -213,7 +214,7 @@ def test_a_split_that_needs_the_order_says_so_and_the_order_settles_it():
     backwards = by_purpose(config, gradient_order=TRAINED[::-1])["gradient_reduce"]
     assert backwards.exact
     assert backwards.count == guessed.count
-    # The gradients of stage 1 without overlap enter the buckets in the order of the groups.
+    # At stage 1 without overlap, the gradients enter the buckets in the order of the groups.
     assert by_purpose(stage(1, reduce_bucket_size=10_050))["gradient_reduce"].exact
     assert not by_purpose(stage(1, reduce_bucket_size=10_050, overlap_comm=True))["gradient_reduce"].exact
 
@@ -223,7 +224,7 @@ def test_a_parameter_without_gradient_is_left_out_and_named():
         row = by_purpose(stage(number), gradient_order=["bias", "weight", "norm"])["gradient_reduce"]
         assert row.payload_bytes == 4 * 10_090
         assert "embedding" in row.note
-    # Stage 0 sends zeros for it.
+    # Stage 0 sends zeros for a gradient that never arrives.
     row = by_purpose(stage(0), gradient_order=["bias", "weight", "norm"])["gradient_reduce"]
     assert row.payload_bytes == 4 * TRAINED_NUMEL
 
@@ -334,7 +335,7 @@ def test_nothing_but_the_standard_library_is_imported():
     assert done.stdout.strip() == "['commprof']"
 
 
-# By hand, for 16,090 elements at stage 1 on 4 ranks: bytes of one rank's payload.
+# The payload bytes of one rank, computed by hand for 16,090 elements at stage 1 on 4 ranks.
 COMPRESSED = {
     "topk": ({"topk_ratio": 0.01}, 161 * 8),
     "1bit": ({"algorithm": "1bit", "huffman_coding": True}, 2012 + 8 * 4),
@@ -370,7 +371,8 @@ def test_the_first_steps_are_not_compressed():
 def test_the_share_that_topk_sends_falls_before_all_steps_send_the_same():
     keys = {"topk_ratio": 0.01, "topk_warmup_ratio": 0.16, "topk_warmup_steps": 4, "warmup_steps": 1}
     config = stage(1) | {"gradient_compression": keys, "gradient_accumulation_steps": 2}
-    # Of 16,090 elements 16 %, 8 %, 4 %, 2 % and 1 %, rounded up, each with its place, from four ranks.
+    # The values are 16 %, 8 %, 4 %, 2 % and 1 % of 16,090 elements, rounded up, each with its position, from
+    # four ranks.
     expected_bytes = [4 * TRAINED_NUMEL, *(4 * 8 * count for count in (2575, 1288, 644, 322, 161, 161))]
     for step, payload in enumerate(expected_bytes):
         for iteration in (2 * step, 2 * step + 1):
@@ -388,9 +390,9 @@ def test_the_share_that_topk_sends_falls_before_all_steps_send_the_same():
 @pytest.mark.parametrize("number", [0, 1])
 def test_clipping_before_the_residual_needs_no_norm_of_the_sum(number):
     keys = {"clip_before_residual": True, "warmup_steps": 3}
-    for iteration in (0, None):  # the uncompressed steps too
+    for iteration in (0, None):  # The uncompressed steps are included.
         rows = by_purpose(stage(number) | {"gradient_compression": keys}, iteration=iteration)
-        assert ("gradient_norm" in rows) == (number == 1)  # stage 1 reports the norm anyway
+        assert ("gradient_norm" in rows) == (number == 1)  # Stage 1 reports the norm in any case.
     assert "gradient_norm" in by_purpose(stage(0) | {"gradient_compression": {}})
 
 

@@ -1,4 +1,4 @@
-"""The rules of ZeroRedundancyOptimizer, where no run on this machine can show them."""
+"""Test the rules of ZeroRedundancyOptimizer that no run on this machine can show."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def payloads(rules, passes):
 
 
 def test_the_rank_with_the_fewest_elements_gets_the_next_largest():
-    """40 to rank 0, 30 to rank 1, 20 to rank 1, which has 30, and 15 to rank 0, which has 40."""
+    """40 goes to rank 0, 30 to rank 1, 20 to rank 1, which has 30, and 15 to rank 0, which has 40."""
     assert payloads(rules(15, 40, 20, 30), "S1;") == [160, 60, 120, 80]
     buckets = rules(15, 40, 20, 30, parameters_as_bucket_view=True)
     assert payloads(buckets, "S1;") == [55 * 4, 50 * 4]
@@ -33,7 +33,7 @@ def test_the_rank_with_the_fewest_elements_gets_the_next_largest():
 
 def test_a_bucket_has_what_is_trained_and_is_never_empty():
     buckets = rules(15, 40, dtype="bfloat16", parameters_as_bucket_view=True)
-    assert payloads(buckets, "S1-1;") == [4, 30]  # a placeholder of one fp32
+    assert payloads(buckets, "S1-1;") == [4, 30]  # The 4 bytes are a placeholder of one fp32 value.
     assert payloads(buckets, "S1;S1;") == [80, 30, 80, 30]
 
 

@@ -332,7 +332,7 @@ def test_a_run_without_records_is_no_stillness():
 def test_a_job_that_stood_still_together_with_its_watchdog_is_no_stillness():
     still, running = Stillness(10), RunningTime(5)
     found = {FILE: (1, 1)}
-    # The limit is 4 seconds. Of the 896 seconds between, at most 5 count, plus half a second.
+    # The running time is 4 s, plus at most 5 s of the 896 s between, plus 0.5 s.
     assert not any(still.is_long(found, running.at(now)) for now in (100, 102.5, 104, 1000, 1000.5))
     assert still.is_long(found, running.at(1001))
 

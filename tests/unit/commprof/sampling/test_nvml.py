@@ -1,4 +1,4 @@
-"""Counters and gauges of GPUs, with a driver that is made up: no GPU is needed, and none is here."""
+"""Test counters and gauges of GPUs with a fake driver, so that no GPU is needed."""
 
 import json
 import sys
@@ -114,7 +114,7 @@ def test_byte_counters_are_differences_since_the_first_reading(tmp_path):
         ("GPU 0", "pcie", 0, 0),
         ("GPU 0", "nvlink", 0, 0),
         ("GPU 0", "pcie", 500, 70),
-        ("GPU 0", "nvlink", 3 * 1024, 0),  # these fields count KiB
+        ("GPU 0", "nvlink", 3 * 1024, 0),  # These fields are in KiB.
     ]
 
 
@@ -147,7 +147,7 @@ def test_each_gpu_has_counters_of_its_own(tmp_path):
     driver = FakeNvml(values, gpus=2)
     sampler = NvmlSampler(tmp_path, driver)
     sampler.read()
-    assert [row[0] for row in moved(tmp_path)] == ["GPU 0"]  # of the other one, half the pair is missing
+    assert [row[0] for row in moved(tmp_path)] == ["GPU 0"]  # Half of the pair of the other GPU is missing.
 
 
 @pytest.mark.parametrize(
@@ -157,7 +157,7 @@ def test_each_gpu_has_counters_of_its_own(tmp_path):
         (field_value(7, kind=1), 7),
         (field_value(7, kind=2), 7),
         (field_value(7, kind=6), 7),
-        (field_value(-1, kind=SIGNED), None),  # no counter
+        (field_value(-1, kind=SIGNED), None),  # The value is not a counter.
         (field_value(7.5, kind=DOUBLE), None),
         (field_value(7, code=NOT_SUPPORTED), None),
         (SimpleNamespace(nvmlReturn=0, valueType=99, value=SimpleNamespace()), None),
@@ -198,7 +198,10 @@ def test_without_library_driver_or_gpu_there_is_one_sentence(tmp_path, monkeypat
 
 
 def test_the_driver_is_asked_by_the_names_that_nvidia_gives(tmp_path, monkeypatch):
-    """The installed package, with its library replaced: every function that is called exists, and fields go as pairs."""
+    """The library of the installed package is replaced.
+
+    Every function that is called must exist, and fields are passed as pairs.
+    """
     pynvml = pytest.importorskip("pynvml")
     asked = []
     replies = {
@@ -219,7 +222,7 @@ def test_the_driver_is_asked_by_the_names_that_nvidia_gives(tmp_path, monkeypatc
 
     def field_values(handle, fields):
         asked.append((handle, list(fields)))
-        # The package's own way of filling its structures, without the library behind it.
+        # The package fills its structures in its own way, without the library.
         monkeypatch.setattr(pynvml, "_nvmlGetFunctionPointer", lambda name: lambda *args: 0)
         values = real(handle, fields)
         for value in values:

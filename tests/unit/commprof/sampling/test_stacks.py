@@ -270,7 +270,7 @@ def test_usage_and_state_of_a_process():
     usage = usage_of(os.getpid())
     assert usage.rss_bytes > 1 << 20 and usage.threads >= 1 and usage.cpu_ns > 0
     assert state_of(RankProcess(0, os.getpid())) is State.RUNS
-    # This is a different process with the same process id.
+    # These values belong to a different process with the same process id.
     assert state_of(RankProcess(0, os.getpid(), start_ticks=1)) is State.GONE
     assert usage_of(2**22 + 5) is None
 

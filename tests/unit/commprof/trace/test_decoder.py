@@ -1,4 +1,4 @@
-"""Reading rank files: whole, cut off, damaged and hostile."""
+"""Test how rank files are read: complete, truncated, damaged and hostile."""
 
 from __future__ import annotations
 
@@ -77,12 +77,16 @@ def test_a_call_that_raised_takes_no_number_though_the_next_was_recorded_before_
 
 @pytest.mark.parametrize(("steps", "is_shared"), [((0, 0, 1, 1), True), ((0, 1, 2, 3), False)])
 def test_engines_of_one_step_number_share_steps(tmp_path, steps, is_shared):
-    """As the adapter of DeepSpeed writes it: only the first engine says that a step begins, each says that it ended."""
+    """The adapter of DeepSpeed writes such steps.
+
+    Only the first engine reports the begin of a step, and each engine reports the end.
+    """
     stem = write_rank(tmp_path, records=0, ended=False)
     rows = [("config", {"config": {"zero_optimization": {"stage": 1}}, "step": -1})] * 2
     for step in steps:
         rows.append(("step", {"step": step, "ended": True, "is_told": True, "time_ns": 10}))
-        rows.append(("step", {"step": step, "ended": True, "is_told": False, "time_ns": 11}))  # is concluded
+        # This end is inferred.
+        rows.append(("step", {"step": step, "ended": True, "is_told": False, "time_ns": 11}))
     with stem.with_name(f"{stem.name}.events").open("ab") as events:
         events.writelines(encode_row(*row) for row in rows)
     engines = read_rank(stem).engines
@@ -193,7 +197,8 @@ def test_a_torn_line_and_a_torn_record_are_counted(tmp_path):
     events.write_bytes(events.read_bytes() + b'{"kind":"metr')
     records = stem.with_name(stem.name + ".records")
     data = bytearray(records.read_bytes())
-    data[PAGE + 3 * RECORD.size - 4 : PAGE + 3 * RECORD.size] = bytes(4)  # the third record's commit word
+    # The bytes are the commit word of the third record.
+    data[PAGE + 3 * RECORD.size - 4 : PAGE + 3 * RECORD.size] = bytes(4)
     records.write_bytes(data)
     trace = read_rank(stem)
     assert (trace.entry["records"], trace.entry["torn"], trace.entry["torn_events"]) == (5, 1, 1)
@@ -203,7 +208,7 @@ def test_a_torn_line_and_a_torn_record_are_counted(tmp_path):
 
 @pytest.mark.parametrize("damage", ["cut", "no size", "no ranks"])
 def test_records_of_a_group_whose_line_is_damaged_are_left_out_and_counted(tmp_path, damage):
-    """Their wire bytes cannot be modelled: shown as 0 B they would be a wrong number."""
+    """The wire bytes of these records cannot be modelled, and 0 B would be a wrong number."""
     stem = write_rank(tmp_path, records=6)
     file = stem.with_name(stem.name + ".events")
     lines = file.read_text().splitlines()
@@ -214,7 +219,7 @@ def test_records_of_a_group_whose_line_is_damaged_are_left_out_and_counted(tmp_p
     file.write_text("\n".join(lines) + "\n")
     trace = read_rank(stem)
     assert (trace.entry["records"], trace.entry["torn"]) == (0, 6)
-    assert trace.entry["torn_events"] >= 2  # the group's line, and the signature of its records
+    assert trace.entry["torn_events"] >= 2  # The lines are the group's line and the signature of its records.
     assert not len(trace.collectives())
 
 
@@ -322,7 +327,10 @@ def test_a_damaged_line_of_an_expert_load_is_left_out_and_counted(tmp_path, dama
 @pytest.mark.parametrize("ended", [True, False], ids=["ended", "killed"])
 @pytest.mark.parametrize("lines", [0, 2])
 def test_steps_whose_sums_a_killed_rank_had_not_written_have_no_end(tmp_path, ended, lines):
-    """Of the steps 0 to 3 the first three have ended; a rank writes the sums of a step when the next but one begins."""
+    """The first three of the steps 0 to 3 have ended.
+
+    A rank writes the sums of a step when the second step after it begins.
+    """
     stem = write_rank(tmp_path, records=20, ended=False, options={"aggregate": True})
     with stem.with_name(f"{stem.name}.events").open("ab") as events:
         for step in range(lines):

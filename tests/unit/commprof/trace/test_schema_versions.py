@@ -1,4 +1,7 @@
-"""A run of schema version 1 opens, with null in what that version did not have, and gives the figures that it gave."""
+"""Test that a run of schema version 1 opens and gives the same results as before.
+
+Columns that version 1 did not have are null.
+"""
 
 import json
 import shutil
@@ -22,7 +25,10 @@ KEY = ["rank", "seq"]
 
 @pytest.fixture(params=["finalised", "recorded"])
 def old(request, tmp_path):
-    """A run of two gloo ranks and 22 records, as version 1 left it: in Parquet, and in the files that ranks write."""
+    """Return a run of two gloo ranks and 22 records of version 1.
+
+    The run is in Parquet or in the files that ranks write.
+    """
     return shutil.copytree(VERSION_1 / request.param, tmp_path / "run")
 
 
@@ -60,7 +66,7 @@ def test_records_and_figures_are_those_of_version_1(old):
     traffic = commprof.open(str(old)).traffic(by=["op"])
     assert dict(zip(traffic["op"], traffic["payload_bytes"], strict=True)) == {
         "all_reduce": 64,
-        "all_to_all": 80,  # two of 16 bytes, two of 32 and 16 on its two ranks
+        "all_to_all": 80,  # Two all_to_alls have 16 bytes. Two have 32 and 16 bytes on their two ranks.
         "barrier": 0,
         "broadcast": 40,
         "reduce_scatter": 32,
@@ -77,7 +83,10 @@ def test_both_forms_of_the_old_run_hold_the_same_records(tmp_path):
 
 @pytest.mark.parametrize("is_mixed", [False, True])
 def test_files_that_are_read_where_they_lie_have_null_there(tmp_path, is_mixed):
-    """A large run is not loaded: an engine, or one column after the other, reads its files, of whatever version."""
+    """A large run is not loaded.
+
+    An engine reads its files, or they are read column by column, whatever their version.
+    """
     path = finalised(tmp_path)
     whole = open_run(path).table("collectives")
     if is_mixed:
@@ -118,7 +127,7 @@ def test_only_what_is_newer_may_be_missing_in_a_signature():
     from commprof.trace.rank_files.outside_rows import is_signature
     from support.rank_files import SIGNATURE
 
-    assert is_signature(SIGNATURE)  # as version 1 wrote it
+    assert is_signature(SIGNATURE)  # Version 1 writes this format.
     assert is_signature({**SIGNATURE, "input_splits": "8,24", "output_splits": None})
     assert not is_signature({**SIGNATURE, "input_splits": 8})
     assert not is_signature({name: value for name, value in SIGNATURE.items() if name != "peer"})

@@ -1,4 +1,4 @@
-"""``python -m zero_runtime.bench``: what there is, and the speed of a disk."""
+"""Test ``python -m zero_runtime.bench``: the list of benchmarks and the speed of a disk."""
 
 from __future__ import annotations
 

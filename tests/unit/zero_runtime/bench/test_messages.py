@@ -1,4 +1,4 @@
-"""``python -m zero_runtime.bench comm``: collectives by operation and size, on real gloo ranks."""
+"""Test ``python -m zero_runtime.bench comm``: collectives by operation and size, on real gloo ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Files of DeepSpeed's that are hostile, damaged, half there, or of a kind not read: one clear error, nothing run."""
+"""Test DeepSpeed files that are hostile, damaged, incomplete or unsupported.
+
+Each gives one clear error, and no code from the file is executed.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,7 @@ TAG = "global_step3"
 
 @pytest.fixture
 def copy(tmp_path):
-    """A function that copies a recorded checkpoint, and gives the directory of its files."""
+    """Return a function that copies a recorded checkpoint and returns the directory of its files."""
 
     def made(name):
         shutil.copytree(GOLDEN / name, tmp_path / name)
@@ -45,7 +48,7 @@ def refused(directory, *texts):
 
 
 class Hostile:
-    """What calls ``function`` where it is unpickled."""
+    """An object that calls ``function`` when it is unpickled."""
 
     def __init__(self, function, *arguments):
         self.reduced = (function, arguments)
@@ -145,7 +148,7 @@ def test_one_changed_byte_of_a_tensor(copy):
             each for each in archive.infolist() if "/data/" in each.filename and each.file_size > 100
         )
     data = bytearray(path.read_bytes())
-    # What comes before a tensor's bytes is padded to 64.
+    # The data before the bytes of a tensor is padded to 64.
     data[record.header_offset + 128 + 50] ^= 0x40
     path.write_bytes(data)
     refused(path.parent, str(path), "checksum")
@@ -161,7 +164,7 @@ def test_something_else_under_the_name_of_a_file(copy):
     refused(path.parent, str(path), "'optimizer_state_dict'")
 
 
-# Half folders, and folders of several saves.
+# Incomplete folders, and folders with several saves.
 
 
 @pytest.mark.parametrize(
@@ -260,7 +263,8 @@ def test_a_universal_folder_of_tensor_parallel_ranks_has_whole_parameters(copy):
     whole = consolidated_state_dict(directory)["up.weight"]
     path = directory / "mp_rank_00_model_states.pt"
     states = torch.load(path, weights_only=True)
-    states["param_shapes"][0]["up.weight"] = torch.Size([3, 7])  # a slice, as each of two ranks has it
+    # This is the shard that each of two ranks has.
+    states["param_shapes"][0]["up.weight"] = torch.Size([3, 7])
     states["module"]["up.weight"] = states["module"]["up.weight"].view(-1)[:21].clone().view(3, 7)
     torch.save(states, path)
     torch.save(states, directory / "mp_rank_01_model_states.pt")
@@ -293,7 +297,7 @@ def test_steps_are_counted_as_the_optimizer_needs_them(tmp_path):
     assert common["optimizer_state_dict"]["state"][0]["step"] == 3
 
 
-# What DeepSpeed's own optimizers keep.
+# The state of DeepSpeed's own optimizers.
 
 
 BOTH = frozenset(("exp_avg", "exp_avg_sq"))
@@ -311,7 +315,7 @@ BOTH = frozenset(("exp_avg", "exp_avg_sq"))
         ),
         ({}, BOTH, None, "AdamW"),
         ({}, BOTH, "Adam", "AdamW"),
-        ({}, BOTH, "Lion", "Lion"),  # DeepSpeedCPULion keeps zeros that it does not use
+        ({}, BOTH, "Lion", "Lion"),  # DeepSpeedCPULion stores zeros that it does not use.
         ({}, BOTH, "Lamb", "Lamb"),
         ({}, BOTH, "SGD", "AdamW"),
         ({}, frozenset(("exp_avg_sq",)), "Adagrad", "Adagrad"),
@@ -324,7 +328,10 @@ def test_the_class_of_the_optimizer(config, states, known, expected):
 
 
 def of_whole_matrices():
-    """Three parameters of 4, 6 and 2 elements on two ranks, which keep the momentum of each matrix that they hold of."""
+    """Return three parameters of 4, 6 and 2 elements on two ranks.
+
+    Each rank keeps the complete momentum of every matrix that it owns a part of.
+    """
     momenta = [torch.arange(4.0), torch.arange(10.0, 16.0), torch.arange(20.0, 22.0)]
     ranks = [
         Flat("first", torch.arange(6.0), {"momentum_buffer": torch.cat(momenta[:2])}),

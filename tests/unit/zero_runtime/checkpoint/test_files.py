@@ -1,4 +1,7 @@
-"""Checkpoints as files: one state dict out of them, and clear errors for all that is not a good checkpoint."""
+"""Test checkpoints as files.
+
+A checkpoint gives one state dict, and every invalid checkpoint gives a clear error.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +46,7 @@ def saved(tmp_path_factory):
 
 @pytest.fixture
 def copy(saved, tmp_path):
-    """A copy of the checkpoints that a test may damage."""
+    """Return a copy of the checkpoints that a test may damage."""
     return Path(shutil.copytree(saved[0], tmp_path / "copy"))
 
 
@@ -124,7 +127,7 @@ def test_16_bit_weights_are_the_model(saved):
         assert all(torch.equal(found[name], model[name]) for name in found)
 
 
-# What is not a good checkpoint.
+# Invalid checkpoints.
 
 
 def refused(directory, tag, match):

@@ -1,4 +1,4 @@
-"""The parts of a checkpoint that are no tensors, and the tensor files themselves."""
+"""Test the parts of a checkpoint that are not tensors, and the tensor files themselves."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ def test_named_states_of_the_tracker_go_on():
     assert (draw("experts"), draw("model-parallel-rng")) != first
     random_state.restore(states, device)
     assert (draw("experts"), draw("model-parallel-rng")) == first
-    tracker.reset()  # a fresh process that has not added them yet, and has one of its own
+    tracker.reset()  # A new process has not added these states yet, but has a state of its own.
     tracker.add("own", 9)
     random_state.restore(states, device)
     assert (draw("experts"), draw("model-parallel-rng")) == first
@@ -171,7 +171,7 @@ def test_random_states_that_were_changed_are_an_error(name):
         random_state.restore({name: torch.zeros(3, dtype=torch.uint8)}, torch.device("cpu"))
 
 
-# Tensor files: what is written here is what the safetensors package reads, and the same as what it writes.
+# The safetensors package can read the written files, and the package itself writes the same files.
 
 TENSORS = {
     "bytes": torch.arange(5, dtype=torch.uint8),
@@ -202,7 +202,7 @@ def test_files_have_the_length_of_those_of_safetensors(tmp_path):
         tmp_path / "ours.safetensors", [tensor_file.entry_of(name, each) for name, each in whole.items()], {}
     )
     sizes = [(tmp_path / f"{each}.safetensors").stat().st_size for each in ("ours", "theirs")]
-    assert abs(sizes[0] - sizes[1]) < 64  # the empty metadata
+    assert abs(sizes[0] - sizes[1]) < 64  # The difference is the empty metadata.
 
 
 @pytest.mark.long

@@ -1,4 +1,7 @@
-"""Values of other types than their keys have: read as DeepSpeed reads them, with one line that says so."""
+"""Test values whose type differs from the type of their key.
+
+zero_runtime reads them as DeepSpeed does and prints one line about it.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The configuration: what is derived, what is refused, and how the refusal reads."""
+"""Test the configuration: derived values, refused values, and the messages of the refusals."""
 
 from __future__ import annotations
 
@@ -275,7 +275,7 @@ def test_modules_in_fp32_mean_nothing_in_fp32():
 
 
 def test_the_fp16_block_as_it_is_used():
-    """What is said to be used means the same when it is given."""
+    """The reported values have the same meaning when they are used as input."""
     fixed = make(fp16={"enabled": True, "loss_scale": 128, "auto_cast": True})
     assert fixed.effective()["fp16"] == {"enabled": True, "auto_cast": True, "loss_scale": 128.0}
     dynamic = make(fp16={"enabled": True, "initial_scale_power": 8, "min_loss_scale": 1e-5, "hysteresis": 3})

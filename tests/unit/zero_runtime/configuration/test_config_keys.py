@@ -1,4 +1,7 @@
-"""Every key of the configuration: the implemented ones act, the others are refused with the reason, and none is missing."""
+"""Test every key of the configuration.
+
+Implemented keys have an effect, the others are refused with the reason, and no key is missing.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +46,7 @@ PARAMETERS_IN_FILES = {
 }
 COSTS = {"communication": {"calibration": {"world": "all.json", "axes": ["one.json", "two.json"]}}}
 CUT = {"tp_size": 2}
-# For each implemented key a value that must make a difference, and what else it needs for that.
+# For each implemented key, a value that must make a difference, and the other settings that this requires.
 VALUES = {
     "train_batch_size": (8, {"train_micro_batch_size_per_gpu": None}),
     "checkpoint.load_universal": (True, {}),
@@ -289,7 +292,8 @@ VALUES = {
     },
 }
 ROWS = [(block, name, key) for block, table in all_keys.BLOCKS.items() for name, key in table.items()]
-# Shown by an error: the two keys together say one thing, so neither alone can be another value.
+# An error shows the effect of these keys. Two keys together have one meaning, so neither can have a different
+# value alone.
 SHOWN_BY_AN_ERROR = {
     "data_types.param_dtype": ("bf16", "the model trains in fp32"),
     **{
@@ -353,7 +357,8 @@ def test_each_implemented_key_makes_a_difference(name):
 def test_each_setting_is_read_by_the_runtime():
     read = set()
     for path in SOURCES.rglob("*.py"):
-        # What the engine only answers when asked, or the configuration itself reads, is not read for that.
+        # Code that only reports settings, or that is part of the configuration itself, does not count as a
+        # reader.
         is_table = (
             "configuration" in path.relative_to(SOURCES).parts and path.name != "setting_combinations.py"
         )
@@ -364,9 +369,9 @@ def test_each_setting_is_read_by_the_runtime():
     classes = (RuntimeConfig, ZeroConfig, PrecisionConfig, ShardingConfig, OptimizerConfig, SchedulerConfig)
     blocks = (MonitorConfig, ActivationCheckpointing)
     settings = {each.name for kind in (*classes, *blocks) for each in dataclasses.fields(kind)}
-    # What other settings are resolved from, within the configuration itself.
+    # Other settings are resolved from these keys, within the configuration itself.
     resolved = {"reduce_scatter", "use_multi_rank_bucket_allreduce", "train_batch_size"}
-    # Properties of the configuration read these.
+    # Properties of the configuration read these keys.
     by_property = {"prescale_gradients", "gradient_predivide_factor", "gradient_allreduce_op", "bf16", "fp16"}
     assert settings - read - resolved - by_property == set()
 
@@ -389,7 +394,7 @@ def test_each_key_of_a_later_part_is_refused_with_the_part(name):
         made(with_key(name, value, base))
     text = str(refusal.value)
     assert "not in this version yet" in text and "issue" not in text and "\n" not in text
-    # A block that only holds such keys may be refused as a whole.
+    # A block that contains only such keys may be refused as a whole.
     assert key.note in text or name.rpartition(".")[0] in text
 
 
@@ -462,7 +467,7 @@ def test_every_key_that_deepspeed_has_is_in_the_tables_with_its_default():
             row = all_keys.BLOCKS[name][key]
             seen += 1
             plain = known["default"] not in (None, [], "(factory)") and row.default is not None
-            # Where ours is null, the runtime resolves it by itself.
+            # If the default is null here, the runtime resolves the value itself.
             if plain and row.status is not Status.REFUSED:
                 assert row.default == known["default"], f"{name}.{key}"
     assert seen > 100

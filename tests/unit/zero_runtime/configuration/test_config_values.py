@@ -1,6 +1,6 @@
-"""Each value that DeepSpeed 0.19.8 takes for a key is taken here too, or is one of the stated exceptions.
+"""Test that each value that DeepSpeed 0.19.8 accepts for a key is also accepted here, or is a stated exception.
 
-tests/golden/deepspeed_config_values.json is what tools/deepspeed_config_values.py found with DeepSpeed itself.
+tools/deepspeed_config_values.py recorded tests/golden/deepspeed_config_values.json with DeepSpeed itself.
 """
 
 from __future__ import annotations
@@ -21,19 +21,22 @@ sys.path.insert(0, str(ROOT / "tools"))
 import deepspeed_config_values as tool  # noqa: E402
 
 TAKEN = json.loads((ROOT / "tests/golden/deepspeed_config_values.json").read_text())
-# Refused here, and why: docs/deepspeed-differences.md says so of each.
+# These values are refused here. docs/deepspeed-differences.md states the reason for each.
 CONTRADICTIONS = (
-    "zero_optimization.allgather_bucket_size",  # 1: DeepSpeed asserts later that it is even
-    "zero_optimization.compute_grad_norm",  # false with clipping: DeepSpeed fails in the first step
-    "bf16.bf16_master_weights_and_grads",  # alone: DeepSpeed asserts later that the optimizer is offloaded
+    "zero_optimization.allgather_bucket_size",  # 1: DeepSpeed later asserts that the value is even.
+    "zero_optimization.compute_grad_norm",  # false with clipping: DeepSpeed fails in the first step.
+    "bf16.bf16_master_weights_and_grads",  # Alone: DeepSpeed later asserts that the optimizer is offloaded.
     "bfloat16.bf16_master_weights_and_grads",
-    "activation_checkpointing.contiguous_memory_optimization",  # without partition_activations: DeepSpeed asserts later
-    "tensor_parallel.autotp_size",  # more ranks than there are
+    # Without partition_activations: DeepSpeed later asserts.
+    "activation_checkpointing.contiguous_memory_optimization",
+    "tensor_parallel.autotp_size",  # More ranks than exist.
     "tensor_parallel.tp.",
     "tensor_parallel.tensor_parallel.",
     "data_parallel_size",
 )
-SIZES = (  # neither whole numbers nor words for one: DeepSpeed takes them where it does not look at the key
+# These values are neither integers nor words for an integer. DeepSpeed accepts them because it does not check
+# the key.
+SIZES = (
     "train_micro_batch_size_per_gpu",
     "gradient_accumulation_steps",
     "steps_per_print",
@@ -44,7 +47,9 @@ SIZES = (  # neither whole numbers nor words for one: DeepSpeed takes them where
     "timers @",
     "data_types.buffer_dtype",
 )
-UNREAD = (  # DeepSpeed looks at nothing in them: parts that are not in this version, and blocks of this runtime alone
+# DeepSpeed reads nothing in these blocks. They are parts that this version lacks, or blocks that exist only
+# in this runtime.
+UNREAD = (
     "autotuning.",
     "flops_profiler.",
     "data_efficiency.",
@@ -77,7 +82,7 @@ def refusal(case):
 
 
 def is_odd(value):
-    """Whether ``value`` is nothing that one could mean for a number."""
+    """Return whether ``value`` cannot be meant as a number."""
     return (
         isinstance(value, str | list | dict | bool)
         or value is None
@@ -101,7 +106,7 @@ def test_what_deepspeed_takes_is_taken():
 
 @pytest.mark.parametrize("block", ["zero_optimization", "fp16", "bf16", "hybrid_engine", "comms_logger"])
 def test_what_pydantic_refuses_is_refused(block):
-    """Of the blocks that DeepSpeed checks, but for what this runtime has beyond them."""
+    """The test covers the blocks that DeepSpeed checks, except for keys that exist only in this runtime."""
     beyond = (
         "zero_optimization.offload_params", "zero_optimization.offload_optimizer.", "fp16.fp16_override_modules",
         "zero_optimization.allgather_bucket_size", "fp16.min_loss_scale", "fp16.loss_scale_window",

@@ -1,4 +1,4 @@
-"""JSON config files, and what people write in their place."""
+"""Test JSON configuration files, and other objects that users pass in their place."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The keys of stage 3."""
+"""Test the configuration keys of stage 3."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_quantization_that_cannot_be_is_refused(zero, message):
 
 
 def test_a_key_of_stage_3_says_so_at_stage_2():
-    # DeepSpeed takes these keys at stages 1 and 2, where they mean nothing.
+    # DeepSpeed accepts these keys at stages 1 and 2, where they have no effect.
     (notice,) = read(stage=2, zero_hpz_partition_size=2).notices
     assert "zero_hpz_partition_size" in notice and "stage 3 only" in notice
 
@@ -137,6 +137,6 @@ def test_slices_in_files():
 
 
 def test_slices_stay_where_they_are_at_other_stages():
-    """DeepSpeed takes the key there, and ignores it."""
+    """DeepSpeed accepts the key at these stages and ignores it."""
     (notice,) = read(stage=2, offload_param={"device": "nvme"}).notices
     assert "offload_param.device" in notice and "stage 3 only" in notice

@@ -1,4 +1,7 @@
-"""Keys of tutorials that DeepSpeed has not: each works as its name says, or is refused with the nearest key."""
+"""Test keys from tutorials that DeepSpeed does not have.
+
+Each key works as its name implies, or is refused with the nearest key.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from zero_runtime.configuration import all_keys
 from zero_runtime.configuration.reading.key_table import Status
 from zero_runtime.errors import ConfigError
 
-# Key -> where it works.
+# Each key, and the paths at which it works.
 WORK = {
     "gradient_compression": {"gradient_compression"},
     "algorithm": {"gradient_compression.algorithm"},

@@ -1,4 +1,7 @@
-"""``import deepspeed`` means this runtime: names of the table are there, and every other one says what to use instead."""
+"""Test that ``import deepspeed`` imports this runtime.
+
+The names of the table exist, and every other name says what to use instead.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""What stands behind DeepSpeed's names: optimizers, tiles, timers, the accelerator, numbers, messages, configurations."""
+"""Test the implementations of DeepSpeed's names.
+
+These are optimizers, tiles, timers, the accelerator, numbers, messages and configurations.
+"""
 
 from __future__ import annotations
 
@@ -189,7 +192,7 @@ def test_numbers_and_partitions():
     assert numerics.get_global_norm_of_tensors([torch.tensor([float("nan")])]) == -1
     assert numerics.partition_uniform(10, 4) == [0, 3, 6, 8, 10]
     assert numerics.partition_balanced([1, 1, 1, 9, 1, 1], 3) == [0, 3, 4, 6]
-    # DeepSpeed 0.19.8's answers; it does not always find the lightest heaviest part.
+    # These are the results of DeepSpeed 0.19.8, which does not always minimize the heaviest part.
     assert numerics.partition_balanced([2, 3, 2], 2) == [0, 2, 3]
     assert numerics.partition_balanced([0, 2, 3, 5, 9, 2], 3) == [0, 3, 4, 6]
     moved = numerics.move_to_device({"a": [torch.ones(1), 3]}, "meta")
@@ -258,7 +261,7 @@ def test_a_configuration_as_an_object_and_in_base64(tmp_path):
 
 def test_arguments_of_scripts():
     parser = add_core_arguments(argparse.ArgumentParser())
-    parser.add_argument("--local_rank", type=int, default=-1)  # as scripts do afterwards
+    parser.add_argument("--local_rank", type=int, default=-1)  # Scripts add this argument afterwards.
     given = parser.parse_args(["--deepspeed", "--deepspeed_config", "ds.json", "--local_rank", "1"])
     assert (given.deepspeed, given.deepspeed_config, given.local_rank) == (True, "ds.json", 1)
     old = add_core_arguments(argparse.ArgumentParser()).parse_args(["--deepscale_config", "no.json"])
@@ -341,7 +344,7 @@ def test_parameters_of_the_backward_pass_under_way_are_counted():
     counts = []
 
     def hook(gradient):
-        with torch.no_grad():  # as hooks run
+        with torch.no_grad():  # Hooks run in this mode.
             counts.append(numerics.count_used_parameters_in_backward([used, frozen, idle, used]))
 
     product = used * frozen

@@ -1,4 +1,4 @@
-"""Ranks as a grid, and blocks of the configuration as objects, by DeepSpeed's names."""
+"""Test ranks as a grid, and configuration blocks as objects, under DeepSpeed's names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""1-bit Lamb on one rank, where nothing is rounded to signs, against its formulas written out element by element."""
+"""Compare 1-bit Lamb on one rank with its formulas, written out element by element.
+
+On one rank, nothing is rounded to signs.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,7 @@ def clamped(value, low, high):
 
 
 def by_hand(start, gradients, rate, decay, factor_max=4.0, factor_min=0.5, threshold=0.1):
-    """One parameter after each step, as lists of floats."""
+    """Return one parameter after each step, as lists of floats."""
     (beta1, beta2), eps = OPTIONS["betas"], OPTIONS["eps"]
     p, m, v = list(start), [0.0] * len(start), [0.0] * len(start)
     fresh, kept, factor, seen = v, 0.0, 1.0, []
@@ -89,7 +92,7 @@ def test_what_travels_is_of_one_magnitude_and_zeros_stay_zeros():
     def mean(names, values):
         sent.append([float(value.square().mean().sqrt()) for value in values])
         for value in values:
-            value.copy_(value.sign() + (value == 0))  # signs have no zero
+            value.copy_(value.sign() + (value == 0))  # Signs have no zero.
 
     optimizer.connect(mean, {})
     for _ in range(4):

@@ -1,4 +1,4 @@
-"""Groups of ranks of experts, and the names and param groups of their parameters."""
+"""Test the groups of ranks that share experts, and the names and param groups of expert parameters."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def small_model(size=1):
 def test_experts_are_numbered_within_their_layer():
     model = small_model(2)
     experts = model[1].deepspeed_moe.experts
-    experts.first, experts.total = 2, 4  # as on the second of two ranks
+    experts.first, experts.total = 2, 4  # This is the state on the second of two ranks.
     prefix = "1.deepspeed_moe.experts.deepspeed_experts"
     own = {f"{prefix}.{number}.{name}" for number in (2, 3) for name in ("weight", "bias")}
     named = parameter_names(model)

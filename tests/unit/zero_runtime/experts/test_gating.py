@@ -1,4 +1,4 @@
-"""Gates against the rules of GShard and Switch Transformers, counted token by token in plain Python."""
+"""Test gates against the rules of GShard and Switch Transformers, counted token by token in plain Python."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_top_1_sends_each_token_to_its_best_expert_until_that_is_full(factor):
         choosers = [token for token, best in enumerate(choice) if best == expert]
         kept = [token for token in choosers if routes.experts[0, token] == expert]
         assert len(kept) == min(len(choosers), capacity)
-        # Which of them are kept is up to torch.topk, as in DeepSpeed; they get slots in their order.
+        # torch.topk decides which tokens are kept, as in DeepSpeed. The kept tokens get slots in their order.
         assert [int(routes.slots[0, token]) for token in kept] == list(range(len(kept)))
         assert [routes.weights[0, token].item() for token in kept] == pytest.approx(
             [gates[token][expert] for token in kept]
@@ -100,7 +100,7 @@ def test_top_2_serves_first_choices_before_second_ones_and_normalizes_the_weight
             expert = ranked[token][choice]
             if filled[expert] < capacity:
                 kept[choice, token] = filled[expert]
-            # A second choice waits behind all first ones, whether these are kept or not.
+            # Second choices get slots after all first choices, whether the first choices are kept or not.
             filled[expert] += 1
     for token, row in enumerate(gates):
         total = sum(row[ranked[token][choice]] for choice in range(2) if (choice, token) in kept)

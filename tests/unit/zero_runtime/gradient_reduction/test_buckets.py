@@ -1,4 +1,4 @@
-"""Where gradients go, bucket by bucket."""
+"""Test in which bucket each gradient is sent."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ FP32, BF16 = torch.float32, torch.bfloat16
 
 
 def fill(numels, limit, contiguous=True, dtypes=None):
-    """The buckets that gradients of the given sizes end up in: (sizes, reason, dtype, content)."""
+    """Return the buckets for gradients of the given sizes: (sizes, reason, dtype, content)."""
     sent = []
 
     def send(bucket):
@@ -91,7 +91,10 @@ def test_only_contiguous_buckets_copy(contiguous):
 
 
 def test_owners_are_published_as_global_ranks(monkeypatch):
-    """The slices of a bucket are told by the place of their owner in the group; a trace names ranks of the job."""
+    """The shards of a bucket are identified by their owner's position in the group.
+
+    A trace contains the ranks of the job instead.
+    """
     published = []
     monkeypatch.setattr(hooks, "recording", lambda: True)
     monkeypatch.setattr(hooks.bucket, "flushed", lambda content: published.append(content.row["owners"]))

@@ -1,4 +1,4 @@
-"""The partition layout, against its definition and against DeepSpeed's recorded sizes."""
+"""Compare the partition layout with its definition and with the sizes that DeepSpeed recorded."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MLP = [131 * 37, 131, 257 * 131, 257, 67 * 257, 67, 11 * 67, 11]
 
 
 def owned_elements(layout, index):
-    """(owner, position in the owner's piece) of each element of a parameter, by definition."""
+    """Return (owner, position in the owner's shard) of each element of a parameter, by definition."""
     start = layout.offsets[index]
     return [divmod(start + each, layout.shard_numel) for each in range(layout.numels[index])]
 
@@ -102,7 +102,8 @@ def test_runs_merge_neighbours_of_one_owner(slices):
 
 
 def test_runs_are_sent_as_soon_as_they_exceed_the_limit():
-    # Recorded: the 33,667 elements of the mlp's weight at 3 ranks and a limit of 20,000 travel as 32,982 and 685.
+    # Recorded: with 3 ranks and a limit of 20,000, the 33,667 elements of the mlp's weight are sent as 32,982
+    # and 685.
     runs = owner_runs([(0, 14_002), (1, 18_980), (2, 685)])
     batches = flushed_runs(runs, 20_000)
     assert [sum(run.numel for run in batch) for batch in batches] == [32_982, 685]

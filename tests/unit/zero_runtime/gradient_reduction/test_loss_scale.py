@@ -1,4 +1,4 @@
-"""The loss scale against tables worked out by hand from DeepSpeed's rules, and what always holds."""
+"""Test the loss scale against tables computed by hand from DeepSpeed's rules, and against its invariants."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ OVERFLOW, FINE = "x", "."
 
 
 def values(rules: ScaleRules, steps: str) -> list[float]:
-    """The scale after each of ``steps``."""
+    """Return the scale after each of ``steps``."""
     scale = LossScale(rules)
     found = []
     for step in steps:
@@ -26,22 +26,24 @@ def values(rules: ScaleRules, steps: str) -> list[float]:
 @pytest.mark.parametrize(
     ("rules", "steps", "expected"),
     [
-        # Hysteresis 1: every overflow halves.
+        # With hysteresis 1, every overflow halves the scale.
         (ScaleRules(8, True, 100, hysteresis=1), "xx.x", [4, 2, 2, 1]),
-        # Hysteresis 2: the first overflow only uses it up; what follows halves at once, until it is refilled.
+        # With hysteresis 2, the first overflow only uses up the hysteresis. Later overflows halve the scale
+        # at once, until the hysteresis is refilled.
         (ScaleRules(8, True, 100, hysteresis=2), "xx.x", [8, 4, 4, 2]),
         (ScaleRules(64, True, 100, hysteresis=3), "xxxx", [64, 64, 32, 16]),
-        # Doubling refills it: window 2 counts the steps after the one that follows the overflow.
+        # Doubling refills the hysteresis. Window 2 counts the steps after the step that follows the overflow.
         (ScaleRules(8, True, 2, hysteresis=2), "xx...xx", [8, 4, 4, 4, 8, 8, 4]),
-        # consecutive_hysteresis refills it in every good step.
+        # consecutive_hysteresis refills the hysteresis in every good step.
         (ScaleRules(8, True, 100, hysteresis=2, consecutive_hysteresis=True), "x.x.xx", [8, 8, 8, 8, 8, 4]),
-        # From the start the scale doubles in step 3, 5, ... with window 2, and in every step but the first with window 1.
+        # From the start, the scale doubles in steps 3, 5, ... with window 2, and in every step but the first
+        # with window 1.
         (ScaleRules(1, True, 2), "......", [1, 1, 2, 2, 4, 4]),
         (ScaleRules(1, True, 1), "....", [1, 2, 4, 8]),
-        # The last halving ends at a minimum that is no power of two.
+        # The last halving ends at a minimum that is not a power of two.
         (ScaleRules(1, True, 100, hysteresis=1, minimum=0.3), "xx", [0.5, 0.3]),
         (ScaleRules(2.0**-16, True, 100, hysteresis=1, minimum=1e-5), "x", [1e-5]),
-        # A fixed scale stays.
+        # A fixed scale does not change.
         (ScaleRules(128.0), "x..x", [128.0] * 4),
         (ScaleRules(), "x.", [1.0, 1.0]),
     ],
@@ -77,7 +79,10 @@ def test_foreign_state_is_refused():
 
 
 def test_the_state_of_a_fixed_scale_does_not_change_a_dynamic_one():
-    """A training in bf16 or fp32 has the scale 1, and one that continues it in fp16 begins at its own."""
+    """A training in bf16 or fp32 has the scale 1.
+
+    A training that continues it in fp16 begins at its own scale.
+    """
     dynamic = ScaleRules(2.0**16, dynamic=True)
     for fixed in (UNSCALED, ScaleRules(128.0)):
         state = LossScale(fixed).state_dict()
@@ -101,7 +106,7 @@ STEPS = st.text(alphabet=OVERFLOW + FINE, max_size=40)
 
 
 def run(scale: LossScale, steps: str) -> list[float]:
-    """The scale after each step, up to the first that it refuses."""
+    """Return the scale after each step, up to the first step that raises an error."""
     found = []
     for step in steps:
         try:

@@ -1,4 +1,7 @@
-"""Each entry of REDUCTIONS against plain sums, over buckets of any layout, with the collectives counted."""
+"""Compare each entry of REDUCTIONS with plain sums, over buckets of any layout.
+
+The collectives are counted too.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,10 @@ DTYPES = [(torch.float32, torch.float32), (torch.float32, torch.bfloat16), (torc
 
 
 def slices_of_buckets(world):
-    """Buckets as lists of (owner, numel): one owner, all in order, backward, repeated, some without a slice."""
+    """Yield buckets as lists of (owner, numel).
+
+    The lists have one owner, or all owners in order, backward or repeated, and some owners have no shard.
+    """
     draw = random.Random(world)
     yield [(world - 1, 5)]
     yield [(owner, 4) for owner in range(world)]
@@ -33,7 +39,7 @@ def slices_of_buckets(world):
 
 
 def reduce_everything(rank, world):
-    """(variant, dtypes, slices, error of this rank's runs, methods issued) of each bucket."""
+    """Return (variant, dtypes, shards, error of this rank's runs, issued methods) of each bucket."""
     group = DataParallelGroup()
     outcomes = []
     for slices in slices_of_buckets(world):

@@ -1,4 +1,7 @@
-"""Which gradients share a bucket at stage 0: the runtime and the rules of ``requested``, which share no code, agree."""
+"""Test which gradients share a bucket at stage 0.
+
+The runtime and the rules of ``requested``, which share no code, must agree.
+"""
 
 from __future__ import annotations
 
@@ -43,5 +46,5 @@ def test_a_bucket_waits_for_its_last_gradient_and_for_the_buckets_before_it():
     configuration = read_configuration({"zero_optimization": zero})
     assert whole_gradients_in_buckets(configuration, parameters, None).arrived == (2, 4)
     assert whole_gradients_in_buckets(configuration, parameters, ["a", "b", "d", "c"]).arrived == (4, 4)
-    # b never arrives: its bucket is sent after the backward pass.
+    # b never arrives, so its bucket is sent after the backward pass.
     assert whole_gradients_in_buckets(configuration, parameters, ["d", "c", "a"]).arrived == (2, 4)

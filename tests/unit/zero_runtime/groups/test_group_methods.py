@@ -1,4 +1,7 @@
-"""The names of what a group issues: whoever times or counts them all misses none."""
+"""Test the list of names of a group's communication methods.
+
+Code that times or counts all of these methods must miss none.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The observers of a group: what they see, in which order, and that they see the waiting."""
+"""Test the observers of a group: which calls they see, in which order, and that they see the waits."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ALL = frozenset({*COLLECTIVES, *MESSAGES, "sum_rows"})
 
 
 class Witness:
-    """Writes down the calls that it sees, and when they return."""
+    """Writes down the calls that it sees, and when the calls return."""
 
     def __init__(self, name, seen, methods=ALL):
         self.name, self.seen, self.methods = name, seen, methods
@@ -35,7 +35,11 @@ class Witness:
 
 
 def issue_everything(group, why):
-    """Every method of ``group``, which has one member: its name, and what it returned."""
+    """Call every method of ``group``, which has one member.
+
+    Returns:
+        The name and the result of each method.
+    """
     numbers, room = torch.ones(2), torch.zeros(2)
     calls = {
         "all_reduce": lambda: group.all_reduce(numbers, why=why),
@@ -86,9 +90,9 @@ def test_the_observer_added_last_sees_a_call_first():
         ]
 
     for name, seen, returned in outcomes:
-        if name == "barrier":  # which the inner one does not want to see
+        if name == "barrier":  # The inner observer does not observe this method.
             assert seen == [("outer", "begins", name), ("outer", "ends", name)]
-        elif name == "sum_rows":  # issues an all_to_all_single
+        elif name == "sum_rows":  # sum_rows issues an all_to_all_single.
             assert (seen, returned) == (nested(name, nested("all_to_all_single")), "tuple")
         else:
             assert seen == nested(name)
@@ -151,7 +155,7 @@ def test_a_sum_of_rows_is_observed_once_as_the_collective_that_it_issues(observe
 
 
 def test_a_wait_looks_for_what_still_exists_only(monkeypatch):
-    """Each contract that had ended left a reference, which every later wait walked."""
+    """A contract that ended used to leave a reference, and every later wait visited all references."""
     monkeypatch.setattr(comm, "_lookouts", [])
 
     class Watcher:

@@ -1,4 +1,4 @@
-"""How many ranks share what, as configurations, meshes and scripts say it."""
+"""Test how many ranks share data and parameters, as given by configurations, meshes and scripts."""
 
 from __future__ import annotations
 
@@ -62,14 +62,14 @@ def test_a_mesh_is_two_keys():
 
 
 class Half:
-    """Names half of what is asked of an mpu."""
+    """An mpu with only half of the required methods."""
 
     def get_data_parallel_group(self):
         return None
 
 
 class Wrong:
-    """Says that there are three data-parallel ranks."""
+    """An mpu that reports three data-parallel ranks."""
 
     def get_data_parallel_group(self):
         return None

@@ -1,4 +1,4 @@
-"""Ranks as a grid, and the groups along its axes."""
+"""Test ranks as a grid, and the groups along its axes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Freed memory goes back to the system, unless the user has said how the C library is to keep it."""
+"""Test that freed memory is returned to the system, unless the user has configured the C library differently."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from zero_runtime.startup.huge_pages import huge_pages_state
 
 VARIABLE = "MALLOC_MMAP_THRESHOLD_"
 MIB = 2**20
-# A warm interpreter, which has imported torch and allocated nothing; each program of its arguments runs in a fork of it.
+# A warm interpreter imports torch and allocates nothing. Each program in its arguments runs in a fork of the
+# interpreter.
 FORKS = """
 import os, sys
 import zero_runtime
@@ -26,8 +27,8 @@ for program in sys.argv[1:]:
     if os.waitpid(child, 0)[1]:
         sys.exit(1)
 """
-# Every second of 40 tensors of 4 MiB is freed; how much of the 80 MiB is resident no more. First a larger one is freed,
-# after which glibc keeps blocks of this size.
+# Every second of 40 tensors of 4 MiB is freed. The program prints how much of the 80 MiB is no longer
+# resident. A larger tensor is freed first, because glibc then keeps blocks of this size.
 PROGRAM = f"""
 import torch
 from pathlib import Path
@@ -50,7 +51,10 @@ SliceStorage(SliceOffload({offload!r}), torch.device("cpu"), 0, by_block={by_blo
 
 
 def faults_again(setting=KEEP, mib=1):
-    """A program that prints the page faults of tensors of ``mib`` MiB, 40 MiB together, that are allocated again."""
+    """Return a program that prints the page faults of tensors that are allocated again.
+
+    The tensors have ``mib`` MiB each and 40 MiB together.
+    """
     return f"""
 import resource
 import zero_runtime
@@ -70,7 +74,7 @@ pytestmark = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="mallo
 
 
 def printed(*programs, **variables):
-    """The number that each program prints; with ``variables``, which the C library reads when a process starts."""
+    """Return the number that each program prints. The C library reads ``variables`` when a process starts."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}
     done = subprocess.run(
         [sys.executable, "-c", FORKS, *programs], env=environment | variables,
@@ -81,7 +85,10 @@ def printed(*programs, **variables):
 
 @pytest.fixture(scope="module")
 def numbers():
-    """What the programs print that are told nothing by variables, by name; one interpreter has imported torch for them."""
+    """Return the numbers, by name, that the programs print without variables.
+
+    One interpreter imports torch for all programs.
+    """
     programs = {"freed": PROGRAM, "kept": faults_again()} | {
         case: faults_again(BY_BLOCK.format(offload=case[0], by_block=case[1]), mib=3)
         for case in (("none", True), ("none", False), ("cpu", True))

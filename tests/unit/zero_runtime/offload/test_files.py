@@ -1,4 +1,4 @@
-"""Tensors in files: they come back as they were, or there is an error that says what happened."""
+"""Test tensors in files. They are read back unchanged, or an error says what happened."""
 
 import gc
 import os
@@ -154,7 +154,7 @@ def test_a_store_that_nobody_has_any_more_removes_its_folder(tmp_path):
     store = made(tmp_path / "f")
     store.write("a", torch.zeros(10)).wait()
     del store
-    deadline = time.monotonic() + 20  # the thread that wrote it lets go of it last
+    deadline = time.monotonic() + 20  # The thread that wrote the file releases it last.
     while (tmp_path / "f").exists() and time.monotonic() < deadline:
         gc.collect()
         time.sleep(0.01)

@@ -1,4 +1,4 @@
-"""The keys of offload: what they mean together, and which do not go together."""
+"""Test the keys of offload: their combined meaning, and the combinations that are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Masters and states in files: walked through in a few buffers, and kept when the walk is broken off."""
+"""Test masters and optimizer states in files.
+
+They are updated through a few buffers and preserved if an update is interrupted.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ COUNT, NUMEL = 7, 3000
 
 
 def made(folder, **keys):
-    """The states of seven masters in files, with their optimizer and its masters."""
+    """Return the states of seven masters in files, with their optimizer and the masters."""
     policy = OptimizerOffload(device="nvme", nvme_path=str(folder), **keys)
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.5, momentum=0.9)
     folder.mkdir()
@@ -49,7 +52,7 @@ def test_every_master_is_updated_as_in_memory(tmp_path, keys):
     for _ in range(3):
         step(states, optimizer, masters)
     for number in states.walk():
-        # Momentum: 1, 1.9, 2.71 gradients, half of each.
+        # The momentum is 1, 1.9 and 2.71 gradients, and each step subtracts half of it.
         expected = number - 0.5 * number * (1 + 1.9 + 2.71)
         assert torch.allclose(masters[number], torch.full((NUMEL,), expected))
         assert torch.allclose(
@@ -117,7 +120,7 @@ def test_state_that_goes_away_is_not_kept(tmp_path):
 
 def test_a_damaged_file_ends_the_walk(tmp_path):
     states, optimizer, masters = made(tmp_path / "f")
-    states.show(5, MASTER, slice(0, 1))  # it has been written: nothing writes it again below
+    states.show(5, MASTER, slice(0, 1))  # The state was already written, so no code below writes it again.
     path = next(each for each in (tmp_path / "f").iterdir() if each.name.endswith("-5.master"))
     path.write_bytes(bytes(path.stat().st_size))
     with pytest.raises(OffloadError, match=r"5\.master.*XXH3"):

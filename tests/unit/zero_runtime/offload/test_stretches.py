@@ -1,4 +1,7 @@
-"""Cutting pieces into stretches: nothing twice, nothing left out, and no element treated by another instruction."""
+"""Test the division of shards into chunks (``Stretch``).
+
+No element is missing or repeated, and the division does not change the instruction that processes an element.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which modules and buffers of a 16-bit model stay in fp32, and what happens at their borders."""
+"""Test which modules and buffers of a 16-bit model stay in fp32, and the conversions at their borders."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which parameters are never partitioned, by the classes of their modules."""
+"""Test which parameters are never partitioned because of the classes of their modules."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from zero_runtime.optimizer_step.partitioned_types import PartitionedTypes, whol
 
 
 class Mine(torch.nn.Linear):
-    """A class of its own that derives from a known one."""
+    """A user-defined class that derives from a known class."""
 
 
 class Model(torch.nn.Module):
-    """A parameter of the model itself, two kinds of layers, tied weights."""
+    """A model with its own parameter, two kinds of layers, and tied weights."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Overflow and norms against plain arithmetic."""
+"""Compare overflow detection and norms with plain arithmetic."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What stages tell each other before they send tensors, and what cannot be sent."""
+"""Test the metadata that stages exchange before they send tensors, and the objects that cannot be sent."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_what_cannot_be_sent(value):
 
 
 class Wire:
-    """A group of two stages that keeps what is sent."""
+    """A group of two stages that stores everything that is sent."""
 
     world_size, device = 2, torch.device("cpu")
 

@@ -1,4 +1,4 @@
-"""Dealing layers out to stages."""
+"""Test the assignment of layers to stages."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_uniform(layers):
     [[7, 1, 1, 1], [1, 1, 1, 7], [0, 0, 1, 0, 1, 0], [5, 4, 3, 2, 1, 9, 3], [1] * 7, [3, 0, 0, 3, 1]],
 )
 def test_balanced_has_no_lighter_stage_than_need_be(weights):
-    """With two stages every cut can be tried: the smallest difference is what is meant."""
+    """With two stages, every split can be tried, and the smallest difference is expected."""
     for stages in range(1, len(weights)):
         bounds = balanced(weights, stages)
         assert bounds[0] == 0

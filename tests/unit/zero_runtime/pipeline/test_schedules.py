@@ -1,4 +1,4 @@
-"""Schedules of pipelines: every one is run on paper, and counted."""
+"""Test the schedules of pipelines. Every schedule is simulated and counted."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FUNCTIONS = {
     "gpipe": pipeline_schedules.gpipe,
     "zero_bubble": pipeline_schedules.zero_bubble,
 }
-# What a step of DeepSpeed's schedule calls its instructions.
+# The names of the instructions in a step of DeepSpeed's schedule.
 THEIRS = {
     Action.LOAD: "LoadMicroBatch",
     Action.FORWARD: "ForwardPass",
@@ -44,7 +44,8 @@ def test_every_micro_batch_once_and_messages_in_pairs(name):
 
 def check_pairs(name, stages, micro_batches):
     found = of_all_stages(FUNCTIONS[name], stages, micro_batches)
-    simulate(found)  # which raises for a deadlock, a message that is left over, or one out of order
+    # The simulation raises an error for a deadlock, for a remaining message, or for a message out of order.
+    simulate(found)
     for stage, schedule in enumerate(found):
         actions = [each for step in schedule for each in step]
         backward = Action.BACKWARD_INPUT if name == "zero_bubble" else Action.BACKWARD
@@ -60,7 +61,10 @@ def check_pairs(name, stages, micro_batches):
 
 @pytest.mark.parametrize("name", [*FUNCTIONS, "interleaved"])
 def test_blocking_messages_do_not_deadlock(name):
-    """Nor idle longer, except where a part of a rank waits for another: so the engine only begins those messages."""
+    """Blocking messages do not increase the idle time, unless one part of a rank waits for another part.
+
+    In that case the engine only starts the messages, without blocking.
+    """
     for stages, micro_batches in SIZES:
         plan = Plan(name, stages, 2 if name == "interleaved" else 1)
         if stages == 1 or (name == "interleaved" and micro_batches % stages):
@@ -194,7 +198,10 @@ def test_interleaving_needs_a_multiple_of_the_ranks():
 
 @pytest.mark.skipif(not recorded.ROOT.is_dir(), reason=recorded.MISSING)
 def test_one_f_one_b_is_deepspeeds():
-    """Instruction by instruction, as recorded: micro-batches in buffers, of which a stage has at least two."""
+    """The expected instructions are recorded from DeepSpeed.
+
+    Micro-batches are in buffers, and a stage has at least two buffers.
+    """
     checked = 0
     for case in recorded.all_cases():
         recorded_steps = case.results.get("extra_rank0", {}).get("train_schedule")

@@ -1,4 +1,4 @@
-"""A backward pass in two halves gives the gradients of a whole one, and does nothing twice."""
+"""Test that a backward pass in two halves gives the gradients of a complete backward pass and repeats no work."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Layer(nn.Module):
 
 
 class Unused(nn.Module):
-    """Returns what depends on its weight alone besides, and an input that it does not use."""
+    """A module whose second output depends only on its weight."""
 
     def __init__(self):
         super().__init__()

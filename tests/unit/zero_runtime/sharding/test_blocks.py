@@ -1,4 +1,4 @@
-"""Blocks of parameters and the order of their visits, by hand."""
+"""Test blocks of parameters and the order of their visits against hand-computed values."""
 
 from __future__ import annotations
 
@@ -47,7 +47,10 @@ def test_auto_takes_blocks_if_there_are_some_and_two_of_them_fit(numels, max_liv
 
 
 def walk(order, visits, turn, differentiates=True):
-    """The decision at each of ``visits``, of which ``turn`` are forward; decided blocks are gathered and released."""
+    """Return the decision at each of ``visits``.
+
+    The first ``turn`` visits are in the forward pass. Decided blocks are gathered and released.
+    """
     order.begin()
     gathered, found = set(), []
     for number, block in enumerate(visits):
@@ -62,7 +65,7 @@ def walk(order, visits, turn, differentiates=True):
     return found
 
 
-PASSES = [0, 1, 2, 1, 0]  # the last block of the forward pass is the first of the backward pass
+PASSES = [0, 1, 2, 1, 0]  # The last block of the forward pass is the first block of the backward pass.
 LONG = [0, 1, 2, 3, 4, 3, 2, 1, 0]
 
 
@@ -74,7 +77,8 @@ def test_the_first_iteration_gathers_on_demand_and_later_ones_ahead():
     order = order_of(*[10] * 5, reuse_distance=0)
     assert walk(order, LONG, 5) == [Decision([], [])] + [Decision([], [each]) for each in LONG[:-1]]
     assert walk(order, LONG, 5) == [
-        # Forward two, for which the backward pass has memory: 20 are gathered, 20 are sent and arrive, 10 are filled.
+        # In the forward pass two blocks are prefetched, because the backward pass has memory for two: 20 are
+        # gathered, 20 are sent and arrive, and 10 are filled.
         Decision([1, 2], []),
         Decision([2, 3], [0]),
         Decision([3, 4], [1]),
@@ -97,14 +101,14 @@ def test_the_gradients_of_the_head_are_the_room_of_the_last_layer():
     order = order_of(10, 10, 10, 10, 2, reuse_distance=0)
     walk(order, LONG, 5)
     assert [each.ahead for each in walk(order, LONG, 5)[:5]] == [[1, 2], [2, 3], [3, 4], [4, 2], [3, 2]]
-    # The fourth visit has room for 2 * (0 + 10) + 10 as in the backward pass, and takes 2 * 10 itself.
+    # The fourth visit has room for 2 * (0 + 10) + 10 as in the backward pass, and uses 2 * 10 itself.
     order = order_of(10, 10, 10, 10, 2, trained=[10, 10, 10, 10, 0], reuse_distance=0)
     walk(order, LONG, 5)
     assert walk(order, LONG, 5)[3].ahead == [4]
 
 
 def test_a_block_that_the_backward_pass_does_not_read_is_given_back():
-    """As that of the embeddings."""
+    """The block of the embeddings behaves like this."""
     order = order_of(*[10] * 3)
     visits = [0, 1, 2, 1]
     walk(order, visits, 3)
@@ -136,7 +140,7 @@ def test_blocks_that_are_used_again_soon_are_kept_within_the_limit():
     order = order_of(*[10] * 3)
     walk(order, PASSES, 3)
     assert [each.released for each in walk(order, PASSES, 3)] == [[], [], [], [2], [1]]
-    # Two blocks fit: at the second visit the one ahead takes the place of the first.
+    # Two blocks fit. At the second visit, the prefetched block replaces the first.
     order = order_of(*[10] * 3, max_live=25)
     walk(order, PASSES, 3)
     assert [each.released for each in walk(order, PASSES, 3)] == [[], [0], [], [2], [1]]

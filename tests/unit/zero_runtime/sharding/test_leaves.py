@@ -1,4 +1,4 @@
-"""Which modules stage 3 gathers as one."""
+"""Test which modules stage 3 gathers as one unit."""
 
 from __future__ import annotations
 
@@ -79,7 +79,8 @@ def test_configured(block, expected):
 @pytest.mark.parametrize(
     ("granularity", "expected"),
     [
-        # Elements per layer: the blocks have 2 x 6 / 3 and 2 x 20 / 3, the model (12 + 40 + 1640) / 8.
+        # The elements per layer: the blocks have 2 x 6 / 3 and 2 x 20 / 3, and the model has (12 + 40 + 1640)
+        # / 8.
         (3, []),
         (4, ["blocks.0"]),
         (13, ["blocks.0", "blocks.1"]),

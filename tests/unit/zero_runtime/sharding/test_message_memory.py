@@ -1,4 +1,4 @@
-"""Messages use the memory of earlier ones, and never memory that is in use."""
+"""Test that messages reuse the memory of earlier messages, but never memory that is in use."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def test_a_returned_buffer_is_used_again():
     memory.put(first.view(3, 4))
     again = memory.take(12, torch.float32, CPU)
     assert (again.data_ptr(), again.shape) == (address, (12,))
-    assert memory.take(12, torch.float32, CPU).data_ptr() != address  # the first is in use
+    assert memory.take(12, torch.float32, CPU).data_ptr() != address  # The first memory is in use.
 
 
 def test_another_size_or_dtype_gets_memory_of_its_own():

@@ -1,4 +1,4 @@
-"""Slices in files against the same in memory, whatever is read, written, read ahead and dropped in between."""
+"""Compare shards in files with shards in memory, for any order of reads, writes, prefetches and drops."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Alone:
 
 
 def paged(folder, dtype=torch.float32, **offload):
-    """Shards of ``NUMELS``, and what keeps them."""
+    """Return shards of ``NUMELS`` and the pager that stores them."""
     pager = Pager(
         SliceOffload(
             "nvme", str(folder), **{"buffer_count": 2, "buffer_size": 100, "max_in_cpu": 0, **offload}
@@ -80,13 +80,13 @@ def test_the_first_slices_stay_in_memory(tmp_path):
     pager, shards = paged(tmp_path, max_in_cpu=200)
     assert [shard.pager is None for shard in shards] == [True, True, True, False, False, False]
     assert pager.in_files == 101 + 250 + 731
-    pager.adopt(shards[0])  # it has room already
+    pager.adopt(shards[0])  # This shard already has memory.
     assert pager.in_files == 101 + 250 + 731
 
 
 def test_what_is_read_ahead_is_there(tmp_path):
     pager, shards = paged(tmp_path, buffer_count=3)
-    for buffer in pager._leaving.values():  # what is still being written leaves no room for what is read
+    for buffer in pager._leaving.values():  # A buffer that is still being written leaves no room for reads.
         buffer.transfer.wait()
     begun = []
     begin = pager._begin

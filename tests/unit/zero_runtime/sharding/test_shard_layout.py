@@ -1,4 +1,4 @@
-"""Slices of parameters at stage 3, against tables worked out by hand and cutting with torch."""
+"""Compare the shards of stage 3 with hand-computed tables and with shards that torch computes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from zero_runtime.sharding.shard_layout import shard_layout, sub_groups
 def test_slices_by_hand():
     layout = shard_layout([5, 2, 0, 3], 3)
     assert (layout.offsets, layout.shard_numel) == ((0, 2, 3, 3), 4)
-    # (owner, first element, elements, place in the owner's piece); padding belongs to nobody.
+    # The columns are (owner, first element, elements, position in the owner's shard). Padding has no owner.
     assert layout.shards(0) == ((0, 0, 2, 0), (1, 2, 2, 0), (2, 4, 1, 0))
     assert layout.shards(1) == ((0, 0, 1, 2), (1, 1, 1, 2))
     assert layout.shards(2) == ()
@@ -48,7 +48,7 @@ def test_slices_are_what_cutting_the_padded_parameter_gives(world):
     ],
 )
 def test_a_sub_group_ends_once_it_is_full(limit, groups):
-    # Slices of 4, 2, 2 and 1 elements on 2 ranks.
+    # The shards have 4, 2, 2 and 1 elements on 2 ranks.
     assert [list(span) for span in sub_groups([8, 4, 3, 2], 2, limit)] == groups
 
 

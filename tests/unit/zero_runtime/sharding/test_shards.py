@@ -1,4 +1,4 @@
-"""How one parameter is cut, without any other rank."""
+"""Test how one parameter is partitioned, without any other rank."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_the_last_slices_are_padded_with_zeros(world, slices):
 def test_a_released_parameter_is_empty_and_says_what_it_was():
     parameter = nn.Parameter(torch.arange(6.0).view(3, 2).t())
     shard = Shard(parameter, group(0, 2))
-    assert shard.own.tolist() == [0.0, 2.0, 4.0]  # of the elements in row order
+    assert shard.own.tolist() == [0.0, 2.0, 4.0]  # These elements are in row order.
     shard.release()
     assert parameter.shape == (0,) and parameter.requires_grad
     assert (parameter.ds_shape, parameter.ds_numel, parameter.ds_status) == ((2, 3), 6, Status.NOT_AVAILABLE)

@@ -1,4 +1,7 @@
-"""What is gathered ahead and what is kept, worked out by hand for a chain of modules."""
+"""Test which parameters are prefetched and which are kept, for a chain of modules.
+
+The expected values are computed by hand.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import pytest
 
 from zero_runtime.sharding.gather_schedule.module_order import Limits, Mode, Planner, Trace
 
-# Module 0 is the model; modules 1, 2 and 3 own parameters 10, 20 and 30 of 100, 200 and 300 elements.
+# Module 0 is the model. Modules 1, 2 and 3 own parameters 10, 20 and 30 of 100, 200 and 300 elements.
 OWNED = {0: [], 1: [10], 2: [20], 3: [30]}
 NUMELS = {10: 100, 20: 200, 30: 300}
 FORWARD, BACKWARD = [0, 1, 2, 3], [0, 3, 2, 1]
@@ -14,7 +17,7 @@ UNLIMITED = Limits(prefetch=10**9, reuse_distance=10**9, max_live=10**9)
 
 
 class Driver:
-    """Plays the part of the hooks: knows what is whole, and writes down what is gathered and released."""
+    """Replaces the hooks. The driver tracks which parameters are gathered, and logs gathers and releases."""
 
     def __init__(self, limits, persistent=(), owned=OWNED):
         self.planner = Planner(limits, NUMELS)
@@ -69,7 +72,7 @@ def recorded(limits, **options):
 def test_first_iteration_gathers_each_module_and_releases_it():
     driver = recorded(UNLIMITED, persistent=[10])
     steps = [step for n in (10, 20, 30, 30, 20, 10) for step in (("own", [n]), ("release", n))]
-    assert driver.log == steps  # persistent ones too
+    assert driver.log == steps  # This includes persistent parameters.
 
 
 def test_second_iteration_compares_what_was_recorded():
@@ -91,7 +94,8 @@ def test_everything_is_gathered_at_once_without_limits():
     ("prefetch", "gathered"),
     [
         (0, [("own", [10]), ("own", [20]), ("own", [30])]),
-        # The limit is asked before a parameter is added, so one of 200 elements passes a limit of 1.
+        # The limit is checked before a parameter is added, so a parameter of 200 elements exceeds a limit of
+        # 1.
         (1, [("ahead", [10]), ("ahead", [20]), ("ahead", [30])]),
         (100, [("ahead", [10]), ("ahead", [20]), ("ahead", [30])]),
         (101, [("ahead", [10, 20]), ("ahead", [30])]),
@@ -114,7 +118,8 @@ def test_live_limit_stops_gathering_ahead(max_live, ahead):
 
 
 def test_reuse_distance_counts_elements_until_the_next_use():
-    # When module 3 has run forward its next use is at once; that of parameter 20 is 300 (forward) + 300 elements away.
+    # After the forward pass of module 3, the next use of module 3 is immediate. The next use of parameter 20
+    # is 300 (forward) + 300 elements away.
     driver = recorded(Limits(prefetch=0, reuse_distance=601, max_live=0))
     driver.iterate(FORWARD)
     assert driver.whole == {20, 30}
@@ -127,7 +132,8 @@ def test_reuse_distance_counts_elements_until_the_next_use():
 
 
 def test_what_was_passed_over_as_whole_is_kept():
-    # Gathering ahead at module 3 sees parameter 30 whole for its backward use, and does not queue it again.
+    # The prefetch at module 3 finds parameter 30 gathered for its use in the backward pass, and does not
+    # queue it again.
     driver = recorded(Limits(prefetch=1, reuse_distance=0, max_live=10**9))
     driver.iterate(FORWARD)
     assert 30 in driver.whole
@@ -162,7 +168,7 @@ def test_more_modules_than_recorded_end_the_trace():
 
 def test_fewer_modules_than_recorded_do_not():
     driver = recorded(UNLIMITED)
-    driver.iterate(FORWARD)  # an evaluation
+    driver.iterate(FORWARD)  # This iteration is an evaluation.
     assert driver.whole == {10, 20, 30}
     driver.iterate()
     assert "left the trace" not in driver.log

@@ -1,4 +1,4 @@
-"""A released parameter frees its memory, unless it was gathered with the rest of a block."""
+"""Test that a released parameter frees its memory, unless it was gathered together with the rest of a block."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ WORLD = 2
 
 
 class Parameter:
-    """A parameter of ``numel`` elements, as a gather sees it."""
+    """A parameter of ``numel`` elements with the attributes that a gather uses."""
 
     def __init__(self, numel):
         self.slice_numel = -(-numel // WORLD)
@@ -29,7 +29,8 @@ class Parameter:
 @pytest.mark.parametrize("of_block", [True, False])
 def test_only_parameters_of_a_block_share_an_allocation(of_block):
     first, second = Parameter(4), Parameter(2)
-    rows = torch.arange(6.0).view(WORLD, 3)  # of each rank: two elements of the first, one of the second
+    # Each rank has two elements of the first parameter and one element of the second.
+    rows = torch.arange(6.0).view(WORLD, 3)
     message = _Message(SimpleNamespace(wait=lambda: None), rows.view(-1).clone(), [first, second], WORLD)
     Gathering([message], MessageMemory() if of_block else None).wait()
     assert first.values.tolist() == [0, 1, 3, 4]

@@ -1,4 +1,7 @@
-"""Large tensors on pages of 2 MiB: asked for by the import, unless the user or the kernel says otherwise."""
+"""Test large tensors on pages of 2 MiB.
+
+The import requests such pages, unless the user or the kernel is configured differently.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,8 @@ from zero_runtime.startup.huge_pages import huge_pages_state, use_huge_pages
 VARIABLE = "THP_MEM_ALLOC_ENABLE"
 KERNEL = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 TOUCHED_MIB = 64
-# An interpreter with torch, which reads the variable when it first allocates; each program runs in a fork of it.
+# An interpreter with torch, which reads the variable when it first allocates memory. Each program runs in a
+# fork of the interpreter.
 FORKS = """
 import os, sys
 import torch
@@ -26,7 +30,8 @@ for program in sys.argv[1:]:
     if os.waitpid(child, 0)[1]:
         sys.exit(1)
 """
-# The faults of a large tensor that is made after the imports, and what the report says of it.
+# The program prints the page faults of a large tensor that is created after the imports, and the state in the
+# report.
 PROGRAM = f"""
 import resource
 {{before}}
@@ -48,7 +53,7 @@ BEFORE = {"": "", "variable": f"os.environ[{VARIABLE!r}] = '0'", "tensor": "torc
 
 @pytest.fixture(scope="module")
 def found():
-    """(faults, state) by what was done before the import."""
+    """Return (faults, state) by the action before the import."""
     environment = {name: value for name, value in os.environ.items() if name != VARIABLE}
     done = subprocess.run(
         [sys.executable, "-c", FORKS, *(PROGRAM.format(before=before) for before in BEFORE.values())],
@@ -62,7 +67,7 @@ def found():
 @given
 def test_after_the_import_a_large_tensor_needs_few_pages(found):
     faults, state = found[""]
-    assert faults < TOUCHED_MIB * 256 / 4  # of 4 KiB it would need 256 for each MiB
+    assert faults < TOUCHED_MIB * 256 / 4  # With pages of 4 KiB, there would be 256 faults per MiB.
     assert state == "for tensors of 2 MiB and more"
 
 

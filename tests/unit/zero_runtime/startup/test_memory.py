@@ -1,4 +1,4 @@
-"""Reports and estimates of memory."""
+"""Test the reports and estimates of memory."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_what_a_process_holds_is_seen():
     assert 0 < after.host_used < after.host
 
 
-# Worked out by hand: 1e9 parameters, the largest layer 1e7, 4 devices on each of 2 hosts.
+# Computed by hand for 1e9 parameters, a largest layer of 1e7, and 4 devices on each of 2 hosts.
 @pytest.mark.parametrize(
     ("offload", "host", "device"),
     [(True, 1e9 * 32 * 1.5, 2e9), (False, 1e9 * 4 * 4 * 1.5, 2e9 + 18e9 / 8)],

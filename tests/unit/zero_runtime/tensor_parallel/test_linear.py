@@ -1,4 +1,4 @@
-"""The linear layer of stage 3 against torch's own."""
+"""Compare the linear layer of stage 3 with torch's linear layer."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_nothing_is_left_behind():
 
 
 def test_backward_keeps_the_parameter_and_not_what_it_held():
-    """The weight may be taken away between the passes, and be there again, elsewhere, for the second."""
+    """The weight may be released between the passes and be at a different address in the second pass."""
     layer = nn.Linear(5, 3)
     inputs = torch.randn(4, 5, requires_grad=True)
     with memory_efficient_linear():
@@ -75,7 +75,7 @@ def test_backward_keeps_the_parameter_and_not_what_it_held():
 
 def test_a_sharded_weight_that_changes_between_the_passes_is_an_error():
     layer = nn.Linear(5, 3)
-    layer.weight.zero_shard = object()  # what makes a parameter one that is sharded
+    layer.weight.zero_shard = object()  # This attribute marks a parameter as sharded.
     with memory_efficient_linear():
         outputs = [layer(torch.randn(4, 5)).sum() for _ in range(2)]
     outputs[0].backward()

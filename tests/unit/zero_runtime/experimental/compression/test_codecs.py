@@ -1,4 +1,4 @@
-"""Codecs: how many bytes, what is kept, and that nothing is lost with error feedback."""
+"""Test codecs: the number of bytes, the kept values, and that error feedback loses no values."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_the_first_code_is_in_the_lowest_bits():
     assert pack(torch.tensor([3, 0, 2], dtype=torch.uint8), 2).tolist() == [0b100011]
 
 
-# Written down by hand: what each codec sends of 1,000,000 numbers.
+# The bytes that each codec sends for 1,000,000 numbers, computed by hand.
 SIZES = {
     TopK(0.01): 10_000 * (4 + 4),
     TopK(0.01, torch.bfloat16): 10_000 * (2 + 4),
@@ -105,7 +105,7 @@ def test_an_overflow_is_seen_by_those_who_decode(name, bad):
 
 @pytest.mark.parametrize("name", CODECS)
 def test_what_is_left_over_is_sent_later(name):
-    """The sum of what was sent, and of what is left over, is the sum of all gradients."""
+    """The sum of the sent values and the residual is the sum of all gradients."""
     codec, residuals = CODECS[name], Residuals()
     entries = [Entry("a", torch.zeros(300), ()), Entry("b", torch.zeros(2200), ())]
     sent, wanted = torch.zeros(2500), torch.zeros(2500)
@@ -131,7 +131,8 @@ def test_an_overflow_leaves_what_is_left_over_as_it_was():
 def test_a_share_of_a_bucket_touches_its_own_elements_alone():
     residuals = Residuals()
     entries = [Entry("a", torch.zeros(3), ()), Entry("b", torch.zeros(4), ())]
-    residuals.keep(torch.tensor([1.0, 2.0, 3.0, 9.0]), entries, 2, 1.0)  # the rest of a, and the first of b
+    # These are the rest of a and the first element of b.
+    residuals.keep(torch.tensor([1.0, 2.0, 3.0, 9.0]), entries, 2, 1.0)
     assert residuals.tensors["a"].tolist() == [0.0, 0.0, 1.0]
     assert residuals.tensors["b"].tolist() == [2.0, 3.0, 9.0, 0.0]
     padded = torch.zeros(4)

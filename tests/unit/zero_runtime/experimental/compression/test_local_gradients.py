@@ -1,4 +1,7 @@
-"""Clipping and momentum of a rank's own gradients, before compression: expected values worked out by hand."""
+"""Test clipping and momentum of a rank's own gradients before compression.
+
+The expected values are computed by hand.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ from zero_runtime.gradient_reduction.gradient_buckets import Entry
 
 
 class Training:
-    """Momentum 0.5 of two parameters, ``a`` of 2 elements and ``b`` of 1."""
+    """A training with momentum 0.5 of two parameters: ``a`` with 2 elements and ``b`` with 1."""
 
     def __init__(self, momentum=0.5, limit=0.0, numel=3):
         self.step = 0
@@ -44,7 +47,8 @@ def test_momentum_is_added_once_a_step(scale, dtype):
     assert training.prepare(1.0, -2.0, 4.0, scale=scale, dtype=dtype) == [1.0, -2.0, 4.0]
     training.step = 1
     assert training.prepare(1.0, 1.0, 0.0, scale=scale, dtype=dtype) == [1.5, 0.0, 2.0]
-    # A second micro-batch of the step sends its own gradients only, and the momentum takes both.
+    # A second micro-batch of the step sends only its own gradients, but the momentum includes both
+    # micro-batches.
     assert training.prepare(2.0, 0.0, 1.0, scale=scale, dtype=dtype) == [2.0, 0.0, 1.0]
     assert training.momentum() == [3.5, 0.0, 3.0]
     training.step = 2
@@ -57,7 +61,7 @@ def test_momentum_of_elements_that_were_sent_is_forgotten():
     training.local.mask(torch.tensor([0.0, -2.0, 0.0]), training.entries())
     assert training.momentum() == [1.0, 0.0, 4.0]
     training.local.mask(torch.tensor([float("nan"), 1.0, 1.0]), training.entries())
-    assert training.momentum() == [1.0, 0.0, 4.0]  # a step that is skipped sends nothing
+    assert training.momentum() == [1.0, 0.0, 4.0]  # A skipped step sends nothing.
 
 
 def test_gradients_that_overflow_stay_out_of_the_momentum():
@@ -76,7 +80,8 @@ def test_gradients_are_clipped_before_the_momentum_is_added():
 
 
 def test_a_bucket_is_clipped_to_its_part_of_the_limit():
-    training = Training(momentum=0.0, limit=1.0, numel=12)  # a quarter of the elements: half of the norm
+    # The bucket has a quarter of the elements, so the limit of its norm is half of the total limit.
+    training = Training(momentum=0.0, limit=1.0, numel=12)
     assert training.prepare(0.0, -3.0, 4.0, scale=64.0) == pytest.approx([0.0, -0.3, 0.4], abs=1e-6)
 
 
@@ -88,7 +93,7 @@ def test_the_optimizer_steps_without_momentum_and_schedules_still_set_it():
     optimizer = sgd(momentum=0.9)
     momentum = take_momentum(optimizer)
     (weight,) = optimizer.param_groups[0]["params"]
-    for expected in (0.5, 0.0, -0.5):  # with momentum: 0.5, -0.45, -1.8
+    for expected in (0.5, 0.0, -0.5):  # With momentum, the values would be 0.5, -0.45, -1.8.
         weight.grad = torch.tensor([1.0])
         optimizer.step()
         assert weight.item() == pytest.approx(expected)
@@ -102,7 +107,7 @@ def test_an_optimizer_can_be_used_again_with_and_without_correction():
     (weight,) = optimizer.param_groups[0]["params"]
     weight.grad = torch.tensor([1.0])
     take_momentum(optimizer)
-    optimizer.load_state_dict(optimizer.state_dict())  # makes other param groups
+    optimizer.load_state_dict(optimizer.state_dict())  # This call creates new param groups.
     take_momentum(optimizer)
     optimizer.step()
     optimizer.step()
@@ -121,7 +126,7 @@ def test_the_step_after_a_load_brings_the_momentum_along():
     saved = {name: each.clone() for name, each in training.velocities.stored().items()}
     expected = training.prepare(1.0, 1.0, 0.0)
     training.velocities.load(lambda rank: saved, 0, 1, 1, None, torch.device("cpu"))
-    assert training.prepare(1.0, 1.0, 0.0) == expected  # the same step once more, in the same engine
+    assert training.prepare(1.0, 1.0, 0.0) == expected  # The same step runs again in the same engine.
 
 
 def of_two_momenta():

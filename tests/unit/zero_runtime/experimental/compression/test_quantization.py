@@ -1,4 +1,4 @@
-"""Whole numbers with a scale for each block."""
+"""Test the quantization to integers with a scale for each block."""
 
 from __future__ import annotations
 

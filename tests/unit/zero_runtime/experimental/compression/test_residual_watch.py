@@ -1,4 +1,7 @@
-"""The warning about residuals that grow: once, on rank 0, and not while they fill up."""
+"""Test the warning about growing residuals.
+
+Rank 0 prints the warning once, and not while the residuals are still filling up.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from zero_runtime.experimental.compression.residuals import Residuals
 
 
 def warnings_of(norms, capsys, rank=0):
-    """The warnings, and the norms that the watch measured, of residuals with these norms."""
+    """Return the warnings, and the norms that the watch measured, for residuals with these norms."""
     residuals = Residuals()
     watch = ResidualWatch(residuals, rank)
     assert watch.norm is None
@@ -38,8 +41,8 @@ def test_other_ranks_say_nothing(capsys):
 @pytest.mark.parametrize(
     "norms",
     [
-        [float(step) for step in range(1, 400)],  # fills up
-        [5.0] * 50 + [100.0] * 9 + [5.0] * 50,  # a burst of fewer steps
+        [float(step) for step in range(1, 400)],  # These residuals are filling up.
+        [5.0] * 50 + [100.0] * 9 + [5.0] * 50,  # The burst is shorter than the required number of steps.
         [0.0] * 30,
     ],
 )

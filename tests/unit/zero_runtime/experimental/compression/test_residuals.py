@@ -1,7 +1,8 @@
-"""What compression left over, saved by some ranks and loaded by others: all of it is used, once.
+"""Test residuals that some ranks save and a different number of ranks load.
 
-Which rank uses which elements is written here by hand: each host's rank in place p sums the p-th part of a bucket, and
-exchanges that with the same place of the other hosts.
+Every residual is used exactly once. The elements of each rank are written by hand here: the rank in position
+p of each host sums the p-th part of a bucket, and exchanges the sum with the same position of the other
+hosts.
 """
 
 from types import SimpleNamespace
@@ -15,7 +16,7 @@ from zero_runtime.gradient_reduction.gradient_buckets import Entry
 
 SIZES = {"a": 7, "b": 1, "c": 12}
 NUMEL = sum(SIZES.values())
-# (ranks, ranks of a host): no hosts where that is 1
+# Each entry has the ranks and the ranks per host. With 1 rank per host there is no grouping by hosts.
 GRIDS = [(1, 1), (2, 1), (3, 1), (4, 1), (4, 2), (6, 2), (6, 3), (8, 2), (8, 4)]
 
 
@@ -24,14 +25,14 @@ def bucket():
 
 
 def part_of(rank, local):
-    """The elements of the bucket that ``rank`` uses."""
+    """Return the elements of the bucket that ``rank`` uses."""
     width = -(-NUMEL // local)
     start = min(NUMEL, rank % local * width)
     return slice(start, min(NUMEL, start + width))
 
 
 def saved(ranks, local, seed):
-    """What each rank has when it is saved, and the sum of all over the bucket."""
+    """Return the saved values of each rank, and the sum of all values over the bucket."""
     generator = torch.Generator().manual_seed(seed)
     total, files = torch.zeros(NUMEL), []
     for rank in range(ranks):
@@ -53,7 +54,7 @@ def load(files, ranks, local, layout, **options):
 
 
 def used_by(every, local):
-    """What all ranks together add to a bucket of zeros."""
+    """Return the sum that all ranks add to a bucket of zeros."""
     total = torch.zeros(NUMEL)
     for rank, residuals in enumerate(every):
         part = part_of(rank, local)
@@ -69,7 +70,8 @@ def test_other_ranks_use_the_sum_of_what_was_saved(saved_ranks, saved_local, ran
     files, total = saved(saved_ranks, saved_local, seed=saved_ranks)
     every = load(files, ranks, local, Layout(saved_local))
     torch.testing.assert_close(used_by(every, local), total)
-    # Saved again before and after the first use, and loaded by a third number of ranks: nothing is lost or doubled.
+    # The residuals are saved again before and after the first use and loaded by a third number of ranks.
+    # Nothing is lost or used twice.
     early = [residuals.stored() for residuals in load(files, ranks, local, Layout(saved_local))]
     for again in (early, [residuals.stored() for residuals in every]):
         torch.testing.assert_close(used_by(load(again, 5, 1, Layout(local)), 1), total)
@@ -97,7 +99,8 @@ def test_the_same_ranks_go_on_with_what_was_their_own():
 def test_of_values_that_are_divided_after_the_sum_the_mean_is_kept():
     files, total = saved(4, 1, seed=3)
     for ranks in (1, 2, 3, 4, 7):
-        layout = Layout(two_phases=True)  # so that the ranks that load are others, whatever their number
+        # With this layout, the loading ranks differ from the saving ranks, whatever their number.
+        layout = Layout(two_phases=True)
         used = used_by(load(files, ranks, 1, layout, of_mean=True), 1)
         torch.testing.assert_close(used / ranks, total / 4)
 

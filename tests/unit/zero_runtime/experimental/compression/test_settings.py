@@ -1,4 +1,4 @@
-"""The keys of gradient compression: what they mean, and which are refused before anything starts."""
+"""Test the keys of gradient compression: their meaning, and which are refused before the training starts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Costs of collectives by calibrations, and the choice that follows from them."""
+"""Test the costs of collectives from calibrations, and the choice that these costs determine."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from zero_runtime.experimental.topology_aware.composition_choice import Choice
 from zero_runtime.experimental.topology_aware.costs import OPERATIONS, Cost, Costs, bus_factor, read_costs
 from zero_runtime.experimental.topology_aware.sizes import sharing
 
-SLOW = {each: Cost(100_000.0, 8.0) for each in OPERATIONS}  # 0.1 ms, 125 MB/s
+SLOW = {each: Cost(100_000.0, 8.0) for each in OPERATIONS}  # 0.1 ms and 125 MB/s.
 FAST = {each: Cost(20_000.0, 0.1) for each in OPERATIONS}
 SIZES = (2, 4)
 
@@ -35,14 +35,15 @@ def test_a_fitted_time_is_found_again(tmp_path):
     found = read_costs(calibration(tmp_path / "c.json", ranks=4, alpha=5000.0, beta=2e9))
     for operation in OPERATIONS:
         assert found[operation].time_ns(operation, 2e6, 4) == pytest.approx(5000 + 2e6 / 2e9 * 1e9)
-    # Another number of ranks: the same bus bandwidth.
+    # A different number of ranks has the same bus bandwidth.
     assert found["all_gather"].time_ns("all_gather", 2e6, 2) == pytest.approx(5000 + 1e6 * (1 / 2) / (3 / 4))
 
 
 def test_times_along_the_axes_add_up():
     costs = Costs(SLOW, (SLOW, FAST), (4, 1))
     inner = 20_000 + 1000 * 3 / 4 * 0.1
-    outer = 100_000 + 4 * 250 * 1 / 2 * 8.0  # a quarter of the message, and four groups share the link
+    # Each rank sends a quarter of the message, and four groups share the link.
+    outer = 100_000 + 4 * 250 * 1 / 2 * 8.0
     assert costs.composed_ns("all_gather", 1000, SIZES, "native") == pytest.approx(inner + outer)
     both = 2 * inner + 100_000 + 4 * 250 * 2 * 1 / 2 * 8.0
     assert costs.composed_ns("all_reduce", 1000, SIZES, "native") == pytest.approx(both)
@@ -60,7 +61,7 @@ def test_small_messages_stay_plain_and_large_ones_go_along_the_axes():
 
 @pytest.mark.parametrize("implementation", ["native", "all_to_all"])
 def test_the_rules_of_requested_choose_as_the_runtime_does(tmp_path, implementation):
-    """The same files, read and reckoned with a second time: 2 hosts of 4 ranks."""
+    """The same files are read and evaluated a second time, for 2 hosts of 4 ranks."""
     numbers = [(1000.0, 1e8, 8), (10_000.0, 1e9, 2), (10_000.0, 1e10, 4)]
     files = [
         calibration(tmp_path / f"{index}.json", ranks=ranks, alpha=alpha, beta=beta)

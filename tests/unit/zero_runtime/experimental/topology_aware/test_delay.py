@@ -1,4 +1,4 @@
-"""What ``communication.bounded_delay`` goes together with, and what not."""
+"""Test the settings with which ``communication.bounded_delay`` can be combined."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Who comes late, from the time that each rank spent on its own."""
+"""Test the detection of late ranks from the time that each rank spent on its own work."""
 
 from __future__ import annotations
 
@@ -28,17 +28,18 @@ def test_of_two_ranks_one_is_late():
 
 
 def test_a_slow_link_shows_in_its_group_though_a_late_rank_waits_nowhere():
-    # Axis 0 of a 2 x 2 grid: ranks 0 and 2, and 1 and 3. The links between the former are slow.
+    # Axis 0 of a 2 x 2 grid has the groups of ranks 0 and 2, and of ranks 1 and 3. The links of the first
+    # group are slow.
     times = [step(10, 0, (60, 5)), step(10, 0, (20, 45)), step(10, 0, (62, 5)), step(10, 0, (21, 44))]
     (found,) = late(times, (2, 2), 0.3)
     assert (found.ranks, found.axis, found.excess_ns) == ((0, 2), 0, 40)
-    # A rank that comes late to its group has the others wait, but takes no longer itself.
+    # A rank that arrives late at its group makes the others wait, but takes no longer itself.
     times = [step(10, 0, (60, 5)), step(10, 0, (20, 45)), step(50, 0, (20, 5)), step(10, 0, (21, 44))]
     assert [(each.ranks, each.axis) for each in late(times, (2, 2), 0.3)] == [((2,), None)]
 
 
 class Ranks:
-    """A group of which the other ranks' rows are told beforehand."""
+    """A group in which the rows of the other ranks are given in advance."""
 
     rank, world_size, device = 0, 3, torch.device("cpu")
 
@@ -59,12 +60,12 @@ def test_rank_0_says_once_who_is_late_and_once_that_it_no_longer_is(monkeypatch,
     lines = []
     for number, slowest in enumerate([90, 10, 90, 90, 10], 1):
         now[0] += 100 * MS
-        world.ns = 90 * MS  # of this rank
+        world.ns = 90 * MS  # The time of this rank.
         group.others = [[100 * MS, 88 * MS], [100 * MS, (100 - slowest) * MS]]
         watch.see_step(number)
         lines.append(capsys.readouterr().err.strip())
     assert lines == [
-        "",  # the first step only begins the counting
+        "",  # The first step only starts the measurement.
         "",
         "zero_runtime: rank 2 delays the others by 78.0 ms of a step of 100.0 ms "
         "(78 %, slow_node_tolerance is 25 %), step 3",

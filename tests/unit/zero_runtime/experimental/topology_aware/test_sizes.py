@@ -1,4 +1,4 @@
-"""The grid of ranks: its axes for a world and its hosts."""
+"""Test the axes of the rank grid for a world size and its hosts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from zero_runtime.experimental.topology_aware.sizes import axis_groups, grid, ra
 
 
 def hosts(*ranks):
-    """``hosts(2, 3)``: two ranks on the first host, three on the second."""
+    """Return the host of each rank: ``hosts(2, 3)`` puts two ranks on the first host and three on the second."""
     return [number for number, count in enumerate(ranks) for _ in range(count)]
 
 
@@ -76,7 +76,7 @@ def test_groups_of_an_axis_share_the_ranks_out(sizes):
         assert sorted(rank for group in groups for rank in group) == list(world)
         assert {len(group) for group in groups} == {size}
         assert all(list(group) == sorted(group) for group in groups)
-    # Two ranks meet in one group of all axes only if they are the same.
+    # Groups of different axes have exactly one common rank, so no two ranks share groups of two axes.
     for rank in world:
         met = [
             set(group) for axis in range(len(sizes)) for group in axis_groups(sizes, axis) if rank in group
