@@ -1,7 +1,7 @@
-"""Builds the compiled parts (``commprof/**/_*.c``: of the recorder and the NCCL reader) where the package is built.
+"""Compiles the C modules (``commprof/**/_*.c``, for the recorder and the NCCL reader) when the package is built.
 
-Where it is not (no C compiler, no headers of Python, another system than Linux), the package holds the Python parts alone,
-which do the same: an installation never fails for the want of a compiler.
+If compilation is not possible (no C compiler, no Python headers, or a system other than Linux), the package contains
+only the equivalent Python modules. An installation therefore never fails because of a missing compiler.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ SUFFIX = sysconfig.get_config_var("EXT_SUFFIX") or ".so"
 
 
 class CompiledParts(BuildHookInterface[Any]):
-    """Compile, and make the wheel one for this platform; or leave the wheel as it is."""
+    """A build hook that compiles the C modules. If they were compiled, it makes the wheel specific to this platform."""
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         """See :class:`BuildHookInterface`."""
@@ -34,7 +34,8 @@ class CompiledParts(BuildHookInterface[Any]):
     def clean(self, versions: list[str]) -> None:
         """See :class:`BuildHookInterface`."""
         for source in self._sources():
-            # A tree that nobody may write to keeps what it has; what is older than the sources is not taken at run time.
+            # In a read-only tree, the compiled modules remain. A module with a different VERSION is not used at run
+            # time.
             with contextlib.suppress(OSError):
                 source.with_suffix(SUFFIX).unlink(missing_ok=True)
 
@@ -42,7 +43,7 @@ class CompiledParts(BuildHookInterface[Any]):
         return sorted(Path(self.root, "commprof").rglob("_*.c"))
 
     def _macros(self) -> list[str]:
-        """The layout of a record, which the schema declares, as options of the compiler."""
+        """Return the layout of a record, as declared in the schema, as compiler options."""
         sys.path.insert(0, self.root)
         try:
             from commprof.trace.rank_files.layout import C_MACROS
@@ -51,7 +52,7 @@ class CompiledParts(BuildHookInterface[Any]):
         return [f"-D{name}={value}" for name, value in C_MACROS.items()]
 
     def _compile(self) -> list[Path]:
-        """The files that were built: all of them, or none."""
+        """Compile all C modules and return the built files. If one compilation fails, no files are built."""
         self.clean([])
         if (
             sys.platform != "linux"
@@ -63,7 +64,7 @@ class CompiledParts(BuildHookInterface[Any]):
         macros = self._macros()
         for source in self._sources():
             target = source.with_suffix(SUFFIX)
-            # A name that git and hatch leave alone.
+            # git and hatch ignore files with this name.
             unfinished = target.with_name(f"{source.stem}.{os.getpid()}.so")
             command = [
                 "-O2",
@@ -85,7 +86,7 @@ class CompiledParts(BuildHookInterface[Any]):
                 )
                 failure = done.stderr if done.returncode else None
                 if failure is None:
-                    # Under its own name at once and whole: a program that has the old file open keeps it.
+                    # The rename is atomic. A program that has the old file open continues to use the old file.
                     unfinished.replace(target)
             except (OSError, ValueError) as error:
                 failure = str(error)

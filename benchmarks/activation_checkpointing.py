@@ -1,8 +1,9 @@
-"""Memory and time of activation checkpoints: without any, torch's own two, and zero_runtime's, on two gloo ranks.
+"""Measures memory and time of activation checkpointing in torch and zero_runtime, and without it, on two gloo ranks.
 
-Both ranks share one model, as tensor-parallel ranks do: they have the same activations, which partition_activations shares
-out. Peaks are of torch's own allocations in one forward and backward pass of transformer blocks, gradients included,
-parameters not; they are exact, and the same in every run. With --deepspeed-python the same is done by DeepSpeed.
+Both ranks share one model, as tensor-parallel ranks do. They have the same activations, and
+partition_activations divides these activations among the ranks. A peak is the maximum of torch's allocations in
+one forward and backward pass of transformer blocks. Peaks include gradients but not parameters. They are exact
+and equal in every run. With --deepspeed-python, DeepSpeed is measured in the same way.
 """
 
 from __future__ import annotations
@@ -34,13 +35,13 @@ HOST: Final = {**PARTITION, "checkpoint_in_cpu": True}
 
 
 class Way(NamedTuple):
-    """A way to call a block.
+    """A way to call a block, with or without activation checkpointing.
 
     Attributes:
-        name: in the table.
-        library: whose checkpoint it is; None for none.
-        settings: arguments of ``configure``, or of torch's checkpoint.
-        inputs_kept: how much of each block's input a rank keeps; None where a block keeps more than its input.
+        name: The name in the table.
+        library: The library whose checkpoint function is used; None for no checkpointing.
+        settings: The arguments of ``configure`` or of torch's checkpoint function.
+        inputs_kept: The fraction of each block's input that a rank keeps; None if a block keeps more than its input.
     """
 
     name: str
@@ -65,7 +66,7 @@ PEERS: Final = (
 
 
 class Everybody:
-    """All ranks share one model."""
+    """A model-parallel unit (mpu) in which all ranks share one model."""
 
     def __init__(self) -> None:
         import torch.distributed as dist
@@ -76,12 +77,12 @@ class Everybody:
         self.group = dist.new_group(list(range(dist.get_world_size())))
 
     def get_model_parallel_group(self) -> Any:
-        """All ranks."""
+        """Return the group of all ranks."""
         return self.group
 
 
 def caller(way: Way) -> Callable[..., Any]:
-    """What calls a block in this way."""
+    """Return the function that calls a block in the given way."""
     if way.library is None:
         return lambda function, *args: function(*args)
     if way.library == "torch":
@@ -94,7 +95,14 @@ def caller(way: Way) -> Callable[..., Any]:
 
 
 def measured(way: Way, rounds: int) -> dict[str, float]:
-    """Peak and what is left after the forward pass, in bytes; CPU milliseconds of a pass; a sum of the gradients."""
+    """Return the figures of one way.
+
+    Returns:
+        ``peak``: The largest allocation of one forward and backward pass, in bytes.
+        ``kept``: The bytes that are still allocated after the forward pass.
+        ``ms``: The median CPU time of one forward and backward pass, in ms.
+        ``gradients``: The sum of the absolute values of the gradients.
+    """
     import torch
     from torch.profiler import ProfilerActivity, profile, record_function
     from train_gpt import Block
@@ -102,7 +110,8 @@ def measured(way: Way, rounds: int) -> dict[str, float]:
     torch.manual_seed(0)
     blocks = torch.nn.ModuleList(Block(WIDTH, HEADS) for _ in range(LAYERS))
     call = caller(way)
-    call(torch.nn.Linear(2, 2), torch.ones(2, 2, requires_grad=True)).sum().backward()  # imports
+    # The first call triggers lazy imports, which must not be measured.
+    call(torch.nn.Linear(2, 2), torch.ones(2, 2, requires_grad=True)).sum().backward()
 
     def run() -> None:
         blocks.zero_grad()
@@ -134,7 +143,7 @@ def measured(way: Way, rounds: int) -> dict[str, float]:
 
 
 def rank_main(words: list[str]) -> None:
-    """One rank: measure the ways of one library, and print them."""
+    """Run one rank: measure the ways of one library. Rank 0 prints the figures."""
     import torch
     import torch.distributed as dist
 
@@ -152,7 +161,11 @@ def rank_main(words: list[str]) -> None:
 
 
 def figures_of(python: str, library: str, rounds: int) -> dict[str, dict[str, float]]:
-    """The figures of rank 0 by way. Raises SystemExit with what a rank said that failed."""
+    """Return the figures of rank 0 by way.
+
+    Raises:
+        SystemExit: A rank failed. The message contains the end of its error output.
+    """
     with tempfile.TemporaryDirectory() as place:
         words = [python, __file__, "--rank", f"{place}/store", library, str(rounds)]
         processes = [
@@ -183,7 +196,7 @@ def _environment(rank: int) -> dict[str, str]:
 
 
 def rows_of(figures: Mapping[str, Mapping[str, float]], ways: tuple[Way, ...]) -> Iterator[list[str]]:
-    """The rows of the table."""
+    """Yield the rows of the table."""
     none, torch = figures[WAYS[0].name], figures[WAYS[2].name]
     for way in ways:
         mine = figures[way.name]
@@ -215,7 +228,7 @@ HEADER = [
 
 
 def main() -> None:
-    """Measure, print, write."""
+    """Measure, print the table and write it."""
     if sys.argv[1:2] == ["--rank"]:
         rank_main(sys.argv[2:])
         return

@@ -1,24 +1,28 @@
-"""Time and bytes of a training step on four hosts with links of 1 Gbit/s, against the real DeepSpeed 0.19.8 and torch's own.
+"""Measures training steps on four hosts with links of 1 Gbit/s: zero_runtime, DeepSpeed 0.19.8 and torch's own methods.
 
-The hosts are network namespaces of this machine: a rank each, veth pairs to a bridge, tbf on both ends of every link. Needs
-root. Bytes come from the counters of the hosts' interfaces. All cases start from the same weights and see the same
-batches; their engines live side by side and train in turn, some steps each, so that a busy machine slows all alike.
-The ratio of a round is the case's mean step time by that of DeepSpeed's ZeRO-2 with default settings in the same round, and
-by that of what torch offers for the same: DDP for stages 0 to 2, FSDP2 for stage 3, each with gloo. gloo runs FSDP2's
-reduce_scatter as an all_reduce, which NCCL does not.
+The hosts are network namespaces of this machine. Each host runs one rank and has a veth pair to a bridge, with tbf on
+both ends of the link. The benchmark needs root. It reads bytes from the interface counters of the hosts. All cases
+start from the same weights and use the same batches. Their engines exist at the same time and take turns, a few steps
+each, so that a busy machine slows all cases equally.
 
-The row of gloo trains nothing: it sends what a step at stage 2 with reduce_scatter has to send, as zero_runtime sends it,
-with nothing to compute beside it.
+Each round gives two ratios of mean step times. The first ratio divides the time of the case by the time of DeepSpeed's
+ZeRO-2 with default settings in the same round. The second ratio divides it by the time of torch's equivalent with
+gloo: DDP for stages 0 to 2, FSDP2 for stage 3. gloo runs FSDP2's reduce_scatter as an all_reduce; NCCL does not.
 
-The phases are by the clock of a rank, waits included. The processor time is of all threads of a rank: the hosts share the
-machine's processors, so a step takes at least the sum over the ranks by the number of processors.
+The row of gloo trains nothing. Its ranks send the messages of a step at stage 2 with reduce_scatter, in the same way
+as zero_runtime, and compute nothing.
 
-After the rounds commprof records some steps of each case, which are not timed: the bytes that it derives from the records
-are beside those of the interfaces, and its exposed communication beside the step. Last, each case has ranks of its own for a
-few steps, whose tensors are counted at their peak.
+The phases are wall times of a rank, including waits. The processor time is the time of all threads of a rank. The
+hosts share the processors of this machine. A step therefore takes at least the sum of the processor times of all
+ranks, divided by the number of processors.
 
-DeepSpeed builds an operation at its first start; do that once outside the hosts, which reach no other network. One that was
-killed while it built leaves ``~/.cache/torch_extensions/*/deepspeed_shm_comm/lock``, for which all others wait.
+After the rounds, commprof records a few steps of each case, which are not timed. The table shows the bytes derived
+from these records next to the bytes of the interfaces, and the exposed communication next to the step time. At the
+end, new ranks of each case run a few steps, and the peak size of their tensors is measured.
+
+DeepSpeed compiles an operation when it first starts. Start it once outside the hosts, because the hosts have no other
+network. If DeepSpeed is killed while it compiles, the file
+``~/.cache/torch_extensions/*/deepspeed_shm_comm/lock`` remains, and all other processes wait for it.
 """
 
 from __future__ import annotations
@@ -53,31 +57,32 @@ HOSTS = 4
 RATE = "1gbit"
 MODEL = {"width": 384, "layers": 4, "heads": 6, "context": 32, "vocabulary": 2048}  # 8.7 M parameters, fp32
 MICRO_BATCH = 2
-STEPS = 3  # of a case in a round
+STEPS = 3  # per case and round
 WARM_UP = 3
-RECORDED_STEPS = 3  # of a case, after the rounds
+RECORDED_STEPS = 3  # per case, after the rounds
 FIRST_PORT = 29_600
 COMMON = {
     "train_micro_batch_size_per_gpu": MICRO_BATCH,
     "optimizer": {"type": "Adam", "params": {"lr": 1e-3, "torch_adam": True}},
-    "gradient_clipping": 0.0,  # torch's own clips nothing by itself; the default of DeepSpeed is 1
+    "gradient_clipping": 0.0,  # The optimizers of torch do not clip; the default of DeepSpeed is 1.
     "steps_per_print": 1_000_000,
 }
-CANNOT = 3  # exit code where there can be no such hosts
+CANNOT = 3  # the exit code if this machine cannot create the hosts
 
 
 class Case(NamedTuple):
-    """One row of the table. Cases of one ``process`` share their ranks' processes."""
+    """A row of the table. Cases with the same ``process`` share the processes of their ranks."""
 
     framework: str
     process: str
     zero: Mapping[str, Any]
     top: Mapping[str, Any] = {}
-    peer: str = torch_peers.DDP  # of torch, or which it is
+    # The method of torch that the case is compared with, or that the case itself runs.
+    peer: str = torch_peers.DDP
 
     @property
     def config(self) -> dict[str, Any]:
-        """The configuration."""
+        """The configuration of the engine."""
         if self.framework == TORCH or self.peer == torch_peers.MESSAGES:
             return {**COMMON, "peer": self.peer}
         return {**COMMON, **self.top, "zero_optimization": dict(self.zero)}
@@ -86,7 +91,7 @@ class Case(NamedTuple):
 TORCH = "torch"
 BASELINE = "DeepSpeed, stage 2"
 BY_BLOCK = {"stage3_gather_unit": "block"}
-# The size is that of DDP's buckets, 25 MiB.
+# The bucket size equals the 25 MiB of DDP's buckets.
 IN_BUCKETS = {
     "stage": 0,
     "gradient_reduction": "all_reduce",
@@ -100,7 +105,7 @@ CASES = {
         "deepspeed", "DeepSpeed", {"stage": 2, "use_multi_rank_bucket_allreduce": False}
     ),
     "DeepSpeed, stage 1": Case("deepspeed", "DeepSpeed", {"stage": 1}),
-    # Of its own process: stage 3 changes torch for all models.
+    # This case needs separate processes, because stage 3 of DeepSpeed changes torch for all models.
     "DeepSpeed, stage 3": Case(
         "deepspeed", "DeepSpeed stage 3", {"stage": 3}, peer=torch_peers.FSDP2_NO_RESHARD
     ),
@@ -117,7 +122,7 @@ CASES = {
         "zero_runtime", "zero_runtime", {**SCATTER, "overlap_parameter_gather": True}
     ),
     **{
-        # By block in processes of its own: the engine sets the allocator of its process.
+        # Cases that gather by block need separate processes, because their engine sets the allocator of its process.
         name: Case(
             "zero_runtime",
             f"zero_runtime stage 3{', by block' * ('stage3_gather_unit' in options)}",
@@ -139,7 +144,7 @@ CASES = {
 
 
 class Ranks(RankProcesses):
-    """The processes of one ``process``: a rank on each host."""
+    """The rank processes of the cases with the same ``process``, one rank on each host."""
 
     def __init__(
         self,
@@ -159,15 +164,18 @@ class Ranks(RankProcesses):
         )
 
     def train(self, case: str, steps: int, record: Path | None = None) -> list[dict[str, Any]]:
-        """Train ``case``, recorded in ``record`` if that is given: one answer of each rank."""
+        """Train ``case`` and return one answer of each rank. If ``record`` is given, commprof records into it."""
         recorded = {} if record is None else {"record": str(record)}
         return self.ask({"case": case, "steps": steps, **recorded})
 
 
 class Recorded(NamedTuple):
-    """What commprof shows of a step of a rank: bytes on the wire, as issued and as the backend runs it; exposed time.
+    """The values that commprof derives for one step, per rank.
 
-    ``exposed_ms``: at least, at most.
+    Attributes:
+        issued: The wire bytes of the issued collectives.
+        executed: The wire bytes of the collectives as the backend executes them.
+        exposed_ms: The lower and upper bound of the exposed time, in ms.
     """
 
     issued: float
@@ -176,10 +184,10 @@ class Recorded(NamedTuple):
 
 
 def recorded(case: str, ranks: Ranks, folder: Path) -> Recorded | None:
-    """Record some steps of ``case``; None where its Python cannot import commprof."""
+    """Record a few steps of ``case``; return None if its ranks cannot be recorded."""
     run = folder / re.sub(r"\W+", "_", case)
     try:
-        ranks.train(case, RECORDED_STEPS - 1, run)  # and the step before them
+        ranks.train(case, RECORDED_STEPS - 1, run)  # plus the step that precedes them
     except RuntimeError as error:
         print(f"cluster: {case} cannot be recorded: {error}", file=sys.stderr, flush=True)
         return None
@@ -194,7 +202,10 @@ def recorded(case: str, ranks: Ranks, folder: Path) -> Recorded | None:
 
 
 def peaks(cases: Mapping[str, Case], folder: Path, python: str) -> dict[str, float]:
-    """MiB of tensors at the peak of a step, of the rank that has most: case -> peak. Each case has processes of its own."""
+    """Return the peak size of the tensors in a step of each case, in MiB, on the rank with the largest peak.
+
+    Each case runs in separate processes.
+    """
     found = {}
     for name, case in cases.items():
         with started({name: case}, folder, python) as running:
@@ -210,7 +221,10 @@ def peaks(cases: Mapping[str, Case], folder: Path, python: str) -> dict[str, flo
 
 
 def chosen(words: Sequence[str]) -> dict[str, Case]:
-    """The cases whose name holds one of ``words``, the baseline, and what they are compared with; without words, all."""
+    """Return the cases whose name contains one of ``words``, the baseline, and the torch cases for comparison.
+
+    Without words, all cases are returned.
+    """
     wanted = {name for name in CASES if not words or any(word in name for word in words)} | {BASELINE}
     wanted |= {CASES[name].peer for name in wanted}
     return {name: case for name, case in CASES.items() if name in wanted}
@@ -218,7 +232,7 @@ def chosen(words: Sequence[str]) -> dict[str, Case]:
 
 @contextlib.contextmanager
 def started(cases: Mapping[str, Case], folder: Path, python: str) -> Iterator[dict[str, Ranks]]:
-    """The ranks of every case: process -> ranks. A process that does not start is left out, and said."""
+    """Start the ranks of all cases and yield them by process. A process that cannot start is reported and left out."""
     job = folder / "job.json"
     weights = folder / "weights.pt"
     write_job(job, weights, cases)
@@ -253,7 +267,7 @@ def started(cases: Mapping[str, Case], folder: Path, python: str) -> Iterator[di
 
 
 def write_job(job: Path, weights: Path, cases: Mapping[str, Case]) -> int:
-    """Write what the ranks need to know, and the weights that all start from; the number of parameters."""
+    """Write the job description and the initial weights for the ranks; return the number of parameters."""
     spec = importlib.util.spec_from_file_location("train_gpt", ROOT / "examples" / "train_gpt.py")
     example = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(example)
@@ -273,10 +287,11 @@ def write_job(job: Path, weights: Path, cases: Mapping[str, Case]) -> int:
 def measure(
     cases: Mapping[str, Case], running: Mapping[str, Ranks], rounds: int
 ) -> dict[str, dict[str, list[Any]]]:
-    """Case -> what each round gave.
+    """Return the measurements of each case, one value per round.
 
-    ``seconds`` of a step (slowest rank), and ``losses``. Means over the ranks, of a step: the seconds of the ``phases``
-    (forward, backward, update), ``processor`` seconds, ``received`` and ``sent`` bytes.
+    ``seconds`` is the mean step time of the slowest rank. ``losses`` contains the losses of all steps on all ranks. The
+    other values are means over the ranks, per step: the seconds of the ``phases`` (forward, backward, update),
+    ``processor`` seconds, ``received`` and ``sent`` bytes.
     """
     cases = {name: case for name, case in cases.items() if case.process in running}
     found: dict[str, dict[str, list[Any]]] = {
@@ -303,10 +318,10 @@ def summarise(
     memory: Mapping[str, float],
     gradient_bytes: int,
 ) -> tuple[list[list[str]], dict[str, Any]]:
-    """The table and its figures."""
+    """Return the rows of the table, and the figures by case."""
     base = found.get(BASELINE)
     rows, figures = [], {}
-    of_stage: dict[int, str] = {}  # DeepSpeed's case of each stage, with default settings
+    of_stage: dict[int, str] = {}  # stage -> the case of DeepSpeed with default settings
     for name in found:
         if CASES[name].framework == "deepspeed":
             of_stage.setdefault(CASES[name].zero["stage"], name)
@@ -359,12 +374,12 @@ def summarise(
 
 
 def _ratio(each: Mapping[str, list[Any]], base: Mapping[str, list[Any]]) -> Spread:
-    """Step times of ``each`` by those of ``base``, round by round."""
+    """Return the step times of ``each``, divided by the step times of ``base`` in the same rounds."""
     return median_interval([mine / its for mine, its in zip(each["seconds"], base["seconds"], strict=True)])
 
 
 def main() -> None:
-    """Measure, print, write."""
+    """Measure, print the table and write it."""
     parser = arguments(__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument(

@@ -1,9 +1,10 @@
-"""One rank of benchmarks/cluster.py: keeps an engine for each case, and trains whichever it is told to.
+"""Runs one rank of benchmarks/cluster.py, which has an engine for each case and trains the requested case.
 
-Runs under DeepSpeed's Python as well as under this project's. Each line on standard input is ``{"case": name, "steps": n}``;
-the answer is one line of JSON on standard output: seconds and losses of the steps, the seconds of each phase and the
-processor seconds of a mean step, and the bytes that the host's interface received and sent between two barriers.
-With ``"record": folder`` commprof records the steps there. ``{"case": name, "memory": true}`` asks for the memory of a step.
+The script runs in the Python environment of DeepSpeed and in that of this project. Each line on standard input is a
+request ``{"case": name, "steps": n}``. The answer is one line of JSON on standard output. It contains the seconds and
+losses of the steps, and the mean seconds of each phase and mean processor seconds per step. It also contains the mean
+bytes per step that the interface of the host received and sent. With ``"record": folder``, commprof records the steps
+into that folder. The request ``{"case": name, "memory": true}`` asks for the memory of a step.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ EXAMPLE = Path(__file__).resolve().parent.parent / "examples" / "train_gpt.py"
 
 
 class Training:
-    """An engine, and the batches that it has not seen yet: the same for every case."""
+    """An engine with its own stream of batches. The batches are the same for every case."""
 
     def __init__(self, framework: str, config: dict[str, Any], job: dict[str, Any]) -> None:
         example = load(EXAMPLE)
@@ -47,17 +48,17 @@ class Training:
         self._generator = torch.Generator().manual_seed(dist.get_rank())
 
     def step(self) -> tuple[float, list[float]]:
-        """One optimizer step: the loss, and when the forward pass, the backward pass and the update ended."""
+        """Run one optimizer step; return the loss and the end times of the forward pass, backward pass and update."""
         loss, ends = self.forward_backward()
         self.engine.step()
         return loss.item(), [*ends, time.perf_counter()]
 
     def forward_backward(self) -> tuple[torch.Tensor, list[float]]:
-        """Up to the optimizer: the loss, and when the forward pass and the backward pass ended."""
+        """Run a forward and a backward pass; return the loss and the end time of each pass."""
         first, second = (
             torch.randint(0, self._vocabulary, self._shape, generator=self._generator) for _ in range(2)
         )
-        # A part of the vocabulary, so that there is something to learn.
+        # The targets use only a part of the vocabulary, so that the model can learn something.
         loss = self.engine(first, second % 64)
         ends = [time.perf_counter()]
         self.engine.backward(loss)
@@ -73,16 +74,17 @@ def load(path: Path) -> Any:
 
 
 def counters(interface: str) -> tuple[int, int]:
-    """Bytes that ``interface`` has received and sent."""
+    """Return the numbers of bytes that ``interface`` has received and sent."""
     folder = Path("/sys/class/net", interface, "statistics")
     return tuple(int((folder / name).read_text()) for name in ("rx_bytes", "tx_bytes"))
 
 
 def measure(training: Training, steps: int, interface: str) -> dict[str, Any]:
-    """Train ``steps`` steps; what they took.
+    """Train ``steps`` steps and return the measurements.
 
-    One more step goes before them, so that the first of them begins as in a long job: it may have to wait for parameters
-    that the step before has left in flight. Bytes are means over all steps.
+    One additional step precedes the measured steps, so that the first measured step starts as in a long job: it may
+    have to wait for parameters that the previous step is still gathering. The bytes are means over all steps,
+    including the additional step.
     """
     dist.barrier()
     before = counters(interface)
@@ -110,7 +112,7 @@ def measure(training: Training, steps: int, interface: str) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def recorded(folder: str | None) -> Iterator[None]:
-    """Record with commprof in ``folder``, if that is given."""
+    """Record with commprof into ``folder``; do nothing if ``folder`` is None."""
     if folder is None:
         yield
         return
@@ -124,7 +126,7 @@ def recorded(folder: str | None) -> Iterator[None]:
 
 
 def serve(job: dict[str, Any], names: list[str], framework: str, answers: TextIO) -> None:
-    """Make the engines of the cases ``names``, say so, and answer requests until standard input ends."""
+    """Create the engines of the cases ``names``, report readiness, and answer requests until standard input ends."""
     trainings = {name: Training(framework, job["cases"][name], job) for name in names}
     print(json.dumps({"ready": os.getpid()}), file=answers, flush=True)
     for line in sys.stdin:
@@ -140,21 +142,21 @@ def serve(job: dict[str, Any], names: list[str], framework: str, answers: TextIO
 
 
 def main() -> None:
-    """Join the process group and serve."""
+    """Join the process group and answer requests."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("job", type=Path)
     parser.add_argument("framework", choices=("deepspeed", "zero_runtime", TORCH))
     parser.add_argument("cases", nargs="+")
     args = parser.parse_args()
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what the frameworks print is no answer
+    os.dup2(2, 1)  # The frameworks print to stdout, which carries the answers.
     torch.set_num_threads(1)
     if args.framework == TORCH:
         dist.init_process_group("gloo")
     else:
         importlib.import_module(args.framework).init_distributed("gloo")
     serve(json.loads(args.job.read_text()), args.cases, args.framework, answers)
-    # Not destroy_process_group: a rank that ends while another still waits would look like a failure.
+    # destroy_process_group is not called: if a rank left while another rank still waits, the other rank would fail.
     os._exit(0)
 
 

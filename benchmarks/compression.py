@@ -1,11 +1,11 @@
-"""What compressing gradients saves, and what it costs: bytes, step time and loss of the example GPT on emulated hosts.
+"""Measures bytes, step time and loss of the example GPT with compressed gradients on emulated hosts.
 
-Each host is a network namespace of this machine with one rank and a link of its own (veth and tbf, 100 Mbit/s unless
-``--rate`` says otherwise). Every case starts from the same weights and sees the same batches. Bytes are those that a
-host's interface sent while the steps ran, so they hold the headers of TCP, and at stages 2 and 3 the parameters that are
-gathered. Needs root.
+Each host is a network namespace of this machine with one rank and its own link (veth and tbf, 100 Mbit/s unless
+``--rate`` sets another rate). Every case starts from the same weights and uses the same batches. The bytes are those
+that the interface of a host sent during the steps. They include TCP headers and, at stages 2 and 3, the gathered
+parameters. The benchmark needs root.
 
-With ``--methods`` the rows are those of ``compression_losses.py``, for their bytes and times:
+With ``--methods``, the rows are the methods of ``compression_losses.py``, to measure their bytes and times:
 
     python benchmarks/compression.py --methods --hosts 4 --steps 50 --record
 """
@@ -29,7 +29,7 @@ from results import arguments, publish
 from support import hosts as network
 
 ROOT = Path(__file__).resolve().parent.parent
-CANNOT = 3  # exit code where there can be no such hosts
+CANNOT = 3  # the exit code if this machine cannot create the hosts
 COMMON: dict[str, Any] = {
     "train_micro_batch_size_per_gpu": 4,
     "optimizer": {"type": "AdamW", "params": {"lr": 3e-3, "betas": [0.9, 0.95], "weight_decay": 0.1}},
@@ -40,7 +40,7 @@ SGD = {"optimizer": {"type": "SGD", "params": {"lr": 0.3, "momentum": 0.9}}}
 
 
 class Case(NamedTuple):
-    """A row of the table: how gradients are compressed, and what else the config says."""
+    """A row of the table: the compression of the gradients, and other configuration keys."""
 
     name: str
     compression: Mapping[str, Any] | None = None
@@ -49,13 +49,13 @@ class Case(NamedTuple):
 
     @property
     def config(self) -> dict[str, Any]:
-        """The whole configuration."""
+        """The complete configuration."""
         compression = {} if self.compression is None else {"gradient_compression": dict(self.compression)}
         return {**COMMON, "zero_optimization": {"stage": self.stage}, **compression, **self.top}
 
 
 def cases(steps: int) -> list[Case]:
-    """The rows; ``steps`` is how long each trains."""
+    """Return the rows for trainings of ``steps`` steps."""
     one_percent = {"algorithm": "topk", "topk_ratio": 0.01}
     tenth = steps // 10
     return [
@@ -94,7 +94,7 @@ def cases(steps: int) -> list[Case]:
 
 
 def method_cases() -> list[Case]:
-    """The rows of the table of losses."""
+    """Return a case for each row of the table of ``compression_losses.py``."""
     return [
         Case(
             f"{each.optimizer}, {each.method}", each.compression, 0, {"optimizer": each.config()["optimizer"]}
@@ -113,7 +113,7 @@ def _quantized(quantized: bool) -> dict[str, Any]:
 
 
 def run(configs: Mapping[str, Any], hosts: int, rate: str, steps: int) -> dict[str, dict[str, float]]:
-    """Train all cases, and return by name what rank 0 measured of each."""
+    """Train all cases and return the measurements of rank 0 by name of the case."""
     script = str(ROOT / "benchmarks" / "compression_rank.py")
     with tempfile.TemporaryDirectory() as folder, network.hosts(hosts, rate) as machines:
         plan = Path(folder) / "plan.json"
@@ -139,7 +139,7 @@ def run(configs: Mapping[str, Any], hosts: int, rate: str, steps: int) -> dict[s
 
 
 def main() -> None:
-    """Measure, and publish the table."""
+    """Measure and publish the table."""
     parser = arguments(__doc__ or "")
     parser.add_argument("--hosts", type=int, default=2)
     parser.add_argument("--rate", default="100mbit", help="of each link, in the words of tc(8)")
@@ -206,7 +206,11 @@ def main() -> None:
 
 
 def _uncompressed(name: str, figures: Mapping[str, dict[str, float]]) -> dict[str, float]:
-    """The uncompressed case at the stage of the case called ``name``; that case itself where it was not run."""
+    """Return the figures of the uncompressed case at the stage of case ``name``.
+
+    If that case was not run, the figures of the case ``SGD, dense`` are returned. If that case was not run either, the
+    figures of case ``name`` are returned.
+    """
     _, comma, stage = name.partition(", stage ")
     plain = f"uncompressed{comma}{stage}" if comma else "uncompressed"
     return figures.get(plain, figures.get("SGD, dense", figures[name]))

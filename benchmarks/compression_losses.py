@@ -1,15 +1,16 @@
-"""What compressed gradients cost in loss: each method and the dense run at its own best learning rate.
+"""Compares the loss with compressed gradients to the dense loss, each method at its own best learning rate.
 
-A small GPT, four workers that one process simulates (``tests/support/simulated_compression.py``, which gloo ranks follow
-step by step), gradients clipped to 1. The learning rate is searched in factors of 2 by trainings of 300 steps with one
-seed; with the best one 1,000 steps are trained with three seeds. Bytes are those that ``commprof.requested`` predicts for
-four ranks at stage 0; ``--check`` records a short run of each case on gloo ranks and compares.
+One process simulates four workers that train a small GPT with gradients clipped to 1. The simulation is
+``tests/support/simulated_compression.py``, and gloo ranks match it step by step. The search for the learning rate
+tries factors of 2 with trainings of 300 steps and one seed. The best learning rate is then used for trainings of
+1,000 steps with three seeds. The bytes are those that ``commprof.requested`` predicts for four ranks at stage 0.
+``--check`` records a short run of each case on gloo ranks and compares the bytes.
 
-About 30 minutes of one core. With ``--results`` finished trainings are appended to a file and not repeated, so that an
-interrupted run goes on, and several processes share the work (each with another ``--only``). ``--finished`` trains nothing
-and publishes the rows that the file has completely.
+The benchmark takes about 30 minutes on one core. With ``--results``, finished trainings are appended to a file and not
+repeated. An interrupted benchmark can therefore continue, and several processes, each with a different ``--only``, can
+share the work. ``--finished`` trains nothing and publishes the rows whose trainings are all in the file.
 
-Bytes and times over slow links: ``compression.py``.
+``compression.py`` measures bytes and times over slow links.
 """
 
 from __future__ import annotations
@@ -38,15 +39,15 @@ from support.simulated_compression import Rules, Workers
 
 RANKS, BATCH, CONTEXT = 4, 4, 32
 SEARCHED_STEPS, STEPS, SEEDS = 300, 1000, (1, 2, 3)
-LOSSY = 0.01  # relative difference in loss
-DIVERGED = 3.0  # times the loss of the first step
+LOSSY = 0.01  # The relative difference in loss from which a method is marked as lossy.
+DIVERGED = 3.0  # A training has diverged if its loss exceeds this multiple of the loss of the first step.
 TOPK: dict[str, Any] = {
     "algorithm": "topk",
     "topk_ratio": 0.025,
 }  # 90 % fewer bytes than an all_reduce of 4 ranks
 CORRECTED: dict[str, Any] = {"momentum_correction": True, "clip_before_residual": True}
 DECAYING: dict[str, Any] = {"clip_before_residual": True, "residual_decay": 0.9}
-# By name: the optimizer and the middle of the search, then the compression of each row.
+# Each optimizer by name, with the learning rate in the middle of the search. METHODS gives the compression of each row.
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "SGD": {"type": "SGD", "params": {"lr": 0.8}},
     "SGD, momentum 0.9": {"type": "SGD", "params": {"lr": 0.16, "momentum": 0.9}},
@@ -85,7 +86,7 @@ METHODS: dict[str, dict[str, dict[str, Any]]] = {
         "1bit": {"algorithm": "1bit"},
     },
 }
-# By method: what it changes in the parameters of the optimizer.
+# method -> the parameters of the optimizer that the method changes
 CHANGED: dict[str, dict[str, Any]] = {
     "dense, betas 0.9 and 0.99": {"betas": [0.9, 0.99]},
     "dense, betas 0.9 and 0.999": {"betas": [0.9, 0.999]},
@@ -95,7 +96,7 @@ CHANGED: dict[str, dict[str, Any]] = {
 
 
 class Case(NamedTuple):
-    """A row of the table."""
+    """A row of the table: an optimizer and a compression method."""
 
     optimizer: str
     method: str
@@ -111,7 +112,7 @@ class Case(NamedTuple):
         return {**OPTIMIZERS[self.optimizer]["params"], **CHANGED.get(self.method, {})}
 
     def config(self, lr: float | None = None) -> dict[str, Any]:
-        """The configuration of a real run."""
+        """Return the configuration of a real run, with the learning rate ``lr`` if it is given."""
         params = self.params if lr is None else {**self.params, "lr": lr}
         return {
             "train_micro_batch_size_per_gpu": BATCH,
@@ -123,15 +124,15 @@ class Case(NamedTuple):
 
 
 class UnfinishedError(Exception):
-    """A training is not in the file, and none is to be run."""
+    """A training is not in the file, and no training may be run."""
 
 
 class Trainings:
-    """Validation losses of trainings, each run once.
+    """The validation losses of trainings. Each training is run only once.
 
     Args:
-        path: a file of finished trainings, JSON lines; None for none.
-        trains: whether a training that is not in the file is run.
+        path: The file of finished trainings as JSON lines; None for no file.
+        trains: Whether a training that is not in the file is run.
     """
 
     def __init__(self, path: Path | None, trains: bool) -> None:
@@ -145,10 +146,10 @@ class Trainings:
         }
 
     def loss(self, case: Case, lr: float, steps: int, seed: int) -> float:
-        """The validation loss after ``steps`` steps; infinite if the training diverged.
+        """Return the validation loss after ``steps`` steps, or infinity if the training diverged.
 
         Raises:
-            UnfinishedError: it is not known, and nothing is trained.
+            UnfinishedError: The loss is not known, and no training may be run.
         """
         key = (*case, lr, steps, seed)
         if key not in self._known:
@@ -188,7 +189,10 @@ class Trainings:
             return fmean(model(*each).item() for each in islice(checks, 32))
 
     def best_rate(self, case: Case) -> float:
-        """The learning rate of the lowest loss after the steps of the search: no factor of 2 around it is better."""
+        """Return the learning rate with the lowest loss after the steps of the search.
+
+        Half and twice this learning rate give no lower loss.
+        """
         middle = case.params["lr"]
 
         def loss(power: int) -> float:
@@ -203,12 +207,12 @@ class Trainings:
 
 
 def small_model() -> GPT:
-    """The model of all cases."""
+    """Return a new model. All cases use the same model."""
     return GPT(64, 1, 2, CONTEXT)
 
 
 def parameters() -> list[Parameter]:
-    """What the rules know of the model."""
+    """Return the parameters of the model, as the rules of ``commprof.requested`` expect them."""
     return [
         Parameter(name=name, numel=each.numel(), dtype="float32", param_group=0)
         for name, each in small_model().named_parameters()
@@ -216,14 +220,14 @@ def parameters() -> list[Parameter]:
 
 
 def sent_bytes(case: Case) -> float:
-    """Gradient bytes that a rank sends in a step, by the rules."""
+    """Return the gradient bytes that a rank sends in a step, as predicted by the rules of ``commprof.requested``."""
     config = case.config()
     rows = expected_in_step(config, parameters(), RANKS, steady_step(config))
     return sum(row.wire_bytes for row in rows if row.purpose == "gradient_reduce")
 
 
 def train_rank(rank: int, world: int, config: dict[str, Any]) -> None:
-    """Three steps of one rank."""
+    """Train three steps on one rank."""
     import zero_runtime
 
     torch.manual_seed(0)
@@ -235,10 +239,10 @@ def train_rank(rank: int, world: int, config: dict[str, Any]) -> None:
 
 
 def check(case: Case) -> None:
-    """Compare the predicted bytes of a step with those of recorded ranks.
+    """Compare the predicted payload bytes of a step with the bytes that gloo ranks issued.
 
     Raises:
-        SystemExit: they differ.
+        SystemExit: The predicted and the issued bytes differ.
     """
     from support.recording import record
 
@@ -260,7 +264,7 @@ def check(case: Case) -> None:
 
 
 def cases(only: list[str]) -> Iterator[Case]:
-    """The rows whose optimizer or method contains one of ``only``; all without any."""
+    """Yield the rows whose optimizer or method contains one of ``only``, or all rows if ``only`` is empty."""
     for optimizer, methods in METHODS.items():
         for method in methods:
             if not only or any(each in f"{optimizer}: {method}" for each in only):
@@ -268,7 +272,7 @@ def cases(only: list[str]) -> Iterator[Case]:
 
 
 def row(case: Case, trainings: Trainings) -> tuple[list[str], Mapping[str, Any]]:
-    """The cells of a row, and its figures."""
+    """Return the cells of a row, and the figures of the row."""
     rate = trainings.best_rate(case)
     losses = [trainings.loss(case, rate, STEPS, seed) for seed in SEEDS]
     dense = Case(case.optimizer, "dense")
@@ -300,7 +304,7 @@ def row(case: Case, trainings: Trainings) -> tuple[list[str], Mapping[str, Any]]
 
 
 def main() -> None:
-    """Train, and publish the table."""
+    """Train and publish the table."""
     parser = arguments(__doc__ or "")
     parser.add_argument("--results", type=Path, help="file of finished trainings: read, and appended to")
     parser.add_argument(

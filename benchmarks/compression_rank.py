@@ -1,4 +1,4 @@
-"""One rank of ``compression.py``: trains every case of a plan in turn, and prints what it measured."""
+"""Runs one rank of ``compression.py``, which trains all cases of a plan in turn and prints the measurements."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CONTEXT, VALIDATION_BATCHES = 64, 32
 
 
 def sent_bytes() -> int:
-    """What the interface of this host has sent so far, from the kernel's counters."""
+    """Return the number of bytes that the interface of this host has sent, from the counters of the kernel."""
     for line in Path("/proc/self/net/dev").read_text().splitlines():
         name, _, counters = line.partition(":")
         if name.strip() == INTERFACE:
@@ -32,14 +32,14 @@ def sent_bytes() -> int:
 
 
 def mean_of_ranks(value: float) -> float:
-    """The mean of ``value`` over the ranks."""
+    """Return the mean of ``value`` over the ranks."""
     total = torch.tensor([value], dtype=torch.float64)
     dist.all_reduce(total)
     return float(total.item()) / dist.get_world_size()
 
 
 def train(config: dict[str, Any], steps: int) -> dict[str, float]:
-    """Bytes per step, losses, and times of a training of ``steps`` steps."""
+    """Train ``steps`` steps; return the bytes per step, the losses and the times."""
     rank = dist.get_rank()
     torch.manual_seed(0)
     model = GPT(128, 4, 4, CONTEXT)
@@ -78,7 +78,7 @@ def train(config: dict[str, Any], steps: int) -> dict[str, float]:
 
 
 def main() -> None:
-    """Train all cases."""
+    """Train all cases of the plan."""
     plan = json.loads(Path(sys.argv[1]).read_text())
     torch.set_num_threads(1)
     zero_runtime.init_distributed("gloo")

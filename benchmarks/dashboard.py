@@ -1,10 +1,11 @@
-"""Every page of a long run, in a real browser: index, server, first useful paint, zoom.
+"""Measures every page of a long run in a real browser: index, server, first useful paint, zoom.
 
-The run is that of ``finalise.py``, with a row for each bucket of each rank beside it; no log of NCCL is aligned with it.
-Bars: the index takes at most 3 s per million records and 1.5 GiB; the server answers in 300 ms; a page is drawn in 1.5 s,
-plotly.js being in the browser's cache; a zoom is drawn in 0.5 s. ``server: page`` is what the callback of a page does
-before any of its answers is kept; the lower half of Overview has a callback of its own, and its verdict comes from another
-process, which is waited for first.
+The run is the run of ``finalise.py`` with an additional row for each bucket of each rank. It is not aligned with an
+NCCL log. Targets: the index takes at most 3 s per million records and 1.5 GiB. The server answers in 300 ms. A page
+is drawn in 1.5 s with plotly.js in the browser's cache. A zoom is drawn in 0.5 s.
+
+``server: page`` is the time of the callback of a page when none of its answers is cached. The lower half of Overview
+has a separate callback. Its verdict is computed by another process, and the benchmark waits for this process first.
 """
 
 from __future__ import annotations
@@ -46,14 +47,14 @@ _WINDOW_DRAWN: Final = """([graph, before]) => {
 
 
 def timed(act: Callable[[], Any]) -> float:
-    """Seconds that ``act`` takes."""
+    """Call ``act`` and return its duration in seconds."""
     begin = time.perf_counter()
     act()
     return time.perf_counter() - begin
 
 
 def server_times(run: Path, records: int, rounds: int) -> dict[str, Spread]:
-    """Milliseconds of what the callbacks ask, each round somewhere else."""
+    """Return the durations of the queries of the callbacks, in ms. Each round queries a different part of the run."""
     facts = api.index(run)
     begin, span = facts["begin_ns"], facts["end_ns"] - facts["begin_ns"]
     gather = [api.Filter("op", "=", "all_gather")]
@@ -75,7 +76,7 @@ def server_times(run: Path, records: int, rounds: int) -> dict[str, Spread]:
 
 
 def write_buckets(run: Path, ranks: int, steps: int) -> None:
-    """A row for each bucket that ``finalise.py`` tags, on every rank and in every step."""
+    """Write a row for each bucket that ``finalise.py`` tags, for every rank and step."""
     bucket, step, rank = (
         each.ravel()
         for each in np.meshgrid(np.arange(TAGS), np.arange(steps), np.arange(ranks), indexing="ij")
@@ -106,7 +107,7 @@ def write_buckets(run: Path, ranks: int, steps: int) -> None:
 
 
 def page_times(directory: Path, name: str, rounds: int) -> dict[str, Spread]:
-    """Milliseconds until the server has each page, with no answer kept but those in the index."""
+    """Return the time until the server has rendered each page, in ms. Only the answers in the index are cached."""
     query = {"run": (name,)}
     drawn: dict[str, Callable[[Runs], Any]] = {
         f"page {page.title}": lambda runs, page=page: page.render(runs, query, "light")  # type: ignore[misc]
@@ -115,7 +116,7 @@ def page_times(directory: Path, name: str, rounds: int) -> dict[str, Spread]:
     drawn["page Overview, lower half"] = lambda runs: overview.rest(runs, name, "light")
     times = {}
     for what, draw in drawn.items():
-        draw(Runs(directory))  # modules are loaded once
+        draw(Runs(directory))  # not timed, because the first call loads modules
         found = []
         for _ in range(rounds):
             api.answer_cache.clear()
@@ -126,7 +127,7 @@ def page_times(directory: Path, name: str, rounds: int) -> dict[str, Spread]:
 
 
 def verdict_time(directory: Path, name: str, records: int) -> float:
-    """Seconds until another process has closed the ledger of a large run."""
+    """Return the seconds until another process has computed the ledger of a large run."""
     runs, begin = Runs(directory), time.perf_counter()
     while overview_data.verdict(runs, name, records) is None:
         time.sleep(0.1)
@@ -134,7 +135,7 @@ def verdict_time(directory: Path, name: str, records: int) -> float:
 
 
 def paint_times(directory: Path, name: str, rounds: int) -> dict[str, Spread]:
-    """Seconds from the request of each page until it is drawn."""
+    """Return the seconds from the request of each page until the page is drawn."""
     found: dict[str, list[float]] = {f"{page.title}, first paint": [] for page in PAGES}
     with served(directory) as url, open_browser() as browser:
         view = watched(browser, viewport={"width": 1280, "height": 900}, accept_downloads=True)
@@ -155,7 +156,7 @@ def _sorted(run: Path, sort: str, records: int, number: int) -> api.RecordsPage:
 
 
 def browser_times(directory: Path, name: str, rounds: int) -> dict[str, Spread]:
-    """Seconds from the request, or the click, until it is drawn."""
+    """Return the seconds from a request or a click until the timeline, the zoom or the records are drawn."""
     found: dict[str, list[float]] = {
         "timeline, first paint": [],
         "timeline, zoom": [],
@@ -168,7 +169,7 @@ def browser_times(directory: Path, name: str, rounds: int) -> dict[str, Spread]:
             paint = timed(lambda: view.open(f"{url}/timeline?run={name}", ready=f"{_GRAPH} .main-svg"))
             zoom = timed(lambda: _zoom(page))
             rows = timed(lambda: (page.goto(f"{url}/records?run={name}"), page.wait_for_selector(_ROW)))
-            if number:  # the first fills the caches of the browser
+            if number:  # The first round is not counted, because it fills the caches of the browser.
                 for times, seconds in zip(found.values(), (paint, zoom, rows), strict=True):
                     times.append(seconds)
     return {what: spread(times) for what, times in found.items()}
@@ -181,7 +182,10 @@ def _zoom(page: Any) -> None:
 
 
 def index_costs(run: Path) -> dict[str, float]:
-    """Build the index of ``run`` in a process of its own, which has not written the run: seconds, CPU seconds, MiB."""
+    """Build the index of ``run`` in a new process, and return the seconds, CPU seconds and peak memory in MiB.
+
+    The process that wrote the run is not used, so that its memory is not counted.
+    """
     command = [sys.executable, __file__, "--measure-index", str(run)]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=1800)
     found: dict[str, float] = json.loads(done.stdout)
@@ -189,7 +193,7 @@ def index_costs(run: Path) -> dict[str, float]:
 
 
 def measure_index(run: Path) -> dict[str, float]:
-    """The same in this process."""
+    """Build the index of ``run`` in this process, and return the seconds, CPU seconds and peak memory in MiB."""
     cpu = time.process_time()
     seconds = timed(lambda: api.index(run))
     return {"seconds": seconds, "cpu_seconds": time.process_time() - cpu, "peak_mib": _peak_mib()}
@@ -201,7 +205,7 @@ def _peak_mib() -> float:
 
 
 def main() -> None:
-    """Write the run, build its index, ask, look, print."""
+    """Write the run, build its index, measure the server and the pages, and print the table."""
     parser = arguments((__doc__ or "").splitlines()[0])
     parser.add_argument("--records", type=int, default=10_000_000, help="over all ranks")
     parser.add_argument("--ranks", type=int, default=8)

@@ -1,11 +1,12 @@
-"""DeepSpeed's own unit tests, run against zero_runtime under DeepSpeed's names.
+"""Runs the unit tests of DeepSpeed against zero_runtime under DeepSpeed's names.
 
-Takes a checkout of DeepSpeed and fetches nothing. Its ``tests`` folder is copied, without the package beside it, so that
-``import deepspeed`` can mean nothing but this runtime; ``--deepspeed-python`` runs the same tests with an installed
-DeepSpeed for comparison. Ranks are processes on gloo. A test that hangs counts as failed.
+The benchmark needs a checkout of DeepSpeed and downloads nothing. It copies only the ``tests`` folder and not the
+package, so that ``import deepspeed`` always imports this runtime. ``--deepspeed-python`` runs the same tests with an
+installed DeepSpeed for comparison. Ranks are processes on gloo. A test that hangs counts as failed.
 
-Outcomes: passed; failed; refused (an error of ours that says by name what this runtime does not have); skipped (by the test
-itself, for example because it needs a GPU). A file that cannot be imported counts once for each test function in it.
+The outcome of a test is passed, failed, refused or skipped. Refused means that zero_runtime raised an error that names
+the feature that it does not have. Skipped means that the test skipped itself, for example because it needs a GPU. A
+file that cannot be imported counts once for each test function in the file.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ PARTS: Final[Mapping[str, tuple[str, ...]]] = {
     ),
 }
 OUTCOMES: Final = ("passed", "failed", "refused", "skipped")
-# What our errors say where something is left out by intention (zero_runtime.errors, the configuration's refusals).
+# The texts of errors about features that zero_runtime leaves out on purpose (zero_runtime.errors, refused keys).
 _REFUSAL: Final = re.compile(
     r"UnsupportedError|is not in this version of zero_runtime|zero_runtime.errors.ConfigError: .*removed from DeepSpeed"
 )
@@ -79,7 +80,7 @@ def pytest_collectreport(report):
 
 
 class Result(NamedTuple):
-    """What became of one test."""
+    """The outcome of one test."""
 
     part: str
     test: str
@@ -88,7 +89,10 @@ class Result(NamedTuple):
 
 
 def test_files(folder: Path, part: str) -> Iterator[Path]:
-    """The test files of a part, in order; or ``part`` itself, where it names a file or a class in one (``file::class``)."""
+    """Yield the test files of a part in order.
+
+    If ``part`` is a file or a class in a file (``file::class``), only ``part`` itself is returned.
+    """
     file = folder / part.partition("::")[0]
     if part not in PARTS and not file.is_file():
         raise SystemExit(f"there is no test file {file}")
@@ -101,29 +105,28 @@ def test_files(folder: Path, part: str) -> Iterator[Path]:
 
 
 def count_tests(path: Path) -> int:
-    """Test functions in a file that could not be imported."""
+    """Return the number of test functions in a file that could not be imported."""
     tree = ast.parse(path.read_text())
     return sum(isinstance(node, ast.FunctionDef) and node.name.startswith("test") for node in ast.walk(tree))
 
 
 def environment(python: str, support: Path, log: Path, timeout: int, is_ours: bool) -> dict[str, str]:
-    """The environment of a run: ours puts the names in place in every process that starts."""
+    """Return the environment of a run. If ``is_ours``, every process that starts imports zero_runtime as deepspeed."""
     paths = [str(support)]
     if is_ours:
         paths += [str(support / "ours"), str(ROOT), str(ROOT / "runtime")]
     paths += [os.environ["PYTHONPATH"]] if "PYTHONPATH" in os.environ else []
     return {
         **os.environ,
-        "PATH": os.pathsep.join(
-            (str(Path(python).parent), os.environ["PATH"])
-        ),  # DeepSpeed compiles with its ninja
+        # DeepSpeed compiles with the ninja of its environment.
+        "PATH": os.pathsep.join((str(Path(python).parent), os.environ["PATH"])),
         "PYTHONPATH": os.pathsep.join(paths),
         "SUITE_LOG": str(log),
         "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
         "DS_UNITTEST_TIMEOUT": str(timeout),
         "DS_DISABLE_REUSE_DIST_ENV": "1",
         "DS_ACCELERATOR": "cpu",
-        "LOCAL_SIZE": "4",  # by this DeepSpeed counts the devices of a CPU
+        "LOCAL_SIZE": "4",  # DeepSpeed takes this value as the number of devices of a CPU.
         "OMP_NUM_THREADS": "1",
         "CUDA_VISIBLE_DEVICES": "",
     }
@@ -132,7 +135,10 @@ def environment(python: str, support: Path, log: Path, timeout: int, is_ours: bo
 def run_files(
     python: str, tests: Path, files: list[Path], support: Path, timeout: int, is_ours: bool
 ) -> list[dict[str, Any]]:
-    """The log of the files' tests; begun again behind a test that hangs or takes its process with it."""
+    """Run the tests of ``files`` and return the rows of their log.
+
+    If a test hangs or terminates its process, pytest is started again without the tests that have already started.
+    """
     log = support / "rows.log"
     log.unlink(missing_ok=True)
     passed_over: list[str] = []
@@ -165,7 +171,10 @@ def run_files(
 
 
 def _wait(process: subprocess.Popen[bytes], log: Path, patience: float) -> None:
-    """Wait until ``process`` ends; end it, with all that it has started, when its log has not grown for so many seconds."""
+    """Wait until ``process`` exits, then kill the processes that it left behind.
+
+    If the log does not grow for ``patience`` seconds, ``process`` is killed as well.
+    """
     size, since = -1, time.monotonic()
     while process.poll() is None:
         now = log.stat().st_size if log.exists() else 0
@@ -175,14 +184,17 @@ def _wait(process: subprocess.Popen[bytes], log: Path, patience: float) -> None:
             break
         time.sleep(0.2)
     try:
-        os.killpg(process.pid, signal.SIGKILL)  # also what hung ranks have left behind
+        os.killpg(process.pid, signal.SIGKILL)  # also kills processes that hung ranks have left behind
     except ProcessLookupError:
         pass
     process.wait()
 
 
 def results_of(part: str, tests: Path, rows: list[dict[str, Any]]) -> Iterator[Result]:
-    """One result for each test, the worst where a test has several reports; ``tests`` is what the names begin in."""
+    """Yield one result for each test.
+
+    If a test has several reports, the worst outcome counts. The names of files are relative to ``tests``.
+    """
     for file, text in {row["unread"]: row["text"] for row in rows if "unread" in row}.items():
         for number in range(count_tests(tests / file)):
             yield Result(part, f"{file} (not imported) {number}", _outcome("failed", text), _reason(text))
@@ -203,14 +215,14 @@ def _outcome(outcome: str, text: str) -> str:
 
 
 def _reason(text: str) -> str:
-    """The line that says what went wrong."""
+    """Return the line of a report that states the error."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     errors = [line for line in lines if re.match(r"(E\s+)?[\w.]*(Error|Exception|Skipped|Failed)\b", line)]
     return (errors or lines or [""])[-1][:300]
 
 
 def measure(python: str, checkout: Path, parts: list[str], timeout: int, is_ours: bool) -> list[Result]:
-    """Run the parts."""
+    """Run the tests of all parts and return their results."""
     results: list[Result] = []
     with tempfile.TemporaryDirectory(prefix="deepspeed-suite-") as scratch:
         folder = Path(scratch)
@@ -230,7 +242,7 @@ def measure(python: str, checkout: Path, parts: list[str], timeout: int, is_ours
 
 
 def main() -> None:
-    """Run, print, write."""
+    """Run the tests, print the table and write it."""
     parser = arguments(__doc__.splitlines()[0])
     parser.add_argument("checkout", type=Path, help="a checkout of DeepSpeed, with its tests folder")
     parser.add_argument("--part", action="append", choices=list(PARTS), help="repeatable; default: all")

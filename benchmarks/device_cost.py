@@ -1,8 +1,9 @@
-"""What recording adds on a GPU: host time of one call over NCCL, and time of a training step. Needs NCCL and a GPU.
+"""Measures the cost of recording on a GPU: host time of one NCCL call, and time of a training step.
 
-One process, one rank, one GPU. Blocks alternate off, on, off; each round gives one difference, or one ratio, for each case.
-A block of calls does not fill the queue of the device, so the host never waits in it; a block of steps ends with a
-synchronization, and is timed as a whole. torch.profiler (CUPTI) is measured beside in the same rounds.
+The benchmark needs NCCL and a GPU. It uses one process with one rank on one GPU. Blocks alternate: recorder off, on,
+off. Each round gives one difference or one ratio for each case. A block of calls does not fill the queue of the
+device, so that the host never waits for the device. A block of steps ends with a synchronization and is timed as a
+whole. torch.profiler (CUPTI) is measured for comparison in the same rounds.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ Recorder = Callable[[Path], AbstractContextManager[object]]
 
 @contextlib.contextmanager
 def commprof_on(folder: Path, **options: Any) -> Iterator[None]:
-    """Record into ``folder``."""
+    """Record with commprof into ``folder``."""
     from commprof import hooks
 
     hooks.attach(str(folder), quiet=True, **options)
@@ -43,7 +44,7 @@ def commprof_on(folder: Path, **options: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def profiler_on(folder: Path) -> Iterator[None]:
-    """Profile the CPU and the GPU, and drop the result."""
+    """Profile the CPU and the GPU, and discard the result."""
     import torch
 
     kinds = torch.profiler.ProfilerActivity
@@ -59,7 +60,7 @@ RECORDERS: dict[str, Recorder] = {
 
 
 def call_us(call: Callable[[], object], calls: int) -> float:
-    """Host microseconds of one call; the device is idle at the begin."""
+    """Return the host time of one call, in us. The device is idle when the timing begins."""
     import torch
 
     for _ in range(20):
@@ -74,7 +75,7 @@ def call_us(call: Callable[[], object], calls: int) -> float:
 
 
 def make_step() -> Callable[[], None]:
-    """One training step of a 152 M GPT with zero_runtime, stage 2."""
+    """Return a function that runs one training step of a 152 M GPT with zero_runtime at stage 2."""
     import torch
 
     import zero_runtime
@@ -100,7 +101,11 @@ def make_step() -> Callable[[], None]:
 
 
 def make_short_step(program: str) -> Callable[[], None]:
-    """A training step that the host decides: 24 layers of 256 x 256 under DDP or FSDP2 (``program``), Adam."""
+    """Return a function that runs one host-bound training step: 24 layers of 256 x 256 with Adam.
+
+    Args:
+        program: The data parallelism of torch, DDP or FSDP2.
+    """
     import torch
 
     torch.manual_seed(0)
@@ -124,7 +129,7 @@ def make_short_step(program: str) -> Callable[[], None]:
 
 
 def step_ms(step: Callable[[], None], steps: int) -> float:
-    """Milliseconds of a step, until the device has ended it."""
+    """Return the time of a step in ms. The device has finished all steps when the timing ends."""
     import torch
 
     step()
@@ -139,7 +144,10 @@ def step_ms(step: Callable[[], None], steps: int) -> float:
 def measured(
     block: Callable[[], float], recorders: dict[str, Recorder], rounds: int
 ) -> dict[str, list[tuple[float, float]]]:
-    """By recorder and round: the figure of the blocks off (mean of the two around) and on."""
+    """Return one pair per round for each recorder: the figure with the recorder off, and the figure with it on.
+
+    The figure with the recorder off is the mean of the blocks before and after the block with the recorder on.
+    """
     pairs: dict[str, list[tuple[float, float]]] = {name: [] for name in recorders}
     block()
     with tempfile.TemporaryDirectory() as folder:
@@ -153,7 +161,7 @@ def measured(
 
 
 def main() -> None:
-    """Measure, print, write."""
+    """Measure, print the table and write it."""
     parser = arguments(__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--calls", type=int, default=300, help="in one block")

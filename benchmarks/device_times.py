@@ -1,11 +1,16 @@
-"""Times that commprof takes by events on a GPU, beside those of CUPTI in the same run.
+"""Compares the times that commprof measures with events on a GPU to the times of CUPTI in the same run.
 
-NCCL: one rank a GPU. With a single GPU: one rank alone, which copies instead of communicating (the copies are compared),
-then two ranks that share it (each names another host, and they talk over loopback sockets). Kernel times come from
-torch.profiler (CUPTI), one for each record, in issue order. Of a synchronous call the record's exposed_ns is compared with
-the length of the NCCL kernel; of an asynchronous one with the time from the end of the work beside it until the end of the
-NCCL kernel. device_begin_ns is compared with the begin of the kernel by the host's clock. gloo: several ranks on one GPU,
-whose calls are compared with the clock of a program that waits for the device before and after each.
+NCCL: one rank per GPU. With a single GPU, one rank runs alone first. It copies instead of communicating, and the
+copies are compared. Then two ranks share the GPU. Each rank sets a different NCCL_HOSTID, so that the two ranks
+communicate over loopback sockets. torch.profiler (CUPTI) provides the kernel times, one for each record, in issue
+order.
+
+The exposed_ns of a synchronous call is compared with the duration of the NCCL kernel. The exposed_ns of an asynchronous
+call is compared with the time from the end of the concurrent compute until the end of the NCCL kernel. device_begin_ns
+is compared with the begin of the kernel on the clock of the host.
+
+gloo: several ranks on one GPU. The program waits for the device before and after each call, and measures the call with
+its own clock for comparison.
 """
 
 from __future__ import annotations
@@ -35,7 +40,7 @@ GLOO_RANKS = 2
 
 
 def cycles_per_ms(torch: Any) -> float:
-    """How many cycles of the device's spinning kernel take a millisecond."""
+    """Return the number of cycles of the spin kernel that take 1 ms on this device."""
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda._sleep(1_000_000)
     begin.record()
@@ -46,7 +51,10 @@ def cycles_per_ms(torch: Any) -> float:
 
 
 def issue(torch: Any, rank: int, world: int, case: int, tensors: Sequence[Any], per_ms: float) -> None:
-    """One call of a case. A group of one rank gathers, since its sums need no kernel."""
+    """Issue the call of a case.
+
+    A group of one rank issues an all_gather, because an all_reduce of a single rank needs no kernel.
+    """
     import torch.distributed as dist
 
     def call(**how: Any) -> Any:
@@ -65,7 +73,7 @@ def issue(torch: Any, rank: int, world: int, case: int, tensors: Sequence[Any], 
 
 
 def measure(rank: int, world: int, backend: str, folder: str, rounds: int, mib: int, results: Any) -> None:
-    """One rank: make the calls while they are recorded, and send what was measured beside."""
+    """Run one rank: issue the calls while commprof records them, and send the times measured by other means."""
     try:
         results.put((rank, _measure(rank, world, backend, folder, rounds, mib)))
     except BaseException:
@@ -121,7 +129,10 @@ def _measure(rank: int, world: int, backend: str, folder: str, rounds: int, mib:
 
 
 def kernels(profile: Any) -> list[tuple[str, int, int]]:
-    """What CUPTI saw: name, begin and end of each kernel and copy, by the clock of the host, in order."""
+    """Return the name, begin and end of each kernel and copy that CUPTI recorded, in order of their begin.
+
+    The times are in ns on the clock of the host.
+    """
     found = []
     offset = time.time_ns() - time.perf_counter_ns()
     for event in profile.profiler.kineto_results.events():
@@ -135,7 +146,7 @@ def kernels(profile: Any) -> list[tuple[str, int, int]]:
 
 
 def records(folder: str, backend: str, world: int, rank: int) -> list[dict[str, Any]]:
-    """The records of the calls of one rank, without those of the first round."""
+    """Return the records of the calls of one rank, except those of the first round."""
     from commprof.trace.reader import open_run
 
     rows = open_run(Path(folder, f"{backend}-{world}")).table("collectives").to_pylist()
@@ -146,10 +157,15 @@ def records(folder: str, backend: str, world: int, rank: int) -> list[dict[str, 
 def beside_cupti(
     rows: Sequence[Any], seen: Sequence[Any], rank: int, world: int
 ) -> dict[str, dict[str, list[float]]]:
-    """By case, in us: what was recorded, what CUPTI says, and how far the begin is placed from the kernel's.
+    """Return the times of each case, in us.
+
+    Returns:
+        ``recorded``: The exposed times in the records.
+        ``cupti``: The same times according to CUPTI.
+        ``placed``: The recorded begins minus the begins of the kernels.
 
     Raises:
-        ValueError: CUPTI did not see one kernel for each call.
+        ValueError: CUPTI did not record exactly one kernel for each call.
     """
     wanted = "Memcpy" if world == 1 else "nccl"
     transfers = [kernel for kernel in seen if wanted in kernel[0]]
@@ -174,10 +190,10 @@ def beside_cupti(
 
 
 def run_ranks(world: int, backend: str, folder: str, rounds: int, mib: int) -> dict[int, list[Any]]:
-    """What each of ``world`` ranks measured.
+    """Start ``world`` ranks and return the measurements by rank.
 
     Raises:
-        RuntimeError: a rank failed.
+        RuntimeError: A rank failed.
     """
     context = multiprocessing.get_context("spawn")
     results = context.Queue()
@@ -200,7 +216,7 @@ def run_ranks(world: int, backend: str, folder: str, rounds: int, mib: int) -> d
 
 
 def nccl(folder: str, world: int, args: Any, rows: list[list[str]], figures: dict[str, Any]) -> None:
-    """Compare with CUPTI, rank by rank."""
+    """Compare the records of each rank with the times of CUPTI."""
     for rank, seen in run_ranks(world, "nccl", folder, args.rounds, args.mib).items():
         name = f"nccl rank {rank} of {world}"
         for case, found in beside_cupti(records(folder, "nccl", world, rank), seen, rank, world).items():
@@ -211,7 +227,7 @@ def nccl(folder: str, world: int, args: Any, rows: list[list[str]], figures: dic
 
 
 def gloo(folder: str, world: int, args: Any, rows: list[list[str]], figures: dict[str, Any]) -> None:
-    """Compare with the program's own clock, rank by rank."""
+    """Compare the records of each rank with the times that the program measured."""
     for rank, blocks in run_ranks(world, "gloo", folder, args.rounds, args.mib).items():
         mine = records(folder, "gloo", world, rank)
         for case in range(2):
@@ -240,7 +256,7 @@ def add(
     rows: list[list[str]],
     figures: dict[str, Any],
 ) -> None:
-    """One row of the table: what was recorded, what it is compared with, and the difference, in us."""
+    """Append a row to the table: the recorded times, the times for comparison, and the differences, in us."""
     if not recorded:
         raise ValueError(f"{name}, {case}: no record has a time")
     difference = [a - b for a, b in zip(recorded, truth, strict=True)]
@@ -250,7 +266,7 @@ def add(
 
 
 def main() -> int:
-    """Measure, print, write."""
+    """Measure, print the table and write it."""
     parser = arguments(__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--mib", type=int, default=64, help="size of the tensors")

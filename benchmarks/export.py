@@ -1,6 +1,6 @@
-"""Exports of a long run, checking one, and the ledger: seconds per million records, and the largest resident memory.
+"""Measures exports of a long run, the check of an export, and the ledger: s per million records and peak memory.
 
-The run is that of ``finalise.py``. Each measurement has a process of its own. Bar: 1.5 GiB for 1e7 records.
+The run is the run of ``finalise.py``. Each measurement runs in a separate process. Target: 1.5 GiB for 1e7 records.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MEMORY_TARGET_MIB: Final = 1536
 
 
 def measure(what: str, run: str, out: str) -> dict[str, float]:
-    """One measurement, in this process: seconds, CPU seconds, the largest resident memory, and bytes written."""
+    """Run one measurement in this process; return seconds, CPU seconds, peak memory in MiB and bytes written."""
     from commprof.analysis import api
     from commprof.export.chakra import export_chakra
     from commprof.export.csv import check_csv, export_csv
@@ -68,7 +68,7 @@ def _measured(what: str, run: Path, out: Path) -> dict[str, float]:
 
 
 def main() -> None:
-    """Write the run, export it, print, write."""
+    """Write the run, export it, print the table and write it."""
     parser = arguments((__doc__ or "").splitlines()[0])
     parser.add_argument("--records", type=int, default=10_000_000, help="over all ranks")
     parser.add_argument("--ranks", type=int, default=8)

@@ -1,8 +1,8 @@
-"""Finalising and opening a long run: wall time, CPU time and memory for 1e7 records of several ranks.
+"""Measures how long it takes to finalize and open a long run: wall time, CPU time and memory for 1e7 records.
 
-The records are those of a training with 60 kinds of calls, 200 call sites, 90 tags, three process groups and waits that
-vary, written into segments that the recorder's own writer reserves, from arrays instead of one by one. Each measurement has
-a process of its own.
+The records simulate a training on several ranks with 60 kinds of calls, 200 call sites, 90 tags, three process groups
+and varying waits. The benchmark writes them as arrays, not one by one, into segments that the writer of the recorder
+reserves. Each measurement runs in a separate process.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def _write_events(stem: Path, identity: RankFile, world: int, steps: int) -> Non
 
 
 def _records(count: int, rank: int) -> np.ndarray[Any, Any]:
-    """``count`` records, the same on every rank but for their times."""
+    """Return ``count`` records. Only their times differ between ranks."""
     rng = np.random.default_rng(rank)
     place = np.arange(count) % PER_STEP
     records = np.zeros(count, RECORD_DTYPE)
@@ -117,7 +117,10 @@ def _records(count: int, rank: int) -> np.ndarray[Any, Any]:
 
 
 def write_rank(run: Path, rank: int, world: int, count: int) -> None:
-    """The files of one rank with ``count`` records. The process that wrote them is taken for dead."""
+    """Write the files of one rank with ``count`` records.
+
+    The files contain a made-up pid, so that commprof regards the process that wrote them as dead.
+    """
     identity = RankFile(rank, 0, 4_000_000 + rank, 1)
     stem = run / identity.stem
     _write_events(stem, identity, world, -(-count // PER_STEP))
@@ -125,7 +128,7 @@ def write_rank(run: Path, rank: int, world: int, count: int) -> None:
     data = memoryview(_records(count, rank)).cast("B")
     unwritten = (1, 0, 0, 0, 0, 0, pack_tail(0, 0, 0, 0, 0))
     while len(data):
-        segment, base = file.append(*unwritten)  # which opens another segment where this one is full
+        segment, base = file.append(*unwritten)  # opens another segment if the current segment is full
         begin = base * 8
         while segment.used < min(segment.end, begin + len(data)):
             segment.take(*unwritten)
@@ -136,7 +139,7 @@ def write_rank(run: Path, rank: int, world: int, count: int) -> None:
 
 
 def measure(what: str, run: str) -> dict[str, float]:
-    """One measurement, in this process: seconds, CPU seconds, and the largest resident memory in MiB."""
+    """Run one measurement in this process; return seconds, CPU seconds, and peak resident memory in MiB."""
     from commprof.analysis import api
     from commprof.trace.finaliser import finalise
 
@@ -165,7 +168,7 @@ def _row(what: str, wall: str, found: dict[str, float], target: str) -> list[str
 
 
 def main() -> None:
-    """Write the run, measure, print, write."""
+    """Write the run, measure, print the table and write it."""
     parser = arguments(__doc__.splitlines()[0])
     parser.add_argument("--records", type=int, default=10_000_000, help="over all ranks")
     parser.add_argument("--ranks", type=int, default=8)

@@ -1,7 +1,8 @@
-"""What the policy SCHED_BATCH of gloo's event threads does to a training step of zero_runtime, and of torch's own.
+"""Measures the effect of SCHED_BATCH for gloo's event threads on training steps of zero_runtime and of torch.
 
-Two gloo ranks train block by block, by turns with the policy (zero_runtime sets it) and with the default one, which this
-program sets from outside. Each pair of blocks gives a ratio of the step times and one of the CPU times.
+Two gloo ranks train in blocks of steps. The blocks alternate between SCHED_BATCH, which zero_runtime sets, and the
+default policy. This program sets the policy from outside. Each pair of blocks gives one ratio of step times and one
+ratio of CPU times.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ CASES = {f"zero_runtime, stage {stage}": ("zero_runtime", stage) for stage in ST
 
 
 def set_policy(pair: Pair, policy: int) -> int:
-    """Give gloo's event threads of the ranks ``policy``; how many there are."""
-    ranks = [  # each is a fork of a process that has imported its modules
+    """Set the scheduling policy of gloo's event threads of the ranks; return the number of these threads."""
+    ranks = [  # Each rank is a fork of a process that has already imported all modules.
         child
         for process in pair.processes
         for child in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
@@ -49,7 +50,7 @@ def set_policy(pair: Pair, policy: int) -> int:
 
 
 def by_turns(runtime: str, stage: str, model: str, rounds: int) -> dict[str, Any]:
-    """Milliseconds of a step (of the slower rank, and of the processor) in each block, by policy."""
+    """Return the step times of each block by policy: wall ms of the slower rank, and CPU ms as the mean over ranks."""
     shape, steps = MODELS[model]
     variant = VARIANTS[stage]
     job = {"model": shape, "micro_batch": MICRO_BATCH, "peer": variant.peer, "port": free_port()}
@@ -58,7 +59,7 @@ def by_turns(runtime: str, stage: str, model: str, rounds: int) -> dict[str, Any
         pair = Pair(sys.executable, runtime, log)
         try:
             pair.ask({**job, "config": {**COMMON, "zero_optimization": variant.zero}})
-            pair.ask({"steps": steps})  # groups of torch's own are made in the first step
+            pair.ask({"steps": steps})  # torch creates some process groups in the first step
             for number in range(-1, rounds):
                 for name in list(POLICIES) if number % 2 else reversed(POLICIES):
                     if not set_policy(pair, POLICIES[name]):
@@ -77,7 +78,7 @@ def by_turns(runtime: str, stage: str, model: str, rounds: int) -> dict[str, Any
 
 
 def main() -> None:
-    """Measure, print, write."""
+    """Measure, print the table and write it."""
     parser = arguments(__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=20)
     args = parser.parse_args()

@@ -1,10 +1,12 @@
-"""Collectives along the axes of a grid against plain ones, on hosts with fast links inside and slow ones between them.
+"""Compares collectives along the axes of a grid to plain collectives, on hosts that are connected by slow links.
 
-The hosts are network namespaces of this machine with several ranks each, which reach each other through the loopback
-device; veth pairs to a bridge, with tbf on both ends, join the hosts. Needs root. Plain and composed collectives take
-turns in the same processes. What the bytes predict is the ratio of the bytes that the busiest host's interface sent, by
-its counter: the time of a message that nothing but that link holds up. A round's time is the median of its repetitions,
-of the slowest rank.
+The hosts are network namespaces of this machine with several ranks each. The ranks of a host communicate through the
+loopback device. veth pairs to a bridge, with tbf on both ends, connect the hosts. The benchmark needs root. Plain and
+composed collectives take turns in the same processes.
+
+The predicted gain is the ratio of the bytes that the interface of the busiest host sent, according to its counter. This
+gain would be reached if the link were the only limit. The time of a round is the median of its repetitions on the
+slowest rank.
 """
 
 from __future__ import annotations
@@ -28,14 +30,14 @@ from support import hosts as network
 
 ROOT = Path(__file__).resolve().parent.parent
 MIB = 2**20
-# hosts, ranks on each, rate of each host's link, what is compared with the plain collective
+# number of hosts, ranks per host, rate of each link, topologies that are compared with the plain collective
 CLUSTERS = (
     (2, 2, "100mbit", ([2, 2],)),
     (2, 4, "100mbit", ([2, 4], [2, 2, 2])),
     (4, 2, "100mbit", ([4, 2], [2, 2, 2])),
 )
 MESSAGES = (("all_reduce", 4 * MIB), ("reduce_scatter", 4 * MIB), ("all_gather", 4 * MIB), (TRAINING, 0))
-CANNOT = 3  # exit code where there can be no such hosts
+CANNOT = 3  # the exit code if this machine cannot create the hosts
 
 
 class Ranks(RankProcesses):
@@ -51,7 +53,12 @@ class Ranks(RankProcesses):
 
 
 def measure(ranks: Ranks, topologies: Sequence[Any], rounds: int, repeat: int) -> dict[str, dict[str, Any]]:
-    """Operation and topology (as JSON) -> seconds of each round, bytes of the busiest host, losses of rank 0."""
+    """Measure all operations with all topologies.
+
+    Returns:
+        The operation and topology, as JSON -> the seconds of each round, the bytes sent by the busiest host, and the
+        losses of rank 0.
+    """
     found: dict[str, dict[str, Any]] = {}
     for operation, size in MESSAGES:
         for number in range(-1, rounds):  # the first round warms up
@@ -71,7 +78,7 @@ def measure(ranks: Ranks, topologies: Sequence[Any], rounds: int, repeat: int) -
 def summarise(
     found: Mapping[str, Mapping[str, Any]], cluster: str, topologies: Sequence[Any]
 ) -> tuple[list[list[str]], dict[str, Any]]:
-    """The rows of one cluster, and its figures."""
+    """Return the rows of the table for one cluster, and the figures of the cluster."""
     rows, figures = [], {}
     for operation, _ in MESSAGES:
         plain = found[json.dumps([operation, 1])]
@@ -113,7 +120,7 @@ def summarise(
 
 
 def main() -> None:
-    """Measure, print, write."""
+    """Measure, print the table and write it."""
     parser = arguments(__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--repeat", type=int, default=3)

@@ -1,7 +1,8 @@
-"""One rank of benchmarks/hierarchical.py: carries out what it is told, plainly or along the axes.
+"""Runs one rank of benchmarks/hierarchical.py, which executes the requested operations, plain or along the axes.
 
-Each line on standard input is ``{"operation": name, "bytes": n, "topology": sizes or 1, "repeat": n}``; the answer is one
-line of JSON on standard output: seconds of each repetition, and the bytes that the host's interface sent meanwhile.
+Each line on standard input is ``{"operation": name, "bytes": n, "topology": sizes or 1, "repeat": n}``. The answer is
+one line of JSON on standard output. It contains the seconds and losses of all repetitions, and the mean number of bytes
+that the interface of the host sent per repetition.
 """
 
 from __future__ import annotations
@@ -30,7 +31,10 @@ LAYERS, WIDTH = 4, 512  # 1.05 M parameters
 
 
 def operations(topology: Any) -> dict[str, Callable[[torch.Tensor], Callable[[], Any]]]:
-    """Operation -> of a message, what carries it out once."""
+    """Return a function for each operation.
+
+    The function takes a message and returns another function, which runs the operation once on this message.
+    """
     group = DataParallelGroup()
     sizes = tuple(topology) if isinstance(topology, list) else topology
     install(group, CommunicationConfig(topology=sizes), None, DataParallelGroup)
@@ -52,7 +56,7 @@ def operations(topology: Any) -> dict[str, Callable[[torch.Tensor], Callable[[],
 
 
 def training(topology: Any) -> Callable[[], float]:
-    """A step of ZeRO-2 with reduce_scatter; gives the loss."""
+    """Return a function that runs one step of ZeRO-2 with reduce_scatter and returns the loss."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
     config = {

@@ -1,10 +1,13 @@
-"""The report of a planted run of 1,250 hosts with 8 ranks each and 1,000 steps, from the files of its hosts.
+"""Measures the report of a generated run of 1,250 hosts with 8 ranks each and 1,000 steps, from its files of hosts.
 
-The ranks of one host are recorded by the generator of spark_scale.py. The other hosts get its sums, under the numbers of
-their ranks and with waits that are longer by the number of the host. In the samples of arrivals one rank comes 20 ms after
-the others once in each step. All files of records are links to those of the first host, so they only have a size and a
-time; no answer here reads them. The exposed time, the bytes of a step and the rank that is named late are checked.
-Reading is `pyarrow.parquet.read_table` of each file, one after the other, in a process of its own.
+The generator of spark_scale.py creates the records of one host. The other hosts get the sums of this host with their
+own rank numbers. The waits of host i are longer by i ns, per rank and step. In the samples of arrivals, one rank
+arrives 18 ms after the other ranks once per step. All record files are links to one file. Only their sizes and times
+are used, because the report does not read them.
+
+The benchmark checks the exposed time, the bytes of the run and the rank that is reported as late. It compares the time
+of the report with the time of a separate process that reads all files of hosts in sequence with
+`pyarrow.parquet.read_table`.
 """
 
 from __future__ import annotations
@@ -35,15 +38,15 @@ from commprof.trace.directory import COLLECTIVES_DIRECTORY, HOSTS_DIRECTORY
 from commprof.trace.manifest import COMPLETE, Manifest, write_manifest
 from commprof.trace.tables import arrow_schema, empty_table, write_parquet, write_table
 
-EACH: Final = 8  # ranks of a host
-PER_STEP: Final = 4  # collectives
+EACH: Final = 8  # ranks per host
+PER_STEP: Final = 4  # collectives per step
 STEP_NS: Final = 120_000
 LATE_NS: Final = 20_000_000
 CALL_NS: Final = 2_000_000
 
 
 def steps_of(rank: int, count: int) -> pa.Table:
-    """The steps of a rank, one after the other."""
+    """Return ``count`` consecutive steps of a rank, as a table."""
     begin = np.arange(count) * STEP_NS
     known: dict[str, Any] = {
         "step": np.arange(count), "begin_ns": begin, "end_ns": begin + STEP_NS, "loss": 3.0 - np.arange(count) / count,
@@ -61,10 +64,10 @@ def steps_of(rank: int, count: int) -> pa.Table:
 
 
 def plant(run: Path, hosts: int, steps: int) -> int:
-    """The run of ``hosts`` hosts and ``steps`` steps: manifest, groups, links in the place of records, files of hosts.
+    """Write a run of ``hosts`` hosts and ``steps`` steps: manifest, groups, links instead of records, files of hosts.
 
     Returns:
-        In how many steps the waits of a host are longer by its number.
+        The number of steps in which the waits of a host are longer by the number of the host.
     """
     world = hosts * EACH
     folder = run / COLLECTIVES_DIRECTORY
@@ -132,7 +135,10 @@ def plant(run: Path, hosts: int, steps: int) -> int:
 
 
 def timed(records: pa.Table, rank: int, late: bool) -> pa.Table:
-    """``records`` of a rank with the times of a job whose ranks wait for each other; if ``late`` the third rank is late."""
+    """Return ``records`` of a rank with the times of a job whose ranks wait for each other.
+
+    If ``late``, the rank with number 2 on its host is late.
+    """
     number = np.arange(len(records))
     step, place = number // PER_STEP, number % PER_STEP
     done = step * (LATE_NS + (PER_STEP + 2) * CALL_NS) + LATE_NS + place * CALL_NS
@@ -146,7 +152,7 @@ def timed(records: pa.Table, rank: int, late: bool) -> pa.Table:
 
 
 def _write_clocks(run: Path, entries: list[dict[str, Any]]) -> None:
-    """Each host has a clock of its own, which was compared with that of the first at the beginning."""
+    """Write the tables of clocks. Each host has its own clock, which was compared with the first host's clock once."""
     known = {"monotonic_ns": 0, "realtime_ns": 0, "uncertainty_ns": 0, "reference_rank": 0, "time_ns": 0}
     known |= {"offset_ns": 0, "error_ns": 1000, "exchanges": 30}
     for table, every in (("clocks", 1), ("clock_offsets", EACH)):
@@ -169,7 +175,7 @@ def _of_host(tables: dict[str, pa.Table], host: int) -> dict[str, pa.Table]:
 
 
 def child(*words: str) -> tuple[float, int, str]:
-    """Seconds and peak memory of a process of its own, and what it has printed."""
+    """Run Python with ``words`` in a new process; return the seconds, the peak memory in bytes, and the output."""
     begin = time.perf_counter()
     with tempfile.TemporaryFile("w+") as output:
         process = subprocess.Popen([sys.executable, *words], stdout=output, stderr=subprocess.STDOUT)
@@ -217,7 +223,7 @@ def main() -> None:
 
 
 def _check(found: dict[str, Any], hosts: int, steps: int, longer: int) -> None:
-    """The planted numbers: collectives and bytes of each step, and waits that are longer by the number of the host."""
+    """Check that the report contains the generated values: collectives, bytes, the late rank and the exposed time."""
     assert len(found["steps"]) == steps and found["overview"]["ranks_recorded"] == hosts * EACH
     assert sum(row["collectives"] for row in found["traffic"]) == steps * PER_STEP
     late = max(found["stragglers"], key=lambda row: row["others_waited_own_ns"] or 0)
@@ -235,7 +241,7 @@ def _check(found: dict[str, Any], hosts: int, steps: int, longer: int) -> None:
 
 
 def _blocked(records: pa.Table) -> int:
-    """How long a rank was blocked: each moment once."""
+    """Return the time in ns in which a rank was blocked. Concurrent waits count once."""
     total, until = 0, 0
     for begin, end in zip(records["issue_ns"].to_pylist(), records["wait_end_ns"].to_pylist(), strict=True):
         total += max(0, end - max(begin, until))

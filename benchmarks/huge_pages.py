@@ -1,7 +1,7 @@
-"""What pages of 2 MiB do to a training step on a CPU: zero_runtime as it is against THP_MEM_ALLOC_ENABLE=0.
+"""Measures the effect of 2 MiB pages on a training step on a CPU: zero_runtime with THP_MEM_ALLOC_ENABLE=1 and 0.
 
-Two gloo ranks each way, side by side, train a GPT in turn; each pair of blocks gives a ratio of the step times. The
-peaks of resident memory are those of the larger rank.
+Two gloo ranks of each variant exist at the same time and take turns to train a GPT. Each pair of blocks gives a ratio
+of the step times. The peaks of resident memory are those of the rank with more memory.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ SMALL, HUGE = "4 KiB", "2 MiB"
 def side_by_side(
     given: dict[str, Any], rounds: int, steps: int
 ) -> tuple[dict[str, list[float]], dict[str, float]]:
-    """Milliseconds of a step in each block, and peaks in MiB, by size of the pages."""
+    """Return the step times of each block in ms, and the peaks of resident memory in MiB, both by page size."""
     with tempfile.TemporaryFile("w+") as log:
         pairs = {
             SMALL: Pair(sys.executable, "zero_runtime", log, {VARIABLE: "0"}),
@@ -54,7 +54,7 @@ def side_by_side(
 
 
 def main() -> None:
-    """Measure, print, write."""
+    """Measure, print the table and write it."""
     parser = arguments(__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--steps", type=int, default=2, help="of a block")

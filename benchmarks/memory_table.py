@@ -1,7 +1,8 @@
-"""Memory and samples per second of each ZeRO stage, with offload and 16-bit messages, on the GPT of examples/train_gpt.py.
+"""Measures memory and samples per second of each ZeRO stage, with offload and with 16-bit messages.
 
-Each configuration is a recorded run, and all of them are one sweep; ``commprof compare`` and ``commprof dashboard`` open it.
-``commprof sweep`` itself makes every combination of the values that it is given; the ones here are chosen.
+The model is the GPT of examples/train_gpt.py. Each configuration is a recorded run, and all runs form one sweep, which
+``commprof compare`` and ``commprof dashboard`` can open. ``commprof sweep`` itself would run all combinations of the
+given values. This benchmark runs only selected combinations.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ STATES: Final = "zero_optimization.offload_optimizer.device"
 PARAMETERS: Final = "zero_optimization.offload_param.device"
 COMMUNICATION: Final = "communication_data_type"
 USUAL: Final = {STAGE: 0, STATES: "none", PARAMETERS: "none", COMMUNICATION: "fp32"}
-# What a row of the table is called, and in which keys it differs from USUAL.
+# The name of each row of the table -> the keys that differ from USUAL.
 CONFIGURATIONS: Final[Mapping[str, Mapping[str, Any]]] = {
     "plain data parallelism (stage 0)": {},
     "ZeRO-1": {STAGE: 1},
@@ -49,15 +50,16 @@ CONFIGURATIONS: Final[Mapping[str, Mapping[str, Any]]] = {
     "ZeRO-3, bf16 communication": {STAGE: 3, COMMUNICATION: "bf16"},
 }
 BUCKET: Final = 2_000_000  # elements
-# Bytes from which glibc gives a freed block back at once, so that resident memory is what a configuration holds.
+# glibc returns freed blocks of at least this many bytes to the system immediately. The resident memory then shows the
+# memory that a configuration uses.
 GIVEN_BACK: Final = 1 << 20
 HEADER: Final = ("configuration", "after a step", "peak", "samples/s", "sent by a rank per step")
-# Where --docs puts the table.
+# --docs replaces the text at this place with the table.
 PLACE: Final = re.compile(r"(?<=<!-- table -->\n).*(?=<!-- /table -->)", re.DOTALL)
 
 
 class Row(NamedTuple):
-    """What one configuration needed: memory of its largest rank, and what it got through."""
+    """The results of one configuration: memory of the rank with the most memory, throughput, and wire bytes."""
 
     name: str
     after_step_bytes: int
@@ -66,7 +68,7 @@ class Row(NamedTuple):
     wire_bytes_per_step: float
 
     def cells(self) -> tuple[str, ...]:
-        """The row as text, under HEADER."""
+        """Return the cells of the row as text, in the order of HEADER."""
         memory = (api.format_bytes(self.after_step_bytes), api.format_bytes(self.peak_bytes))
         return (
             self.name,
@@ -77,13 +79,14 @@ class Row(NamedTuple):
 
 
 def config(nvme_path: Path, micro_batch: int) -> dict[str, Any]:
-    """What all configurations have in common."""
+    """Return the keys that all configurations have in common."""
     return {
         "train_micro_batch_size_per_gpu": micro_batch,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
         "zero_optimization": {
             "reduce_bucket_size": BUCKET,
-            # A model as small as this would stay whole between steps, or between forward and backward.
+            # Without these two values, the parameters of this small model would stay gathered between steps, or
+            # between the forward and the backward pass.
             "stage3_param_persistence_threshold": 0,
             "stage3_max_reuse_distance": 0,
             "stage3_prefetch_bucket_size": BUCKET,
@@ -94,10 +97,10 @@ def config(nvme_path: Path, micro_batch: int) -> dict[str, Any]:
 
 
 def runs(campaign: Campaign, names: Sequence[str]) -> Iterator[tuple[str, Path]]:
-    """Carry out the sweep; yields the name and the run of each configuration.
+    """Execute the sweep and yield the name and the run of each configuration.
 
     Raises:
-        SystemExit: a run failed, or somebody asked to stop.
+        SystemExit: A run failed, or the sweep was interrupted.
     """
     with signals_held():
         for name, result in zip(names, carry_out(campaign, print), strict=True):
@@ -110,7 +113,7 @@ def runs(campaign: Campaign, names: Sequence[str]) -> Iterator[tuple[str, Path]]
 
 
 def rows(made: Sequence[tuple[str, Path]]) -> list[Row]:
-    """The table of the runs, in their order, by the answers that the Compare page shows."""
+    """Return one row for each run, in the same order, computed from the values that the page Compare shows."""
     opened = [api.open_run(path) for _, path in made]
     needed = api.resources(opened).to_dict("records")
     compared = api.compare(opened).to_dict("records")
@@ -125,7 +128,7 @@ def rows(made: Sequence[tuple[str, Path]]) -> list[Row]:
 
 
 def main() -> None:
-    """Make the runs, and print their table."""
+    """Execute the runs and print their table."""
     parser = arguments(__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, help="where the runs go; default: traces/train_gpt-sweep-<time>")
     parser.add_argument(
@@ -139,7 +142,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--docs", type=Path, help="put the table into this page, between its marks")
     args = parser.parse_args()
-    # Host memory is the device of a CPU: there the rows of offload to it would be those without offload.
+    # On a CPU, host memory is the memory of the device, so that offload to the CPU changes nothing.
     names = [
         name
         for name in CONFIGURATIONS

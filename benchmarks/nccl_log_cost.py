@@ -1,8 +1,9 @@
-"""Time that NCCL's log adds to one all_reduce, by setting. Needs NCCL and a GPU; says so where there is none.
+"""Measures the time that NCCL's log adds to one all_reduce, by setting of the log.
 
-The log cannot be switched in a running process, so each setting is a process of its own with a communicator of one rank; the
-settings take turns, and the figure is the median over the rounds. Host time per call, of calls that are queued and not
-waited for.
+The benchmark needs NCCL and a GPU. Without them, it prints a message and measures nothing. The log cannot be switched
+on or off in a running process. Each setting therefore runs in a separate process with a communicator of one rank. The
+settings take turns, and the figure is the median over the rounds. The benchmark measures the host time per call of
+calls that are queued without waiting for them.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ dist.destroy_process_group()
 
 
 def call_ns(settings: dict[str, str], calls: int) -> tuple[float, float]:
-    """Nanoseconds of one call on the host, and bytes of log for it."""
+    """Return the host time of one call in ns, and the bytes of the log per call."""
     with tempfile.TemporaryDirectory() as directory:
         kept = {name: value for name, value in os.environ.items() if not name.startswith("NCCL_")}
         log = {"NCCL_DEBUG_FILE": f"{directory}/%h.%p.log"} if settings else {}
@@ -54,7 +55,7 @@ def call_ns(settings: dict[str, str], calls: int) -> tuple[float, float]:
 
 
 def main() -> None:
-    """Measure, print, write."""
+    """Measure, print the table and write it."""
     parser = arguments(__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--calls", type=int, default=20_000)

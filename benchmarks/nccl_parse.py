@@ -1,13 +1,14 @@
-"""How fast NCCL logs become tables: commprof beside grep and beside public scripts, and whether the counts are right.
+"""Measures how fast commprof, grep and public scripts read NCCL logs, and checks their counts.
 
     python benchmarks/nccl_parse.py [--size 1000000000] [--rounds 5] [--peer PATH]... [--limit 600] [--work DIR]
 
-Two generated logs (benchmarks/nccl_log.py): one of all operations, one of AllReduce and Broadcast only, which every public
-script knows. Each reader runs on each as a whole command, in rounds that go round the readers; what it wrote is compared
-with what the generator knows. Memory is taken in a first round, which is not timed: sampling costs time.
+benchmarks/nccl_log.py generates two logs. One log contains all operations. The other log contains only AllReduce and
+Broadcast, which every public script supports. Each reader runs on each log as a complete command, and the readers take
+turns in each round. The benchmark compares the output of each reader with the known content of the log. Memory is
+measured in a first round that is not timed, because sampling the memory takes time.
 
-``--peer`` is a checkout of a parser with the command line of nccl-rccl-parser (``rccl_nccl_parser.py``); nothing is fetched.
-A peer that does not finish is tried again on a tenth of the log, and again.
+``--peer`` is a checkout of a parser with the command line of nccl-rccl-parser (``rccl_nccl_parser.py``). The benchmark
+downloads nothing. A peer that does not finish runs again on a tenth of the log, and then again on a tenth of that.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from results import Spread, arguments, publish, spread
 
 SAMPLE_SECONDS = 0.1
 SMALLEST_SHARE = 1000
-# commprof's name of each operation
+# NCCL's name of each operation -> commprof's name
 NAMES = {
     "AllReduce": "all_reduce",
     "AllGather": "all_gather",
@@ -44,7 +45,7 @@ NAMES = {
     "Send": "send",
     "Recv": "recv",
 }
-# The program of rccl-tests that a nccl-rccl-parser script puts in the place of each operation.
+# NCCL's name of each operation -> the program of rccl-tests that nccl-rccl-parser writes for the operation
 PROGRAMS = {
     "AllReduce": "all_reduce_perf",
     "AllGather": "all_gather_perf",
@@ -59,7 +60,7 @@ PROGRAMS = {
 
 @dataclass(frozen=True)
 class Log:
-    """A generated log and what it holds."""
+    """A generated log and its exact content."""
 
     name: str
     path: Path
@@ -68,7 +69,11 @@ class Log:
 
 @dataclass(frozen=True)
 class Reader:
-    """A command that reads a log; ``fault`` says what is wrong with what it wrote, or nothing."""
+    """A command that reads a log.
+
+    Attributes:
+        fault: A function that checks the output and returns a description of its errors, or an empty string.
+    """
 
     name: str
     command: Callable[[Path, Path], list[str]]
@@ -77,7 +82,7 @@ class Reader:
 
 @dataclass
 class Outcome:
-    """The runs of one reader on one log."""
+    """The results of all runs of one reader on one log."""
 
     num_bytes: int
     fault: str = ""
@@ -87,7 +92,7 @@ class Outcome:
 
 
 def grep() -> Reader:
-    """The floor: one pass over the bytes that counts lines and keeps nothing."""
+    """Return a reader for grep. It is the lower bound: it reads the bytes once, counts lines and stores nothing."""
 
     def fault(output: str, out: Path, truth: Truth) -> str:
         found, expected = int(output), truth.of_kind("coll")
@@ -97,7 +102,7 @@ def grep() -> Reader:
 
 
 def commprof() -> Reader:
-    """The whole command, all tables written."""
+    """Return a reader for the complete command of commprof, which writes all tables."""
     program = Path(sys.executable).with_name("commprof")
     return Reader(
         "commprof nccl parse --out",
@@ -107,7 +112,10 @@ def commprof() -> Reader:
 
 
 def table_fault(path: Path, truth: Truth) -> str:
-    """Compare ``nccl_ops`` with the truth: lines, printed and whole bytes by operation and kind."""
+    """Compare ``nccl_ops`` with the truth; return a description of the differences, or an empty string.
+
+    The lines, printed bytes and message bytes are compared by operation and kind.
+    """
     table = pq.read_table(path, columns=["op", "kind", "state", "bytes", "message_bytes"])
     sums = table.group_by(["op", "kind", "state"]).aggregate(
         [("bytes", "count"), ("bytes", "sum"), ("message_bytes", "sum")]
@@ -129,7 +137,7 @@ def table_fault(path: Path, truth: Truth) -> str:
 
 
 def peer(checkout: Path) -> Reader:
-    """A public script with the command line of nccl-rccl-parser: one shell command per COLL line."""
+    """Return a reader for a public script like nccl-rccl-parser, which writes one shell command per COLL line."""
     script = checkout / "rccl_nccl_parser.py"
     if not script.is_file():
         raise SystemExit(
@@ -157,7 +165,7 @@ def peer(checkout: Path) -> Reader:
 
 
 class Memory(threading.Thread):
-    """Samples the memory of a process and all below it; shared pages count once (PSS)."""
+    """Samples the memory of a process and all its descendants. Shared pages count once (PSS)."""
 
     def __init__(self, pid: int) -> None:
         super().__init__(daemon=True)
@@ -166,7 +174,7 @@ class Memory(threading.Thread):
         self.ended = threading.Event()
 
     def run(self) -> None:
-        """Sample until :attr:`ended`."""
+        """Sample the memory until :attr:`ended` is set."""
         while not self.ended.wait(SAMPLE_SECONDS):
             self.peak_bytes = max(self.peak_bytes, sum(map(_pss, _tree(self.pid))))
 
@@ -191,7 +199,7 @@ def _pss(pid: int) -> int:
 
 
 def run(reader: Reader, log: Log, outcome: Outcome, limit: float, *, timed: bool) -> None:
-    """One run of ``reader``: its times, or its memory, or its fault go into ``outcome``."""
+    """Run ``reader`` once, and add its times or its memory, and its fault, to ``outcome``."""
     out = Path(tempfile.mkdtemp(dir=log.path.parent))
     begin = time.perf_counter()
     with (out / "stdout").open("w+") as stdout, (out / "stderr").open("w+") as stderr:
@@ -228,7 +236,10 @@ def run(reader: Reader, log: Log, outcome: Outcome, limit: float, *, timed: bool
 
 
 def measure(readers: Sequence[Reader], log: Log, rounds: int, limit: float) -> dict[str, Outcome]:
-    """All readers on one log: a round for memory, then timed rounds, each going through all that finish."""
+    """Run all readers on one log.
+
+    The first round measures memory. The timed rounds follow, and each runs all readers that have no fault so far.
+    """
     outcomes = {reader.name: Outcome(log.truth.bytes) for reader in readers}
     for reader in readers:
         run(reader, log, outcomes[reader.name], limit, timed=False)
@@ -241,7 +252,7 @@ def measure(readers: Sequence[Reader], log: Log, rounds: int, limit: float) -> d
 
 
 def main() -> None:
-    """Generate, run, compare, print, write."""
+    """Generate the logs, run and compare the readers, print the table and write it."""
     parser = arguments(__doc__.splitlines()[0])
     parser.add_argument("--size", type=int, default=1_000_000_000, help="bytes of each log")
     parser.add_argument("--rounds", type=int, default=5)
@@ -264,7 +275,7 @@ def main() -> None:
             with tempfile.TemporaryDirectory(dir=args.work) as folder:
                 path = Path(folder) / "nccl.log"
                 log = Log(name, path, generate(path, size, args.ranks, names=operations))
-                # a smaller log is for the readers that did not finish, beside those that set the scale
+                # A smaller log is for the readers that did not finish. The first two readers run too, for comparison.
                 chosen = readers if first else [*readers[:2], *waiting]
                 outcomes = measure(chosen, log, args.rounds, args.limit)
             rows.extend(_row(name, reader.name, outcomes) for reader in chosen)
@@ -285,7 +296,7 @@ def main() -> None:
 
 
 def _ratio(name: str, outcomes: dict[str, Outcome]) -> Spread | None:
-    """Wall time over grep's in the same round."""
+    """Return the wall time of a reader, divided by grep's wall time in the same round."""
     floor = next(iter(outcomes.values()))
     pairs = [wall / base for wall, base in zip(outcomes[name].wall, floor.wall, strict=False)]
     return spread(pairs) if pairs else None

@@ -1,7 +1,8 @@
-"""The lines of one process of a job, in the formats of NCCL 2.28: what benchmarks/nccl_log.py is put together from.
+"""Renders the log lines of one process of a job in the formats of NCCL 2.28, for benchmarks/nccl_log.py.
 
-Formats: ``src/debug.cc`` (heads), ``src/enqueue.cc`` (operations, tuning), ``src/init.cc`` (communicators), ``src/graph``
-and ``src/transport`` (topology) of NVIDIA/nccl at v2.28.9-1; nothing of commprof is imported.
+The formats are those of ``src/debug.cc`` (line prefixes), ``src/enqueue.cc`` (operations, tuning), ``src/init.cc``
+(communicators), ``src/graph`` and ``src/transport`` (topology) of NVIDIA/nccl at v2.28.9-1. This module does not import
+commprof.
 """
 
 from __future__ import annotations
@@ -18,7 +19,13 @@ BYTES_OF_TYPE = {4: 8, 7: 4, 9: 2}  # int64, float32, bfloat16
 
 
 class Call(NamedTuple):
-    """One operation of a step: the communicator it runs on, its name as printed, numbers as in ``nccl.h``."""
+    """An operation of a step.
+
+    Attributes:
+        group: The group whose communicator runs the operation.
+        name: The name of the operation as NCCL prints it.
+        datatype, reduction: Numbers of ``nccl.h``.
+    """
 
     group: str
     name: str
@@ -50,7 +57,7 @@ POINT_TO_POINT = frozenset({"Send", "Recv"})
 
 
 class Membership(NamedTuple):
-    """One communicator as one of its ranks knows it."""
+    """A communicator from the point of view of one of its ranks."""
 
     group: str
     address: str
@@ -60,13 +67,13 @@ class Membership(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Ranks in the communicator."""
+        """The number of ranks in the communicator."""
         return len(self.members)
 
 
 @dataclass
 class Process:
-    """One rank: renders its lines. Rendered text is a template, so a percent sign stands twice."""
+    """Renders the lines of one rank. The text is a %-format template, so that every literal percent sign is doubled."""
 
     rank: int
     world: int
@@ -91,17 +98,17 @@ class Process:
         return Membership(group, address, members.index(self.rank), members, color)
 
     def info(self, text: str, thread: int = 0, kind: str = "chatter") -> str:
-        """An INFO line of thread ``pid + thread``."""
+        """Return an INFO line of thread ``pid + thread``."""
         self.truth[kind] += 1
         return f"{self.host}:{self.pid}:{self.pid + thread} [{self.device}] NCCL INFO {text}\n"
 
     def call(self, text: str, thread: int = 0, kind: str = "calls_without_data") -> str:
-        """A CALL line: it has no device."""
+        """Return a CALL line, which contains no device."""
         self.truth[kind] += 1
         return f"{self.host}:{self.pid}:{self.pid + thread} NCCL CALL {text}\n"
 
     def operation(self, number: int, call: Call) -> str:
-        """The COLL line of call ``number`` of a step, its CALL twin, and on rank 0 its TUNING line."""
+        """Return the COLL line and the CALL line of call ``number`` of a step, and on rank 0 also its TUNING line."""
         comm = self.groups[call.group]
         thread = 213 if call.autograd else 0
         send = f"7f{self.rank:02x}%(a{number})06x00"
@@ -109,7 +116,7 @@ class Process:
         root = call.root
         if call.name in POINT_TO_POINT:
             root = (comm.rank + (1 if call.name == "Send" else -1)) % comm.size
-            send = ""  # since 2.12 both print their buffer as recvbuff
+            send = ""  # Since 2.12, Send and Recv both print their buffer as recvbuff.
         stream = f"0x55{self.rank:02x}00c{GROUPS.index(call.group)}{self.rank * 16:04x}"
         coll = self.info(
             f"{call.name}: opCount %(o{number})x sendbuff {'0x' + send if send else '(nil)'} recvbuff 0x{receive} "
@@ -139,7 +146,11 @@ class Process:
         )
 
     def step(self, calls: Mapping[int, Call]) -> list[str]:
-        """The operations of one step by their number, groups as torch opens them."""
+        """Return the lines of one step: the operations, in the groups that torch opens.
+
+        Args:
+            calls: The operations by their number in the step.
+        """
         texts: list[str] = []
         for number, call in calls.items():
             text = self.operation(number, call)
@@ -151,7 +162,7 @@ class Process:
         return texts
 
     def start(self) -> list[str]:
-        """What a process prints once."""
+        """Return the lines that a process prints only once."""
         self.truth["foreign"] += 1
         return [
             f"[{self.rank}] launching train.py on {self.host}, pid {self.pid}\n",
@@ -164,7 +175,7 @@ class Process:
         ]
 
     def init(self) -> list[str]:
-        """Three communicators come to be, with their topology and torch's own line."""
+        """Return the lines about the creation of three communicators: their topology and the line of torch."""
         return [text for comm in self.groups.values() for text in self._init(comm)]
 
     def _init(self, comm: Membership) -> Iterator[str]:
@@ -180,7 +191,7 @@ class Process:
         else:
             split = GROUPS.index(comm.group)
             ident = f"parent {world} splitCount {split} color {comm.color} key {self.rank}"
-            # the START line has no blank in front of its dash
+            # The START line has no space before its dash.
             begin = f"ncclCommSplit {common}{ident}- Init START"
             end = f"ncclCommSplit {common}{ident} - Init COMPLETE"
             call = (
@@ -271,7 +282,10 @@ class Process:
             yield self.info(f"{name:>13} |{row} |", 7)
 
     def failure(self, reporter: int) -> list[str]:
-        """An epoch ends: one rank warns, its error unwinds, all abort their communicators."""
+        """Return the lines at the end of an epoch.
+
+        The rank ``reporter`` prints a warning and the propagation of its error. All ranks abort their communicators.
+        """
         texts = []
         if self.rank == reporter:
             self.truth["warnings"] += 1
@@ -294,7 +308,7 @@ class Process:
         ]
 
     def chatter(self, number: int) -> str:
-        """One of the lines that say nothing about operations or communicators."""
+        """Return a line without information about operations or communicators."""
         local = number % GPUS_PER_HOST
         ours = (
             lambda: self.info("misc/utils.cc:233 memory stack hunk malloc(65536)"),
@@ -318,17 +332,20 @@ class Process:
 
 
 def ring_order(size: int, channel: int) -> list[int]:
-    """The ranks in the order of the ring of ``channel``: odd ones run backwards."""
+    """Return the ranks in the order of the ring of ``channel``. The rings of odd channels are reversed."""
     return [0, *(range(size - 1, 0, -1) if channel % 2 else range(1, size))]
 
 
 def neighbours(ring: Sequence[int], rank: int) -> tuple[int, int]:
-    """The ranks in front of and behind ``rank``."""
+    """Return the ranks before and after ``rank`` in a ring."""
     place = ring.index(rank)
     return ring[place - 1], ring[(place + 1) % len(ring)]
 
 
 def tree_place(size: int, rank: int, tree: int) -> tuple[int, int]:
-    """Parent and child of ``rank`` (-1: none): trees are chains, odd ones from the last rank down."""
+    """Return the parent and the child of ``rank``, or -1 if there is none.
+
+    The trees are chains. Odd trees start at the last rank.
+    """
     up, down = (rank + 1, rank - 1) if tree % 2 else (rank - 1, rank + 1)
     return (up if up < size else -1), (down if down < size else -1)

@@ -1,10 +1,12 @@
-"""Memory and time of a training step with the optimizer in memory, in host memory and in files, against DeepSpeed 0.19.8.
+"""Compares memory and time of a step with offload of the optimizer (none, cpu, nvme) to DeepSpeed 0.19.8.
 
-Two gloo ranks train a bf16 GPT at one ZeRO stage. First each way runs alone, in processes of its own, for its peak memory;
-then once more with files, in a cgroup whose memory limit lies between the two peaks; and once more without, which cannot
-finish there. Step times are of runtimes that live side by side and train in turn; with files always at stage 3, since
-DeepSpeed has files at that stage only. It compiles its AdamW and its file operations at the first use (needs a C++ compiler,
-ninja and libaio's headers).
+Two gloo ranks train a bf16 GPT at one ZeRO stage. First, each variant runs alone in separate processes to measure its
+peak memory. Then the variants run in a cgroup whose memory limit is between the two peaks. The training with files
+finishes in this cgroup, and the training without files cannot finish.
+
+The runtimes whose step times are compared exist at the same time and take turns. The step time with files is always
+measured at stage 3, because DeepSpeed supports files only at this stage. DeepSpeed compiles its AdamW and its file
+operations at the first use, which needs a C++ compiler, ninja and the headers of libaio.
 """
 
 from __future__ import annotations
@@ -33,14 +35,14 @@ SHAPES: Mapping[str, Mapping[str, int]] = {
     "100 M": {"width": 1024, "layers": 6, "heads": 8, "context": 16, "vocabulary": 12288},
     "small, 3 M": {"width": 192, "layers": 4, "heads": 4, "context": 32, "vocabulary": 2816},
 }
-PARTS = ("memory", "limit", "time")  # a limit is between two peaks of memory
-PATIENCE = 900  # seconds for a run in a cgroup
-STATE_BYTES = 12  # of a parameter: master, exp_avg and exp_avg_sq in fp32
+PARTS = ("memory", "limit", "time")  # "limit" depends on the peaks of "memory"
+PATIENCE = 900  # the longest time of a run in a cgroup, in seconds
+STATE_BYTES = 12  # per parameter: master, exp_avg and exp_avg_sq in fp32
 OURS = "zero_runtime"
 
 
 def config(stage: int, device: str, path: str, torch_adam: bool = False) -> dict[str, Any]:
-    """The configuration of one way; both runtimes know all of its keys."""
+    """Return the configuration of one variant. Both runtimes support all of its keys."""
     offload = {"device": device, "nvme_path": path} if device == "nvme" else {"device": device}
     return {
         "train_micro_batch_size_per_gpu": 1,
@@ -58,7 +60,7 @@ def config(stage: int, device: str, path: str, torch_adam: bool = False) -> dict
 
 
 class Cgroup:
-    """A memory cgroup of version 1 for the processes of one way."""
+    """A memory cgroup (version 1) for the processes of one variant."""
 
     def __init__(self, name: str, limit: int) -> None:
         self.folder = CGROUP / f"zero_runtime-{os.getpid()}-{name}"
@@ -68,23 +70,23 @@ class Cgroup:
             (self.folder / "memory.swappiness").write_text("0")
 
     def add(self, pid: int) -> None:
-        """Take a process in; what it starts is in it too."""
+        """Add a process to the cgroup. The processes that it starts later also belong to the cgroup."""
         (self.folder / "cgroup.procs").write_text(str(pid))
 
     @property
     def kills(self) -> int:
-        """Processes that the kernel has ended for memory."""
+        """The number of processes that the kernel has killed because of the memory limit."""
         words = (self.folder / "memory.oom_control").read_text().split()
         return int(words[words.index("oom_kill") + 1]) if "oom_kill" in words else 0
 
     def kill(self) -> None:
-        """End its processes."""
+        """Kill the processes of the cgroup."""
         for pid in (self.folder / "cgroup.procs").read_text().split():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(int(pid), signal.SIGKILL)
 
     def close(self) -> None:
-        """End its processes, and remove it."""
+        """Kill the processes of the cgroup and remove the cgroup."""
         for _ in range(100):
             self.kill()
             try:
@@ -96,7 +98,11 @@ class Cgroup:
 
 @contextlib.contextmanager
 def running(python: str, runtime: str, cgroup: Cgroup | None = None) -> Iterator[Pair]:
-    """The ranks of one runtime. Raises RuntimeError with the end of what they have printed."""
+    """Start the ranks of one runtime, in ``cgroup`` if it is given, and yield them.
+
+    Raises:
+        RuntimeError: A rank failed. The message contains the last error that the ranks printed.
+    """
     with tempfile.TemporaryFile("w+") as log:
         pair = Pair(python, runtime, log)
         try:
@@ -119,14 +125,17 @@ def _last_line(log: TextIO) -> str:
 
 
 def begin(pair: Pair, shape: Mapping[str, int], given: Mapping[str, Any]) -> None:
-    """Let the ranks make their model."""
+    """Request the ranks to create their model."""
     pair.ask({"model": shape, "micro_batch": 1, "config": given, "port": free_port()})
 
 
 def peak(
     shape: Mapping[str, int], given: Mapping[str, Any], steps: int, limit: int | None = None
 ) -> dict[str, Any]:
-    """MiB that the larger rank has had resident, and the losses; in a cgroup of ``limit`` bytes where that is given."""
+    """Train ``steps`` steps; return the peak resident memory of the rank with more memory in MiB, and the losses.
+
+    If ``limit`` is given, the ranks run in a cgroup of ``limit`` bytes.
+    """
     cgroup = None if limit is None else Cgroup("limited", limit)
     watch = None if cgroup is None else threading.Timer(PATIENCE, cgroup.kill)
     try:
@@ -142,7 +151,7 @@ def peak(
             late = not watch.is_alive()
             if late:
                 raise RuntimeError(f"not done in {PATIENCE} s; {error}") from None
-            if cgroup.kills:  # what the other rank says of it is of no interest
+            if cgroup.kills:  # The error of the other rank is only a consequence, so it is not shown.
                 raise RuntimeError(f"{cgroup.kills} ended by the kernel") from None
         raise
     finally:
@@ -153,19 +162,19 @@ def peak(
 
 
 def resident_peak(pair: Pair) -> float:
-    """MiB that the larger rank has had resident at most."""
+    """Return the peak resident memory of the rank with more memory, in MiB."""
     return max(_high_water(process) for process in pair.processes)
 
 
 def _high_water(process: subprocess.Popen[str]) -> float:
-    """MiB that the child of a rank's process, which trains, has had resident at most."""
+    """Return the peak resident memory in MiB of the child of a rank's process. The child does the training."""
     (child,) = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     lines = Path(f"/proc/{child}/status").read_text().splitlines()
     return next(int(line.split()[1]) / 1024 for line in lines if line.startswith("VmHWM:"))
 
 
 def limited(shape: Mapping[str, int], ways: Mapping[str, Any], steps: int, limit: int) -> dict[str, str]:
-    """How each way ends in a cgroup of ``limit`` bytes for both ranks."""
+    """Return whether each variant finishes in a cgroup of ``limit`` bytes for both ranks, as text by variant."""
     outcome = {}
     for name, given in ways.items():
         try:
@@ -179,7 +188,7 @@ def limited(shape: Mapping[str, int], ways: Mapping[str, Any], steps: int, limit
 def side_by_side(
     python: str, shape: Mapping[str, int], given: Mapping[str, Any], rounds: int, steps: int
 ) -> tuple[Spread, dict[str, float]]:
-    """The ratio of step times here by DeepSpeed's, and both in ms."""
+    """Return the ratio of the step time of zero_runtime to that of DeepSpeed, and both step times in ms."""
     with running(python, PEER) as theirs, running(sys.executable, OURS) as ours:
         pairs = {PEER: theirs, OURS: ours}
         for pair in pairs.values():
@@ -198,7 +207,7 @@ def side_by_side(
 
 
 def parameters(shape: Mapping[str, int]) -> int:
-    """Parameters of the example's GPT."""
+    """Return the number of parameters of the example's GPT."""
     import importlib.util
 
     import torch
@@ -211,7 +220,7 @@ def parameters(shape: Mapping[str, int]) -> int:
 
 
 def main() -> None:
-    """Measure, print, write."""
+    """Measure, print the table and write it."""
     parser = arguments(__doc__.splitlines()[0])
     parser.add_argument(
         "--deepspeed-python", help=f"the Python of an environment that has DeepSpeed {DEEPSPEED}"
@@ -234,7 +243,7 @@ def main() -> None:
 
 
 def measure(args: Any, shape: Mapping[str, int], path: str) -> None:
-    """All figures of one model."""
+    """Measure all figures of one model and publish them."""
     count = parameters(shape)
     ways = {device: config(args.stage, device, path, args.torch_adam) for device in ("none", "cpu", "nvme")}
     figures: dict[str, Any] = {"parameters": count, "state_bytes": STATE_BYTES * count, "stage": args.stage}
@@ -246,7 +255,7 @@ def measure(args: Any, shape: Mapping[str, int], path: str) -> None:
         rows += limits(shape, ways, args.steps, figures)
     if "time" in parts:
         python = deepspeed_python(args.deepspeed_python)
-        # DeepSpeed 0.19.8 writes no files below stage 3: there it takes nvme for cpu.
+        # DeepSpeed 0.19.8 writes no files below stage 3. At those stages it treats nvme as cpu.
         for name, stage in {("cpu", args.stage): None, ("cpu", 3): None, ("nvme", 3): None}:
             given = config(stage, name, path, args.torch_adam)
             rows.append(compare(python, f"{name}, stage {stage}", shape, given, args, figures))
@@ -263,7 +272,7 @@ def measure(args: Any, shape: Mapping[str, int], path: str) -> None:
 def memory(
     shape: Mapping[str, int], ways: Mapping[str, Any], steps: int, figures: dict[str, Any]
 ) -> Iterator[list[str]]:
-    """Rows about the peaks of the three ways."""
+    """Yield the rows about the memory peaks of the three variants."""
     peaks = {name: peak(shape, given, steps) for name, given in ways.items()}
     figures["peak_mib"] = {name: each["mib"] for name, each in peaks.items()}
     figures["same_losses"] = all(each["losses"] == peaks["none"]["losses"] for each in peaks.values())
@@ -276,7 +285,7 @@ def memory(
 def limits(
     shape: Mapping[str, int], ways: Mapping[str, Any], steps: int, figures: dict[str, Any]
 ) -> Iterator[list[str]]:
-    """Rows about runs in a cgroup with half of the difference."""
+    """Yield the rows about runs in a cgroup whose limit is halfway between two peaks."""
     if os.geteuid() != 0 or not (CGROUP / "memory.limit_in_bytes").exists():
         yield ["cgroup", "not measured: it needs root and a memory controller of version 1", ""]
         return
@@ -296,7 +305,7 @@ def compare(
     args: Any,
     figures: dict[str, Any],
 ) -> list[str]:
-    """A row about step times with one kind of offload."""
+    """Return a row about the step times with one kind of offload."""
     try:
         ratio, times = side_by_side(python, shape, given, args.rounds, args.steps)
     except RuntimeError as error:

@@ -1,7 +1,8 @@
-"""Idle share of a pipeline under each schedule: measured, on paper, and by formula, on gloo ranks that sleep in each layer.
+"""Measures the idle share of a pipeline under each schedule and compares it to the expected share.
 
-Forward passes, gradients of inputs and gradients of weights take equally long, by sleeping, so that no core is needed, and
-stages are equal; what is more than on paper is what messages, waiting and the lists of the schedule cost.
+The gloo ranks sleep in each layer, so that they need no core. Forward passes, gradients of inputs and gradients of
+weights take the same time, and all stages are equal. The difference to the expected share is the cost of messages,
+waiting and the lists of the schedule.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ HEADER: Final = ["schedule", "idle on paper", "idle measured", "step, ms", "step
 
 
 def rank_main(words: Sequence[str]) -> None:
-    """One rank: train some steps under each schedule, and print what was measured."""
+    """Run one rank: train a few steps under each schedule. Rank 0 prints the measurements."""
     import torch
 
     import zero_runtime
@@ -39,7 +40,7 @@ def rank_main(words: Sequence[str]) -> None:
     stages, micro_batches, milliseconds, steps = int(words[0]), int(words[1]), float(words[2]), int(words[3])
 
     class Late(torch.autograd.Function):
-        """Takes its time in the backward pass."""
+        """The identity. Its backward pass sleeps."""
 
         @staticmethod
         def forward(ctx: Any, values: torch.Tensor, seconds: float) -> torch.Tensor:
@@ -52,7 +53,7 @@ def rank_main(words: Sequence[str]) -> None:
             return gradient, None
 
     class Layer(torch.nn.Module):
-        """Takes its time forward, and backward for its inputs and for its weights."""
+        """A layer that sleeps in the forward pass, in the gradient of its inputs and in the gradient of its weights."""
 
         def __init__(self, seconds: float) -> None:
             super().__init__()
@@ -94,7 +95,7 @@ def rank_main(words: Sequence[str]) -> None:
 
 
 def figures_of(args: argparse.Namespace) -> dict[str, dict[str, float]]:
-    """What the ranks measured, by schedule."""
+    """Start the ranks and return their measurements by schedule."""
     words = [str(value) for value in (args.stages, args.micro_batches, args.milliseconds, args.steps)]
     command = [
         sys.executable,
@@ -123,11 +124,11 @@ def _environment() -> dict[str, str]:
 
 
 def rows_of(figures: Mapping[str, Mapping[str, float]], work: float) -> Iterator[list[str]]:
-    """The rows of the table.
+    """Yield the rows of the table.
 
     Args:
-        figures: by schedule.
-        work: what a stage computes in a step, ms.
+        figures: The measurements by schedule.
+        work: The compute time of a stage in a step, in ms.
     """
     for name, mine in figures.items():
         paper = work / (1.0 - mine["expected"])
@@ -135,7 +136,7 @@ def rows_of(figures: Mapping[str, Mapping[str, float]], work: float) -> Iterator
 
 
 def main() -> None:
-    """Measure, print, write."""
+    """Measure, print the table and write it."""
     if sys.argv[1:2] == ["--rank"]:
         rank_main(sys.argv[2:])
         return

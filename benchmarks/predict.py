@@ -1,21 +1,24 @@
-"""Predicted step times against measured ones, for settings, models, links and numbers of ranks that were drawn from a seed.
+"""Compares predicted to measured step times, for randomly drawn settings, models, links and numbers of ranks.
 
-Hosts (network namespaces of this machine, a rank each, tbf on both ends of every link) train the example's GPT with
-zero_runtime, DeepSpeed 0.19.8 (with ``--deepspeed-python``) and torch's DistributedDataParallel. The seed, by default the
-current commit, draws everything. There are three kinds of scenes, each of one engine and one rate of the links:
+The hosts are network namespaces of this machine with one rank each and tbf on both ends of every link. They train the
+example's GPT with zero_runtime, DeepSpeed 0.19.8 (with ``--deepspeed-python``) and torch's DistributedDataParallel. All
+random choices depend on the seed, which is the current commit by default. The benchmark needs root. There are three
+kinds of scenes, and each scene has one engine and one rate of the links:
 
-* ``settings``: two ranks. Other settings are predicted, and other bandwidths of the links.
-* ``world``: 2 or 4 ranks. The other numbers of ranks from 2 to 4 are predicted, on as many hosts. Blocks of the model sleep
-  instead of computing, since all ranks share the processors of this machine. The same with real compute is shown beside.
-* ``experts``: four sleeping ranks whose blocks have layers of experts, with zero_runtime and DeepSpeed. Other values
-  of their ``ep_size`` and capacity factor are predicted.
+* ``settings``: two ranks. The scene predicts other settings and other bandwidths of the links.
+* ``world``: 2 or 4 ranks. The scene predicts the other numbers of ranks from 2 to 4, with one host per rank. The blocks
+  of the model sleep instead of computing, because all ranks share the processors of this machine. The table also shows
+  the results with real compute, for comparison.
+* ``experts``: four sleeping ranks whose blocks have layers of experts, with zero_runtime and DeepSpeed. The scene
+  predicts other values of ``ep_size`` and of the capacity factor.
 
-A scene records its setting a few times, each time in new processes. All its predictions are written with their hash and the
-time. Then every setting is measured in rounds: new processes in each round, all settings in another order, the recorded one
-among them: its error is what runs of one setting differ by. Needs root.
+A scene records its setting a few times, each time in new processes. It then writes all its predictions with their hash
+and the time. After that, it measures all settings in rounds. Each round uses new processes and a different order of the
+settings. The recorded setting is measured too. The error of this setting shows by how much runs of the same setting
+differ.
 
-A measured value is the median over rounds of the median step (mean over ranks). Its noise is the median absolute deviation
-of the rounds, as a standard deviation, relative.
+A measured value is the median over rounds of the median step time, where a step time is the mean over ranks. The noise
+is the median absolute deviation of the rounds, scaled to a standard deviation and divided by the measured value.
 """
 
 from __future__ import annotations
@@ -71,30 +74,37 @@ from commprof.trace.reader import open_run
 from support import hosts as network
 
 ROOT = Path(__file__).resolve().parent.parent
-CANNOT = 3  # exit code where there can be no such hosts
+CANNOT = 3  # the exit code if this machine cannot create the hosts
 FIRST_PORT = 29_700
-RECORDINGS = 3  # of one run that cannot be replayed, at most
+RECORDINGS = 3  # the largest number of attempts to record a run that can be replayed
 
 
 class Progress:
-    """What has been done of all that is to be done, in expected seconds, and when the rest will be."""
+    """The progress of the benchmark in expected seconds, with an estimate of the remaining time.
+
+    Args:
+        total: The expected duration of the whole benchmark, in seconds.
+    """
 
     def __init__(self, total: float) -> None:
         self.total, self.done, self.began = total, 0.0, time.monotonic()
 
     def did(self, seconds: float) -> None:
-        """Something that was expected to take ``seconds`` is done."""
+        """Add a finished part of the work that was expected to take ``seconds`` seconds."""
         self.done += seconds
 
     def say(self, text: str) -> None:
-        """Print ``text`` with the time that has passed and the time that is left."""
+        """Print ``text`` with the elapsed time and the estimated remaining time."""
         passed = time.monotonic() - self.began
         left = passed * max(0.0, self.total - self.done) / self.done if self.done else self.total
         print(f"[{passed / 60:.1f} min, about {left / 60:.0f} min left] {text}", flush=True)
 
 
 class Trainer:
-    """The ranks of a scene on its hosts. Those of a case start when it is first trained, and end with the block."""
+    """The ranks of a scene on its hosts, as a context manager.
+
+    The ranks for a case start when the case is first trained, and exit at the end of the ``with`` block.
+    """
 
     def __init__(
         self, scene: Scene, machines: Sequence[network.Host], python: str, log: TextIO, progress: Progress
@@ -114,7 +124,11 @@ class Trainer:
         self.ranks.clear()
 
     def train(self, case: Case, steps: int, record: Path | None = None) -> list[float]:
-        """The seconds of each step, mean over ranks. Raises RuntimeError where a rank cannot train ``case``."""
+        """Train ``case`` and return the time of each step in seconds, as the mean over ranks.
+
+        Raises:
+            RuntimeError: A rank cannot train ``case``.
+        """
         if case.bandwidth != self.factor:
             network.limit_links(self.machines, links(self.scene.rate, len(self.machines), case.bandwidth))
             self.factor = case.bandwidth
@@ -159,14 +173,15 @@ class Trainer:
                 for rank, machine in enumerate(used)
             )
             ranks.answers()
-            # The first training of a process has up to 10 % longer steps. What is recorded or measured comes after one.
+            # The steps of the first training of a process take up to 10 % longer. Train once before any recording
+            # or measurement.
             ranks.ask(self._request(case, FIRST_STEPS))
             self.progress.did(self.scene.starting(case.world))
         return self.ranks[case.processes]
 
 
 def calibrate(rate: str, world: int, folder: Path) -> None:
-    """Time collectives of ``world`` ranks on links of ``rate``."""
+    """Calibrate collectives of ``world`` ranks on links of ``rate``."""
     with network.hosts(world, links(rate, world)) as machines:
         words = ["-m", "commprof", "calibrate", "--out", str(calibration_file(rate, world, folder))]
         words += ["--sizes", "1KiB:16MiB:4", "--iterations", "5"]
@@ -175,14 +190,17 @@ def calibrate(rate: str, world: int, folder: Path) -> None:
 
 
 def calibration_file(rate: str, world: int, folder: Path) -> Path:
-    """Where the calibration is."""
+    """Return the path of the calibration."""
     return folder / f"calibration-{rate}-{world}.json"
 
 
 def predicted(
     runs: Sequence[Path], base: Case, cases: Sequence[Case], rate: str, folder: Path
 ) -> list[dict[str, Any]]:
-    """What the command says of each case; one that it refuses has ``refused``."""
+    """Return the prediction of the command ``predict`` for each case.
+
+    If ``predict`` refuses a case, its answer contains the reason as ``refused``.
+    """
     sources = [open_run(run) for run in runs]
     answers: list[dict[str, Any]] = []
     for case in cases:
@@ -203,7 +221,7 @@ def predicted(
 
 
 def write_predictions(scene: Scene, answers: Sequence[Mapping[str, Any]], folder: Path) -> dict[str, str]:
-    """Write what is predicted, before anything is measured: its hash and the time."""
+    """Write the predictions before anything is measured; return their hash and the time."""
     text = json.dumps(answers, sort_keys=True)
     stamp = {
         "sha256": hashlib.sha256(text.encode()).hexdigest(),
@@ -222,7 +240,10 @@ def record_bases(
     progress: Progress,
     log: TextIO,
 ) -> list[list[Path]]:
-    """The runs of each recorded setting. One that ``predict`` refuses is recorded again, as it tells its user to do."""
+    """Record each base setting and return its runs.
+
+    If ``predict`` refuses a run, the setting is recorded again, as the message of ``predict`` recommends.
+    """
     recorded: list[list[Path]] = [[] for _ in scene.bases]
     for number in range(options.bases):
         for place, (base, _) in enumerate(scene.bases):
@@ -240,7 +261,7 @@ def record_bases(
 
 
 def why_not_replayed(run: Path) -> str | None:
-    """Why nothing can be predicted from ``run``; None where something can."""
+    """Return the reason why nothing can be predicted from ``run``, or None if predictions are possible."""
     try:
         replayed_run(open_run(run))
     except UsageError as problem:
@@ -257,7 +278,10 @@ def measured(
     progress: Progress,
     log: TextIO,
 ) -> list[list[float] | str]:
-    """The median step of each case in each round, in ns; or why it cannot be measured. What was refused has none."""
+    """Return the median step time of each case in each round in ns, or the reason why a case cannot be measured.
+
+    A case that ``predict`` refused is not measured and has an empty list.
+    """
     cases = [case for _, case in scene.cases]
     rounds: list[list[float] | str] = [[] for _ in cases]
     for number in range(options.rounds):
@@ -279,7 +303,7 @@ def measured(
 def scored_rows(
     scene: Scene, answers: Sequence[Mapping[str, Any]], rounds: Sequence[list[float] | str]
 ) -> list[dict[str, Any]]:
-    """What was predicted and measured of each case."""
+    """Return a row with the predicted and the measured values of each case."""
     rows = []
     for (base, case), answer, times in zip(scene.cases, answers, rounds, strict=True):
         row: dict[str, Any] = {
@@ -303,7 +327,7 @@ def scored_rows(
 
 
 def score(scene: Scene, options: Any, folder: Path, progress: Progress) -> dict[str, Any]:
-    """Record, predict, measure."""
+    """Record, predict and measure a scene; write and return its results."""
     chance = random.Random(f"{options.seed} {scene.name} order")
     for world in scene.worlds:
         if not calibration_file(scene.rate, world, folder).exists():
@@ -332,7 +356,7 @@ def score(scene: Scene, options: Any, folder: Path, progress: Progress) -> dict[
 
 
 def expected_seconds(scenes: Sequence[Scene], options: Any) -> float:
-    """How long all of it takes on a quiet machine of two cores."""
+    """Return the expected duration of all scenes in seconds, on an idle machine with two cores."""
     calibrations = {(scene.rate, world) for scene in scenes for world in scene.worlds}
     total = sum(CALIBRATION_S[rate] for rate, _ in calibrations)
     for scene in scenes:
@@ -347,7 +371,7 @@ def expected_seconds(scenes: Sequence[Scene], options: Any) -> float:
 
 
 def parsed() -> Any:
-    """The command line; ``python`` has that of each engine."""
+    """Return the parsed command line. Its ``python`` contains the Python interpreter of each engine."""
     parser = arguments(__doc__.splitlines()[0])
     parser.add_argument("--seed", help="default: the current commit")
     parser.add_argument("--engines", nargs="+", choices=ENGINES, help="default: all that there are")
@@ -381,7 +405,7 @@ def parsed() -> Any:
 
 
 def main() -> None:
-    """Measure, print, write."""
+    """Run all scenes, print the score and write it."""
     options = parsed()
     if (why := network.why_impossible()) is not None:
         print(f"predict: no hosts can be made here: {why}", file=sys.stderr)
@@ -396,7 +420,7 @@ def main() -> None:
         for scene in scenes:
             try:
                 answers.append(score(scene, options, folder, progress))
-            except Exception as error:  # the other scenes are not lost by it
+            except Exception as error:  # A failed scene must not stop the other scenes.
                 traceback.print_exc()
                 answers.append(
                     {"scene": scene.name, "failed": f"{type(error).__name__}: {error}", "rows": []}
@@ -406,7 +430,7 @@ def main() -> None:
 
 
 def publish_score(options: Any, answers: Sequence[Mapping[str, Any]]) -> None:
-    """Print and write the table and the bars."""
+    """Print and write the table and the targets."""
     listed = [row for each in answers for row in each["rows"]]
     rows = [row for row in listed if "error" in row]
     reached = {"all": bars(rows)} | {

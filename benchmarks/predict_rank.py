@@ -1,10 +1,19 @@
-"""One rank of benchmarks/predict.py: trains the setting that a request names, and answers with the time of each step.
+"""Runs one rank of benchmarks/predict.py, which trains the requested setting and answers with the time of each step.
 
-Runs under DeepSpeed's Python as well as under this project's. Each line on standard input is a request. It has ``config``,
-``model`` (arguments of the example's GPT), ``batch`` (samples and tokens), ``warm``, ``steps``, ``sleep`` (seconds that each
-block sleeps in its forward and backward pass, or null), ``experts`` (arguments of DeepSpeed's layer of experts in the place
-of each block's feed-forward layer; empty: none) and ``record`` (a folder that commprof records in, or null). The
-answer is one line of JSON on standard output: ``seconds`` of each step after the first ``warm`` ones, or ``failed``.
+The script runs in the Python environment of DeepSpeed and in that of this project. Each line on standard input is a
+request with these keys:
+
+* ``config``
+* ``model``: the arguments of the example's GPT
+* ``batch``: the number of samples and tokens
+* ``warm`` and ``steps``: the numbers of steps before and during the measurement
+* ``sleep``: the seconds that each block sleeps in its forward and backward pass, or null
+* ``experts``: the arguments of DeepSpeed's layer of experts, which replaces the feed-forward layer of each block; empty
+  for no experts
+* ``record``: the folder that commprof records into, or null
+
+The answer is one line of JSON on standard output. It contains the ``seconds`` of each step after the first ``warm``
+steps, or ``failed``.
 """
 
 from __future__ import annotations
@@ -28,24 +37,24 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch_peers import Peer
 
-TIMEOUT = datetime.timedelta(seconds=180)  # for a rank whose peer has failed
+TIMEOUT = datetime.timedelta(seconds=180)  # the longest wait of a rank whose peer has failed
 VOCABULARY = 256
 DDP = "ddp"
 
 
 class Sleep(torch.autograd.Function):
-    """The identity, which sleeps in both passes: compute that takes no processor from other ranks."""
+    """The identity, which sleeps in both passes. It simulates compute without using a processor."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, forward: float, backward: float) -> torch.Tensor:
-        """``x``, after ``forward`` seconds."""
+        """Return ``x`` after ``forward`` seconds."""
         ctx.seconds = backward
         time.sleep(forward)
         return x.clone()
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        """``gradient``, after ``backward`` seconds."""
+        """Return ``gradient`` after ``backward`` seconds."""
         time.sleep(ctx.seconds)
         return gradient, None, None
 
@@ -64,13 +73,16 @@ class ExpertBlock(nn.Module):
         self.block = block
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """(batch, context, width) to the same shape."""
+        """Return the output of the block. Input and output have the shape (batch, context, width)."""
         x = x + self.block.attend(x)
         return x + self.experts(self.block.feed_forward_norm(x))[0]
 
 
 def engine_of(framework: str, config: dict[str, Any], model: nn.Module) -> Any:
-    """What trains ``model``; for DDP, torch's with the arguments of ``config``'s block ``ddp``."""
+    """Return the engine that trains ``model``.
+
+    For DDP, the engine is torch's DistributedDataParallel with the arguments in the block ``ddp`` of ``config``.
+    """
     if framework != DDP:
         runtime = importlib.import_module(framework)
         return runtime.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
@@ -81,7 +93,7 @@ def engine_of(framework: str, config: dict[str, Any], model: nn.Module) -> Any:
 
 
 def step_ends(framework: str, request: dict[str, Any]) -> Iterator[float]:
-    """Train without end; the clock in seconds at the end of each step."""
+    """Train without end, and yield the time on the clock in seconds at the end of each step."""
     torch.manual_seed(0)
     model = load(EXAMPLE).GPT(**request["model"], vocabulary=VOCABULARY)
     if request["experts"]:
@@ -101,7 +113,7 @@ def step_ends(framework: str, request: dict[str, Any]) -> Iterator[float]:
 
 
 def train(framework: str, request: dict[str, Any]) -> list[float]:
-    """The seconds of each step after the first ``warm`` ones."""
+    """Train and return the time of each step after the first ``warm`` steps, in seconds."""
     with recorded(request["record"]):
         dist.barrier()
         clock = step_ends(framework, request)
@@ -112,7 +124,10 @@ def train(framework: str, request: dict[str, Any]) -> list[float]:
 
 
 def answer(framework: str, request: dict[str, Any]) -> dict[str, Any]:
-    """What to answer; a setting that the engine refuses fails on all ranks, and the next one can be trained."""
+    """Return the answer to a request.
+
+    A setting that the engine refuses fails on all ranks. The ranks can then train the next setting.
+    """
     try:
         return {"seconds": train(framework, request)}
     except Exception as error:
@@ -125,7 +140,7 @@ def main() -> None:
     parser.add_argument("framework", choices=("deepspeed", "zero_runtime", DDP))
     args = parser.parse_args()
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what the frameworks print is no answer
+    os.dup2(2, 1)  # The frameworks print to stdout, which carries the answers.
     torch.set_num_threads(1)
     if args.framework == DDP:
         dist.init_process_group("gloo", timeout=TIMEOUT)
@@ -134,8 +149,8 @@ def main() -> None:
     print(json.dumps({"ready": os.getpid()}), file=answers, flush=True)
     for line in sys.stdin:
         print(json.dumps(answer(args.framework, json.loads(line))), file=answers, flush=True)
-        gc.collect()  # engines are in cycles with their hooks
-    # Not destroy_process_group: a rank that ends while another still waits would look like a failure.
+        gc.collect()  # Engines and their hooks form reference cycles.
+    # destroy_process_group is not called: if a rank left while another rank still waits, the other rank would fail.
     os._exit(0)
 
 

@@ -1,4 +1,4 @@
-"""What benchmarks/predict.py predicts and measures: settings, models, links and numbers of ranks, drawn from a seed."""
+"""Draws the settings, models, links and numbers of ranks for benchmarks/predict.py from a seed."""
 
 from __future__ import annotations
 
@@ -17,20 +17,22 @@ WORLDS = (2, 3, 4)
 RATES: Mapping[str, Any] = {
     "1gbit": ("1gbit", "1gbit"),
     "200mbit": ("200mbit", "200mbit"),
-    "asymmetric": (("1gbit", "500mbit"), ("500mbit", "1gbit")),  # what the hosts in turn send and receive
+    # The two pairs are for alternating hosts. Each pair is the rate of sending and the rate of receiving.
+    "asymmetric": (("1gbit", "500mbit"), ("500mbit", "1gbit")),
 }
-# Other links, on which the recorded setting is measured. The bursts that tbf lets through are too small above 1 Gbit/s.
+# The factors of other links on which the recorded setting is measured. None exceeds 1 Gbit/s, because the bursts that
+# tbf lets through are too small above 1 Gbit/s.
 BANDWIDTHS: Mapping[str, Sequence[float]] = {"1gbit": (0.5,), "200mbit": (0.5, 4.0), "asymmetric": (0.5,)}
 MODELS = ((128, 8), (192, 4), (192, 6), (256, 2))  # width and layers: 1.6 to 2.7 M parameters
-BATCH, SLEEPING_BATCH = (4, 32), (1, 8)  # samples and tokens of a rank
+BATCH, SLEEPING_BATCH = (4, 32), (1, 8)  # samples and tokens per rank
 EXPERTS_WORLD, EXPERTS_MODEL, EXPERTS_BATCH = 4, (128, 2), (4, 64)
 CAPACITY_FACTORS = (1.0, 1.5, 2.0)
-SLEEP = 0.12  # seconds of a step in all blocks; two thirds in the backward pass
+SLEEP = 0.12  # the seconds that all blocks together sleep in a step; two thirds of them in the backward pass
 WARM = 2
-FIRST_STEPS = 10  # of a process, neither recorded nor measured
+FIRST_STEPS = 10  # the first steps of a process, which are neither recorded nor measured
 STAGES = (0, 1, 2, 2, 3)
 BUCKETS = (100_000, 300_000, 1_000_000, 3_000_000, 10_000_000, 500_000_000)  # elements
-BUCKET_MIB = (0.4, 1.2, 4, 12, 40, 2000)  # of DDP: about the same
+BUCKET_MIB = (0.4, 1.2, 4, 12, 40, 2000)  # the bucket sizes of DDP, about equal to BUCKETS
 OF_SHARDS: Sequence[Mapping[str, Any]] = (  # reductions of stages 1 and 2 that both engines have
     {"reduce_scatter": False},
     {"use_multi_rank_bucket_allreduce": True},
@@ -43,15 +45,21 @@ CLASSES: Mapping[str, set[str]] = {
     "reduction": {"reduce_scatter", "use_multi_rank_bucket_allreduce", "gradient_reduction"},
     "bucket size": {"reduce_bucket_size", "bucket_cap_mb"},
 }
-# Seconds on a quiet machine of two cores, only for the expected time: to start two ranks, and a step.
+# Seconds on an idle machine with two cores, used only to estimate the duration: the start of two ranks, and one step.
 START_S: Mapping[str, float] = {ZERO_RUNTIME: 5.0, DEEPSPEED: 6.0, DDP: 4.0}
 STEP_S: Mapping[str, float] = {"1gbit": 0.2, "200mbit": 0.6, "asymmetric": 0.3}
 CALIBRATION_S: Mapping[str, float] = {"1gbit": 20, "200mbit": 50, "asymmetric": 25}
 
 
 class Case(NamedTuple):
-    """A setting by dotted keys; how many times as fast the links are; ranks; whether blocks sleep instead of computing;
-    arguments of each block's layer of experts.
+    """A setting of a scene.
+
+    Attributes:
+        keys: The configuration by dotted keys.
+        bandwidth: The factor by which the links are faster than those of the scene.
+        world: The number of ranks.
+        sleeps: Whether the blocks sleep instead of computing.
+        experts: The arguments of the layer of experts of each block.
     """
 
     keys: Mapping[str, Any]
@@ -62,7 +70,7 @@ class Case(NamedTuple):
 
     @property
     def text(self) -> str:
-        """As words."""
+        """The setting as text."""
         words = [f"{key.rpartition('.')[2]}={json.dumps(value)}" for key, value in self.keys.items()]
         words += [f"{name}={value:g}" for name, value in self.experts.items()]
         words += [f"bandwidth x{self.bandwidth:g}"] * (self.bandwidth != 1.0)
@@ -70,24 +78,27 @@ class Case(NamedTuple):
 
     @property
     def processes(self) -> tuple[int, bool]:
-        """What cases of the same processes have in common: stage 3 of DeepSpeed changes torch for all models."""
+        """A key that is equal for cases that can share processes: the number of ranks, and whether the stage is 3.
+
+        Stage 3 needs separate processes, because stage 3 of DeepSpeed changes torch for all models.
+        """
         return self.world, self.keys.get("zero_optimization.stage") == 3
 
     @property
     def batch(self) -> tuple[int, int]:
-        """Samples and tokens of a rank."""
+        """The number of samples and tokens per rank."""
         if self.experts:
             return EXPERTS_BATCH
         return SLEEPING_BATCH if self.sleeps else BATCH
 
     def changes(self, base: Case) -> dict[str, Any]:
-        """What ``predict`` is told to change of ``base``, by its keys."""
+        """Return the keys of ``predict``, with their values, that turn ``base`` into this case."""
         keys = {} if self.keys == base.keys else dict(self.keys)
         experts = {} if self.experts == base.experts else self.experts
         return keys | {f"experts.{name}": value for name, value in experts.items()}
 
     def config(self) -> dict[str, Any]:
-        """The whole config."""
+        """Return the complete configuration."""
         config: dict[str, Any] = {
             "train_micro_batch_size_per_gpu": BATCH[0],
             "optimizer": {"type": "Adam", "params": {"lr": 1e-3, "torch_adam": True}},
@@ -101,7 +112,11 @@ class Case(NamedTuple):
 
 
 class Scene(NamedTuple):
-    """What is predicted for one engine on links of one rate: settings that were recorded, each with others."""
+    """The settings for one engine on links of one rate.
+
+    Attributes:
+        bases: Each recorded setting with the settings that are predicted from it.
+    """
 
     kind: str
     engine: str
@@ -111,30 +126,30 @@ class Scene(NamedTuple):
 
     @property
     def name(self) -> str:
-        """As the name of a file."""
+        """The name of the scene, which can be part of a file name."""
         return f"{self.kind}-{self.engine}-{self.rate}"
 
     @property
     def cases(self) -> list[tuple[Case, Case]]:
-        """All that are measured, each with its recorded one."""
+        """All measured settings, each as a pair (recorded setting, measured setting)."""
         return [(base, case) for base, cases in self.bases for case in cases]
 
     @property
     def worlds(self) -> list[int]:
-        """Numbers of ranks."""
+        """The numbers of ranks of all measured settings."""
         return sorted({case.world for _, case in self.cases})
 
     def seconds(self, case: Case, steps: int) -> float:
-        """Expected of ``steps`` steps of ``case``."""
+        """Return the expected duration of ``steps`` steps of ``case``, in seconds."""
         return (WARM + steps) * STEP_S[self.rate] / case.bandwidth
 
     def starting(self, world: int) -> float:
-        """Expected seconds until ``world`` ranks have started and trained their first steps."""
+        """Return the expected seconds until ``world`` ranks have started and trained their first steps."""
         return START_S[self.engine] * world / 2 + (WARM + FIRST_STEPS) * STEP_S[self.rate]
 
 
 def drawn_keys(engine: str, chance: random.Random) -> dict[str, Any]:
-    """A setting that ``engine`` accepts."""
+    """Draw a setting that ``engine`` accepts."""
     if engine == DDP:
         hook = "fp16_compress_hook" if chance.random() < 0.25 else None
         return {"ddp.bucket_cap_mb": chance.choice(BUCKET_MIB), "ddp.comm_hook": hook}
@@ -152,7 +167,7 @@ def drawn_keys(engine: str, chance: random.Random) -> dict[str, Any]:
 
 
 def _reduction(engine: str, stage: int, chance: random.Random) -> Mapping[str, Any]:
-    """Keys that choose one of the reductions that the engine has at ``stage``."""
+    """Draw one of the gradient reductions that the engine supports at ``stage``, and return its keys."""
     ways = [{}] if stage in (0, 3) else list(OF_SHARDS)
     if engine == ZERO_RUNTIME:
         ways.append({"gradient_reduction": "all_reduce" if stage in (0, 3) else "reduce_scatter"})
@@ -162,7 +177,7 @@ def _reduction(engine: str, stage: int, chance: random.Random) -> Mapping[str, A
 
 
 def drawn_scene(kind: str, engine: str, rate: str, settings: int, seed: str) -> Scene:
-    """A scene of ``kind``."""
+    """Draw a scene of the given ``kind``."""
     chance = random.Random(f"{seed} {kind} {engine} {rate}")
     if kind == "experts":
         return Scene(kind, engine, rate, EXPERTS_MODEL, [drawn_experts(engine, settings, chance)])
@@ -189,7 +204,7 @@ def drawn_scene(kind: str, engine: str, rate: str, settings: int, seed: str) -> 
 
 
 def drawn_experts(engine: str, settings: int, chance: random.Random) -> tuple[Case, list[Case]]:
-    """A case with layers of experts that tokens are exchanged among, and others of their ``ep_size`` or capacity."""
+    """Draw a case with expert-parallel layers, and other cases with different ``ep_size`` or capacity factor."""
     keys = drawn_keys(engine, chance)
     while keys["zero_optimization.stage"] == 3:
         keys = drawn_keys(engine, chance)
@@ -201,10 +216,10 @@ def drawn_experts(engine: str, settings: int, chance: random.Random) -> tuple[Ca
 
 
 def nearly(engine: str, keys: Mapping[str, Any], chance: random.Random) -> dict[str, Any]:
-    """A setting that differs from ``keys`` in one class of change, each class with the same chance."""
+    """Draw a setting that differs from ``keys`` in one class of change. All classes have the same probability."""
     by_class: dict[str, dict[str, Any]] = {}
     draws = 0
-    while draws < 300 or not by_class:  # few settings are near one with rare values
+    while draws < 300 or not by_class:  # If keys has rare values, few draws are close to it.
         other = drawn_keys(engine, chance)
         if len(classes := classes_of_change(keys, other)) == 1:
             by_class[classes[0]] = other
@@ -213,13 +228,13 @@ def nearly(engine: str, keys: Mapping[str, Any], chance: random.Random) -> dict[
 
 
 def classes_of_change(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
-    """How two settings differ, the largest change first."""
+    """Return the classes in which two settings differ, the largest change first."""
     changed = {key.rpartition(".")[2] for key in {*before, *after} if before.get(key) != after.get(key)}
     return [kind for kind, names in CLASSES.items() if changed & names]
 
 
 def kind_of_change(base: Case, case: Case) -> str:
-    """The class of the largest change."""
+    """Return the class of the largest change between two cases."""
     if case.world != base.world:
         return f"world {base.world} to {case.world}" + ("" if case.sleeps else f", {BESIDE}")
     if case.bandwidth != base.bandwidth:
@@ -230,7 +245,7 @@ def kind_of_change(base: Case, case: Case) -> str:
 
 
 def links(rate: str, count: int, factor: float = 1.0) -> list[Any]:
-    """The links of ``count`` hosts, ``factor`` times as fast as those of ``rate``."""
+    """Return the links of ``count`` hosts, ``factor`` times as fast as the links of ``rate``."""
 
     def faster(words: Any) -> Any:
         if not isinstance(words, str):
@@ -241,14 +256,17 @@ def links(rate: str, count: int, factor: float = 1.0) -> list[Any]:
 
 
 def drawn_scenes(options: Any) -> Iterator[Scene]:
-    """All scenes of the command line: those of settings, then those of four ranks, each kind on links of one rate."""
+    """Yield all scenes of the command line.
+
+    The scenes ``settings`` come first, for each rate. Each of the other kinds of scenes uses links of one rate.
+    """
     if "settings" in options.scenes:
         for rate in options.rates:
             for engine in options.engines:
                 yield drawn_scene("settings", engine, rate, options.settings, options.seed)
     for kind in SCENES[1:]:
         if kind in options.scenes:
-            # All that 4 ranks send takes long on links of 200 Mbit/s.
+            # The communication of 4 ranks takes a long time on links of 200 Mbit/s.
             fast = [rate for rate in options.rates if rate != "200mbit"]
             rate = random.Random(f"{options.seed} {kind}").choice(fast or options.rates)
             for engine in options.engines:

@@ -1,7 +1,8 @@
-"""How exact the predictions of benchmarks/predict.py are: the bars, and the table by engine and class of change.
+"""Scores the predictions of benchmarks/predict.py: the targets, and the table by engine and class of change.
 
-A row is a predicted and measured setting: ``engine``, ``kind`` (class of change), ``base`` (a name of the recorded runs that
-it was predicted from), ``measured_ns``, ``noise``, ``predicted_ns``, ``error`` and ``inside`` (the 80 % interval).
+A row is a predicted and measured setting. It has the keys ``engine``, ``kind`` (the class of change), ``base`` (a name
+for the recorded runs that the prediction is based on), ``measured_ns``, ``noise``, ``predicted_ns``, ``error`` and
+``inside`` (whether the measured value is inside the 80 % interval).
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any, Final
 import numpy as np
 
 UNCHANGED: Final = "none: further runs of the recorded setting"
-BESIDE: Final = "real compute"  # ends the name of a class that is shown beside the others, and is not scored
+BESIDE: Final = "real compute"  # the end of the name of a class that is shown for comparison but not scored
 HEADER: Final = ("engine", "change", "settings", "median error", "largest", "in the 80 % interval", "noise")
 MEDIAN, TIMES_NOISE, TWICE = 0.05, 1.5, 2.0
 INTERVAL: Final = (0.7, 0.9)
@@ -23,12 +24,18 @@ Row = Mapping[str, Any]
 
 
 def is_scored(row: Row) -> bool:
-    """Whether ``row`` counts for the bars: a change, without changes of the world with real compute."""
+    """Return whether ``row`` counts for the targets.
+
+    All changes count, except changes of the number of ranks with real compute.
+    """
     return row["kind"] != UNCHANGED and not row["kind"].endswith(BESIDE)
 
 
 def right_order(rows: Sequence[Row]) -> tuple[int, int]:
-    """Pairs from the same recorded runs whose order is predicted right, and all that differ measurably."""
+    """Return the number of pairs whose order is predicted correctly, and the number of all pairs.
+
+    A pair consists of two settings that are predicted from the same recorded runs and differ measurably.
+    """
     right = pairs = 0
     for a, b in combinations([row for row in rows if not row["kind"].endswith(BESIDE)], 2):
         apart = abs(a["measured_ns"] / b["measured_ns"] - 1)
@@ -39,7 +46,10 @@ def right_order(rows: Sequence[Row]) -> tuple[int, int]:
 
 
 def bars(rows: Sequence[Row]) -> dict[str, dict[str, Any]]:
-    """The four bars: each has its ``value``, ``text`` and whether it is ``met``; none without a scored row."""
+    """Return the four targets, each with its ``value``, its ``text`` and whether it is ``met``.
+
+    Without a scored row, the result is empty.
+    """
     scored = [row for row in rows if is_scored(row)]
     if not scored:
         return {}
@@ -67,7 +77,7 @@ def bars(rows: Sequence[Row]) -> dict[str, dict[str, Any]]:
 
 
 def percent(value: float) -> str:
-    """``value`` as a percentage."""
+    """Return ``value`` as text in percent."""
     return f"{100 * value:.1f} %"
 
 
@@ -76,7 +86,10 @@ def _bar(value: float | None, text: str, met: bool) -> dict[str, Any]:
 
 
 def table(rows: Sequence[Row]) -> list[list[str]]:
-    """By engine and class of change; then all that are scored, and those that are not."""
+    """Return the rows of the table by engine and class of change.
+
+    The rows of an engine are followed by a row for all its scored changes. The rows that are not scored come last.
+    """
     lines = []
     engines = list(dict.fromkeys(row["engine"] for row in rows))
     for engine in engines:

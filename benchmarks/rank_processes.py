@@ -1,4 +1,4 @@
-"""The processes of some ranks that a benchmark asks: a line of JSON to each, a line of JSON from each."""
+"""Controls the rank processes of a benchmark: requests and answers are lines of JSON."""
 
 from __future__ import annotations
 
@@ -12,35 +12,43 @@ PIPES: Final = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": Tru
 
 
 class RankProcesses:
-    """Some ranks.
+    """The processes of the ranks that a benchmark controls.
 
     Args:
-        processes: in rank order, started with :data:`PIPES`.
+        processes: The processes in rank order, started with :data:`PIPES`.
     """
 
     def __init__(self, processes: Iterable[subprocess.Popen[str]]) -> None:
         self.processes = list(processes)
 
     def answers(self) -> list[dict[str, Any]]:
-        """One answer of each rank. Raises RuntimeError where a rank has ended instead."""
+        """Read and return one answer of each rank.
+
+        Raises:
+            RuntimeError: A rank exited instead of answering.
+        """
         lines = [process.stdout.readline() for process in self.processes]
         if not all(lines):
             raise RuntimeError(f"rank {lines.index('')} ended")
         return [json.loads(line) for line in lines]
 
     def tell(self, request: Mapping[str, Any]) -> None:
-        """Send a request to all."""
+        """Send a request to all ranks."""
         for process in self.processes:
             process.stdin.write(json.dumps(request) + "\n")
             process.stdin.flush()
 
     def ask(self, request: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """One answer of each rank to ``request``. Raises RuntimeError where a rank has ended instead."""
+        """Send ``request`` to all ranks, and return one answer of each rank.
+
+        Raises:
+            RuntimeError: A rank exited instead of answering.
+        """
         self.tell(request)
         return self.answers()
 
     def end(self) -> None:
-        """Let the ranks end, and see that they have."""
+        """Wait until the ranks exit. A rank that does not exit within 10 s is killed."""
         for process in self.processes:
             with contextlib.suppress(BrokenPipeError):
                 process.stdin.close()

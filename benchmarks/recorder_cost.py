@@ -1,8 +1,9 @@
-"""CPU time that a recorder adds to one collective, on a fake process group that sends nothing; all recorders in one run.
+"""Measures the CPU time that recorders add to one collective, on a fake process group that sends nothing.
 
-Thread CPU time in blocks of calls. In every round each case is measured off, on, off, so that what disturbs the machine
-disturbs all of them; a round gives one difference for each case, and one ratio of two cases. DeepSpeed's comms logger runs
-in the environment that has DeepSpeed (``--deepspeed-python``), in turn with the others, and is left out without it.
+The benchmark measures thread CPU time in blocks of calls. In every round, each case is measured with its recorder off,
+on and off, so that a disturbance of the machine affects all cases. A round gives one difference for each case, and one
+ratio between two cases. DeepSpeed's comms logger takes turns with the other recorders. It runs in a Python environment
+that has DeepSpeed (``--deepspeed-python``), and is left out without this option.
 """
 
 from __future__ import annotations
@@ -30,14 +31,19 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from commprof import hooks
 
-WARM_UP = 50  # calls of a block before the clock starts: the first ones intern their strings
+WARM_UP = 50  # calls of a block before the timing begins, because the first calls intern their strings
 TRACE_OBSERVER = "ExecutionTraceObserver"
 DEFAULT = "commprof, default"
 ALL_REDUCE = "all_reduce, sync"
 
 
 class Case(NamedTuple):
-    """One call under one recorder, which is on inside the context that ``recorder`` makes, in a folder of its own."""
+    """A collective call under one recorder.
+
+    Attributes:
+        recorder: A function that takes a new folder and returns a context manager. Inside the context, the recorder is
+            on.
+    """
 
     name: str
     call_name: str
@@ -47,14 +53,14 @@ class Case(NamedTuple):
 
 
 class Added(NamedTuple):
-    """Microseconds per call: without the recorder, and what it adds."""
+    """The time per call without the recorder, and the time that the recorder adds, in us."""
 
     alone: float
     added: float
 
 
 def block(call: Callable[[], object], calls: int) -> float:
-    """Thread CPU microseconds per call."""
+    """Return the thread CPU time per call, in us."""
     for _ in range(WARM_UP):
         call()
     begin = time.thread_time_ns()
@@ -65,7 +71,7 @@ def block(call: Callable[[], object], calls: int) -> float:
 
 @contextlib.contextmanager
 def recording(folder: Path, **options: object) -> Iterator[None]:
-    """commprof records into ``folder``."""
+    """Record with commprof into ``folder``."""
     hooks.attach(str(folder), **options)
     if not hooks.recording():
         raise SystemExit("recording did not start; see the message above")
@@ -78,7 +84,7 @@ def recording(folder: Path, **options: object) -> Iterator[None]:
 
 @contextlib.contextmanager
 def recorded_before(folder: Path) -> Iterator[None]:
-    """commprof has recorded and does so no longer."""
+    """Record with commprof and stop before the context is entered."""
     with recording(folder):
         pass
     yield
@@ -86,7 +92,7 @@ def recorded_before(folder: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def observed(folder: Path) -> Iterator[None]:
-    """torch's ExecutionTraceObserver writes into ``folder``."""
+    """Record with torch's ExecutionTraceObserver into the file ``folder`` + ``.json``."""
     observer = torch.profiler.ExecutionTraceObserver()
     observer.register_callback(str(folder) + ".json")
     observer.start()
@@ -98,12 +104,12 @@ def observed(folder: Path) -> Iterator[None]:
 
 
 def profiled(**options: bool) -> Callable[[Path], AbstractContextManager[object]]:
-    """torch.profiler with these options."""
+    """Return a recorder for torch.profiler with the given options."""
     return lambda folder: torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], **options)
 
 
 def cases() -> list[Case]:
-    """What is measured."""
+    """Return all cases to measure."""
     small, bucket = torch.zeros(8), torch.zeros(1024)
     gathered, pieces = torch.zeros(4 * 1024), [torch.zeros(8) for _ in range(4)]
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -137,7 +143,8 @@ def cases() -> list[Case]:
     return [
         Case("commprof, detached again", ALL_REDUCE, sync, recorded_before),
         Case(DEFAULT, ALL_REDUCE, sync, default),
-        # The backend here is no known one: since torch 2.14 the self-check counts by a hook of the dispatcher.
+        # commprof does not know the backend of this benchmark. With torch 2.14 and newer, the self-check therefore
+        # counts calls through a hook of the dispatcher.
         Case("commprof, no self-check", ALL_REDUCE, sync, recorder_of(selfcheck=False)),
         Case(DEFAULT, "all_reduce, sync, tagged", sync, default, tag),
         Case(
@@ -167,7 +174,7 @@ def cases() -> list[Case]:
 
 
 def measure(case: Case, calls: int, folder: Path) -> Added:
-    """One round of one case."""
+    """Measure one round of one case."""
     with case.tag:
         before = block(case.call, calls)
         with case.recorder(folder):
@@ -177,7 +184,7 @@ def measure(case: Case, calls: int, folder: Path) -> Added:
 
 
 class CommsLogger:
-    """DeepSpeed's comms logger, in a process of its own that measures a round whenever it is told to."""
+    """A process that measures rounds of DeepSpeed's comms logger on request."""
 
     def __init__(self, python: str) -> None:
         self._process = subprocess.Popen(
@@ -189,7 +196,7 @@ class CommsLogger:
         )
 
     def measure(self, calls: int) -> Added | None:
-        """One round; None when the process has ended."""
+        """Measure one round of ``calls`` calls; return None if the process has exited."""
         try:
             self._process.stdin.write(f"{calls}\n")
             self._process.stdin.flush()
@@ -199,7 +206,7 @@ class CommsLogger:
         return Added(*json.loads(line)) if line else None
 
     def end(self) -> None:
-        """Let the process end."""
+        """Stop the process."""
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.close()
         self._process.wait(timeout=30)
@@ -208,7 +215,7 @@ class CommsLogger:
 def rounds_of(
     chosen: list[Case], logger: CommsLogger | None, count: int, calls: int, peer_calls: int
 ) -> dict[tuple[str, str], list[Added]]:
-    """By recorder and call: one result for each round."""
+    """Return one result per round for each recorder and call."""
     found: dict[tuple[str, str], list[Added]] = {(case.name, case.call_name): [] for case in chosen}
     with tempfile.TemporaryDirectory() as folder:
         for number in range(count):
@@ -226,7 +233,7 @@ def rounds_of(
 def summarise(
     found: Mapping[tuple[str, str], list[Added]],
 ) -> tuple[list[list[str]], dict[str, dict[str, Any]]]:
-    """Rows of the table, and the figures."""
+    """Return the rows of the table, and the figures."""
     reference = [each.added for each in found.get((DEFAULT, ALL_REDUCE), [])]
     rows, figures = [], {}
     for (recorder, call), rounds in found.items():
@@ -258,7 +265,7 @@ def summarise(
 
 
 def main() -> None:
-    """Measure, print, write."""
+    """Measure, print the table and write it."""
     parser = arguments(__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=50)
     parser.add_argument("--calls", type=int, default=2000, help="calls of a block")

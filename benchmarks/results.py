@@ -1,4 +1,4 @@
-"""What the benchmarks share: order statistics, the machine's kind, a table, JSON, a line in RESULTS.md."""
+"""Functions that all benchmarks use: order statistics, a description of the machine, and the output of results."""
 
 from __future__ import annotations
 
@@ -27,23 +27,24 @@ class Spread:
     rounds: int
 
     def text(self, digits: int = 2) -> str:
-        """``median (low to high)``."""
+        """Return the text ``median (low to high)``."""
         return f"{self.median:.{digits}f} ({self.low:.{digits}f} to {self.high:.{digits}f})"
 
 
 def spread(values: Sequence[float]) -> Spread:
-    """Median with minimum and maximum."""
+    """Return the median with the minimum and maximum."""
     return Spread(statistics.median(values), min(values), max(values), len(values))
 
 
 def median_interval(values: Sequence[float]) -> Spread:
-    """Median with its distribution-free interval of at least 95 % (order statistics of the binomial).
+    """Return the median with its distribution-free interval of at least 95 % (order statistics of the binomial).
 
-    With fewer than 6 values no such interval exists and the whole range is given.
+    With fewer than 6 values, this interval does not exist, and the whole range is returned.
     """
     ordered = sorted(values)
     n = len(ordered)
-    # The widest k with P(X < k or X > n - k) <= 5 % for X ~ Binomial(n, 1/2). In integers: 0.5**n is 0 from n = 1075 on.
+    # The largest k with P(X < k or X > n - k) <= 5 % for X ~ Binomial(n, 1/2). The computation uses integers, because
+    # 0.5**n is 0 for n >= 1075.
     tail, k, ways = 0, 0, 1
     while 40 * (tail + ways) <= 2**n:
         tail += ways
@@ -54,19 +55,20 @@ def median_interval(values: Sequence[float]) -> Spread:
 
 
 def pseudomedian_interval(values: Sequence[float]) -> Spread:
-    """Median of the means of all pairs (Hodges and Lehmann), with the 95 % interval of Wilcoxon's signed-rank test.
+    """Return the median of the means of all pairs (Hodges and Lehmann).
 
-    For differences that lie evenly about one value it needs two thirds of the rounds of a median. At least 20 values.
+    The interval is the 95 % interval of Wilcoxon's signed-rank test. For differences that are symmetric around one
+    value, this estimate needs two thirds of the rounds that a median needs. It requires at least 20 values.
     """
     means = sorted((a + b) / 2 for i, a in enumerate(values) for b in values[i:])
     n = len(values)
-    # The rank sum is about normal: mean n (n + 1) / 4, variance n (n + 1) (2n + 1) / 24.
+    # The rank sum is approximately normal: mean n (n + 1) / 4, variance n (n + 1) (2n + 1) / 24.
     k = max(1, round(n * (n + 1) / 4 - 1.96 * math.sqrt(n * (n + 1) * (2 * n + 1) / 24)))
     return Spread(statistics.median(means), means[k - 1], means[-k], n)
 
 
 def machine() -> dict[str, Any]:
-    """What kind of machine this is: nothing that names it."""
+    """Return a description of the kind of this machine, without its name."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     return {
         "cores": len(os.sched_getaffinity(0)),
@@ -78,7 +80,7 @@ def machine() -> dict[str, Any]:
 
 
 def arguments(description: str) -> argparse.ArgumentParser:
-    """The options that every benchmark has."""
+    """Return a parser with the options that every benchmark has."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--json", type=Path, help="write the figures here")
     parser.add_argument("--record", action="store_true", help="append the table to benchmarks/RESULTS.md")
@@ -86,7 +88,7 @@ def arguments(description: str) -> argparse.ArgumentParser:
 
 
 def about() -> str:
-    """The date and the kind of machine, in a line."""
+    """Return the date and the kind of machine as one line."""
     kind, date = machine(), datetime.date.today().isoformat()
     return (
         f"{date}, {kind['cores']} cores, {kind['memory_gib']} GiB, {kind['processor']}, Python {kind['python']}, "
@@ -95,7 +97,7 @@ def about() -> str:
 
 
 def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """The table as Markdown, its columns aligned."""
+    """Return the table as Markdown with aligned columns."""
     table = [list(header), *[list(row) for row in rows]]
     widths = [max(len(row[i]) for row in table) for i in range(len(header))]
     text = "\n".join(
@@ -112,7 +114,7 @@ def publish(
     rows: Sequence[Sequence[str]],
     figures: Mapping[str, Any],
 ) -> None:
-    """Print the table and the JSON; write both where the arguments say."""
+    """Print the table and the JSON, and write them to the files that the arguments select."""
     text, kind = markdown(header, rows), about()
     print(f"{title}\n{kind}\n\n{text}\n")
     date = datetime.date.today().isoformat()

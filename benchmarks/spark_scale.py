@@ -1,8 +1,9 @@
-"""The same relation by DuckDB and on Spark, over generated runs of 512 ranks: start-up, and seconds per million records.
+"""Compares DuckDB and Spark on the same relation over runs of 512 ranks: startup, and seconds per million records.
 
-Each engine has a process of its own, which starts, evaluates over a small run first (plans, compiled code), then over each
-size. The marginal cost of a size is its time less that of the size before, over the records between them. The rows of both
-engines have to be equal, but for the two sums of times.
+The runs are generated. Each engine runs in a separate process. The process starts the engine and evaluates the relation
+over a small run first, which creates plans and compiled code. It then evaluates the relation over each size. The
+marginal cost of a size is the difference between its time and that of the previous size, divided by the difference in
+records. The rows of both engines must be equal, except for the two sums of times.
 """
 
 from __future__ import annotations
@@ -29,14 +30,17 @@ from commprof.trace.tables import arrow_schema, empty_table, write_parquet
 
 PER_STEP: Final = 100
 BY: Final = ("step", "op", "purpose")
-SMALL: Final = 20  # records per rank of the run that warms up
+SMALL: Final = 20  # records per rank of the warm-up run
 ENGINES: Final = ("duckdb", "spark")
 _OPS: Final = ("all_reduce", "all_gather", "reduce_scatter", "broadcast")
 _PURPOSES: Final = ("gradient_reduce", "parameter_gather", "gradient_norm", None)
 
 
 def of_rank(rank: int, world: int, count: int, per_step: int = PER_STEP) -> pa.Table:
-    """``count`` records of a rank, ``per_step`` in each step; all ranks agree on all but times."""
+    """Return ``count`` records of a rank, with ``per_step`` records in each step.
+
+    The records of all ranks are equal, except for their times and the columns that identify the rank.
+    """
     rng = np.random.default_rng(rank)
     place = np.arange(count) % per_step
     kind = place % len(_OPS)
@@ -74,7 +78,7 @@ def of_rank(rank: int, world: int, count: int, per_step: int = PER_STEP) -> pa.T
 
 
 def write(folder: Path, ranks: int, count: int) -> Scan:
-    """A file for each rank, where it is not there yet."""
+    """Write a file for each rank if the file does not exist yet, and return a scan of all files."""
     folder.mkdir(parents=True, exist_ok=True)
     for rank in range(ranks):
         file = folder / f"rank-{rank:05}-0-{1000 + rank}.parquet"
@@ -88,7 +92,12 @@ def scan_of(folder: Path) -> Scan:
 
 
 def measure(engine: str, folders: list[str], memory: str) -> dict[str, Any]:
-    """Seconds of the start, and of the relation over each of ``folders``, in this process."""
+    """Start the engine in this process and evaluate the relation over each of ``folders``.
+
+    Returns:
+        The seconds of the start and of each evaluation, the rows without their sums of times, and the peak resident
+        memory in bytes.
+    """
     os.environ["COMMPROF_MEMORY_LIMIT"] = memory
     others = {name: empty_table(name) for name in ("aggregates", "groups")}
     begin = time.perf_counter()
@@ -116,7 +125,7 @@ def measure(engine: str, folders: list[str], memory: str) -> dict[str, Any]:
 
 
 def peak_bytes(pid: int) -> int:
-    """The most memory that a process of this machine has had resident."""
+    """Return the peak resident memory of a process, in bytes."""
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM:")) << 10
 
@@ -154,7 +163,8 @@ def main() -> None:
         for place in range(1, len(counts)):
             for engine, found in results.items():
                 seconds, marginal = found["seconds"], ""
-                if place > 1:  # the first size still has plans and code that are new
+                # The first size has no marginal cost, because its time still includes new plans and compilation.
+                if place > 1:
                     between = options.ranks * (counts[place] - counts[place - 1])
                     marginal = f"{(seconds[place] - seconds[place - 1]) / between * 1e6:.2f}"
                 table.append(

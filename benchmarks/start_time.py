@@ -1,7 +1,7 @@
-"""Wall time and memory of short commands on the runs of the demo, beside that of importing numpy and pyarrow.
+"""Compares wall time and memory of short commands on the runs of the demo to the import of numpy and pyarrow.
 
-All commands are started in turn, round after round. The result of a round is the ratio to the import in that round. "first"
-is with an empty cache directory, "again" with the answers of an earlier round in it. Bytecode is warm.
+In each round, all commands start in turn. The result of a round is the ratio to the import in the same round. "first"
+uses an empty cache directory. "again" uses the cache directory that "first" has filled. The bytecode files exist.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ TARGETS = {"report, again": 3, "verify, again": 3, "compare, again": 5}
 
 
 class Measured(NamedTuple):
-    """One process: wall milliseconds and its largest resident memory in MiB."""
+    """The wall time of one process in ms and its peak resident memory in MiB."""
 
     ms: float
     mib: float
 
 
 def measure(words: list[str], cache: Path) -> Measured:
-    """Run ``words`` with Python. Exit codes that judge a run are results like others."""
+    """Run Python with ``words``. The exit codes 1 and 3, which are verdicts about a run, are accepted."""
     environment = {**os.environ, "XDG_CACHE_HOME": str(cache)}
     environment.pop("PYTHONDONTWRITEBYTECODE", None)
     begin = time.perf_counter()
@@ -45,7 +45,7 @@ def measure(words: list[str], cache: Path) -> Measured:
 
 
 def main() -> None:
-    """Measure, print, write."""
+    """Measure, print the table and write it."""
     parser = arguments(__doc__)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument(
@@ -80,7 +80,7 @@ def main() -> None:
 
 
 def measure_all(runs: Path, scratch: Path, rounds: int) -> dict[str, list[Measured]]:
-    """By command: what each round measured, without the first one, which warms up."""
+    """Return the measurements of each round by command. The first round is a warm-up and is not included."""
     run = min(path.parent for path in runs.rglob("run.json"))
     program = ["-m", "commprof"]
     asked = {"report": [str(run)], "verify": [str(run)], "compare": [str(runs)]}

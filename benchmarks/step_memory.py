@@ -1,6 +1,6 @@
-"""Memory of a training step by what the tensors are for, in the ranks of step_time.py and cluster.py.
+"""Measures the memory of a training step by purpose of the tensors, in the ranks of step_time.py and cluster.py.
 
-Runs under DeepSpeed's Python as well as under this project's.
+The module runs in the Python environment of DeepSpeed and in that of this project.
 """
 
 from __future__ import annotations
@@ -17,29 +17,31 @@ MIB = 2**20
 
 
 class Training(Protocol):
-    """What trains: a module, its engine, and a step in one or in two."""
+    """A module and its engine, which can run a training step as a whole or without the optimizer."""
 
     module: nn.Module
     engine: Any
 
     def step(self) -> Any:
-        """One optimizer step."""
+        """Run one optimizer step."""
 
     def forward_backward(self) -> Any:
-        """A step up to the optimizer."""
+        """Run the forward and backward pass of a step."""
 
 
 def tensors(training: Training) -> dict[str, float]:
-    """MiB: peak of one more step's tensors, and what the tensors are for.
+    """Run two more steps; return the peak size of the tensors and their sizes by purpose, in MiB.
 
-    What lives between steps is found by the garbage collector; a profile of a step adds what it allocates and frees.
+    The tensors that exist between steps are found through the garbage collector. A profile of one step adds the
+    allocations and frees of the step.
     """
     between = categories(training)
     with torch.profiler.profile(
         activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
     ) as profile:
         training.step()
-        list(training.module.parameters())  # waits for those in flight: a profile must not end before them
+        # This waits for parameters that are still being gathered, because the profile must include their allocations.
+        list(training.module.parameters())
     peak = sum(between.values()) + _highest(profile)
     training.forward_backward()
     after_backward = categories(training)
@@ -52,7 +54,7 @@ def tensors(training: Training) -> dict[str, float]:
 
 
 def _highest(profile: Any) -> int:
-    """Bytes at the highest point of the profiled allocations, above where they began."""
+    """Return the peak of the profiled allocations in bytes, relative to the begin of the profile."""
     events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
     held = highest = 0
     for event in sorted(events, key=lambda event: event.start_ns()):
@@ -62,10 +64,14 @@ def _highest(profile: Any) -> int:
 
 
 def categories(training: Training) -> dict[str, int]:
-    """Bytes of the live tensors, each storage counted once, under the first use that is known of it."""
+    """Return the bytes of the live tensors by purpose.
+
+    Each storage counts once, for the first purpose in the order parameters, gradients, masters, states, other.
+    """
     parameters = [_local(parameter) for parameter in training.module.parameters()]
     outer = training.engine.optimizer
-    inner = getattr(outer, "optimizer", getattr(outer, "optim", outer))  # "optim": of ZeroRedundancyOptimizer
+    # ZeroRedundancyOptimizer has the attribute "optim".
+    inner = getattr(outer, "optimizer", getattr(outer, "optim", outer))
     held: dict[str, Iterable[Any]] = {
         "parameters": parameters,
         "gradients": [_local(parameter.grad) for parameter in training.module.parameters()],
@@ -78,13 +84,13 @@ def categories(training: Training) -> dict[str, int]:
 
 
 def _local(tensor: Any) -> Any:
-    """What this rank has of a DTensor, whose own storage is empty."""
+    """Return the local tensor of a DTensor, whose own storage is empty. Other values are returned unchanged."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _live() -> list[torch.Tensor]:
     gc.collect()
-    # isinstance would ask lazy modules for their class, and import them.
+    # isinstance would access the class of lazy modules, and thereby import them.
     return [each for each in gc.get_objects() if issubclass(type(each), torch.Tensor)]
 
 
@@ -92,7 +98,7 @@ def _fresh(tensors: Iterable[Any], seen: set[int]) -> Iterator[int]:
     for tensor in tensors:
         if (
             isinstance(tensor, torch.Tensor)
-            and not isinstance(tensor, DTensor)  # what it has of this rank is another tensor
+            and not isinstance(tensor, DTensor)  # its local tensor is a separate object
             and tensor.device.type == "cpu"
             and tensor.layout is torch.strided
         ):

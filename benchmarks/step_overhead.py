@@ -1,17 +1,19 @@
-"""What recording, and a traffic contract, add to a training step: CPU and wall time with it on against off, in one job.
+"""Measures the CPU and wall time that recording and a traffic contract add to a training step, on against off.
 
-Two gloo ranks train a GPT with zero_runtime (stage 2), each on a core of its own. Pairs of blocks of steps, one off and one
-on in random order, follow each other in the same processes; each pair gives one ratio of the CPU time of both ranks (all
-threads) and one of the wall time of rank 0. Both ranks switch at the same step. What happens once a run (opening files,
-naming things) is before the clock starts.
+Two gloo ranks train a GPT with zero_runtime (stage 2), each rank on a separate core. The same processes run pairs of
+blocks of steps. In each pair, the recorder or contract is off in one block and on in the other block, in random order.
+Both ranks switch at the same step. Each pair gives one ratio of the CPU time of both ranks (all threads), and one ratio
+of the wall time of rank 0. Work that occurs once per run, such as opening files or interning names, is done before the
+timing begins.
 
-A recording needs some steps to begin, so its blocks have several steps. A contract continues after steps that it has not
-observed, so its blocks are single steps, which the machine disturbs alike. Its thread runs during both kinds of steps: the
-CPU time of the thread is counted in steps with a contract only, the wall time that it takes from others is in both.
+A recording needs a few steps to start, so that its blocks have several steps. A contract can skip steps without
+observing them, so that its blocks are single steps. Disturbances of the machine then affect both steps of a pair
+equally. The thread of the contract runs during both kinds of steps. Its CPU time counts only in steps with the
+contract. The wall time that it takes from other threads counts in both kinds of steps.
 
-A step takes now 10 % more and now 10 % less CPU time, since what runs beside it shares caches and memory. Before and after
-each block the ranks do the same piece of work, which no recorder sees, and as far as a ratio goes with that of these times
-(linear regression of the logarithms) it is the machine's.
+The CPU time of a step varies by 10 % in both directions, because other programs share caches and memory. Before and
+after each block, the ranks therefore run the same reference work, which no recorder observes. The part of a ratio that
+correlates with the ratio of the reference times (linear regression of the logarithms) is attributed to the machine.
 """
 
 from __future__ import annotations
@@ -39,14 +41,17 @@ ROOT = Path(__file__).resolve().parent.parent
 EXAMPLE = ROOT / "examples" / "train_gpt.py"
 CONFIG = EXAMPLE.with_name("ds_zero2.json")
 RANKS = 2
-WARM_UP = 2  # steps after recording has begun, before the clock starts
-AGREED = 3  # steps after which a contract has agreed on all messages
-RECORDING, CONTRACT = "recording", "traffic_contract"  # what is switched on and off
+WARM_UP = 2  # steps with the recorder on before the timing begins
+AGREED = 3  # steps after which the ranks have agreed on all messages of a contract
+RECORDING, CONTRACT = "recording", "traffic_contract"  # the features that are switched on and off
 PAIRS = {RECORDING: 160, CONTRACT: 800}
 
 
 class Job(NamedTuple):
-    """A model, and the steps of a block of recording. The vocabulary of the example's text is 256 or less."""
+    """A model, and the number of steps in a block of recording.
+
+    The text of the example uses at most 256 tokens of the vocabulary.
+    """
 
     width: int
     layers: int
@@ -64,7 +69,7 @@ JOBS = {
 
 
 class Block(NamedTuple):
-    """Seconds per step of one rank, and CPU seconds of the work that is always the same."""
+    """The CPU and wall time per step of one rank, and the CPU time of the reference work, in seconds."""
 
     cpu: float
     wall: float
@@ -72,7 +77,10 @@ class Block(NamedTuple):
 
 
 def make_reference() -> Callable[[], float]:
-    """Work that is always the same: multiplications in the cache, and additions that go through memory. Its CPU seconds."""
+    """Return a function that runs the reference work and returns its CPU time in seconds.
+
+    The work consists of matrix multiplications in the cache and element-wise operations in main memory.
+    """
     import torch
 
     matrix, vector = torch.ones(256, 256), torch.ones(4_000_000)
@@ -89,37 +97,37 @@ def make_reference() -> Callable[[], float]:
 
 
 class Recording:
-    """Switches the recorder."""
+    """Switches the recorder on and off."""
 
     def __init__(self, engine: Any, out: str, job: Job) -> None:
         self.steps, self._out, self._numbers = job.steps, out, itertools.count()
         engine.end_contract()
 
     def on(self, step: Callable[[], None]) -> None:
-        """Record, and let everything be named that is named once a run."""
+        """Start recording, and run the warm-up steps, in which names are interned once per run."""
         from commprof import hooks
 
         hooks.attach(f"{self._out}/{next(self._numbers)}", quiet=True)
         self.warm_up(step)
 
     def off(self) -> None:
-        """Record no more."""
+        """Stop recording."""
         from commprof import hooks
 
         hooks.detach()
 
     def warm_up(self, step: Callable[[], None]) -> None:
-        """Steps before the clock starts."""
+        """Run the steps before the timing begins."""
         for _ in range(WARM_UP):
             step()
 
     def cpu(self) -> float:
-        """CPU seconds that are not of the step while this is off."""
+        """Return the CPU seconds that do not belong to the step while the recorder is off: always 0."""
         return 0.0
 
 
 class Contract:
-    """Shows the messages of a step to a contract, or not."""
+    """Switches the observation of messages by a traffic contract on and off."""
 
     steps = 1
 
@@ -135,7 +143,7 @@ class Contract:
         self.off()
 
     def on(self, step: Callable[[], None]) -> None:
-        """As after ``keep_contract`` and the agreement on each message."""
+        """Set the state that exists after ``keep_contract`` and the agreement on each message."""
         from zero_runtime.groups import detailed_tags
 
         self._group.observe(self._contract)
@@ -143,7 +151,7 @@ class Contract:
         detailed_tags.add_reader()
 
     def off(self) -> None:
-        """As without a contract, but for its thread."""
+        """Set the state that exists without a contract, except that the thread of the contract still runs."""
         from zero_runtime.groups import detailed_tags
 
         self._group.forget(self._contract)
@@ -151,15 +159,18 @@ class Contract:
         detailed_tags.add_reader(-1)
 
     def warm_up(self, step: Callable[[], None]) -> None:
-        """A step needs none."""
+        """Do nothing. A step with a contract needs no warm-up."""
 
     def cpu(self) -> float:
-        """CPU seconds that are not of the step while this is off: those of the contract's thread until now."""
+        """Return the CPU seconds that do not belong to the step while the contract is off.
+
+        This is the total CPU time of the contract's thread up to now.
+        """
         return time.clock_gettime(self._clock)
 
 
 def make_step(job: Job, rank: int, what: str) -> tuple[Callable[[], None], Any]:
-    """One training step, on batches of random tokens, and its engine."""
+    """Return a function that runs one training step on batches of random tokens, and its engine."""
     import torch
 
     import zero_runtime
@@ -187,7 +198,7 @@ def make_step(job: Job, rank: int, what: str) -> tuple[Callable[[], None], Any]:
 
 
 def train(rank: int, store: str, out: str, rounds: int, job: Job, what: str, results: Any) -> None:
-    """One rank: run the blocks, send a pair (off, on) for each round."""
+    """Run one rank: execute the blocks and send one pair (off, on) per round."""
     os.environ.update(
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(RANKS), LOCAL_WORLD_SIZE=str(RANKS)
     )
@@ -223,7 +234,7 @@ def train(rank: int, store: str, out: str, rounds: int, job: Job, what: str, res
     block(False)
     block(True)
     pairs = []
-    # The same on both ranks, and at random: what comes back in the machine meets one of the two as often as the other.
+    # The order is equal on both ranks and random, so that a periodic disturbance affects both kinds of blocks equally.
     orders = random.Random(0)
     for _ in range(rounds):
         order = orders.choice([(False, True), (True, False)])
@@ -234,7 +245,7 @@ def train(rank: int, store: str, out: str, rounds: int, job: Job, what: str, res
 
 
 def measure(job: Job, rounds: int, what: str) -> list[list[tuple[Block, Block]]]:
-    """By rank: the pairs (off, on)."""
+    """Start the ranks and return the pairs (off, on) of each rank."""
     context = multiprocessing.get_context("spawn")
     results = context.Queue()
     with tempfile.TemporaryDirectory() as folder:
@@ -254,7 +265,7 @@ def measure(job: Job, rounds: int, what: str) -> list[list[tuple[Block, Block]]]
 
 
 def adjusted(pairs: Sequence[tuple[Block, Block]], figure: Callable[[Block], float]) -> Spread:
-    """The ratio on/off of one figure of the blocks, less what the machine has done to it."""
+    """Return the ratio on/off of one figure of the blocks, corrected for the influence of the machine."""
     ratios = [math.log(figure(on) / figure(off)) for off, on in pairs]
     machine = [math.log(on.reference / off.reference) for off, on in pairs]
     slope = statistics.linear_regression(machine, ratios).slope
@@ -263,7 +274,7 @@ def adjusted(pairs: Sequence[tuple[Block, Block]], figure: Callable[[Block], flo
 
 
 def main() -> None:
-    """Measure, print, write."""
+    """Measure, print the table and write it."""
     parser = arguments(__doc__.splitlines()[0])
     parser.add_argument(
         "--rounds",

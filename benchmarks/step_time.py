@@ -1,10 +1,12 @@
-"""Time and memory of a training step against the real DeepSpeed 0.19.8 and torch's own: two gloo ranks on this machine.
+"""Compares time and memory of a step with zero_runtime to DeepSpeed 0.19.8 and to torch, on two gloo ranks.
 
-The three, and the same model without any, live side by side, two processes each, and train in turn, some steps each: what
-disturbs the machine disturbs all four. A round gives ratios of step times, one of CPU times, and one of what is left of the
-step without plain forward and backward. Every round begins with another of the four. Torch's own is DDP for stage 0, with
-ZeroRedundancyOptimizer for stages 1 and 2, and FSDP2 for stage 3. gloo runs FSDP2's reduce_scatter as an all_reduce, which
-NCCL does not.
+The benchmark runs zero_runtime, DeepSpeed, the methods of torch, and the same model without a runtime. Each of these
+four has two processes. All processes exist at the same time and take turns, a few steps each, so that a disturbance of
+the machine affects all four. Every round begins with a different one of the four. A round gives ratios of wall times
+and of CPU times: of the whole step, and of the step minus the plain forward and backward pass.
+
+The methods of torch are DDP for stage 0, DDP with ZeroRedundancyOptimizer for stages 1 and 2, and FSDP2 for stage 3.
+gloo runs FSDP2's reduce_scatter as an all_reduce; NCCL does not.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ from results import Spread, arguments, publish
 ROOT = Path(__file__).resolve().parent.parent
 RANKS = 2
 DEEPSPEED = "0.19.8"
-# name -> (model, steps of a block)
+# name -> (arguments of the model, number of steps in a block)
 MODELS: Mapping[str, tuple[Mapping[str, int], int]] = {
     "small, 0.9 M": ({"width": 128, "layers": 4, "heads": 4, "context": 128, "vocabulary": 256}, 10),
     "25 M": ({"width": 512, "layers": 7, "heads": 8, "context": 128, "vocabulary": 2816}, 2),
@@ -43,7 +45,12 @@ MICRO_BATCH = 1
 
 
 class Variant(NamedTuple):
-    """One row for each model. DeepSpeed has the stage alone. ``peer``: which of torch's it is compared with."""
+    """A variant of the configuration, which is one row of the table for each model.
+
+    Attributes:
+        zero: The block ``zero_optimization`` of zero_runtime. DeepSpeed uses only its stage.
+        peer: The method of torch for comparison.
+    """
 
     zero: Mapping[str, Any]
     peer: str
@@ -51,7 +58,7 @@ class Variant(NamedTuple):
 
 VARIANTS = {
     "0": Variant({"stage": 0}, torch_peers.DDP),
-    # Of the size of DDP's buckets, 25 MiB.
+    # The bucket size equals the 25 MiB of DDP's buckets.
     "0, in buckets": Variant(
         {
             "stage": 0,
@@ -73,7 +80,7 @@ WARM_UP = 3
 COMMON = {
     "train_micro_batch_size_per_gpu": MICRO_BATCH,
     "optimizer": {"type": "Adam", "params": {"lr": 1e-3, "torch_adam": True}},
-    "gradient_clipping": 0.0,  # torch's own clips nothing by itself; the default of DeepSpeed is 1
+    "gradient_clipping": 0.0,  # The optimizers of torch do not clip; the default of DeepSpeed is 1.
     "steps_per_print": 1_000_000,
 }
 PEER = "deepspeed"
@@ -83,7 +90,11 @@ RESAMPLES = 4000
 
 
 class Pair(RankProcesses):
-    """The ranks of one runtime. ``variables`` are further ones of their environment."""
+    """The ranks of one runtime.
+
+    Args:
+        variables: Additional environment variables of the ranks.
+    """
 
     def __init__(
         self, python: str, runtime: str, log: TextIO, variables: Mapping[str, str] | None = None
@@ -98,14 +109,19 @@ class Pair(RankProcesses):
 
 
 class Block(NamedTuple):
-    """Some steps of one runtime: milliseconds of a step, of the slower rank, and CPU milliseconds of the mean rank."""
+    """A block of steps of one runtime.
+
+    Attributes:
+        wall: The median step time of the slower rank, in ms.
+        cpu: The CPU time per step, as the mean over the ranks, in ms.
+    """
 
     wall: float
     cpu: float
 
 
 def free_port() -> int:
-    """A TCP port that is free now."""
+    """Return a TCP port that is currently free."""
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         return int(server.getsockname()[1])
@@ -126,7 +142,10 @@ def _environment(rank: int) -> dict[str, str]:
 
 
 def deepspeed_python(given: str | None) -> str:
-    """The Python that has DeepSpeed: the one given, or that of an environment of its own, made on the first use."""
+    """Return the Python interpreter that has DeepSpeed.
+
+    Without ``given``, this is the interpreter of a separate environment, which is created at the first use.
+    """
     if given:
         return given
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
@@ -148,7 +167,7 @@ def deepspeed_python(given: str | None) -> str:
 
 @contextlib.contextmanager
 def started(python: str) -> Iterator[dict[str, Pair]]:
-    """The ranks of every runtime."""
+    """Start the ranks of all runtimes and yield them by runtime."""
     with tempfile.TemporaryFile("w+") as log:
         pairs: dict[str, Pair] = {}
         try:
@@ -166,7 +185,11 @@ def started(python: str) -> Iterator[dict[str, Pair]]:
 def rounds_of(
     pairs: Mapping[str, Pair], count: int, steps: int
 ) -> tuple[dict[str, list[Block]], dict[str, list[float]]]:
-    """(runtime -> one block for each round, runtime -> losses of all its steps on all ranks)."""
+    """Run all rounds.
+
+    Returns:
+        runtime -> one block for each round, and runtime -> the losses of all its steps on all ranks.
+    """
     blocks: dict[str, list[Block]] = {name: [] for name in pairs}
     losses: dict[str, list[float]] = {name: [] for name in pairs}
     names = list(pairs)
@@ -182,7 +205,7 @@ def rounds_of(
 
 
 def bootstrap(rounds: Sequence[Any], statistic: Callable[[Sequence[Any]], float]) -> Spread:
-    """``statistic`` of all rounds, with the 95 % interval of it over rounds drawn again with replacement."""
+    """Return ``statistic`` of all rounds, with its 95 % bootstrap interval over rounds drawn with replacement."""
     draw = random.Random(0)
     drawn = sorted(statistic(draw.choices(rounds, k=len(rounds))) for _ in range(RESAMPLES))
     return Spread(
@@ -191,23 +214,30 @@ def bootstrap(rounds: Sequence[Any], statistic: Callable[[Sequence[Any]], float]
 
 
 def ratio_of_steps(rounds: Sequence[tuple[float, ...]]) -> float:
-    """Median over the rounds of (mine by its); a round is a time of each of :data:`RUNTIMES`."""
+    """Return the median over the rounds of the time of zero_runtime divided by the time of DeepSpeed.
+
+    Args:
+        rounds: For each round, the times in the order of :data:`RUNTIMES`.
+    """
     return median(mine / its for its, mine, *_ in rounds)
 
 
 def ratio_to_torch(rounds: Sequence[tuple[float, ...]]) -> float:
-    """Median over the rounds of (mine by torch's)."""
+    """Return the median over the rounds of the time of zero_runtime divided by the time of torch."""
     return median(mine / torchs for _, mine, _, torchs in rounds)
 
 
 def ratio_outside(rounds: Sequence[tuple[float, ...]]) -> float:
-    """Median of (mine - plain) by median of (its - plain)."""
+    """Return the ratio of zero_runtime to DeepSpeed without the plain forward and backward pass.
+
+    This is median(zero_runtime - plain) / median(DeepSpeed - plain).
+    """
     its = median(its - plain for its, _, plain, _ in rounds)
     return median(mine - plain for _, mine, plain, _ in rounds) / its
 
 
 def measure(pairs: Mapping[str, Pair], model: str, variant: Variant, count: int) -> dict[str, Any]:
-    """The figures of one case."""
+    """Measure one model with one variant and return the figures."""
     shape, steps = MODELS[model]
     job = {"model": shape, "micro_batch": MICRO_BATCH, "peer": variant.peer}
     configs = {PEER: {"stage": variant.zero["stage"]}}
@@ -252,7 +282,7 @@ def measure(pairs: Mapping[str, Pair], model: str, variant: Variant, count: int)
 
 
 def row(model: str, variant: str, figures: Mapping[str, Any]) -> list[str]:
-    """A row of the table."""
+    """Return a row of the table."""
     wall, cpu, memory = figures["wall"], figures["cpu"], figures["memory_mib"]
 
     def both(source: Mapping[str, Any], digits: int = 0, key: str | None = None) -> str:
@@ -294,7 +324,7 @@ HEADER = [
 
 
 def main() -> None:
-    """Measure, print, write."""
+    """Measure, print the table and write it."""
     parser = arguments(__doc__.splitlines()[0])
     parser.add_argument(
         "--deepspeed-python", help=f"the Python of an environment that has DeepSpeed {DEEPSPEED}"
@@ -308,12 +338,12 @@ def main() -> None:
     try:
         python = deepspeed_python(args.deepspeed_python)
         for model, name in itertools.product(args.model or MODELS, args.stage or VARIANTS):
-            with started(python) as pairs:  # new ones: an engine sets the allocator of its process
+            with started(python) as pairs:  # new processes, because an engine sets the allocator
                 found = figures[f"{model}, stage {name}"] = measure(pairs, model, VARIANTS[name], args.rounds)
             rows.append(row(model, name, found))
             print(" | ".join(rows[-1]), file=sys.stderr, flush=True)
     finally:
-        # What has been measured counts, also where the rest takes too long.
+        # The finished measurements are published even if the benchmark is interrupted.
         if rows:
             publish(
                 args,

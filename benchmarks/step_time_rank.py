@@ -1,8 +1,9 @@
-"""One rank of benchmarks/step_time.py: keeps one model at a time, under one runtime or none, and trains it as it is told.
+"""Runs one rank of benchmarks/step_time.py, which trains one model at a time on request, with or without a runtime.
 
-Runs under DeepSpeed's Python as well as under this project's. A line on standard input begins a case: ``{"port", "model",
-"micro_batch", "config"}``. Those that follow are ``{"steps": n}``, ``{"memory": true}``, and ``{"end": true}``, which alone
-has no answer. An answer is a line of JSON on standard output.
+The script runs in the Python environment of DeepSpeed and in that of this project. A line ``{"port", "model",
+"micro_batch", "config"}`` on standard input begins a case. The following lines are ``{"steps": n}``,
+``{"memory": true}`` and ``{"end": true}``. Every request except ``{"end": true}`` has an answer, which is a line of
+JSON on standard output.
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ from step_memory import tensors
 
 EXAMPLE = Path(__file__).resolve().parent.parent / "examples" / "train_gpt.py"
 SEED = 7
-WITHOUT_ENGINE = ("torch", "plain")  # not to be imported by this name
+WITHOUT_ENGINE = ("torch", "plain")  # These names are not modules with an engine.
 
 
 class Training:
-    """A model and the batches that it has not seen yet: the same whatever trains it."""
+    """A model with its own stream of batches. The batches do not depend on the runtime."""
 
     def __init__(self, framework: str, job: dict[str, Any]) -> None:
         example = _load(EXAMPLE)
@@ -48,7 +49,7 @@ class Training:
         self._generator = torch.Generator().manual_seed(int(os.environ["RANK"]))
 
     def step(self) -> float:
-        """One optimizer step, or without a runtime only forward and backward; the loss."""
+        """Run one optimizer step, or without a runtime only forward and backward; return the loss."""
         loss = self.forward_backward()
         if self.engine is None:
             for parameter in self.module.parameters():
@@ -58,11 +59,11 @@ class Training:
         return loss.item()
 
     def forward_backward(self) -> torch.Tensor:
-        """Up to the optimizer; the loss."""
+        """Run the forward and the backward pass; return the loss."""
         first, second = (
             torch.randint(0, self._vocabulary, self._shape, generator=self._generator) for _ in range(2)
         )
-        second = second % 64  # a part of the vocabulary, so that there is something to learn
+        second = second % 64  # only a part of the vocabulary, so that the model can learn something
         if self.engine is None:
             loss = self.module(first, second)
             loss.backward()
@@ -80,7 +81,7 @@ def _load(path: Path) -> Any:
 
 
 def measure(training: Training, steps: int) -> dict[str, Any]:
-    """Train ``steps`` steps: wall seconds and loss of each, CPU seconds of all threads in the mean."""
+    """Train ``steps`` steps; return the wall seconds and loss of each step, and the mean CPU seconds of all threads."""
     dist.barrier()
     losses, seconds = [], []
     cpu = time.process_time()
@@ -94,7 +95,7 @@ def measure(training: Training, steps: int) -> dict[str, Any]:
 
 
 def peak_rss() -> float:
-    """The most memory that this process has had resident, in MiB."""
+    """Return the peak resident memory of this process, in MiB."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("VmHWM:"):
             return int(line.split()[1]) / 1024
@@ -102,12 +103,12 @@ def peak_rss() -> float:
 
 
 def forget_peak() -> None:
-    """Let :func:`peak_rss` count from now on."""
+    """Reset the peak that :func:`peak_rss` returns to the current resident memory."""
     Path("/proc/self/clear_refs").write_text("5")
 
 
 def serve(framework: str, job: dict[str, Any], answers: TextIO) -> None:
-    """Join the process group, make the model, say so, and answer requests until the case ends."""
+    """Join the process group, create the model, report readiness, and answer requests until the case ends."""
     os.environ["MASTER_PORT"] = str(job["port"])
     if framework in WITHOUT_ENGINE:
         dist.init_process_group("gloo")
@@ -132,12 +133,12 @@ def _say(answer: dict[str, Any], answers: TextIO) -> None:
 
 
 def main() -> None:
-    """Import once, and give every case a process of its own, so that its memory is its own."""
+    """Import the modules once, and fork a process for every case, so that cases do not share memory."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("framework", choices=("deepspeed", "zero_runtime", *WITHOUT_ENGINE))
     args = parser.parse_args()
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what the frameworks print is no answer
+    os.dup2(2, 1)  # The frameworks print to stdout, which carries the answers.
     torch.set_num_threads(1)
     if args.framework not in WITHOUT_ENGINE:
         importlib.import_module(args.framework)
@@ -150,7 +151,7 @@ def main() -> None:
                 traceback.print_exc()
                 sys.stderr.flush()
                 os._exit(1)
-            # Not destroy_process_group: a rank that ends while another still waits would look like a failure.
+            # destroy_process_group is not called: if a rank left while another rank waits, the other rank would fail.
             os._exit(0)
         if os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]):
             sys.exit(1)

@@ -1,7 +1,8 @@
-"""What torch itself offers for data parallelism, behind the three calls of an engine, for the ranks of the benchmarks.
+"""Wraps the data parallelism of torch in the three calls of an engine, for the ranks of the benchmarks.
 
-The optimizer is AdamW with torch's defaults, which is what DeepSpeed makes of ``{"type": "Adam", "params": {"torch_adam":
-true}}``. On gloo FSDP2's reduce_scatter is an all_reduce of which a rank keeps its part, which it is not with NCCL.
+The optimizer is AdamW with torch's defaults. DeepSpeed creates the same optimizer for ``{"type": "Adam", "params":
+{"torch_adam": true}}``. On gloo, FSDP2's reduce_scatter is an all_reduce, after which each rank uses only its shard.
+NCCL runs a real reduce_scatter.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ MESSAGES: Final = "gloo, the messages of a step alone"
 
 
 class Peer(nn.Module):
-    """A wrapped model and its optimizer. ``optimizer`` is what holds the state."""
+    """A wrapped model and its optimizer. ``optimizer`` contains the optimizer state."""
 
     def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         super().__init__()
@@ -30,24 +31,25 @@ class Peer(nn.Module):
         self.optimizer = optimizer
 
     def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
-        """The loss."""
+        """Return the loss."""
         return self.module(*inputs)
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Gradients of ``loss``, reduced over the ranks."""
+        """Compute the gradients of ``loss``, reduced over the ranks."""
         loss.backward()
 
     def step(self) -> None:
-        """Update the parameters, and drop the gradients."""
+        """Update the parameters and clear the gradients."""
         self.optimizer.step()
         self.optimizer.zero_grad()
 
 
 class Messages(Peer):
-    """No training: what a step of ``model`` at stage 2 with reduce_scatter has to send, as zero_runtime sends it on gloo.
+    """Sends the messages of a step of ``model`` at stage 2 with reduce_scatter, and does not train.
 
-    A rank sends each other rank its shard of the parameters, and the gradients of that rank's shard, both in parts of which
-    some are on their way.
+    The messages are those of zero_runtime on gloo. A rank sends its shard of the parameters to all other ranks. It also
+    sends to each rank the gradients of that rank's shard. Both are divided into parts, and several parts are in flight
+    at the same time.
     """
 
     PARTS: Final = 16
@@ -61,7 +63,7 @@ class Messages(Peer):
         self.whole, self.gradients = torch.zeros(2, self.PARTS, world * part)
 
     def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
-        """Gather the shards; zero."""
+        """Gather the shards; return zero as the loss."""
         self._send(
             lambda part: dist.all_gather_into_tensor(self.whole[part], self.shard[part], async_op=True)
         )
@@ -72,7 +74,7 @@ class Messages(Peer):
         self._send(lambda part: dist.all_to_all_single(self.gradients[part], self.whole[part], async_op=True))
 
     def step(self) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def _send(self, issue: Callable[[int], Any]) -> None:
         works: deque[Any] = deque()
@@ -117,5 +119,5 @@ PEERS: Final[Mapping[str, Callable[[nn.Module, float], Peer]]] = {
 
 
 def peer(name: str, model: nn.Module, config: Mapping[str, Any]) -> Peer:
-    """``model``, the GPT of the example, under ``name`` with the learning rate of ``config``."""
+    """Wrap ``model``, the GPT of the example, in the method ``name`` with the learning rate of ``config``."""
     return PEERS[name](model, config["optimizer"]["params"]["lr"])

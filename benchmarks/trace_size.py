@@ -1,9 +1,10 @@
-"""Bytes on disk per record after finalising, and growth of resident memory, for a trace shaped like a training run.
+"""Measures bytes on disk per record after finalizing, and growth of resident memory, for a realistic trace.
 
-One rank, a fake process group: each step sends as many tagged bucket reductions, norms and gathers as a ZeRO-2 step of a
-48-layer model would, from several call sites, with the times that the machine really gives. Memory is read 100 times; its
-growth is what its peak in the second half has beyond that in the first: recorded, and before that not recorded. A second
-trace holds nothing but all_to_all_singles among eight ranks with other splits in each call, as a mixture of experts has.
+The benchmark uses one rank with a fake process group. Each step sends as many tagged bucket reductions, norms and
+gathers as a ZeRO-2 step of a 48-layer model, from several call sites and with real times. Memory is read 100 times. The
+growth is the peak in the second half minus the peak in the first half. It is measured once without recording, and then
+with recording. A second trace consists of all_to_all_single calls among eight ranks with different splits in each call,
+as in a mixture of experts.
 """
 
 from __future__ import annotations
@@ -27,23 +28,23 @@ from commprof import hooks
 
 READINGS = 100
 RANKS = 8
-MOST_ROWS = 200  # to one rank
+MOST_ROWS = 200  # the upper limit of the rows that a call sends to one rank
 COLUMNS = 64
 
 
 def resident_bytes() -> int:
-    """Resident memory of this process, mapped files included."""
+    """Return the resident memory of this process in bytes, including mapped files."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def growth(resident: list[int]) -> int:
-    """From the peak in the first half to that in the second."""
+    """Return the difference between the peak in the second half and the peak in the first half, in bytes."""
     half = len(resident) // 2
     return max(resident[half:]) - max(resident[:half])
 
 
 def train(steps: int, buckets: int) -> tuple[int, list[int]]:
-    """Issue the collectives of ``steps`` steps; returns how many, and the resident bytes meanwhile."""
+    """Issue the collectives of ``steps`` steps; return their number, and the readings of resident bytes."""
     sizes = [8192 - 64 * (number % 7) for number in range(buckets)]
     tensors = [torch.zeros(size) for size in sizes]
     norm, flag = torch.zeros(1), torch.zeros(1, dtype=torch.uint8)
@@ -74,7 +75,7 @@ def train(steps: int, buckets: int) -> tuple[int, list[int]]:
 
 
 def exchange(calls: int) -> tuple[int, list[int]]:
-    """Issue ``calls`` exchanges of random rows; returns how many, and the resident bytes meanwhile."""
+    """Issue ``calls`` exchanges of random rows; return their number, and the readings of resident bytes."""
     chance = random.Random(1)
     given = torch.zeros(RANKS * MOST_ROWS, COLUMNS)
     taken = torch.zeros_like(given)
@@ -88,7 +89,7 @@ def exchange(calls: int) -> tuple[int, list[int]]:
 
 
 def measure(issue: Callable[[], tuple[int, list[int]]]) -> dict[str, float]:
-    """The figures of one trace: what ``issue`` issues, once unrecorded and once recorded."""
+    """Call ``issue`` once without and once with recording, and return the figures of the trace."""
     from commprof.trace.reader import open_run
 
     with tempfile.TemporaryDirectory() as folder:
@@ -116,7 +117,7 @@ def measure(issue: Callable[[], tuple[int, list[int]]]) -> dict[str, float]:
 
 
 def main() -> None:
-    """Measure, print, write."""
+    """Measure, print the table and write it."""
     parser = arguments(__doc__.splitlines()[0])
     parser.add_argument("--records", type=int, default=1_000_000)
     parser.add_argument("--buckets", type=int, default=97)

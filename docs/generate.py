@@ -1,4 +1,4 @@
-"""Write the generated pages of docs/ from the code: ``python docs/generate.py [--check]``."""
+"""Writes the generated pages of docs/ from the code: ``python docs/generate.py [--check]``."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ROOT = DOCS.parent
 
 
 def schema_page() -> str:
-    """docs/schema.md: every table and column, as declared in commprof/schema.py."""
+    """Return docs/schema.md: every table and column, as declared in commprof/schema.py."""
     lines = [
         f"# Schema, version {schema.SCHEMA_VERSION}",
         "",
@@ -65,7 +65,7 @@ def schema_page() -> str:
 
 
 def relations_page() -> str:
-    """docs/relations.md: every relation with its grain, inputs and columns, as its file declares them."""
+    """Return docs/relations.md: every relation with its grain, inputs and columns, as declared in its file."""
     from commprof.analysis.relations import relation_graph
     from commprof.analysis.relations.evaluation import BY, RunViews
 
@@ -90,7 +90,7 @@ def relations_page() -> str:
         "request. Request as few columns as possible. If you request all columns, the relation has nearly",
         "one row per call. You can request these columns: " + ", ".join(f"`{name}`" for name in BY) + ".",
     ]
-    views = RunViews(_EmptyRun())  # type: ignore[arg-type] # all that is asked of a run
+    views = RunViews(_EmptyRun())  # type: ignore[arg-type] # implements only the used attributes
     for name in relation_graph.names():
         relation = relation_graph.relation(name)
         summed = " *Summed.*" if re.search(r"\{(by|requested|flow)\}", relation.sql) else ""
@@ -119,7 +119,7 @@ def relations_page() -> str:
 
 
 class _EmptyRun:
-    """A run without rows, of which relations have their columns."""
+    """A run without rows, from which the columns of relations are determined."""
 
     path = ROOT
     manifest = SimpleNamespace(hosts=())
@@ -151,14 +151,14 @@ def _columns_of(views: RunViews, name: str) -> list[str]:
 
 
 def command_line_page() -> str:
-    """docs/cli.md: every verb and option, as the command itself states them."""
+    """Return docs/cli.md: every verb and option with the help texts of the command."""
     from commprof.cli.reference import command_reference
 
     return command_reference()
 
 
 def config_page() -> str:
-    """docs/config.md: every key of the configuration, as declared in the tables of zero_runtime/configuration/."""
+    """Return docs/config.md: every configuration key, as declared in the tables of zero_runtime/configuration/."""
     from zero_runtime.configuration.all_keys import BLOCKS
 
     lines = [
@@ -208,7 +208,7 @@ def _config_row(name: str, key: Key) -> str:
 
 
 def modules_page() -> str:
-    """docs/modules.md: every module of the three packages, by its path, with the first line of its docstring."""
+    """Return docs/modules.md: the path of every module of the three packages, with the first line of its docstring."""
     lines = [
         "# Modules\n\n",
         "Reference. For people who look for the module that does something. Generated from the first line of\n",
@@ -227,7 +227,7 @@ def modules_page() -> str:
 
 
 def gallery_page() -> str:
-    """docs/gallery.md: every page of the dashboard with its question and, if one was taken, its picture."""
+    """Return docs/gallery.md: every page of the dashboard with its question and, if it exists, its picture."""
     from commprof_dash.pages import PAGES
 
     lines = [
@@ -250,27 +250,28 @@ def gallery_page() -> str:
 
 
 def deepspeed_names_page() -> str:
-    """docs/deepspeed-names.md with its lists of names renewed."""
+    """Return docs/deepspeed-names.md with updated lists of names."""
     from zero_runtime.deepspeed_names.tables.catalogue import page
 
     return renewed("deepspeed-names.md", "names", f"\n{page()}\n\n")
 
 
 def renewed(name: str, part: str, text: str) -> str:
-    """The page ``name`` with the text between two marks replaced by ``text``."""
+    """Return the page ``name`` with the text between the marks of ``part`` replaced by ``text``."""
     before, _, rest = (DOCS / name).read_text().partition(f"<!-- {part} -->\n")
     _, _, after = rest.partition(f"<!-- /{part} -->")
     return f"{before}<!-- {part} -->\n{text}<!-- /{part} -->{after}"
 
 
 def glossary_asset() -> str:
-    """The glossary as the page that the dashboard links to, made from docs/glossary.md."""
+    """Return the HTML page of the glossary that the dashboard links to, generated from docs/glossary.md."""
     body = []
     for block in (DOCS / "glossary.md").read_text().strip().split("\n\n"):
         mark, _, rest = block.partition(" ")
         level = len(mark) if set(mark) == {"#"} else 0
         text = html.escape(" ".join((rest if level else block).split()), quote=False)
-        text = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", text)  # the other pages of docs/ are not in the package
+        # The links are removed, because the other pages of docs/ are not in the package.
+        text = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", text)
         text = re.sub(r"`([^`]*)`", r"<code>\1</code>", text)
         text = re.sub(r"\*\*(.+?)\*\*", r"<dfn>\1</dfn>", text)
         body.append(f"<h{level}>{text}</h{level}>" if level else f"<p>{text}</p>")
@@ -287,7 +288,7 @@ def glossary_asset() -> str:
 
 
 def first_line(path: Path) -> str:
-    """The first sentence line of a module's docstring, joined where it runs over two lines."""
+    """Return the first paragraph of a module's docstring as one line."""
     doc = ast.get_docstring(ast.parse(path.read_text())) or ""
     return " ".join(doc.split("\n\n")[0].split())
 
@@ -305,7 +306,7 @@ PAGES = {
 
 
 def main() -> int:
-    """Write the pages, or with --check report those that are not current."""
+    """Write the pages, or with --check report the pages that are not current."""
     check = "--check" in sys.argv[1:]
     stale = []
     for name, page in PAGES.items():

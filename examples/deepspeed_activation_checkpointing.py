@@ -1,8 +1,9 @@
-"""Ten micro-batches of three layers at stage 3, with offload, and a block that says how activation checkpoints are kept.
+"""Train three layers at stage 3 with offload for ten micro-batches, and configure activation checkpointing.
 
-The block alone changes nothing, as with DeepSpeed: layers are computed again in the backward pass where the program calls
-``deepspeed.checkpointing.checkpoint``, as it does with ``--checkpoint``. As the program stands it ends in one error, as
-deepspeed_offload.py does and for the same reasons; ``--complete`` adds the two keys that are missing::
+As with DeepSpeed, the block ``activation_checkpointing`` alone changes nothing. Layers are recomputed in the backward
+pass only if the program calls ``deepspeed.checkpointing.checkpoint``, which ``--checkpoint`` selects. Without
+``--complete``, the program fails with one error, for the same reasons as deepspeed_offload.py. ``--complete`` adds the
+two missing keys::
 
     commprof run --engine zero_runtime --nproc 2 examples/deepspeed_activation_checkpointing.py --complete --checkpoint
 """
@@ -30,15 +31,15 @@ ds_config: dict[str, Any] = {
 
 
 class Checkpointed(nn.Sequential):
-    """Layers that keep nothing but their inputs for the backward pass."""
+    """Layers that store only their inputs for the backward pass, and are recomputed in it."""
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """(batch, 1000) to the same shape."""
+        """Return the output of the layers. Inputs and output have the shape (batch, 1000)."""
         return deepspeed.checkpointing.checkpoint(super().forward, inputs)
 
 
 def main() -> None:
-    """Train, and print the loss of each micro-batch."""
+    """Train and print the loss of each micro-batch."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--complete", action="store_true", help="name an optimizer, and have inputs cast")
     parser.add_argument(

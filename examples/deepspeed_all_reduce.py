@@ -1,4 +1,4 @@
-"""The time of an all_reduce of a million floats, by deepspeed.comm and by its log.
+"""Measure the time of an all_reduce of a million floats with deepspeed.comm, and with its log.
 
 Written for DeepSpeed's API::
 
@@ -20,11 +20,11 @@ CALLS = 10
 
 
 def main() -> None:
-    """Time the calls from outside, and beside that by the log."""
+    """Time the calls with a clock, and then with the log of deepspeed.comm."""
     deepspeed.init_distributed()
     accelerator = get_accelerator()
     tensor = torch.ones(NUMEL, device=accelerator.current_device_name())
-    all_reduce(tensor)  # the first call connects the ranks
+    all_reduce(tensor)  # not timed, because the first call connects the ranks
     tensor.fill_(1.0)
     accelerator.synchronize()
     start = time.perf_counter()

@@ -1,4 +1,4 @@
-"""Save a checkpoint under a tag, train on, and load it: the training goes on as it did after the save.
+"""Save a checkpoint with a tag, continue to train, and load the checkpoint: the training repeats the same losses.
 
 Written for DeepSpeed's API::
 
@@ -17,7 +17,7 @@ TAG = "step_100"
 
 
 def steps(engine: deepspeed.DeepSpeedEngine, first: int, last: int) -> float:
-    """Train from step ``first`` up to ``last``; returns the loss of the last one."""
+    """Train from step ``first`` up to, but not including, step ``last``; return the loss of the last step."""
     loss = torch.zeros(())
     for step in range(first, last):
         generator = torch.Generator().manual_seed(1000 * step + engine.global_rank)
@@ -29,7 +29,7 @@ def steps(engine: deepspeed.DeepSpeedEngine, first: int, last: int) -> float:
 
 
 def main() -> None:
-    """Train, save, train on, load, and train on again."""
+    """Train, save, continue, load the checkpoint, and train the same steps again."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--dir", default="checkpoints", help="where checkpoints go")
     parser.add_argument("--stage", type=int, default=2, help="ZeRO stage")

@@ -1,4 +1,4 @@
-"""Train with a config of keys that many have for DeepSpeed: gathers and reductions in buckets of 500 million elements.
+"""Train with common configuration keys of DeepSpeed: gathers and reductions in buckets of 500 million elements.
 
 Written for DeepSpeed's API; runs on either::
 
@@ -18,7 +18,7 @@ from torch import nn
 
 
 def main() -> None:
-    """Train a few steps on one batch, and print the loss of each."""
+    """Train a few steps on one batch and print the loss of each step."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--local_rank", type=int, default=-1, help="set by the launcher")
     parser = deepspeed.add_config_arguments(parser)

@@ -1,4 +1,4 @@
-"""The least that a script says to DeepSpeed: a model and a config of three keys. The engine has no optimizer, and no step.
+"""Create an engine with the minimum: a model and a config of three keys. The engine has no optimizer and cannot step.
 
 Written for DeepSpeed's API; runs on either (DeepSpeed needs a GPU for fp16)::
 
@@ -18,7 +18,7 @@ ds_config = {
 
 
 def main() -> None:
-    """Make the engine, and say what was made."""
+    """Create the engine and print its properties."""
     model = nn.Linear(10, 10)
     engine, optimizer, _, _ = deepspeed.initialize(model=model, config=ds_config)
     if engine.local_rank == 0:

@@ -1,11 +1,13 @@
-"""Ten micro-batches at stage 3, with optimizer states in host memory and parameters in files.
+"""Train ten micro-batches at stage 3, with optimizer states in host memory and parameters in files.
 
-As it stands this program cannot train, on DeepSpeed neither: its inputs are float32 while its model is fp16, and it names no
-optimizer. zero_runtime says so in one error. ``--complete`` adds the two keys that are missing::
+Without ``--complete``, this program cannot train, neither with zero_runtime nor with DeepSpeed. Its inputs are float32
+while its model is fp16, and its config has no optimizer. zero_runtime reports both in one error. ``--complete`` adds
+the two missing keys::
 
     commprof run --engine zero_runtime --nproc 2 examples/deepspeed_offload.py --complete
 
-Files go to ``--nvme-path`` only for what does not fit ``max_in_cpu``, of which a model as small as this has nothing.
+Only parameters that do not fit into ``max_in_cpu`` are written to ``--nvme-path``. This model is so small that no files
+are written.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ ds_config: dict[str, Any] = {
 
 
 def main() -> None:
-    """Train, and print the loss of each micro-batch."""
+    """Train and print the loss of each micro-batch."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--complete", action="store_true", help="name an optimizer, and have inputs cast")
     parser.add_argument("--nvme-path", default="/local_nvme", help="folder for the files of parameters")

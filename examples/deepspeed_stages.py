@@ -1,4 +1,4 @@
-"""Two ZeRO stages after one another on one model: the second engine takes the model over from the first.
+"""Train one model at two ZeRO stages in sequence: the second engine takes over the model from the first engine.
 
 Written for DeepSpeed's API::
 

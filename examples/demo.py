@@ -1,8 +1,8 @@
-"""The main job, end to end: what `make demo` runs.
+"""Demonstrate commprof from recording to dashboard (``make demo``).
 
-Sweeps DeepSpeed's two reduction keys, and the true reduce-scatter that DeepSpeed's ZeRO-1/2 never had, over a small
-GPT on two gloo ranks; compares what was requested with what was issued; aligns one run with an NCCL log (a generated
-one, since gloo writes none); exports the tables; says how to open the dashboard.
+The demo sweeps DeepSpeed's two reduction keys, and the true reduce-scatter that DeepSpeed's ZeRO-1/2 never had, with a
+small GPT on two gloo ranks. It compares the requested with the issued communication. It aligns one run with an NCCL
+log, which is generated because gloo writes none. It exports the tables and prints how to open the dashboard.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ LOG_GENERATOR = ROOT / "tests" / "support" / "planted_nccl.py"
 
 
 def heading(text: str) -> None:
-    """Print what comes next."""
+    """Print the heading of the next part."""
     print(f"\n== {text}", flush=True)
 
 
 def run(*arguments: str | Path) -> None:
-    """Show a command and run it; stop the demo with its exit code when it fails."""
+    """Print a command and run it. If the command fails, stop the demo with its exit code."""
     command = [str(argument) for argument in arguments]
     shown = command[2:] if command[1] == "-m" else ["python", *command[1:]]
     print("$ " + " ".join(shown), flush=True)
@@ -36,7 +36,7 @@ def run(*arguments: str | Path) -> None:
 
 
 def commprof(*arguments: str | Path) -> None:
-    """Run a commprof command."""
+    """Run a command of commprof."""
     run(sys.executable, "-m", "commprof", *arguments)
 
 

@@ -1,10 +1,11 @@
-"""Train a small network with torch's DistributedDataParallel: no DeepSpeed, and no change for the profiler.
+"""Train a small network with torch's DistributedDataParallel, without DeepSpeed and without changes for commprof.
 
     commprof run --nproc 2 examples/train_ddp.py
     torchrun --nproc-per-node 2 examples/train_ddp.py
 
-``--slow-loader-ms`` makes the data loader of the last rank slow, and ``--bucket-cap-mb`` sets the size of DDP's gradient
-buckets: two usual reasons for slow steps, to be found in the recorded run (docs/tutorial-ddp.md).
+``--slow-loader-ms`` makes the data loader of the last rank slow, and ``--bucket-cap-mb`` sets the size of DDP's
+gradient buckets. A slow loader and unsuitable buckets are common reasons for slow steps. docs/tutorial-ddp.md shows how
+to find them in the recorded run.
 """
 
 from __future__ import annotations
@@ -21,7 +22,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 
 def network(width: int, layers: int) -> nn.Module:
-    """``layers`` residual-free blocks of ``width``: each has one large weight and one small bias."""
+    """Return a network of ``layers`` blocks of ``width`` without residuals.
+
+    Each block has one large weight and one small bias.
+    """
     blocks: list[nn.Module] = []
     for _ in range(layers):
         blocks += [nn.Linear(width, width), nn.GELU()]
@@ -29,7 +33,10 @@ def network(width: int, layers: int) -> nn.Module:
 
 
 def batches(rank: int, width: int, rows: int, delay_s: float) -> Iterator[tuple[Tensor, Tensor]]:
-    """Random inputs (rows, width) with their mean as the target (rows, 1); each takes ``delay_s`` to load."""
+    """Yield random inputs (rows, width) with their mean as the target (rows, 1).
+
+    Each batch takes ``delay_s`` seconds to load.
+    """
     generator = torch.Generator().manual_seed(rank)
     while True:
         time.sleep(delay_s)

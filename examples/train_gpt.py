@@ -1,7 +1,6 @@
 """Train a small byte-level GPT on text that every machine has: the sources of Python's standard library.
 
-Written for DeepSpeed's API, so the same file runs on zero_runtime (the default) and, where it is installed, on
-DeepSpeed itself::
+The program uses DeepSpeed's API. It runs on zero_runtime (the default) and, if DeepSpeed is installed, on DeepSpeed::
 
     commprof run --nproc 2 examples/train_gpt.py --config examples/ds_zero2.json
     torchrun --nproc-per-node 2 examples/train_gpt.py --config examples/ds_zero2.json --engine deepspeed
@@ -27,7 +26,7 @@ import commprof
 
 
 class Block(nn.Module):
-    """One transformer block: attention and a feed-forward layer, both behind a layer norm."""
+    """A transformer block: attention and a feed-forward layer, each preceded by a layer norm."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -40,14 +39,14 @@ class Block(nn.Module):
         self.contract = nn.Linear(4 * width, width)
 
     def attend(self, x: Tensor) -> Tensor:
-        """What attention adds to ``x``, (batch, context, width)."""
+        """Return the output of attention, which the block adds to ``x``. Both are (batch, context, width)."""
         qkv = self.qkv(self.attention_norm(x)).unflatten(-1, (3, -1, self.head_width))
         query, key, value = qkv.permute(2, 0, 3, 1, 4)
         attended = F.scaled_dot_product_attention(query, key, value, is_causal=True)
         return self.projection(attended.transpose(1, 2).flatten(2))
 
     def forward(self, x: Tensor) -> Tensor:
-        """(batch, context, width) to the same shape."""
+        """Return the output of the block. Input and output have the shape (batch, context, width)."""
         x = x + self.attend(x)
         return x + self.contract(F.gelu(self.expand(self.feed_forward_norm(x))))
 
@@ -69,7 +68,7 @@ class GPT(nn.Module):
                 nn.init.normal_(parameter, std=0.02 / (math.sqrt(2 * layers) if deep else 1.0))
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        """Mean cross entropy (nats per byte) of predicting ``y`` from ``x``, both (batch, context) int64."""
+        """Return the mean cross entropy (nats per byte) of predicting ``y`` from ``x``, both (batch, context) int64."""
         hidden = self.token(x) + self.position(torch.arange(x.shape[1], device=x.device))
         for block in self.blocks:
             hidden = block(hidden)
@@ -77,7 +76,10 @@ class GPT(nn.Module):
 
 
 def read_text(limit_bytes: int) -> tuple[Tensor, Tensor]:
-    """The standard library's sources as uint8: (training, validation). Every tenth file is for validation."""
+    """Return the sources of the standard library as uint8: (training, validation).
+
+    Every tenth file is for validation.
+    """
     root = Path(sysconfig.get_paths()["stdlib"])
     training, validation, size = [], [], 0
     for number, path in enumerate(sorted(root.glob("*.py"))):
@@ -92,7 +94,10 @@ def read_text(limit_bytes: int) -> tuple[Tensor, Tensor]:
 
 
 def batches(text: Tensor, batch: int, context: int, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Endless random pieces of ``text``: inputs and the same pieces one byte later, (batch, context) int64."""
+    """Yield random pieces of ``text`` without end, as inputs and targets, both (batch, context) int64.
+
+    The targets are the inputs shifted by one byte.
+    """
     generator = torch.Generator().manual_seed(seed)
     while True:
         starts = torch.randint(0, len(text) - context - 1, (batch,), generator=generator)
@@ -101,7 +106,7 @@ def batches(text: Tensor, batch: int, context: int, seed: int) -> Iterator[tuple
 
 
 def validate(engine: nn.Module, text: Tensor, args: argparse.Namespace, device: torch.device) -> float:
-    """Mean loss over a few fixed validation batches, averaged over the ranks."""
+    """Return the mean loss over a few fixed validation batches, averaged over the ranks."""
     engine.eval()
     pieces = batches(text, args.validation_batch, args.context, seed=10_000 + dist.get_rank())
     with torch.no_grad():
@@ -117,7 +122,7 @@ def validate(engine: nn.Module, text: Tensor, args: argparse.Namespace, device: 
 
 
 def progress(total: int, shown: bool):
-    """A progress bar on a terminal; a line now and then elsewhere; nothing on ranks other than 0."""
+    """Show the progress: a progress bar on a terminal, or occasional lines otherwise. Only rank 0 prints."""
     if not shown:
         return lambda step, text: None
     if sys.stderr.isatty():
@@ -148,7 +153,7 @@ def progress(total: int, shown: bool):
 
 
 def parse_arguments() -> argparse.Namespace:
-    """The command line; ``--local_rank`` is what DeepSpeed's launcher adds."""
+    """Return the parsed command line. DeepSpeed's launcher adds ``--local_rank``."""
     parser = argparse.ArgumentParser(description="Train a small byte-level GPT with ZeRO.")
     parser.add_argument(
         "--config", default=str(Path(__file__).with_name("ds_zero2.json")), help="DeepSpeed config file"
@@ -168,7 +173,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Train, say the validation loss, stop."""
+    """Train and print the validation loss."""
     args = parse_arguments()
     runtime = importlib.import_module(args.engine)
     runtime.init_distributed()

@@ -1,8 +1,8 @@
-"""Train the GPT of train_gpt.py, with blocks whose activations are computed again in the backward pass.
+"""Train the GPT of train_gpt.py with activation checkpointing: blocks are recomputed in the backward pass.
 
-The ranks of a model-parallel group have the same activations, and each keeps its part of the inputs of the blocks: the block
-activation_checkpointing of the config says so. Here the ranks of a group simply do the same; tensor parallelism would have
-them share the work as well. Written for DeepSpeed's API, as train_gpt.py is::
+The ranks of a model-parallel group have the same activations, and each rank stores a part of the inputs of the blocks.
+The block ``activation_checkpointing`` of the config selects this. In this example, all ranks of a group do the same
+work. With tensor parallelism, they would also divide the work. Like train_gpt.py, the program uses DeepSpeed's API::
 
     commprof run --nproc 2 examples/train_gpt_checkpointed.py
     commprof run --nproc 2 examples/train_gpt_checkpointed.py --plain     # the same loss without checkpoints
@@ -26,12 +26,12 @@ import commprof
 
 
 class CheckpointedGPT(GPT):
-    """A GPT that calls its blocks through ``call``, with dropout before them."""
+    """A GPT that calls its blocks through ``call``, with dropout before each block."""
 
     call: Any = staticmethod(lambda block, hidden: block(hidden))
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        """Mean cross entropy (nats per byte) of predicting ``y`` from ``x``, both (batch, context) int64."""
+        """Return the mean cross entropy (nats per byte) of predicting ``y`` from ``x``, both (batch, context) int64."""
         hidden = self.token(x) + self.position(torch.arange(x.shape[1], device=x.device))
         for block in self.blocks:
             hidden = self.call(lambda h, block=block: block(F.dropout(h, 0.1)), hidden)
@@ -39,7 +39,7 @@ class CheckpointedGPT(GPT):
 
 
 class ModelParallelRanks:
-    """What DeepSpeed calls an mpu: here, groups of ``size`` consecutive ranks."""
+    """A model-parallel unit (mpu) as DeepSpeed defines it, with groups of ``size`` consecutive ranks."""
 
     def __init__(self, size: int) -> None:
         firsts = range(0, dist.get_world_size(), size)
@@ -47,20 +47,20 @@ class ModelParallelRanks:
         self.size, self.group = size, groups[dist.get_rank() // size]
 
     def get_model_parallel_rank(self) -> int:
-        """This process's number in its group."""
+        """Return the rank of this process in its group."""
         return dist.get_rank() % self.size
 
     def get_model_parallel_world_size(self) -> int:
-        """Ranks in a group."""
+        """Return the number of ranks in a group."""
         return self.size
 
     def get_model_parallel_group(self) -> dist.ProcessGroup:
-        """The group of this process."""
+        """Return the group of this process."""
         return self.group
 
 
 def parse_arguments() -> argparse.Namespace:
-    """The command line; ``--local_rank`` is what DeepSpeed's launcher adds."""
+    """Return the parsed command line. DeepSpeed's launcher adds ``--local_rank``."""
     parser = argparse.ArgumentParser(description="Train a small GPT with activation checkpoints.")
     config = str(Path(__file__).with_name("ds_checkpointed.json"))
     parser.add_argument("--config", default=config, help="DeepSpeed config file")
@@ -76,7 +76,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Train, and say the loss."""
+    """Train and print the loss."""
     args = parse_arguments()
     runtime = importlib.import_module(args.engine)
     runtime.init_distributed()

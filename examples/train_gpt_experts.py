@@ -30,7 +30,10 @@ class ExpertBlock(Block):
         self.mixture = mixture
 
     def forward(self, x: Tensor) -> Tensor:
-        """(batch, context, width) to the same shape; the load-balancing loss is kept in ``gate_loss``."""
+        """Return the output of the block, and store the load-balancing loss in ``gate_loss``.
+
+        Input and output have the shape (batch, context, width).
+        """
         x = x + self.attend(x)
         output, self.gate_loss, _ = self.mixture(self.feed_forward_norm(x))
         return x + output
@@ -55,20 +58,21 @@ class ExpertGPT(GPT):
                 capacity_factor=args.capacity_factor,
             )
             self.blocks[number] = ExpertBlock(args.width, args.heads, layer)
-        # As in GPT-2. Biases that are larger than the embeddings would make all tokens look alike to the gates.
+        # The same initialization as in GPT-2. With biases larger than the embeddings, all tokens would look alike to
+        # the gates.
         for name, parameter in self.named_parameters():
             if name.endswith("bias"):
                 nn.init.zeros_(parameter)
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        """The loss of the GPT, plus the load-balancing losses times ``gate_factor``."""
+        """Return the loss of the GPT, plus the load-balancing losses multiplied by ``gate_factor``."""
         loss = super().forward(x, y)
         gates = [block.gate_loss for block in self.blocks if isinstance(block, ExpertBlock)]
         return loss + self.gate_factor * torch.stack(gates).sum()
 
 
 def parse_arguments() -> argparse.Namespace:
-    """The command line; ``--local_rank`` is what DeepSpeed's launcher adds."""
+    """Return the parsed command line. DeepSpeed's launcher adds ``--local_rank``."""
     parser = argparse.ArgumentParser(description="Train a small byte-level GPT with experts.")
     parser.add_argument(
         "--config", default=str(Path(__file__).with_name("ds_experts.json")), help="DeepSpeed config file"

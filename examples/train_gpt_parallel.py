@@ -1,13 +1,14 @@
-"""Train the GPT of train_gpt.py on ranks that share its tensors, or its sequences.
+"""Train the GPT of train_gpt.py with tensor parallelism or sequence parallelism.
 
-With ``--tp-size`` each rank has some of the heads, of the feed-forward columns and of the words, as the plan below says;
-with ``--sequence-parallel`` also a piece of the activations between them. With ``--sequence-size`` each rank has all of the
-model and a piece of every sequence, which attention exchanges for some of the heads. The loss is the same in all cases::
+With ``--tp-size``, each rank stores shards of the heads, of the feed-forward columns and of the vocabulary, according
+to the plan below. With ``--sequence-parallel``, each rank also stores only a part of the activations between these
+layers. With ``--sequence-size``, each rank has the whole model and a part of every sequence. Attention exchanges this
+part for some of the heads of whole sequences. The loss is the same in all cases::
 
     commprof run --nproc 2 examples/train_gpt_parallel.py                                   # two replicas
-    commprof run --nproc 4 examples/train_gpt_parallel.py --tp-size 2                       # of two slices
+    commprof run --nproc 4 examples/train_gpt_parallel.py --tp-size 2                       # of two shards each
     commprof run --nproc 4 examples/train_gpt_parallel.py --tp-size 2 --sequence-parallel
-    commprof run --nproc 4 examples/train_gpt_parallel.py --sequence-size 2                 # of two pieces of sequences
+    commprof run --nproc 4 examples/train_gpt_parallel.py --sequence-size 2                 # sequences in two parts
 """
 
 from __future__ import annotations
@@ -39,16 +40,16 @@ PLAN = {
 
 
 class Attention(nn.Module):
-    """Causal attention of (batch, sequence, heads, width)."""
+    """Causal attention over tensors of shape (batch, sequence, heads, width)."""
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """To the shape of ``query``."""
+        """Return the output of attention, in the shape of ``query``."""
         query, key, value = (each.transpose(1, 2) for each in (query, key, value))
         return F.scaled_dot_product_attention(query, key, value, is_causal=True).transpose(1, 2)
 
 
 class SharedSequences(GPT):
-    """The GPT on this rank's piece of every sequence; its attention sees whole sequences of some of the heads."""
+    """The GPT on this rank's part of every sequence. Its attention processes whole sequences for some of the heads."""
 
     def __init__(self, width: int, layers: int, heads: int, context: int) -> None:
         super().__init__(width, layers, heads, context)
@@ -56,7 +57,10 @@ class SharedSequences(GPT):
             block.attention = DistributedAttention(Attention())
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        """The loss of the whole sequences, (batch, context) int64 on all ranks that share them."""
+        """Return the loss over the whole sequences.
+
+        ``x`` and ``y`` are the whole sequences, (batch, context) int64, on all ranks that share the sequences.
+        """
         places = torch.arange(x.shape[1], device=x.device).expand_as(x)
         x, y, places = (own_piece(each) for each in (x, y, places))
         hidden = self.token(x) + self.position(places)
@@ -69,7 +73,7 @@ class SharedSequences(GPT):
 
 
 def parse_arguments() -> argparse.Namespace:
-    """The command line."""
+    """Return the parsed command line."""
     parser = argparse.ArgumentParser(
         description="Train a small byte-level GPT whose tensors or sequences ranks share."
     )
@@ -89,7 +93,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def configuration(args: argparse.Namespace) -> dict:
-    """What ``initialize`` is told."""
+    """Return the configuration for ``initialize``."""
     return {
         "train_batch_size": args.batch,
         "gradient_accumulation_steps": 1,
@@ -102,7 +106,7 @@ def configuration(args: argparse.Namespace) -> dict:
 
 
 def main() -> None:
-    """Train, and say the loss of the last step over the whole batch."""
+    """Train and print the loss of the last step over the whole batch."""
     args = parse_arguments()
     zero_runtime.init_distributed()
     torch.manual_seed(0)
@@ -115,7 +119,7 @@ def main() -> None:
     pieces = batches(text, args.batch, args.context, seed=1)
     replicas, replica = engine.parallelism.replicas, engine.parallelism.replica
     for _ in range(args.steps):
-        # The same batch everywhere; ranks that share a model take the same part of it.
+        # All ranks have the same batch. The ranks that share a model take the same part of the batch.
         x, y = (each.chunk(replicas)[replica].to(engine.device) for each in next(pieces))
         loss = engine(x, y)
         engine.backward(loss)

@@ -1,13 +1,13 @@
-"""Train the GPT of train_gpt.py as a pipeline: its layers in stages, each step in micro-batches.
+"""Train the GPT of train_gpt.py as a pipeline: the layers are divided into stages, each step into micro-batches.
 
-The config says how many stages there are (pp_size) and how many micro-batches; ranks beyond the stages are replicas. The
-embedding and the output layer share their weights, in the first and in the last stage::
+The config sets the number of stages (pp_size) and the number of micro-batches. Additional ranks form replicas. The
+embedding in the first stage and the output layer in the last stage share their weights::
 
     commprof run --nproc 2 examples/train_pipeline.py
     commprof run --nproc 2 examples/train_pipeline.py --stages 1 --micro-batches 2   # two replicas: the same loss
-    commprof run --nproc 4 examples/train_pipeline.py --micro-batches 2              # two stages, two replicas: likewise
+    commprof run --nproc 4 examples/train_pipeline.py --micro-batches 2              # two stages, two replicas: same
     commprof run --nproc 2 examples/train_pipeline.py --schedule zero_bubble         # another order, the same loss
-    commprof run --nproc 2 examples/train_pipeline.py --schedule interleaved         # two parts on each stage: likewise
+    commprof run --nproc 2 examples/train_pipeline.py --schedule interleaved         # two parts per stage: same loss
     torchrun --nproc-per-node 2 examples/train_pipeline.py --engine deepspeed
 """
 
@@ -32,29 +32,29 @@ VOCABULARY = 256
 
 
 class Positions(nn.Module):
-    """Adds a vector to each place of the context."""
+    """Adds a learned vector to each position of the context."""
 
     def __init__(self, context: int, width: int) -> None:
         super().__init__()
         self.places = nn.Embedding(context, width)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """(batch, context, width) to the same shape."""
+        """Return the sum. Input and output have the shape (batch, context, width)."""
         return hidden + self.places(torch.arange(hidden.shape[1], device=hidden.device))
 
 
 def scores(embedding: nn.Embedding, hidden: Tensor) -> Tensor:
-    """The output layer: how well each byte fits, (batch, context, bytes), by the weights of the embedding."""
+    """Return the logits of the output layer, (batch, context, bytes), computed with the weights of the embedding."""
     return hidden @ embedding.weight.t() / embedding.embedding_dim**0.5
 
 
 def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    """Mean cross entropy in nats per byte."""
+    """Return the mean cross entropy in nats per byte."""
     return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
 
 
 def layers(pipe: Any, args: argparse.Namespace) -> list[Any]:
-    """The model as a sequence of layers that are built where they belong."""
+    """Return the model as a list of layer specs. Each layer is built only on the ranks of its stage."""
     tied = ("embedding", nn.Embedding, VOCABULARY, args.width)
     return [
         pipe.TiedLayerSpec(*tied),
@@ -66,7 +66,7 @@ def layers(pipe: Any, args: argparse.Namespace) -> list[Any]:
 
 
 def parse_arguments() -> argparse.Namespace:
-    """The command line; ``--local_rank`` is what DeepSpeed's launcher adds."""
+    """Return the parsed command line. DeepSpeed's launcher adds ``--local_rank``."""
     parser = argparse.ArgumentParser(description="Train a small GPT as a pipeline.")
     config = str(Path(__file__).with_name("ds_pipeline.json"))
     parser.add_argument("--config", default=config, help="DeepSpeed config file")
@@ -84,7 +84,10 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def read_config(args: argparse.Namespace) -> dict[str, Any]:
-    """The config with what the command line changes. DeepSpeed is given its own words for the number of micro-batches."""
+    """Return the config with the changes of the command line.
+
+    For DeepSpeed, the number of micro-batches is set with DeepSpeed's key gradient_accumulation_steps.
+    """
     config: dict[str, Any] = json.loads(Path(args.config).read_text(encoding="utf-8"))
     block = config["pipeline_parallel"]
     block["pp_size"] = args.stages or block["pp_size"]
@@ -98,14 +101,14 @@ def read_config(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def of_replica(pieces: Iterator[Any], replica: int, replicas: int) -> Iterator[Any]:
-    """Every ``replicas``-th piece: together the replicas have what one would."""
+    """Yield every ``replicas``-th piece. All replicas together use the same pieces as a single replica would."""
     for number, piece in enumerate(pieces):
         if number % replicas == replica:
             yield piece
 
 
 def main() -> None:
-    """Train, and say the loss."""
+    """Train and print the loss."""
     args = parse_arguments()
     runtime = importlib.import_module(args.engine)
     runtime.init_distributed()

@@ -4,10 +4,11 @@ Run it with an interpreter that has DeepSpeed::
 
     python tools/deepspeed_checkpoints.py tests/golden/deepspeed_checkpoints [--only NAME ...]
 
-It records the cases of ``tests/support/deepspeed_cases.py`` that are of its DeepSpeed's version. Each becomes a directory
-with the files that DeepSpeed wrote, and ``expected.json``: the losses, learning rates and loss scales of the steps before
-the save, of the steps after it, and of a fresh engine that loaded it; and checksums of the weights as DeepSpeed's own
-zero_to_fp32 reads them. Lamb and Lion compute without their kernels (``deepspeed_kernels.py``).
+It records the cases of ``tests/support/deepspeed_cases.py`` for the installed version of DeepSpeed. Each case becomes a
+directory with the files that DeepSpeed wrote and with ``expected.json``. This file contains the losses, learning rates
+and loss scales of the steps before the save, of the steps after the save, and of a fresh engine that loaded the
+checkpoint. It also contains checksums of the weights as DeepSpeed's zero_to_fp32 reads them. Lamb and Lion compute
+without their kernels (``deepspeed_kernels.py``).
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ RECOVERY = ("zero_to_fp32.py", "zero_to_torch.py")
 
 
 def main() -> int:
-    """Record what the command line asks for."""
+    """Record the cases that the command line selects."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("out", type=Path, help="the directory of the fixtures")
     parser.add_argument("--only", nargs="*", default=[], help="names of cases; default: all of this version")
@@ -42,7 +43,7 @@ def main() -> int:
         "and print what the steps after it give, as JSON by case and rank",
     )
     given = parser.parse_args()
-    # DeepSpeed 0.14 loads its own files as torch did before 2.6.
+    # DeepSpeed 0.14 loads its files with the default of torch before 2.6, which is not limited to weights.
     os.environ["TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"] = "1"
     if given.go_on:
         print(json.dumps({name: run_ranks(given.out, name, "universal") for name in given.only}))
@@ -60,14 +61,14 @@ def main() -> int:
 
 
 def record(out: Path, name: str) -> None:
-    """Train, save, go on, and load in fresh ranks: the fixture ``name`` in ``out``."""
+    """Write the fixture ``name`` to ``out``: train, save, continue, and load the checkpoint in fresh ranks."""
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir(parents=True)
     results = run_ranks(out, name, "train")
     if CASES[name].get("resume", True):
         for mine, resumed in zip(results, run_ranks(out, name, "resume"), strict=True):
             mine["resumed"] = resumed
-    # DeepSpeed's own tool reads neither checkpoints without ZeRO nor those with experts.
+    # DeepSpeed's zero_to_fp32 reads neither checkpoints without ZeRO nor checkpoints with experts.
     has_weights = CASES[name]["stage"] and name not in cases.EXPERTS
     expected = {"ranks": results, "weights": checksums(out) if has_weights else None}
     (out / "expected.json").write_text(json.dumps(expected, indent=1) + "\n")
@@ -77,7 +78,7 @@ def record(out: Path, name: str) -> None:
 
 
 def run_ranks(out: Path, name: str, what: str) -> list[dict]:
-    """What each rank found, in processes of their own."""
+    """Run each rank in a separate process and return the results in rank order."""
     world = CASES[name].get("world", cases.WORLD)
     with tempfile.TemporaryDirectory() as scratch:
         ranks = [
@@ -86,12 +87,13 @@ def run_ranks(out: Path, name: str, what: str) -> list[dict]:
                 env={
                     **os.environ,
                     "OMP_NUM_THREADS": "1",
-                    "TORCH_COMPILE_DISABLE": "1",  # Muon's arithmetic, for minutes
+                    # Otherwise torch.compile compiles the arithmetic of Muon, which takes minutes.
+                    "TORCH_COMPILE_DISABLE": "1",
                     "MASTER_ADDR": "127.0.0.1",
                     "MASTER_PORT": "0",
                     "RANK": str(rank),
                     "LOCAL_RANK": str(rank),
-                    "LOCAL_SIZE": str(world),  # or DeepSpeed 0.14 asks numactl
+                    "LOCAL_SIZE": str(world),  # Without this value, DeepSpeed 0.14 calls numactl.
                     "WORLD_SIZE": str(world),
                 },
             )
@@ -108,13 +110,14 @@ def run_ranks(out: Path, name: str, what: str) -> list[dict]:
 
 
 def one_rank(rank: int, out: Path, name: str, what: str, scratch: Path) -> None:
-    """One rank: train and save, or load and go on."""
+    """Run one rank: train and save, or load a checkpoint and continue."""
     import deepspeed
     import deepspeed_kernels
     from deepspeed.accelerator import get_accelerator
 
     deepspeed_kernels.install()
-    # It would compile for minutes, and gloo does the same. The attribute deepspeed.comm.torch is torch itself.
+    # The compilation would take minutes, and gloo gives the same results. The module is looked up in sys.modules,
+    # because the attribute deepspeed.comm.torch is torch itself.
     sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None
     torch.set_num_threads(1)
     case = CASES[name]
@@ -124,7 +127,8 @@ def one_rank(rank: int, out: Path, name: str, what: str, scratch: Path) -> None:
     model = cases.make_model(case)
     config = cases.make_config(case)
     if "fp16" in config:
-        get_accelerator().is_fp16_supported = lambda: True  # oneDNN says no; the arithmetic itself works
+        # oneDNN reports that it does not support fp16, but the arithmetic works.
+        get_accelerator().is_fp16_supported = lambda: True
     if what == "universal":
         config["checkpoint"] = {"load_universal": True}
     engine, *_ = deepspeed.initialize(
@@ -154,7 +158,7 @@ def one_rank(rank: int, out: Path, name: str, what: str, scratch: Path) -> None:
 
 
 def steps(engine, rank: int, first: int, count: int) -> dict:
-    """Losses, learning rates and loss scales of ``count`` steps from number ``first``."""
+    """Train ``count`` steps from step ``first``; return their losses, learning rates and loss scales."""
     found: dict[str, list] = {"losses": [], "rates": [], "scales": []}
     for step in range(first, first + count):
         found["losses"] += cases.train(engine, rank, step, 1)
@@ -167,12 +171,15 @@ def steps(engine, rank: int, first: int, count: int) -> dict:
 
 
 def checksums(out: Path) -> dict[str, list[float]] | None:
-    """Sum and sum of squares of every tensor, as DeepSpeed's own tool reads them."""
+    """Return the sum and the sum of squares of every tensor as DeepSpeed's zero_to_fp32 reads the checkpoint.
+
+    The result is None if zero_to_fp32 cannot read the checkpoint.
+    """
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
     try:
         found = get_fp32_state_dict_from_zero_checkpoint(str(out))
-    except ValueError as error:  # it does not read what BF16_Optimizer wrote
+    except ValueError as error:  # zero_to_fp32 cannot read checkpoints of BF16_Optimizer
         print(f"{out}: {error}")
         return None
     return {
@@ -182,7 +189,7 @@ def checksums(out: Path) -> dict[str, list[float]] | None:
 
 
 def convert(out: Path, name: str, source: str) -> None:
-    """A universal folder, or 16-bit files, made of the checkpoint of another case."""
+    """Write a universal checkpoint, or 16-bit weight files, from the checkpoint of the case ``source``."""
     made, tag = out / name, f"global_step{cases.BEFORE}"
     shutil.rmtree(made, ignore_errors=True)
     made.mkdir(parents=True)
@@ -211,7 +218,7 @@ def convert(out: Path, name: str, source: str) -> None:
 
 
 def split(whole: Path, out: Path) -> None:
-    """The weights in two files and an index, as zero_to_fp32 writes them where huggingface_hub is installed."""
+    """Write the weights as two files and an index, in the format of zero_to_fp32 with huggingface_hub installed."""
     out.mkdir()
     weights = torch.load(whole, weights_only=True)
     names = list(weights)

@@ -1,12 +1,13 @@
-"""What DeepSpeed takes for each configuration key: the values that people write, tried one by one.
+"""Tests which values DeepSpeed accepts for each configuration key, with the values that users typically write.
 
     PYTHONPATH=.:runtime python tools/deepspeed_config_values.py cases CASES.json
     DEEPSPEED_PYTHON tools/deepspeed_config_values.py try CASES.json DEEPSPEED.json       # a Python with DeepSpeed 0.19.8
     PYTHONPATH=.:runtime python tools/deepspeed_config_values.py try CASES.json OURS.json --names
     python tools/deepspeed_config_values.py fixture DEEPSPEED.json tests/golden/deepspeed_config_values.json
 
-Each case is a process of its own with one gloo rank on the CPU: it reads the configuration and trains two steps of a small
-model. The outcome is ``ok`` with the loss behind the steps, or the error.
+Each case runs in a separate process with one gloo rank on the CPU. The process reads the configuration, or trains three
+steps of a small model. The outcome is ``ok`` with the configured value or with the loss of the third step, or it is the
+error.
 """
 
 from __future__ import annotations
@@ -20,18 +21,18 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-PATIENCE = 30.0  # seconds for one case
+PATIENCE = 30.0  # the longest time of one case, in seconds
 VALUES: tuple[Any, ...] = (
     "auto", None, True, False, "true", "False", "on", 0, 1, 2, "0", "1", "2", "1000", "2.0", "2.5", "1e3", " 2 ", "1_000",
     2.0, 2.5, 1e3, float("inf"), -1, "inf", "text", [], {}, ["text"],
 )  # fmt: skip
-# Where a training has to tell what comes of a value.
+# The values for keys whose effect only a training shows.
 FEWER_VALUES: tuple[Any, ...] = (
     "auto", None, True, "true", "False", 1, "2", "2.5", 2.0, 2.5, float("inf"), "text", {},
 )  # fmt: skip
 STAGE_3 = ("stage3_", "prefetch_", "param_persistence", "model_persistence", "max_", "gather_16", "module_gran",
            "use_all_reduce", "allgather_seq", "offload_param", "leaf", "zero_quantized", "zero_hpz")  # fmt: skip
-# What stands beside a key, so that it acts.
+# The other keys that a key or block needs to have an effect.
 BESIDE: dict[str, dict[str, Any]] = {
     "fp16": {"fp16": {"enabled": True}},
     "bf16": {"bf16": {"enabled": True}},
@@ -69,20 +70,20 @@ REQUIRED: dict[str, dict[str, Any]] = {
 
 
 def merged(one: Any, other: Any) -> Any:
-    """``one`` with the keys of ``other``, at every level."""
+    """Return ``one`` merged with the keys of ``other`` at every level. Values of ``other`` have precedence."""
     if not isinstance(one, dict) or not isinstance(other, dict):
         return other
     return {**one, **{name: merged(one.get(name), value) for name, value in other.items()}}
 
 
 def at(path: list[str], value: Any) -> Any:
-    """``value`` under the keys of ``path``."""
+    """Return nested dicts in which the keys of ``path`` lead to ``value``."""
     for name in reversed(path):
         value = {name: value}
     return value
 
 
-# Blocks that DeepSpeed reads with pydantic: what a value becomes there is decided when it is read.
+# The blocks that DeepSpeed reads with pydantic. Reading the configuration already shows the result of a value.
 READ_BY_PYDANTIC = {
     "zero_optimization": "zero_config", "fp16": "float16_config", "bf16": "bfloat16_config", "bfloat16": "bfloat16_config",
     "hybrid_engine": "hybrid_engine", "compile": "compile_config", "csv_monitor": "monitor_config.csv_monitor",
@@ -96,11 +97,11 @@ READ_ONLY = {
     "datastates",
     "data_efficiency",
     "expert_parallel",
-}  # not trained with
+}  # no training runs for these blocks
 
 
 def cases() -> Iterator[dict[str, Any]]:
-    """Every key of docs/config.md that DeepSpeed has, with each value and the stage at which it is tried."""
+    """Yield a case for every key of docs/config.md that DeepSpeed has, with each value and each stage to try."""
     from zero_runtime.configuration import all_keys
 
     base = {
@@ -139,7 +140,10 @@ def cases() -> Iterator[dict[str, Any]]:
 
 
 def read(case: dict[str, Any]) -> str | None:
-    """What DeepSpeed's configuration holds for the key of ``case``; None where only training tells what comes of it."""
+    """Return the value of the key of ``case`` in DeepSpeed's configuration.
+
+    The result is None if only a training shows the effect of the value.
+    """
     from deepspeed.runtime.config import DeepSpeedConfig
 
     path = case["key"].split(".")
@@ -156,7 +160,7 @@ def read(case: dict[str, Any]) -> str | None:
 
 
 def train(config: dict[str, Any]) -> str:
-    """Two steps of a small model; the loss behind them."""
+    """Train three steps of a small model and return the loss of the third step."""
     import deepspeed
     import torch
 
@@ -174,7 +178,7 @@ def train(config: dict[str, Any]) -> str:
 
 
 def outcome(case: dict[str, Any], is_ours: bool) -> str:
-    """What became of one case, in a process of its own."""
+    """Run one case in a separate process and return its outcome."""
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
@@ -204,7 +208,10 @@ def outcome(case: dict[str, Any], is_ours: bool) -> str:
 
 
 def fixture(found: list[list[Any]]) -> dict[str, str]:
-    """Of each key and stage a character for each of VALUES: 1 taken by DeepSpeed, 0 refused, a point: not tried."""
+    """Return a string for each key and stage, with one character for each value of VALUES.
+
+    The character is 1 if DeepSpeed accepts the value, 0 if DeepSpeed refuses it, and a period if it was not tried.
+    """
     rows: dict[str, list[str]] = {}
     for key, stage, value, said in found:
         marks = rows.setdefault(f"{key} @ {stage}", ["."] * len(VALUES))
@@ -216,7 +223,7 @@ def fixture(found: list[list[Any]]) -> dict[str, str]:
 
 
 def index_of(value: Any) -> int:
-    """The place of ``value`` in VALUES, where 1, 1.0 and true are three values."""
+    """Return the index of ``value`` in VALUES, in which 1, 1.0 and true are different values."""
     return next(number for number, each in enumerate(VALUES) if type(each) is type(value) and each == value)
 
 
@@ -240,7 +247,7 @@ def main() -> None:
     os.environ["DS_ACCELERATOR"] = "cpu"
     import deepspeed
     import deepspeed.ops
-    import torch._dynamo  # what every training imports, here once
+    import torch._dynamo  # imported once before the forks, because every training needs it
     from deepspeed.accelerator import get_accelerator
 
     if "--names" not in sys.argv:
@@ -249,12 +256,13 @@ def main() -> None:
         import deepspeed.runtime.zero.stage3
         import deepspeed.runtime.zero.stage_1_and_2
 
-        # Compiled for 30 s, and not used in training.
+        # Its compilation takes 30 s, and the training does not use it.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     get_accelerator().is_fp16_supported = lambda: True
     every = json.loads(Path(sys.argv[2]).read_text())
     target = Path(sys.argv[3])
-    found: list[Any] = json.loads(target.read_text()) if target.exists() else []  # what was begun goes on
+    # An existing file contains the outcomes of an interrupted run, which is continued.
+    found: list[Any] = json.loads(target.read_text()) if target.exists() else []
     for number, case in enumerate(every):
         if number < len(found):
             continue

@@ -4,10 +4,11 @@ Run it with an interpreter that has DeepSpeed 0.19.8::
 
     python tools/deepspeed_experts.py tests/golden/deepspeed_experts [--only NAME ...]
 
-It records the cases of ``tests/support/expert_cases.py``. Each becomes one JSON file: the case, and by rank the losses,
-norms, counts of the gates, and the messages of initialization, every step and one evaluation. Messages are counted at
-torch's ProcessGroup objects (``tests/support/process_group_log.py``). The ranks of a case share one order of sets of
-strings (PYTHONHASHSEED), because DeepSpeed orders the param groups of experts by such a set.
+It records the cases of ``tests/support/expert_cases.py``. Each case becomes one JSON file. The file contains the case
+and, for each rank, the losses, norms and counts of the gates. It also contains the messages of the initialization, of
+every step and of one evaluation. Messages are counted at the ProcessGroup objects of torch
+(``tests/support/process_group_log.py``). All ranks of a case use the same PYTHONHASHSEED, because DeepSpeed orders the
+param groups of experts by a set of strings.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ WIDTH = 120
 
 
 def main() -> int:
-    """Record what the command line asks for."""
+    """Record the cases that the command line selects."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("out", type=Path, help="the directory of the recorded cases")
     parser.add_argument("--only", nargs="*", default=[], help="names of cases; default: all")
@@ -64,26 +65,29 @@ def record(path: Path, name: str) -> None:
 
 
 def one_rank(rank: int, world: int, name: str) -> cases.Training:
-    """Train on this rank."""
+    """Train the case ``name`` on this rank."""
     import deepspeed
     from deepspeed.accelerator import get_accelerator
 
-    # It would compile for minutes, and gloo does the same. The attribute deepspeed.comm.torch is torch itself.
+    # The compilation would take minutes, and gloo gives the same results. The module is looked up in sys.modules,
+    # because the attribute deepspeed.comm.torch is torch itself.
     sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None
-    get_accelerator().is_fp16_supported = lambda: True  # oneDNN says no; the arithmetic itself works
+    # oneDNN reports that it does not support fp16, but the arithmetic works.
+    get_accelerator().is_fp16_supported = lambda: True
     deepspeed.init_distributed("gloo")
     return cases.train(name, rank, (Exception,))
 
 
 def summary(training: cases.Training) -> dict:
-    """The results of one rank."""
+    """Return the results of one rank without its calls and its error."""
     return {name: value for name, value in asdict(training).items() if name not in ("calls", "error")}
 
 
 def messages(trainings: list[cases.Training]) -> dict:
-    """Each distinct message once, and for each rank the numbers of its messages: initialization, steps, evaluation.
+    """Return each distinct message once, and for each rank the indices of its messages.
 
-    A step with the same messages as the one before is null.
+    The indices are grouped by initialization, steps and evaluation. A step with the same messages as the previous step
+    is None.
     """
     distinct: dict[str, int] = {}
     ranks = []
@@ -95,7 +99,7 @@ def messages(trainings: list[cases.Training]) -> dict:
 
 
 def laid_out(value: object, indent: int = 0) -> str:
-    """JSON in which each list and each object takes one line if it fits."""
+    """Return JSON in which each list and each object takes one line if it fits."""
     line = json.dumps(value)
     if not isinstance(value, dict | list) or len(line) + indent <= WIDTH:
         return line

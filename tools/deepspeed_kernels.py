@@ -1,8 +1,9 @@
-"""What DeepSpeed's kernels of Lamb, Lion and Adagrad compute, in torch's operations.
+"""Replaces DeepSpeed's kernels of Lamb, Lion and Adagrad with equivalent torch operations.
 
-Those for a GPU cannot be built without one, and those for a CPU take a quarter of an hour. The optimizers themselves, what
-they keep and how they save it stay DeepSpeed's. The formulas are those of its ``csrc/lamb/fused_lamb_cuda_kernel.cu``,
-``csrc/lion/multi_tensor_lion.cu``, ``csrc/lion/cpu_lion_impl.cpp`` and ``csrc/adagrad/cpu_adagrad.cpp``.
+The GPU kernels cannot be built without a GPU, and building the CPU kernels takes a quarter of an hour. The optimizers,
+their states and the way they save them are still those of DeepSpeed. The formulas are those of DeepSpeed's
+``csrc/lamb/fused_lamb_cuda_kernel.cu``, ``csrc/lion/multi_tensor_lion.cu``, ``csrc/lion/cpu_lion_impl.cpp`` and
+``csrc/adagrad/cpu_adagrad.cpp``.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import torch
 
 
 def install() -> None:
-    """Have DeepSpeed's FusedLamb, FusedLion, DeepSpeedCPULion and DeepSpeedCPUAdagrad use the functions here."""
+    """Make DeepSpeed's FusedLamb, FusedLion, DeepSpeedCPULion and DeepSpeedCPUAdagrad use this module's functions."""
     from deepspeed.ops.adagrad import cpu_adagrad
     from deepspeed.ops.lamb import fused_lamb
     from deepspeed.ops.lion import cpu_lion, fused_lion
@@ -52,7 +53,11 @@ def lamb(  # noqa: PLR0913
     corrects,
     decay,
 ):
-    """Update one parameter, and ``copy`` of it in 16 bits where there is one; returns the ratio of its norms."""
+    """Update one parameter, and its 16-bit ``copy`` if there is one.
+
+    Returns:
+        The trust ratio: the norm of the parameter divided by the norm of the update, limited to [low, high].
+    """
     gradient = gradient.float() / scale
     mean.mul_(beta1).add_(gradient, alpha=1 - beta1)
     square.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
@@ -65,7 +70,7 @@ def lamb(  # noqa: PLR0913
         ratio = (of_parameter / of_update).clamp(low, high)
     parameter.sub_(rate * ratio * update)
     if copy.numel():
-        copy.data.copy_(parameter)  # of the model itself
+        copy.data.copy_(parameter)  # The copy is the parameter of the model itself.
     return ratio
 
 
@@ -73,7 +78,8 @@ def multi_tensor_lion(chunk, overflow, tensors, lr, beta1, beta2, step, decay):
     """Update lists of gradients, parameters and momenta."""
     for gradient, parameter, momentum in zip(*tensors, strict=True):
         blend = beta1 * momentum + (1 - beta1) * gradient
-        # Where it is 0 the kernels move by the whole rate too: here upwards, on a CPU downwards.
+        # If blend is 0, the kernels also move the parameter by the full learning rate: this GPU kernel upward, the CPU
+        # kernel downward.
         parameter.mul_(1 - lr * decay).add_(torch.where(blend > 0, -lr, lr))
         momentum.mul_(beta2).add_(gradient, alpha=1 - beta2)
 
@@ -86,7 +92,7 @@ def lion_update(number, step, lr, beta1, beta2, decay, parameter, gradient, mome
 
 
 def adagrad_update(number, step, lr, eps, decay, parameter, gradient, square):
-    """Update one parameter and the sum of its gradient's squares."""
+    """Update one parameter and the sum of the squares of its gradients."""
     whole = gradient.float() + decay * parameter
     square.addcmul_(whole, whole)
     parameter.addcdiv_(whole, square.sqrt() + eps, value=-lr)

@@ -1,11 +1,12 @@
-"""Lay the table of DeepSpeed's names beside an installed DeepSpeed.
+"""Compares the table of DeepSpeed's names to an installed DeepSpeed.
 
 ::
 
     PYTHONPATH=.:runtime python tools/deepspeed_names.py
 
-Run it with a Python that has the real DeepSpeed. It prints which names of the table DeepSpeed has not, and, of the modules
-in the table, which public functions and classes that DeepSpeed defines there the table has not.
+Run it with a Python interpreter that has the real DeepSpeed. It prints the names of the table that are missing in
+DeepSpeed. For the modules in the table, it also prints the public functions and classes that DeepSpeed defines in these
+modules and that are missing in the table.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from zero_runtime.deepspeed_names.tables.table import MODULES
 
 
 def module(inner: str) -> ModuleType | None:
-    """DeepSpeed's module; None where it has none, or cannot import it here."""
+    """Return the module of DeepSpeed, or None if it does not exist or cannot be imported."""
     try:
         return importlib.import_module(f"deepspeed.{inner}" if inner else "deepspeed")
     except Exception:
@@ -29,7 +30,7 @@ def module(inner: str) -> ModuleType | None:
 
 
 def defined(real: ModuleType) -> set[str]:
-    """Public functions and classes whose home the module is."""
+    """Return the names of the public functions and classes that are defined in the module itself."""
     return {
         name
         for name, value in vars(real).items()
@@ -40,7 +41,10 @@ def defined(real: ModuleType) -> set[str]:
 
 
 def parameters(value: Any) -> list[str]:
-    """Names of the arguments of a function or class, without those of the logger; nothing where they are not known."""
+    """Return the names of the arguments of a function or class, without ``self`` and the arguments for logging.
+
+    The result is empty if the signature is not known.
+    """
     made = value.__new__ if inspect.isclass(value) and value.__init__ is object.__init__ else value
     try:
         found = inspect.signature(inspect.unwrap(made)).parameters
@@ -52,7 +56,7 @@ def parameters(value: Any) -> list[str]:
 
 
 def main() -> int:
-    """Print the comparison; 0."""
+    """Print the comparison and return 0."""
     both = absent = refused = missing = arguments = 0
     for inner, row in MODULES.items():
         real = module(inner)

@@ -1,7 +1,7 @@
-"""Figures about the structure of the code: ``make house``. A mirror, not a gate.
+"""Prints figures about the structure of the code (``make house``). It reports and never fails.
 
-Prints modules per room, module names that are used more than once, import circles, functions over 60 lines, files of each
-recipe, and words of the prose that the glossary replaces.
+The figures are: modules per folder, module names that are used more than once, import cycles, functions over 60 lines,
+files of each recipe, and words in the prose for which the glossary has other words.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ PACKAGES: Final = ("commprof", "zero_runtime", "commprof_dash")
 FOLDERS: Final = (ROOT / "commprof", ROOT / "runtime" / "zero_runtime", ROOT / "dashboards" / "commprof_dash")
 MOST_MODULES: Final = 15
 MOST_LINES: Final = 60
-# What docs/glossary.md has other words for.
+# The words for which docs/glossary.md has other words.
 REPLACED: Final = (
     r"stands? still", r"stood still", r"holds? the program up", r"behind its work", r"comes? late", r"told apart",
     r"slices?", r"words of", r"fetch(es|ed|ing)?", r"asked for", r"what it stands for", r"by itself", r"beneath",
@@ -29,26 +29,26 @@ REPLACED: Final = (
 
 
 def modules() -> list[Path]:
-    """The product's modules."""
+    """Return the modules of the three packages."""
     return sorted(file for folder in FOLDERS for file in folder.rglob("*.py"))
 
 
 def rooms() -> Counter[str]:
-    """Modules of each folder, without its ``__init__.py``."""
+    """Return the number of modules in each folder, without ``__init__.py``."""
     return Counter(str(file.parent.relative_to(ROOT)) for file in modules() if not file.name.startswith("__"))
 
 
 def reused_names() -> dict[str, int]:
-    """Names of modules that are used more than once."""
+    """Return the module names that are used more than once, with the number of uses."""
     names = Counter(file.stem for file in modules() if not file.name.startswith("__"))
     return {name: count for name, count in names.most_common() if count > 1}
 
 
 def circles(with_types: bool) -> list[list[str]]:
-    """Sets of modules that import each other, directly or not.
+    """Return the import cycles: sets of modules that import each other directly or indirectly.
 
     Args:
-        with_types: imports for annotations alone count too.
+        with_types: Whether imports that are needed only for annotations count too.
     """
     graph = grimp.build_graph(*PACKAGES, exclude_type_checking_imports=not with_types, cache_dir=None)
     imported = {name: graph.find_modules_directly_imported_by(name) for name in graph.modules}
@@ -76,7 +76,7 @@ def _reached(start: str, imported: dict[str, set[str]]) -> set[str]:
 
 
 def long_functions() -> Iterator[tuple[str, int]]:
-    """Functions of more than :data:`MOST_LINES` lines, by place."""
+    """Yield the location and the number of lines of each function with more than :data:`MOST_LINES` lines."""
     for file in modules():
         for node in ast.walk(ast.parse(file.read_text("utf-8"))):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
@@ -86,7 +86,7 @@ def long_functions() -> Iterator[tuple[str, int]]:
 
 
 def misses() -> Counter[str]:
-    """How often the prose (documents, docstrings, messages) uses each word that the glossary replaces."""
+    """Count how often the prose (documents, docstrings, messages) uses each word that the glossary replaces."""
     texts = [file.read_text("utf-8") for file in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))]
     for file in modules():
         nodes = ast.walk(ast.parse(file.read_text("utf-8")))
@@ -98,12 +98,12 @@ def misses() -> Counter[str]:
 
 
 def recipes() -> Iterator[tuple[str, str]]:
-    """Each recipe of CONTRIBUTING.md and the number of files that it states."""
+    """Yield each recipe of CONTRIBUTING.md with the number of files that the recipe states."""
     yield from re.findall(r"^### (.+) \((.+)\)$", (ROOT / "CONTRIBUTING.md").read_text("utf-8"), re.MULTILINE)
 
 
 def main() -> None:
-    """Print all of it."""
+    """Print all figures."""
     large = {room: count for room, count in rooms().most_common() if count > MOST_MODULES}
     print(f"{len(modules())} modules; rooms of more than {MOST_MODULES}: {len(large)}")
     for room, count in large.items():

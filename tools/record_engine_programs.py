@@ -1,9 +1,9 @@
-"""Notes what DeepSpeed itself makes of the programs in ``tests/support/engine_programs``, for the tests to compare with.
+"""Records the results of DeepSpeed for the programs in ``tests/support/engine_programs``, as reference for the tests.
 
     python tools/record_engine_programs.py DEEPSPEED_PYTHON [PROGRAM...]
 
 DEEPSPEED_PYTHON is an interpreter with DeepSpeed, accelerate, transformers, TRL, PEFT and Lightning in the versions of
-``constraints.txt``. Each case runs on two gloo ranks. What its ranks find goes to ``tests/golden/engine_programs.json``.
+``constraints.txt``. Each case runs on two gloo ranks. The results are written to ``tests/golden/engine_programs.json``.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _PACKAGES: Final = ("deepspeed", "torch", "accelerate", "transformers", "trl", "
 
 
 def main() -> int:
-    """Run the command; the exit code is the number of stages of programs that failed."""
+    """Run all selected programs; the exit code is the number of stages of programs that failed."""
     python, *chosen = sys.argv[1:]
     sys.path.insert(0, str(ROOT / "tests/support"))
     from engine_programs.cases import PROGRAMS, STAGES

@@ -1,9 +1,12 @@
-/* The wrappers of ProcessGroup's methods as they are called nearly always, in C.
+/* The common cases of the wrappers of ProcessGroup's methods, in C.
  *
- * DirectCall is the common case of DirectCalls.wrap (commprof.recorder.process_group.fast_path), GeneralCall that of Wrappers.wrap
- * (commprof.recorder.process_group.wrappers), WaitCall that of Waits.wrap (commprof.recorder.process_group.handle_waits). A call goes their way, step by step. Where anything is not as usual (a call that is not known
- * yet, a tag that is not interned, no room), and nothing has been counted so far, the function in Python is called with the
- * same arguments and does all of it. So that function says what is right, and this one is quick.
+ * DirectCall is the common case of DirectCalls.wrap (commprof.recorder.process_group.fast_path). GeneralCall is the
+ * common case of Wrappers.wrap (commprof.recorder.process_group.wrappers). WaitCall is the common case of Waits.wrap
+ * (commprof.recorder.process_group.handle_waits). Each follows the steps of the function in Python.
+ *
+ * In an unusual case, and if nothing has been counted so far, the C code calls the function in Python with the same
+ * arguments, and this function does everything. Unusual cases are, for example, a call that is not known yet, a tag
+ * that is not interned, or no free slot. The function in Python is therefore the reference for the behavior.
  */
 #define PY_SSIZE_T_CLEAN
 #include "../trace/_slots.h"
@@ -13,35 +16,40 @@
 #include <stddef.h>
 #include <string.h>
 
-/* One more for every change of what this module takes or gives: commprof.recorder.process_group.compiled_calls asks for it. */
+/* Increment this for every change of the arguments or results of this module.
+ * commprof.recorder.process_group.compiled_calls requires a specific version. */
 #define VERSION 5
 
-/* The clock that counts CPU time takes longer to read than all that is to be timed. In what is longer than this the thread
- * did not run, and the time was not ours. */
+/* The longest cost of a call in ns that is measured. The wall clock is used, because reading the clock for CPU time
+ * takes longer than the code to be timed. If more time than this passes, the thread was not running, and the time is
+ * not a cost of the recorder. */
 #define LONGEST_NS 30000
 
 static SlotsInterface *records;
 static PyObject *shape_name, *dtype_name, *device_name, *is_cpu_name, *get_device_name, *state_name, *current_name, *interned_name, *number_name,
     *place_name, *timed_place_name, *base_name, *fault_name, *pass_on_name, *wait_name;
-static PyObject *depth; /* of the program's frame: torch's function, its stand-in and its logging wrapper lie between */
-/* How many calls that are recorded run on this thread, one within the other: what has no frame in Python must say by itself
- * that it is there. See commprof.recorder.process_group.reentrancy. */
+/* The depth of the program's frame. The frames of torch's function, its stand-in and its logging wrapper are between
+ * the program and this code. */
+static PyObject *depth;
+/* The number of nested recorded calls that run on this thread. The C functions have no Python frames, so that they
+ * have to report that they are running. See commprof.recorder.process_group.reentrancy. */
 static _Thread_local int running;
 
-/* What a call holds. */
+/* The indices of the objects that a call keeps in ``held``. */
 enum {
-    PYTHON, /* the function that does all of it */
+    PYTHON, /* the function in Python that handles all cases */
     ISSUE,  /* torch's method */
     GET_FRAME,
     FIND_SITE,
-    KINDS, /* of code objects, by their addresses: see CallSites */
+    KINDS, /* the address of a code object -> its kind; see CallSites */
     THREAD_LOCAL,
     JOURNAL,
     JOURNAL_KEY,
     PENDING,
     SETTLE,
     RECORD_RAISED,
-    OWNER, /* the class whose method it is; what a program derives from it in Python is left to the function in Python */
+    /* The class of the method. The function in Python handles calls on subclasses that a program defines in Python. */
+    OWNER,
     /* DirectCall only. */
     LATEST,
     CALLS,
@@ -58,8 +66,8 @@ enum {
 /* The kinds of code objects in KINDS. */
 enum { PROGRAM, INTERNAL, API };
 
-/* Small tables of what was found before, one entry for each remainder of a hash. The addresses of code in them are those of
- * code objects that CallSites holds. */
+/* The size of the caches of previous results, which have one entry for each hash value modulo TABLE. The addresses of
+ * code in these caches remain valid, because CallSites keeps references to the code objects. */
 enum { TABLE = 64 };
 
 typedef struct {
@@ -68,12 +76,13 @@ typedef struct {
 } KnownCode;
 
 typedef struct {
-    const void *code, *api; /* the program's, and that of the function of torch that it called */
+    const void *code, *api; /* the code of the program, and the code of the function of torch that was called */
     int last_instruction;
     uint32_t number; /* 0: no entry */
 } KnownSite;
 
-/* A row of CALLS, found again without making its key. The addresses are sound for as long as those in the key are. */
+/* A row of CALLS that can be found without creating its key. The addresses are valid as long as the addresses in the
+ * key. */
 typedef struct {
     PyObject *key, *row; /* NULL: no entry */
     const void *pg, *code, *reduction;
@@ -90,20 +99,21 @@ typedef struct {
     KnownSite sites[TABLE];
     KnownCall calls[TABLE]; /* DirectCall only */
     Py_ssize_t return_word, wait_begin_word, wait_end_word;
-    Py_ssize_t sample, until_sample; /* one call in so many times our own code */
+    Py_ssize_t sample, until_sample; /* The cost of our own code is measured in one of ``sample`` calls. */
     int is_paired, takes_none, has_accelerator; /* DirectCall only */
 } Call;
 
-/* A call that is about to be issued. References are owned unless it says otherwise. */
+/* A call that is about to be issued. References are owned unless a comment states otherwise. */
 typedef struct {
-    PyObject *segment; /* NULL: it is not recorded */
+    PyObject *segment; /* NULL: the call is not recorded */
     Py_ssize_t base;
     int is_async;
-    int64_t begin_ns; /* when the call came; 0: this one is not timed */
+    int64_t begin_ns; /* the time at which the call began; 0: the cost of this call is not measured */
 } Record;
 
-/* What our own code raised is given to a method of the journal: 0. What the program raised (Ctrl-C, or an exception of a
- * signal handler, while a function in Python ran for us) stays set, since the method raises it again: -1. */
+/* Pass the current exception to a method of the journal and return 0, if our own code raised the exception. If the
+ * program raised it (Ctrl-C, or an exception of a signal handler, while a Python function ran for us), the exception
+ * remains set, because the method raises it again, and the result is -1. */
 static int
 tell_journal(Call *self, PyObject *method)
 {
@@ -124,14 +134,15 @@ tell_journal(Call *self, PyObject *method)
     return result == NULL ? -1 : 0;
 }
 
-/* Our own code failed: the journal counts it, and the training never hears of it. */
+/* Report a failure of our own code to the journal, which counts it. The training does not see this failure. */
 static int
 fault(Call *self)
 {
     return tell_journal(self, fault_name);
 }
 
-/* The tensor that the caller passes to the method (borrowed); NULL where the arguments are not those of torch's function. */
+/* Return the tensor that the caller passes to the method (borrowed), or NULL if the arguments are not those of
+ * torch's function. */
 static PyObject *
 tensor_among(Call *self, PyObject *const *args)
 {
@@ -142,14 +153,14 @@ tensor_among(Call *self, PyObject *const *args)
     return PyList_CheckExact(list) && PyList_GET_SIZE(list) == 1 ? PyList_GET_ITEM(list, 0) : NULL;
 }
 
-/* What the tables say of a call. */
+/* The known properties of a call. */
 typedef struct {
     uint32_t signature, site;
     PyObject *counter, *group; /* owned; group: GeneralCall only */
     int is_async;
 } Known;
 
-/* The shape and type of a tensor, as a tuple. */
+/* Return the shape and dtype of a tensor as a tuple. */
 static PyObject *
 kind_of(PyObject *tensor)
 {
@@ -161,14 +172,15 @@ kind_of(PyObject *tensor)
     return kind;
 }
 
-/* The place of an entry in a table of TABLE entries. */
+/* Return the index of an entry in a table of TABLE entries. */
 static size_t
 place_of(const void *address, int number)
 {
     return ((uintptr_t)address / 16 * 31 + (size_t)number * 7) % TABLE;
 }
 
-/* Whether an attribute of ``object`` is equal to ``expected``. -1 and an exception where that cannot be said. */
+/* Return whether an attribute of ``object`` is equal to ``expected``, or -1 with an exception if the comparison
+ * fails. */
 static int
 has_equal(PyObject *object, PyObject *name, PyObject *expected)
 {
@@ -178,11 +190,13 @@ has_equal(PyObject *object, PyObject *name, PyObject *expected)
     return equal;
 }
 
-/* Whether a call that comes from an entry's place is the entry's, by the parts of its key that are no addresses. */
+/* Return whether a call from the call site of an entry matches the entry. This compares the parts of the key that are
+ * not addresses. */
 static int
 is_known(Call *self, const KnownCall *entry, PyObject *const *args, PyObject *tensor, PyObject *asked)
 {
-    PyObject *key = Py_NewRef(entry->key), *rest = PyTuple_GET_ITEM(key, 6); /* to compare may run the program's code */
+    /* This reference is needed because comparisons may run code of the program, which may replace the entry. */
+    PyObject *key = Py_NewRef(entry->key), *rest = PyTuple_GET_ITEM(key, 6);
     int equal = has_equal(tensor, shape_name, PyTuple_GET_ITEM(key, 1));
     equal = equal > 0 ? has_equal(tensor, dtype_name, PyTuple_GET_ITEM(key, 2)) : equal;
     if (equal > 0 && self->has_accelerator) {
@@ -201,13 +215,13 @@ is_known(Call *self, const KnownCall *entry, PyObject *const *args, PyObject *te
     return equal;
 }
 
-/* The row of a call in the table of all calls (a new reference to a tuple of four), and its key; NULL, with or without an
- * exception: there is none. */
+/* Return the row of a call in the table of all calls (a new reference to a tuple of four), and store its key in
+ * ``*key``. The result is NULL, with or without an exception, if there is no row. */
 static PyObject *
 look_up(Call *self, PyObject *const *args, PyObject *tensor, PyObject *asked, const void *code, int last_instruction,
         PyObject **key)
 {
-    /* The key of DirectCalls.wrap, part by part, up to the first that cannot be had. */
+    /* The parts of the key of DirectCalls.wrap, up to the first part that cannot be created. */
     PyObject *parts[] = {NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL};
     enum { PARTS = sizeof parts / sizeof *parts };
     int is_whole =
@@ -231,7 +245,8 @@ look_up(Call *self, PyObject *const *args, PyObject *tensor, PyObject *asked, co
     return row != NULL && PyTuple_CheckExact(row) && PyTuple_GET_SIZE(row) == 4 ? Py_NewRef(row) : NULL;
 }
 
-/* The row of a direct call (a new reference to a tuple of four); NULL, with or without an exception: there is none. */
+/* Return the row of a direct call (a new reference to a tuple of four), or NULL, with or without an exception, if
+ * there is no row. */
 static PyObject *
 find_row(Call *self, PyObject *const *args, PyObject *tensor, PyObject *asked)
 {
@@ -268,7 +283,7 @@ find_row(Call *self, PyObject *const *args, PyObject *tensor, PyObject *asked)
     return row;
 }
 
-/* A number of 32 bits that is not 0; 0 where it is another, with or without an exception. */
+/* Return the number if it is positive and fits into 32 bits; otherwise return 0, with or without an exception. */
 static uint32_t
 positive(PyObject *number)
 {
@@ -276,7 +291,8 @@ positive(PyObject *number)
     return value > UINT32_MAX ? 0 : (uint32_t)value;
 }
 
-/* The numbers of the thread and of its tag; 0 where the function in Python must see to them. */
+/* Store the numbers of the thread and of its tag, and return 1. Return 0 if the function in Python has to determine
+ * them. */
 static int
 find_thread(Call *self, uint32_t *thread, uint32_t *tag)
 {
@@ -303,7 +319,7 @@ find_thread(Call *self, uint32_t *thread, uint32_t *tag)
     return found;
 }
 
-/* The kind of a code object; -1, with or without an exception: it is not known. */
+/* Return the kind of a code object, or -1, with or without an exception, if the kind is not known. */
 static int
 kind_of_code(Call *self, PyCodeObject *code)
 {
@@ -322,8 +338,8 @@ kind_of_code(Call *self, PyCodeObject *code)
     return (int)number;
 }
 
-/* The entry of the place in the program that this call comes from, as CallSites.find looks for it; NULL, with or without an
- * exception: some code on the way is not known. */
+/* Return the entry for the call site of this call in the program. The search is that of CallSites.find. The result is
+ * NULL, with or without an exception, if the kind of a code object on the stack is not known. */
 static KnownSite *
 find_known_site(Call *self, KnownSite *wanted)
 {
@@ -339,7 +355,7 @@ find_known_site(Call *self, KnownSite *wanted)
             wanted->code = code;
             wanted->last_instruction = PyFrame_GetLasti(frame);
         }
-        Py_DECREF(code); /* whose kind is known is held */
+        Py_DECREF(code); /* CallSites keeps references to all code objects whose kind is known. */
         PyFrameObject *outer = kind == API || kind == INTERNAL ? PyFrame_GetBack(frame) : NULL;
         Py_DECREF(frame);
         frame = outer;
@@ -347,7 +363,8 @@ find_known_site(Call *self, KnownSite *wanted)
     return kind == PROGRAM ? &self->sites[place_of(wanted->code, wanted->last_instruction)] : NULL;
 }
 
-/* The number of the place in the program, where it is not known already; 0: it is not found. */
+/* Return the number of the call site in the program: ``known_site`` if it is a number, otherwise the result of a
+ * search. The result is 0 if the call site is not found. */
 static uint32_t
 find_site(Call *self, PyObject *known_site)
 {
@@ -375,7 +392,7 @@ find_site(Call *self, PyObject *known_site)
     return site;
 }
 
-/* What is known of a call of torch's own function; 0: not all of it. */
+/* Store the known properties of a call of torch's own function, and return 1. Return 0 if some are not known. */
 static int
 find_direct_call(Call *self, PyObject *const *args, Py_ssize_t count, PyObject *names, Known *known)
 {
@@ -401,7 +418,8 @@ find_direct_call(Call *self, PyObject *const *args, Py_ssize_t count, PyObject *
 
 static PyObject *freeze_all(Call *self, PyObject *const *values, Py_ssize_t count);
 
-/* A value as commprof.recorder.process_group.signatures freezes it (a new reference); NULL, with or without an exception: it cannot. */
+/* Freeze a value in the same way as commprof.recorder.process_group.signatures (a new reference). The result is NULL,
+ * with or without an exception, if the value cannot be frozen. */
 static PyObject *
 freeze(Call *self, PyObject *value)
 {
@@ -412,7 +430,8 @@ freeze(Call *self, PyObject *value)
         if (Py_EnterRecursiveCall(" while a collective's arguments are read")) {
             return NULL;
         }
-        /* What freezes an item may run the program's code: hold the items, whatever that does to the list. */
+        /* Freezing an item may run code of the program, which may change the list. The tuple keeps the items
+         * alive. */
         PyObject *items = PySequence_Tuple(value);
         PyObject *frozen = items == NULL ? NULL : freeze_all(self, &PyTuple_GET_ITEM(items, 0), PyTuple_GET_SIZE(items));
         Py_XDECREF(items);
@@ -442,7 +461,7 @@ freeze(Call *self, PyObject *value)
     return frozen;
 }
 
-/* Some values, frozen, as a tuple. */
+/* Freeze ``count`` values and return them as a tuple. */
 static PyObject *
 freeze_all(Call *self, PyObject *const *values, Py_ssize_t count)
 {
@@ -458,7 +477,8 @@ freeze_all(Call *self, PyObject *const *values, Py_ssize_t count)
     return frozen;
 }
 
-/* The key of a call's signature: of its positional arguments, and of those with names after them, if there are any. */
+/* Return the key of a call's signature: its frozen positional arguments, and its keyword arguments if there are
+ * any. */
 static PyObject *
 key_of(Call *self, PyObject *const *args, Py_ssize_t count, PyObject *names)
 {
@@ -484,12 +504,12 @@ key_of(Call *self, PyObject *const *args, Py_ssize_t count, PyObject *names)
     return key;
 }
 
-/* What is known of any call; 0: not all of it. */
+/* Store the known properties of any call, and return 1. Return 0 if some are not known. */
 static int
 find_general_call(Call *self, PyObject *const *args, Py_ssize_t count, PyObject *names, Known *known)
 {
     PyObject *address = count < 1 ? NULL : PyLong_FromVoidPtr(args[0]);
-    /* A lookup, the group, what numbers its calls, all signatures. */
+    /* The entry consists of a lookup, the group, the counter of the group's calls, and all signatures. */
     PyObject *entry = address == NULL ? NULL : Py_XNewRef(PyDict_GetItemWithError(self->held[ENTRIES], address));
     Py_XDECREF(address);
     int found = entry != NULL && PyTuple_CheckExact(entry) && PyTuple_GET_SIZE(entry) == 4
@@ -508,7 +528,8 @@ find_general_call(Call *self, PyObject *const *args, Py_ssize_t count, PyObject 
     return found;
 }
 
-/* What the backend counts beyond one for a call that is counted now. -1 where the program is interrupted. */
+/* Count the additional sequence numbers that the backend uses for the current call. Return -1 if the program is
+ * interrupted. */
 static int
 count_extra(Call *self, PyObject *group, PyObject *const *args, Py_ssize_t count)
 {
@@ -526,8 +547,8 @@ count_extra(Call *self, PyObject *group, PyObject *const *args, Py_ssize_t count
 
 typedef int (*Finder)(Call *, PyObject *const *, Py_ssize_t, PyObject *, Known *);
 
-/* Whether there is room for a record at ``name``, an attribute of the journal. What is found belongs to ``place``, which the
- * caller releases. */
+/* Return whether there is a free slot at the place ``name``, an attribute of the journal. The references in
+ * ``segment``, ``tail`` and ``follow`` are borrowed from ``place``, which the caller releases. */
 static int
 find_place(Call *self, PyObject *name, PyObject **place, PyObject **segment, PyObject **tail, PyObject **follow)
 {
@@ -545,8 +566,8 @@ find_place(Call *self, PyObject *name, PyObject **place, PyObject **segment, PyO
            && records->has_room(*segment);
 }
 
-/* What the times of a call are written into, a new reference: ``segment``, or what makes events on a device as well. NULL
- * where the function in Python must do all of it. */
+/* Return the object that the times of a call are written into (a new reference). This is ``segment``, or an object
+ * that also creates events on a device. The result is NULL if the function in Python has to handle the call. */
 static PyObject *
 ask_for_times(PyObject *follow, uint32_t signature, PyObject *segment)
 {
@@ -564,7 +585,7 @@ ask_for_times(PyObject *follow, uint32_t signature, PyObject *segment)
     return times;
 }
 
-/* Tell ``times`` where the record is. Whether it knows. */
+/* Store the position of the record in ``times``, and return whether this succeeded. */
 static int
 set_base(PyObject *times, PyObject *segment, Py_ssize_t base)
 {
@@ -580,8 +601,8 @@ set_base(PyObject *times, PyObject *segment, Py_ssize_t base)
     return status == 0;
 }
 
-/* Record the call: 1. Where the function in Python must do all of it, and nothing has been counted: 0. Where the program is
- * interrupted: -1. */
+/* Record the call and return 1. Return 0 if the function in Python has to handle the call; then nothing has been
+ * counted. Return -1 if the program is interrupted. */
 static int
 begin_record(Call *self, PyObject *const *args, Py_ssize_t count, PyObject *names, Finder find, Record *record)
 {
@@ -596,11 +617,13 @@ begin_record(Call *self, PyObject *const *args, Py_ssize_t count, PyObject *name
                 || (!PyErr_Occurred() && find_place(self, timed_place_name, &place, &segment, &tail, &follow));
     }
     if (usual && follow != NULL) {
-        issue_ns = records->now_ns(); /* before an event that the device may reach at once */
+        /* Read the clock before the event is created, because the device may reach the event immediately. */
+        issue_ns = records->now_ns();
         times = ask_for_times(follow, known.signature, segment);
         usual = times != NULL && records->has_room(segment);
     }
-    if (usual) { /* From here on the call is counted. itertools.count runs no other code, so there is still room. */
+    /* From here on the call is counted. itertools.count runs no other code, so the slot is still free. */
+    if (usual) {
         number = PyIter_Next(known.counter);
         int64_t seq = number == NULL ? -1 : PyLong_AsLongLong(number);
         usual = !PyErr_Occurred() && number != NULL && records->has_room(segment);
@@ -626,7 +649,8 @@ begin_record(Call *self, PyObject *const *args, Py_ssize_t count, PyObject *name
         return usual;
     }
     if (!usual && PyErr_Occurred()) {
-        return tell_journal(self, pass_on_name); /* the function in Python will meet it again, and count it */
+        /* The exception is not counted here. The function in Python will raise it again and count it. */
+        return tell_journal(self, pass_on_name);
     }
     return usual;
 }
@@ -640,7 +664,7 @@ token_of(const Record *record, int is_async)
     return token;
 }
 
-/* Whoever waits for the handle later finds the record by the handle's address. */
+/* Store the record under the address of the handle, so that a later wait for the handle finds the record. */
 static int
 remember(Call *self, const Record *record, PyObject *work, int is_async)
 {
@@ -655,7 +679,8 @@ remember(Call *self, const Record *record, PyObject *work, int is_async)
     return result;
 }
 
-/* What was raised before our own code ran is raised again; where that was interrupted, it is what came before. */
+/* Restore the exception that was set before our own code ran. If our own code was interrupted, the exception of the
+ * interruption remains set, and the earlier exception becomes its context. */
 static void
 go_on(int interrupted, PyObject *type, PyObject *error, PyObject *trace)
 {
@@ -678,7 +703,7 @@ go_on(int interrupted, PyObject *type, PyObject *error, PyObject *trace)
     PyErr_Restore(newer_type, newer, newer_trace);
 }
 
-/* The call has raised. The exception stays, unless the program is interrupted. */
+/* Record that the call raised an exception. The exception remains set, unless the program is interrupted. */
 static void
 note_raised(Call *self, const Record *record, PyObject *pg)
 {
@@ -697,7 +722,7 @@ note_raised(Call *self, const Record *record, PyObject *pg)
     go_on(interrupted, type, error, trace);
 }
 
-/* This call's own cost is measured: the rest is for the function that does that. */
+/* Pass the record to the function SETTLE, which finishes a call whose cost is measured. */
 static int
 settle(Call *self, const Record *record, PyObject *work, int64_t cost_ns)
 {
@@ -712,7 +737,8 @@ settle(Call *self, const Record *record, PyObject *work, int64_t cost_ns)
     return result == NULL ? -1 : 0;
 }
 
-/* The function beneath our wrapper of the handle's ``wait`` (a new reference); NULL: the wrapper is not in its place. */
+/* Return the original function that our wrapper of the handle's ``wait`` wraps (a new reference). The result is NULL
+ * if the method is not our wrapper. */
 static PyObject *
 find_wait(Call *self, PyObject *work)
 {
@@ -732,7 +758,8 @@ find_wait(Call *self, PyObject *work)
     return wait;
 }
 
-/* The call has returned ``work``, which somebody may wait for. -1 where the program is interrupted. */
+/* Finish the record of a call that returned ``work``, which the program may wait for. Return -1 if the program is
+ * interrupted. */
 static int
 end_record(Call *self, const Record *record, PyObject *work, int64_t cost_ns)
 {
@@ -746,7 +773,8 @@ end_record(Call *self, const Record *record, PyObject *work, int64_t cost_ns)
     return failed ? fault(self) : 0;
 }
 
-/* The same for a call of torch's own function: what that gets in the place of ``work``, which is taken over. */
+/* Finish the record of a call of torch's own function. Return the object that this function gets instead of ``work``.
+ * The reference to ``work`` is consumed. */
 static PyObject *
 end_direct_record(Call *self, const Record *record, PyObject *work, int64_t cost_ns)
 {
@@ -780,7 +808,7 @@ end_direct_record(Call *self, const Record *record, PyObject *work, int64_t cost
     return PyErr_Occurred() ? NULL : Py_NewRef(Py_None);
 }
 
-/* Nanoseconds that our own code has taken so far, where this call is a sample of it. */
+/* Return the cost of our own code so far in ns, if the cost of this call is measured, and 0 otherwise. */
 static int64_t
 cost_of(const Record *record)
 {
@@ -834,8 +862,9 @@ general_call(PyObject *object, PyObject *const *args, size_t flags, PyObject *na
     return work;
 }
 
-/* Take the token of a handle (a new reference) out of the table: 1; 0: it has none; -1, with or without an exception: it is not
- * as usual, and stays there. */
+/* Remove the token of a handle from the table, store it in ``*token`` (a new reference), and return 1. Return 0
+ * if the handle has no token. Return -1, with or without an exception, if the token is unusual and remains in
+ * the table. */
 static int
 take_token(Call *self, PyObject *work, PyObject **token)
 {
@@ -859,15 +888,16 @@ wait_call(PyObject *object, PyObject *const *args, size_t flags, PyObject *names
     Call *self = (Call *)object;
     PyObject *token = NULL;
     int status = -1;
-    /* Of a class that a program derives in Python, C++ calls our wrapper again unless it has a frame: see python_groups. */
+    /* For a class that a program derives in Python, C++ calls our wrapper again unless the wrapper has a Python
+     * frame; see python_groups. The function in Python handles such classes. */
     if (PyVectorcall_NARGS(flags) == 1 && names == NULL && (PyObject *)Py_TYPE(args[0]) == self->held[OWNER]) {
         status = take_token(self, args[0], &token);
     }
     if (status < 0) {
-        PyErr_Clear(); /* of memory that was missing: the table is as it was */
+        PyErr_Clear(); /* The error is a lack of memory, and the table has not changed. */
         return PyObject_Vectorcall(self->held[PYTHON], args, flags, names);
     }
-    if (status == 0) { /* waited for before, or never recorded */
+    if (status == 0) { /* the program has waited for the handle before, or the call was not recorded */
         return PyObject_Vectorcall(self->held[ISSUE], args, 1, NULL);
     }
     PyObject *segment = PyTuple_GET_ITEM(token, 0), *result = NULL;
@@ -909,7 +939,7 @@ hold(Call *self, const int *places, PyObject *const *given, int count)
     }
 }
 
-/* What records calls shares its first arguments. */
+/* The first arguments of DirectCall and GeneralCall, which are equal. */
 #define COMMON_NAMES \
     "python", "issue", "get_frame", "find_site", "kinds", "thread_local", "journal", "journal_key", "pending", "settle", \
         "record_raised", "owner", "return_word", "sample"
@@ -987,7 +1017,7 @@ wait_init(Call *self, PyObject *args, PyObject *kwargs)
     return 0;
 }
 
-/* Before __init__ has run, and when it failed. */
+/* Raise an exception. This is the call function of an object until __init__ has succeeded. */
 static PyObject *
 refuse(PyObject *Py_UNUSED(self), PyObject *const *Py_UNUSED(args), size_t Py_UNUSED(flags), PyObject *Py_UNUSED(names))
 {
@@ -1045,7 +1075,7 @@ call_dealloc(Call *self)
     Py_DECREF(type);
 }
 
-/* As a function's: what it is called on comes first. */
+/* Bind like a function: the object that the method is called on becomes the first argument. */
 static PyObject *
 call_get(PyObject *self, PyObject *object, PyObject *Py_UNUSED(type))
 {

@@ -1,6 +1,7 @@
-/* Room for records in a part of a mapped file: commprof.trace.rank_files.segments.PythonSlots, in C.
+/* Slots for records in a part of a mapped file: the C version of commprof.trace.rank_files.segments.PythonSlots.
  *
- * Python's lock is held throughout, so no two threads get one slot and none can find the mapping gone half way.
+ * The code holds the GIL all the time. Two threads therefore never get the same slot, and the mapping cannot be removed
+ * while a record is written.
  */
 #define PY_SSIZE_T_CLEAN
 #include "_slots.h"
@@ -8,23 +9,26 @@
 #include <string.h>
 #include <time.h>
 
-/* One more for every change of what this module takes, gives or writes: commprof.trace.rank_files.segments asks for it. */
+/* Increment this for every change of the arguments, the results or the written data of this module.
+ * commprof.trace.rank_files.segments requires a specific version. */
 #define VERSION 2
 
-/* The record of commprof.schema, as far as it is written here. The build defines RECORD_SIZE and RECORD_SEQUENCE. */
+/* The parts of the record of commprof.schema that this module writes. The build defines RECORD_SIZE and
+ * RECORD_SEQUENCE. */
 enum {
-    SEQUENCE = RECORD_SEQUENCE, /* pg_seq; between it and the time of issue lie the times that are not known yet */
+    /* The offset of pg_seq. The times between issue_ns and pg_seq are not known yet and are set to 0. */
+    SEQUENCE = RECORD_SEQUENCE,
     INTERNED = SEQUENCE + 8, /* signature, tag, call_site, thread: four bytes each */
     TAIL = RECORD_SIZE - TAIL_SIZE,
-    COMMIT = RECORD_SIZE - 4, /* written last: a record without it is torn */
+    COMMIT = RECORD_SIZE - 4, /* written last, so that a record without it can be recognized as torn */
 };
 _Static_assert(RECORD_SIZE % 8 == 0 && SEQUENCE % 8 == 0, "words of eight bytes complete a record");
 _Static_assert(SEQUENCE >= 8 && TAIL == INTERNED + 16 && TAIL < COMMIT, "time, number, interned values, tail");
 
 typedef struct {
     PyObject_HEAD
-    Py_buffer view; /* of the mapping; view.obj is NULL where there is none */
-    Py_ssize_t next; /* the offset that is taken next */
+    Py_buffer view; /* the buffer of the mapping; view.obj is NULL if there is no mapping */
+    Py_ssize_t next; /* the offset of the next slot */
     Py_ssize_t end;
 } Slots;
 
@@ -32,7 +36,7 @@ static int64_t
 now_ns(void)
 {
     struct timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now); /* what time.perf_counter_ns reads on Linux */
+    clock_gettime(CLOCK_MONOTONIC, &now); /* the clock of time.perf_counter_ns on Linux */
     return (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
 }
 
@@ -154,7 +158,7 @@ slots_take(Slots *self, PyObject *const *args, Py_ssize_t count)
     uint32_t interned[4];
     for (int i = 0; i < 4; i++) {
         unsigned long number = PyLong_AsUnsignedLong(args[2 + i]);
-        if (number > UINT32_MAX) { /* which an error is, too */
+        if (number > UINT32_MAX) { /* also true for an error, which is returned as (unsigned long)-1 */
             return PyErr_Occurred() ? NULL : PyErr_Format(PyExc_OverflowError, "%lu does not fit 32 bits", number);
         }
         interned[i] = (uint32_t)number;
@@ -242,7 +246,7 @@ static SlotsInterface interface = {NULL, has_room, take, stamp, now_ns};
 static int
 execute(PyObject *module)
 {
-    PyObject *type = PyType_FromSpec(&spec); /* which the interface keeps */
+    PyObject *type = PyType_FromSpec(&spec); /* The interface keeps this reference. */
     if (type == NULL) {
         return -1;
     }

@@ -1,11 +1,11 @@
-"""Takes the pictures of the dashboard that the README, the tutorials and the gallery show, over the runs of ``make demo``.
+"""Takes the dashboard's pictures for the README, the tutorials and the gallery, with the runs of ``make demo``.
 
     make demo
     .venv/bin/python docs/screenshots/make_screenshots.py            # the newest traces/demo-*
     .venv/bin/python docs/screenshots/make_screenshots.py DIR        # other runs
     .venv/bin/python docs/screenshots/make_screenshots.py --gallery  # only one picture of each page
 
-Needs Chromium and the development requirements. Look at the pictures before committing them.
+The script needs Chromium and the development requirements. Look at the pictures before you commit them.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from urllib.parse import quote
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / part) for part in ("tests", "dashboards", "")]
 
-from support.browser import Watched, open_browser, served  # noqa: E402 - found through the line above
+from support.browser import Watched, open_browser, served  # noqa: E402 - requires the path set above
 
 LARGEST_BYTES = 200_000
 
 
 class Picture(NamedTuple):
-    """One picture: the page, the window, how it is lit, and the card that it begins with."""
+    """A picture: the page, the size of the window, the color scheme, and the card at its top."""
 
     name: str
     path: str
@@ -49,7 +49,7 @@ PICTURES = (
 
 
 def gallery(runs: Path) -> tuple[Picture, ...]:
-    """A picture of each page; those of one run show the first one that was aligned with a log."""
+    """Return a picture of each page. Pages about one run show the first run that is aligned with a log."""
     from commprof_dash.pages import PAGES
 
     aligned = sorted(runs.rglob("matches.parquet"))
@@ -70,7 +70,8 @@ def take(browser: Any, base: str, picture: Picture, out: Path) -> Path:
     )
     view = Watched(context.new_page())
     view.open(base + picture.path)
-    is_read = "() => !document.body.innerText.includes('Reading the records of')"  # of all runs, on Runs
+    # The page Runs shows this text until the records of all runs are read.
+    is_read = "() => !document.body.innerText.includes('Reading the records of')"
     view.page.wait_for_function(is_read, timeout=120_000)
     if picture.card:
         place = "(id) => window.scrollTo(0, document.getElementById(id).getBoundingClientRect().top - 72)"
@@ -88,7 +89,7 @@ def take(browser: Any, base: str, picture: Picture, out: Path) -> Path:
 
 
 def newest_demo() -> Path:
-    """The runs of the last ``make demo``."""
+    """Return the directory of the runs of the last ``make demo``."""
     found = sorted((ROOT / "traces").glob("demo*"), key=lambda path: path.stat().st_mtime)
     if not found:
         raise SystemExit("no traces/demo*; run `make demo` first, or name a directory of runs")
@@ -106,12 +107,12 @@ def main() -> None:
     arguments = parser.parse_args()
     runs, out = (arguments.runs or newest_demo()).resolve(), arguments.out.resolve()
     pictures = gallery(runs) if arguments.gallery else (*PICTURES, *gallery(runs))
-    os.chdir(runs.parent)  # a page that shows where its runs are then shows no folder of this machine
+    os.chdir(runs.parent)  # With a relative path of the runs, no page shows a folder of this machine.
     with served(Path(runs.name)) as base, open_browser() as browser:
         for picture in pictures:
             path = take(browser, base, picture, out)
             print(f"{path}  {path.stat().st_size:,} bytes", flush=True)
-    # A thread of the dashboard may be in the middle of a query, which an ending interpreter aborts.
+    # A thread of the dashboard may still run a query, and a normal exit of the interpreter would abort the process.
     os._exit(0)
 
 
