@@ -35,7 +35,7 @@ def schema_page() -> str:
         "",
         "Columns whose names end in `_ns` contain times or durations in nanoseconds. Times are readings of",
         "CLOCK_MONOTONIC, unless the meaning of the column names CLOCK_REALTIME. All ranks of a host read",
-        "the same CLOCK_MONOTONIC. A column is null if no layer fills it yet.",
+        "the same CLOCK_MONOTONIC. A column is null if nothing fills it yet.",
     ]
     for table in schema.TABLES.values():
         lines += ["", f"## {table.name}", "", table.doc]
@@ -168,16 +168,17 @@ def config_page() -> str:
         "Generated from `zero_runtime/configuration/all_keys.py` by `make docs`; do not edit.",
         "",
         "The configuration has the format of DeepSpeed 0.19.8: a JSON file or a dictionary. Pass it to `initialize` as",
-        "`config` or as `args.deepspeed_config`. A key that is in no table below is an error at every level. The",
-        "message names the most similar key. [The differences](deepspeed-differences.md) list the keys that differ",
-        "from DeepSpeed's.",
+        "`config` or as `args.deepspeed_config`. A key that is in none of the tables below raises an error,",
+        "at the top level and in every block. The message names the most similar key.",
+        "[The differences](deepspeed-differences.md) list the keys that differ from DeepSpeed's.",
         "Sizes are in elements, unless the meaning says bytes.",
         "",
         'The column "status" has one of these values:',
         "",
         "- *implemented*",
         "- *no effect*, with the reason. The value is checked; a notice reports a value other than the default.",
-        "- *later*: the key belongs to the named part, which this version lacks. Values that enable it are refused.",
+        "- *later*: the key belongs to the named feature, which this version does not have. Values that",
+        "  enable the feature are refused. The text in parentheses says what this version does instead.",
         "- *refused*, with the reason. DeepSpeed refuses most of these keys too.",
     ]
     for name, table in BLOCKS.items():

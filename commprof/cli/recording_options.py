@@ -88,8 +88,8 @@ def _declared(
         typer.Option(
             "--completion-every",
             metavar="N",
-            help="Record the completion time of every Nth CPU call among the calls that commprof samples. "
-            "The value 0 disables these times, and GPU events too. Default: 1.",
+            help="commprof samples some of the calls on CPU tensors. Record the completion time of every Nth "
+            "sampled call. With 0, record no completion times on CPUs and no events on GPUs. Default: 1.",
         ),
     ] = None,
 ) -> Options:

@@ -34,7 +34,8 @@ OPTIONS: Final = {
     "experts": PlanOption(
         "--experts",
         "Number of experts in each mixture-of-experts layer of params:N. Each expert is a copy of the feed-forward "
-        "part. The plan compares several values of this option and of the next seven options.",
+        "part. If you give several values for this option or for one of the next seven options, the plan "
+        "compares them.",
         "N",
     ),
     "ep_size": PlanOption(
@@ -76,7 +77,7 @@ OPTIONS: Final = {
     ),
     "settings": PlanOption(
         "--set",
-        "A dotted key of the config and its values. With several --set, every combination is planned.",
+        "A dotted key of the config and its values. If --set is repeated, every combination is evaluated.",
         "KEY=V1,V2",
     ),
     "framework": PlanOption(

@@ -188,8 +188,8 @@ _KNOWN: Final = (
     Column(
         "bounded",
         "int64",
-        "number of records that C++ code waited for during an interval in the table stalls. This interval "
-        "gives bounds for their exposed time",
+        "number of records of operations that C++ code waited for. For such a wait, only an interval in the "
+        "table stalls is known. This interval gives bounds for the exposed time",
     ),
 )
 _BOUNDS: Final = (
@@ -206,8 +206,9 @@ _OVERLAPPED: Final = (
     Column(
         "overlapped_ns",
         "int64",
-        "overlapped time; null unless the ends of all records are known and the backend reported the ends of "
-        "all asynchronous records (see sampled). For operations on devices, use overlapped_at_most_ns",
+        "overlapped time. It is null if the end of a record is not known, or if the end of an asynchronous "
+        "record is known only from its wait and not from the backend (see sampled). For operations on "
+        "devices, use overlapped_at_most_ns",
         True,
         "ns",
     ),
@@ -225,7 +226,11 @@ EXPOSURE: Final = Table(
     "exposure",
     "Exposed and overlapped communication, as means over the participating ranks.",
     (
-        Column("ranks", "int64", "number of ranks that have records for this row, in any step"),
+        Column(
+            "ranks",
+            "int64",
+            "number of ranks that have records with the values of this row, in this step or another step",
+        ),
         *_KNOWN,
         Column(
             "exposed_ns",

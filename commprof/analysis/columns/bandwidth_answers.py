@@ -58,7 +58,9 @@ BANDWIDTH_TIMES: Final = Table(
     "bandwidth_times",
     "Duration and bandwidth of each collective and message. The wait for stragglers does not count.",
     (
-        Column("attempt", "int32", "restart of the job"),
+        Column(
+            "attempt", "int32", "number of times the job had been restarted, 0 for the first start"
+        ),
         Column("step", "int32", "training step; -1 outside all steps"),
         *map(_of_schema, ("op", "purpose", "backend", "pg", "group_ranks", "group_size", "dtype")),
         Column("payload_bytes", "int64", "payload (S of nccl-tests)", unit="bytes"),
@@ -102,7 +104,8 @@ BANDWIDTH: Final = Table(
         Column(
             "impossible",
             "int64",
-            "collectives whose time is not positive, or is shorter than the interval of the ceiling allows",
+            "collectives whose time is not positive, or is below the low end of the interval that the "
+            "calibration predicts for it",
         ),
         Column(
             "untimed",
@@ -141,8 +144,8 @@ CEILING: Final = Table(
         Column("group_size", "int64", "ranks in the group"),
         Column("payload_bytes", "int64", "payload (S of nccl-tests)", unit="bytes"),
         Column("time_ns", "int64", "predicted time: latency + payload / bandwidth", True, "ns"),
-        Column("time_low_ns", "int64", "low end of the 95 % interval for one more measurement", True, "ns"),
-        Column("time_high_ns", "int64", "high end of the 95 % interval for one more measurement", True, "ns"),
+        Column("time_low_ns", "int64", "low end of the 95 % prediction interval", True, "ns"),
+        Column("time_high_ns", "int64", "high end of the 95 % prediction interval", True, "ns"),
         Column("busbw_bytes_per_s", "float64", "bus bandwidth at the predicted time", True, "bytes/s"),
         Column(
             "measured_ns",

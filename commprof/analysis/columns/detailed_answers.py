@@ -101,7 +101,7 @@ ONE_OFFS: Final = Table(
         Column(
             "wire_bytes",
             "float64",
-            "modelled wire bytes of these additional collectives, as defined in the answer traffic",
+            "modelled wire bytes of these additional collectives, defined as the wire_bytes of traffic(run)",
             unit="bytes",
         ),
         Column(
@@ -254,7 +254,8 @@ BUCKET_FLUSHES: Final = Table(
         Column(
             "wire_bytes",
             "float64",
-            "wire bytes, modelled as issued: the mean number of bytes that a rank sends to reduce the bucket",
+            "modelled wire bytes of the operations as issued: the mean number of bytes that a rank sends to "
+            "reduce the bucket",
             True,
             "bytes",
         ),
@@ -305,8 +306,8 @@ BUCKET_STEPS: Final = Table(
         Column(
             "wire_bytes",
             "float64",
-            "wire bytes, modelled as issued: the mean number of bytes that a rank sends to reduce these "
-            "buckets",
+            "modelled wire bytes of the operations as issued: the mean number of bytes that a rank sends to "
+            "reduce these buckets",
             True,
             "bytes",
         ),
@@ -354,8 +355,8 @@ BUCKETS_PER_STEP: Final = Table(
         Column(
             "wire_bytes",
             "float64",
-            "wire bytes, modelled as issued: the mean number of bytes that a rank sends to reduce these "
-            "buckets",
+            "modelled wire bytes of the operations as issued: the mean number of bytes that a rank sends to "
+            "reduce these buckets",
             True,
             "bytes",
         ),
@@ -411,7 +412,8 @@ BUCKET_MEANS: Final = Table(
         Column(
             "wire_bytes",
             "float64",
-            "wire bytes, modelled as issued: the mean number of bytes that a rank sends to reduce the bucket",
+            "modelled wire bytes of the operations as issued: the mean number of bytes that a rank sends to "
+            "reduce the bucket",
             True,
             "bytes",
         ),
@@ -607,8 +609,8 @@ LATE_COLLECTIVES: Final = Table(
             "bool",
             "true if the last rank arrived after all other ranks by more than the clock error",
         ),
-        Column("pid", "int32", "process id of the record that arrived last"),
-        Column("seq", "int64", "issue order of that record within its process"),
+        Column("pid", "int32", "process id of the rank that arrived last"),
+        Column("seq", "int64", "position of the operation in the issue order of this process"),
         Column("lead_ns", "int64", "time in which only the last rank was missing", True, "ns"),
         Column(
             "others_waited_ns",
@@ -628,28 +630,29 @@ LATE_COLLECTIVES: Final = Table(
         Column(
             "transfer_ns",
             "int64",
-            "time from the end of launch_ns until the last of the ranks had its result, if that time is "
-            "known",
+            "time from the end of launch_ns until the last of the ranks had its result. Ranks whose time of "
+            "the result is not known are left out",
             True,
             "ns",
         ),
         Column(
             "cause",
             "string",
-            "cause that took the longest, on the rank with the longest time",
+            "value of cause in the answer arrivals for the rank with the longest waiting_ns, launch_ns or "
+            "transfer_ns",
             True,
             values=CAUSES,
         ),
         Column(
             "begin_ns",
             "int64",
-            "time of the first arrival, on the clock of the answer arrivals",
+            "time of the first arrival, on the clock of rank 0's host",
             unit="ns",
         ),
         Column(
             "end_ns",
             "int64",
-            "last known end of the operation, on the clock of the answer arrivals",
+            "last known end of the operation, on the clock of rank 0's host",
             unit="ns",
         ),
     ),
@@ -697,7 +700,7 @@ ALIGNMENT_COUNTS: Final = Table(
     (
         *_OF_LOG,
         *(_of(schema.MATCHES, name) for name in ("op", "state")),
-        Column("lines", "int64", "number of rows in the table matches"),
+        Column("lines", "int64", "number of rows of the alignment with these values"),
     ),
     key=("rank", "pg", "op", "state"),
 )

@@ -28,7 +28,7 @@ EXPERTS: Final = Table(
         Column(
             "ranks",
             "string",
-            "global ranks that have the expert, joined by ','; null if no rank published its layers",
+            "global ranks that have the expert, joined by ','; null if no rank published its experts",
             True,
         ),
         Column("tokens", "int64", "tokens that chose the expert, including those that were dropped later"),
@@ -84,7 +84,7 @@ EXPERT_IMBALANCE: Final = Table(
     (
         *_STEP,
         Column("num_experts", "int64", "number of experts in the layer"),
-        Column("seen", "int64", "tokens that reached the gates of all ranks"),
+        Column("seen", "int64", "number of tokens that reached the gate of the layer, summed over the ranks"),
         Column("tokens", "int64", "number of choices that the gates made: k for each token"),
         Column("dropped", "int64", "number of choices that exceeded the capacity of the chosen expert"),
         Column("dropped_share", "float64", "dropped divided by tokens; null if there are no tokens", True),

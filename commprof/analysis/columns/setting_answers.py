@@ -197,8 +197,8 @@ RESOURCES: Final = Table(
         Column(
             "samples_high",
             "float64",
-            "high end of the 95 % interval of samples_per_second over the repeats; null if there is no such "
-            "limit",
+            "high end of the 95 % interval of samples_per_second over the repeats; null if there is only one "
+            "repeat, or if the interval has no upper limit",
             True,
         ),
         Column(
@@ -239,7 +239,9 @@ RESOURCE_USE: Final = Table(
     "Resources of a run in each training step: memory, processors, and the share of communication in the "
     "step time.",
     (
-        Column("attempt", "int32", "restart of the job"),
+        Column(
+            "attempt", "int32", "number of times the job had been restarted, 0 for the first start"
+        ),
         Column("step", "int32", "training step, from 0"),
         Column(
             "duration_ns",

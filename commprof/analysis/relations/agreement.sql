@@ -2,8 +2,9 @@
 --
 -- grain: one row per combination of the requested columns
 -- inputs: rank_operations
--- The column agree is 1 if every rank of the group issued the same collectives with these values of
--- the requested columns, with the same padding. In this case the collectives of one rank represent
+-- A row stands for the collectives of a group that have the same values of the requested columns. The
+-- column agree is 1 if every rank of the group issued the same of these collectives, and with the same
+-- padding. In this case the collectives of one rank represent
 -- the collectives of the group. If the ranks issued different collectives, or if a rank has no
 -- record, agree is 0. It is also 0 in three cases in which the individual records are needed. In the
 -- first case, only some of the records of a rank contain times. In the second case, unequal splits

@@ -11,8 +11,8 @@
 -- bucket. The columns executed_wire_bytes and between_hosts_bytes are null if these bytes are not
 -- known. The column padding_bytes is null if no runtime reports padding. The columns duration_ns
 -- and exposed_ns are null if no record contains the number of the bucket. Some steps are recorded
--- as sums (--aggregate, --max-size). For these steps, collectives and all columns of bytes are
--- null, because sums do not contain bucket numbers.
+-- as sums (--aggregate, --max-size). For these steps, the column collectives and all columns of
+-- bytes are null, because sums do not contain bucket numbers.
 with sizes as (
     select attempt, group_ranks, count(*) as members
     from bucket_groups

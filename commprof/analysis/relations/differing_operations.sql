@@ -5,9 +5,9 @@
 --   columns, sender and receiver
 -- inputs: differing_members=collective_members(records=differing_records),
 --   differing=deduplicated_collectives(members=differing_members), differing_exchanges=exchanges(members=differing_members)
--- In the row of a pair of ranks, collectives is 0, and sent_bytes contains the bytes that the
--- sender sends to the receiver. If a collective has such rows, sent_bytes is 0 in the row of the
--- collective itself.
+-- In the row of a pair of ranks, the column collectives is 0, and the column sent_bytes contains
+-- the bytes that the sender sends to the receiver. If a collective has such rows, the column
+-- sent_bytes is 0 in the row of the collective itself.
 with known_exchanges as (
     select attempt, pg, group_ranks, pg_seq, repetition
     from differing_exchanges

@@ -2,8 +2,9 @@
 --
 -- grain: one row per record
 -- inputs: collectives, agreement
--- The relation contains the records of all ranks of such a collective. If one rank has a different
--- combination of values, the combination of the other ranks differs from it as well.
+-- The relation contains the records of all ranks of such a collective. Suppose that
+-- the collective has one combination of values on one rank and another combination on the other ranks.
+-- Then agree is 0 for both combinations, so the records of all ranks are selected.
 with described as (
     select
         *,

@@ -6,8 +6,8 @@
 -- inputs: rank_operations
 -- Ranks form a set if all their rows in a group are equal. The column rank contains the lowest rank
 -- of the set, and the column ranks contains the number of ranks in the set. The columns host_ns and
--- exposed_ns are sums over the set. Every other column contains the value of a single rank. The
--- relation agreement gives the same result for these merged rows as for the rows of the single
+-- exposed_ns are sums over the set. Every other column contains the value of a single rank. If
+-- agreement is computed from these merged rows, its result is the same as from the rows of the single
 -- ranks. This holds for the merged rows of one host and of several hosts.
 --
 -- Usually all ranks of a group issued the same operations. In this case the rows of the group are

@@ -18,8 +18,9 @@
 -- Every other span depends on the hosts of the group. The span is null if these hosts are not
 -- known. The column padding_bytes is null if no runtime reports padding. The column between_share
 -- is the part of wire_share whose span is between_hosts. The column unlocated counts the summed rows
--- that send bytes but whose span is not known. The columns host_ns and exposed_ns are means over
--- the ranks, summed over the collectives; those of messages are sums. The column timed counts the records whose exposed_ns is known.
+-- that send bytes but whose span is not known. For collectives, the columns host_ns and
+-- exposed_ns are means over the ranks, and these means are summed over the collectives. For messages,
+-- the two columns are sums over the messages. The column timed counts the records whose exposed_ns is known.
 with of_agreed as (
     select a.*, cast(null as int) as sender, cast(null as int) as receiver
     from agreement a

@@ -10,8 +10,8 @@
 -- The columns check_sum and check_squares depend on pg_seq, payload_bytes and num_tensors of every
 -- record. They do not depend on the order of the records. Two ranks issued the same collectives if
 -- their calls, payload_bytes, check_sum and check_squares are equal. The probability that a
--- different multiset of collectives has the same sums is below 1e-18. The prime 2147483647 keeps
--- every product within 64 bits.
+-- different multiset of collectives has the same sums is below 1e-18. The terms of the
+-- sums are computed modulo the prime 2147483647, so that every product fits into 64 bits.
 with described as (
     select
         *,

@@ -122,7 +122,7 @@ def _exchange_parts(rows: Sequence[Mapping[str, Any]]) -> list[Rows | str]:
     text = (
         f"All_to_alls: the rank that receives the most gets {typical:.2f} times the mean of the ranks (median of "
         f"{len(known):,} steps); {worst['imbalance']:.2f} times in step {worst['step']}, rank {worst['rank']} "
-        f"({rendering.number_of_bytes(worst['most_received_bytes'])} of a mean of "
-        f"{rendering.number_of_bytes(worst['received_bytes'])} from other ranks)."
+        f"({rendering.number_of_bytes(worst['most_received_bytes'])} from other ranks; "
+        f"the mean of the ranks is {rendering.number_of_bytes(worst['received_bytes'])})."
     )
     return [f"{rendering.paragraph(text)}\n"]

@@ -67,8 +67,10 @@ def align(
 
     The states are matched, missing, extra, ambiguous and torn (a truncated line).
 
-    If any record matches, commprof stores the tables of the log in the run, and also the tables matches
-    and comm_matches. If LOG is not given and the run has an alignment, commprof shows the stored
+    If any record matches, commprof stores the tables of the log in the run. It stores the result of the
+    matching in two more tables, which are called "matches" and "comm_matches".
+
+    If LOG is not given and the run has an alignment, commprof shows the stored
     alignment. With logs of the NCCL Inspector, collectives are matched by their number, and the
     algorithms are stored.
     """

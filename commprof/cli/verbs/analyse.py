@@ -58,8 +58,10 @@ def analyse(
 ) -> int:
     """Evaluate the common relations of runs once, and store them in a directory that opens like a run.
 
-    The commands report, compare, dashboard and export accept the directory DIR of --out instead of the
-    run. The records are not copied: DIR/collectives is a link to the records. Records that only Spark can
+    You can pass the directory DIR of --out, instead of the run, to the commands report, compare,
+    dashboard and export.
+
+    The records are not copied: DIR/collectives is a link to the records. Records that only Spark can
     read (s3a://...) stay where they are. The option --engine spark requires Java 17 or newer and
     pip install 'commprof[spark]' (docs/scale.md).
     """

@@ -47,7 +47,10 @@ def calibrate(
     sizes: Annotated[
         str,
         typer.Option(
-            "--sizes", metavar="A:B[:FACTOR]", help="Payloads from A to B, or a list A,B,C. Units: K, M, G."
+            "--sizes",
+            metavar="A:B[:FACTOR]",
+            help="Payloads from A to B, or a list A,B,C. From A to B, each payload is FACTOR times the "
+            "previous one (4 times if FACTOR is not given). Units: K, M, G.",
         ),
     ] = DEFAULT_SIZES,
     dtype: Annotated[

@@ -53,7 +53,8 @@ def compare(
 ) -> int:
     """Compare settings by their traffic and their step time, and recommend settings.
 
-    The traffic of each setting is shown as requested, issued and sent.
+    For each setting, the command shows the requested operation, the issued operations, and the bytes
+    that a rank sends.
     """
     answers = comparison_of(runs)
     if as_json:

@@ -28,8 +28,8 @@ def finalise(
 
     commprof run finalises its run when the program has ended. Use finalise if the launcher was killed,
     or if another launcher started the run. Runs that are still being recorded are skipped, and so are
-    runs that are already finalised. For a run on several hosts, the command writes the files of hosts
-    that are missing (RUN/hosts, docs/scale.md). A run with 300,000 records or more gets an index. The
+    runs that are already finalised. For a run on several hosts, the command writes the
+    missing files of hosts (RUN/hosts, docs/scale.md). A run with 300,000 records or more gets an index. The
     index (index.duckdb) is in the run directory, or in the user's cache directory if the run is not
     writable.
     """

@@ -58,18 +58,19 @@ def predict(
         str | None,
         typer.Option(
             metavar="TIME",
-            help="A time to add to each message, such as 50us. Not validated.",
+            help="A time to add to each message, such as 50us. This option has not been validated.",
             show_default=False,
         ),
     ] = None,
     comm: Annotated[
         Literal["free"] | None,
-        typer.Option(help="With free, messages take no time.", show_default=False),
+        typer.Option(help="The only value is free: messages take no time.", show_default=False),
     ] = None,
     no_straggler: Annotated[
         bool,
         typer.Option(
-            "--no-straggler", help="Assume that every rank computes for the mean time of all ranks."
+            "--no-straggler",
+            help="Assume that the compute time of every rank equals the mean over all ranks.",
         ),
     ] = False,
     world: Annotated[

@@ -96,7 +96,7 @@ def sweep(  # noqa: PLR0913 - a parameter for each option of the command
     show_output: Annotated[
         bool,
         typer.Option(
-            "--show-output", help="Print the program's output here instead of writing it to output.txt."
+            "--show-output", help="Print the program's output in this terminal, not to the file output.txt."
         ),
     ] = False,
     predict: Annotated[

@@ -127,12 +127,14 @@ TOP: Final[Table] = {
     "gradient_clipping": used(
         _CLIPPING, 1.0, "the largest allowed norm of the gradients. The value 0 or null disables clipping"
     ),
-    "prescale_gradients": used(boolean, False, "divide gradients before they are summed"),
+    "prescale_gradients": used(
+        boolean, False, "divide gradients by the number of ranks before they are summed"
+    ),
     "gradient_predivide_factor": used(
         number(),
         1.0,
-        "divide gradients by this number before they are summed. The sum is then divided by the rest of "
-        "the divisor",
+        "divide gradients by this number before they are summed, and multiply the sum by this number. The "
+        "division by the number of ranks is separate",
     ),
     "gradient_allreduce_op": used(
         _SUM_OR_MEAN, "mean", "whether gradients are averaged or summed over the ranks"
@@ -167,7 +169,10 @@ TOP: Final[Table] = {
     ),
     **FEATURES,
     "zero_force_ds_cpu_optimizer": inert(
-        boolean, True, "DeepSpeed's own Adam on the CPU", "torch's own optimizers update offloaded state"
+        boolean,
+        True,
+        "require DeepSpeed's own Adam for optimizer state in host memory",
+        "torch's own optimizers update offloaded state",
     ),
     "seq_parallel_communication_data_type": used(
         choice_of_any_case(*DTYPES),

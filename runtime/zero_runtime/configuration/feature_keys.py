@@ -136,13 +136,15 @@ FEATURES: Final[Table] = {
         "enabled": used(
             boolean,
             False,
-            "time messages for log_summary. `commprof run` records messages without waiting for them",
+            "time messages for log_summary. `commprof run` records messages even if this key is false",
         ),
         "prof_all": used(boolean, True, "time every operation"),
         "prof_ops": used(strings, (), "the operations to time if prof_all is false"),
         "verbose": used(boolean, False, "print a line for each message"),
         "debug": used(
-            boolean, False, "add the name of the function that called deepspeed.comm to the operation"
+            boolean,
+            False,
+            "in the log, add to each operation the name of the function that called deepspeed.comm",
         ),
     }), {}, "the communication logger"),
     "flops_profiler": _unavailable("the flops profiler", {

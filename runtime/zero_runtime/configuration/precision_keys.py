@@ -75,7 +75,11 @@ FP16: Final[Table] = {
         optional(strings), None, "the same as the key fp16_override_modules at the top level"
     ),
     "fp16_master_weights_and_grads": later(
-        boolean, False, "keep master weights in fp16", "16-bit masters with fp32 state", "masters are fp32"
+        boolean,
+        False,
+        "keep master weights in fp16",
+        "fp16 master weights with fp32 optimizer state",
+        "master weights are fp32 in this version",
     ),
 }  # fmt: skip
 
@@ -88,7 +92,7 @@ BF16: Final[Table] = {
         boolean,
         False,
         "add gradients to fp32 gradients during the backward pass",
-        "the gradients are the same",
+        "both values give the same gradients",
     ),
     "bf16_master_weights_and_grads": used(
         boolean, False, "keep master weights in bf16. Set this key together with bf16_optimizer_states"

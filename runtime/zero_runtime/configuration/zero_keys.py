@@ -32,14 +32,16 @@ from zero_runtime.gradient_reduction.reduction import REDUCTIONS
 from zero_runtime.gradient_reduction.stages import BOUNDARY, EACH
 
 _SIZE: Final = integer(0)
-_AUTO: Final = ". With auto, it is the smallest number of elements that reaches 90 % of the bandwidth"
+_AUTO: Final = ". With auto, it is the size of the smallest message that reaches 90 % of the full bandwidth"
 _OFFLOAD: Final = "offload"
 _ZENFLOW: Final = "ZenFlow"
 ANY_LAYOUT: Final = "every checkpoint loads at any world size and stage"
 
 ZENFLOW: Final[Table] = {
     "topk_ratio": later(number(0.0), 0.1, "the share of the gradients that is updated immediately", _ZENFLOW),
-    "select_strategy": later(text, "auto", "when the share of topk_ratio is selected again", _ZENFLOW),
+    "select_strategy": later(
+        text, "auto", "the rule that decides when the share of topk_ratio is selected again", _ZENFLOW
+    ),
     "select_interval": later(anything, "auto", "the number of steps between two selections", _ZENFLOW),
     "update_interval": later(
         anything, "auto", "the number of steps between two updates of the remaining gradients", _ZENFLOW
@@ -78,7 +80,10 @@ ZERO: Final[Table] = {
         "gradients, and stage 3 also the parameters",
     ),
     "contiguous_gradients": used(
-        boolean, True, "copy gradients into one buffer. The value false overrides the next two keys"
+        boolean,
+        True,
+        "copy gradients into one buffer. If false, the next two keys have no effect: gradients are then "
+        "reduced with all_reduce at stages 0 to 2, and with reduce_scatter at stage 3",
     ),
     "reduce_scatter": used(
         boolean,
@@ -121,8 +126,8 @@ ZERO: Final[Table] = {
         optional(integer(0)),
         None,
         "the largest number of bytes of whole gradients that a rank may keep if "
-        "gradient_accumulation_reduce is auto. With null, the limit is half of the free memory, minus the "
-        "states of the engine. Not a key of DeepSpeed",
+        "gradient_accumulation_reduce is auto. With null, whole gradients and the states of the "
+        "engine may together take half of the free memory. Not a key of DeepSpeed",
     ),
     "allgather_partitions": used(
         boolean,
@@ -229,8 +234,9 @@ ZERO: Final[Table] = {
                 "module_granularity_threshold",
                 integer(-(2**63)),
                 0,
-                "modules with at most this many elements per layer are gathered together with their "
-                "submodules. The value 0 disables this",
+                "a module is gathered together with its submodules if the number of its elements, divided by "
+                "the number of modules with parameters in it, is at most this value. The value 0 disables "
+                "this",
             ),
             (
                 "use_all_reduce_for_fetch_params",
@@ -256,8 +262,8 @@ ZERO: Final[Table] = {
     "zero_hpz_partition_size": stage_3(
         _SIZE,
         1,
-        "the number of ranks in a second, smaller group of ranks. Parameters that are "
-        "gathered again before the next step, as for the backward pass, are gathered within this group",
+        "the number of ranks in a second, smaller group of ranks. If parameters are gathered again before "
+        "the next step, for example for the backward pass, they are gathered within this group",
     ),
     "zero_quantized_weights": used(boolean, False, "stages 1 to 3: gather parameters in 8 bits"),
     "zero_quantized_nontrainable_weights": stage_3(boolean, False, "gather frozen parameters in 8 bits"),
@@ -278,14 +284,14 @@ ZERO: Final[Table] = {
     "override_module_apply": inert(
         boolean,
         True,
-        "module.apply gathers the parameters of each module around the call",
+        "module.apply gathers the parameters of each module while it calls its function with this module",
         "it has an effect only inside zero.Init, where false stops module.apply from gathering parameters",
     ),
     "save_muon_momentum_buffer_in_memory": inert(
         boolean, False, "keep Muon's momentum in memory, not on NVMe", "Muon's state is never in files"
     ),
     "legacy_stage1": refused(
-        "the old ZeRO stage 1 no longer exists, in DeepSpeed either; use stage 1",
+        "DeepSpeed no longer has the old ZeRO stage 1, and neither has zero_runtime; use stage 1",
         "an old ZeRO stage 1",
     ),
     "mics_shard_size": refused(

@@ -53,8 +53,8 @@ COMMUNICATION: Final[Table] = {
     "calibration": used(
         optional(inside(CALIBRATION)),
         None,
-        "files with measured costs. They determine the sizes that are auto, and which messages go along "
-        "the axes",
+        "files with measured costs. The costs determine the values of the sizes that are set to auto, and "
+        "which collectives run along the axes",
     ),
     "slow_node_tolerance": used(
         optional(Check("number above 0 and below 1", _fraction)),

@@ -61,7 +61,9 @@ OFFLOAD_OPTIMIZER: Final[Table] = {
     ),
     "fast_init": used(boolean, False, "write master weights only after the first step, if device is nvme"),
     "ratio": used(_SHARE, 1.0, "the share of the state that is offloaded. The rest stays on the device"),
-    "super_offload": later(boolean, False, "SuperOffload", "SuperOffload", "device cpu with ratio"),
+    "super_offload": later(
+        boolean, False, "SuperOffload", "SuperOffload", "use device cpu together with ratio instead"
+    ),
     "cpuadam_cores_perc": inert(
         number(0.0),
         0.8,

@@ -58,7 +58,7 @@ TENSOR_PARALLEL: Final[Table] = {
     "tp_overlap_comm": later(boolean, False, "overlap reductions with computation", "overlap within a layer"),
     "vocab_parallel_lm_head": later(
         optional(boolean), None, "also partition the output layer", "a separate key for the output layer",
-        'name it in tensor_parallel.plan as "column", and the loss as "loss"',
+        'in tensor_parallel.plan, give the output layer the value "column" and the loss the value "loss"',
     ),
     "vocab_parallel_ce_backend": waiting(
         choice("torch", "liger"),
@@ -84,7 +84,7 @@ TENSOR_PARALLEL: Final[Table] = {
         boolean,
         False,
         "partition the model in host memory",
-        "a model is partitioned on its device, before it is moved",
+        "a model is always partitioned in the memory where it is, before it is moved to the rank's device",
     ),
     "replace_with_kernel_inject": later(
         boolean, False, "replace kernels of the model", "kernels for inference"
@@ -104,8 +104,8 @@ KEYS: Final[Table] = {
     "data_parallel_size": used(
         optional(integer(1)),
         None,
-        "the expected number of data-parallel ranks, which is checked. It is the number of ranks divided "
-        "by the number of ranks that share a model or its sequences",
+        "the expected number of data-parallel ranks. It is checked: the number of ranks, divided by the "
+        "product of the number of pipeline stages, tp_size and sequence_parallel_size, must equal this value",
     ),
     "use_data_before_expert_parallelism": used(
         boolean,
