@@ -103,7 +103,8 @@ def relations_page() -> str:
             "",
             fill(f"Grain: {relation.grain}.{summed} Inputs: {inputs}.", 100),
         ]
-        lines += ["", fill(relation.notes, 100)] if relation.notes else []
+        for paragraph in filter(None, relation.notes.split("\n\n")):
+            lines += ["", fill(paragraph, 100)]
         lines += _columns_of(views, name)
     for name, (title, grain) in relation_graph.MADE.items():
         lines += [
