@@ -4,7 +4,7 @@
 -- grain: one row per combination of the requested columns, attempt, pg, group_ranks, group_size, op, backend and call_bytes,
 --   and set of ranks
 -- inputs: rank_operations
--- Ranks form a set if all their rows in a group are equal. The column rank contains the lowest rank
+-- Ranks form a set if they have the same rows in a group. The column rank contains the lowest rank
 -- of the set, and the column ranks contains the number of ranks in the set. The columns host_ns and
 -- exposed_ns are sums over the set. Every other column contains the value of a single rank. If
 -- agreement is computed from these merged rows, its result is the same as from the rows of the single

@@ -8,7 +8,7 @@
 -- times of other ranks are not used, because hosts do not share a clock. The column last_ns is -1
 -- if the lowest rank did not end the step. The column processes counts all processes of the step,
 -- and ended counts the processes that ended the step. The columns loss, grad_norm and cpu_ns are
--- sums. The columns losses, grad_norms and cpus count the values in these sums.
+-- sums. The columns losses, grad_norms and cpus contain the number of values in these sums.
 select
     attempt,
     step,

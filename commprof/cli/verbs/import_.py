@@ -42,7 +42,7 @@ def import_(
         bool, typer.Option("--force", "-f", help="Replace an earlier run in the directory of --out.")
     ] = False,
 ) -> int:
-    """Convert the files of another tool to a run, which report, compare, export and the dashboard can read.
+    """Convert the files of another tool to a run. The commands report, compare and export and the dashboard can read it.
 
     The command reads dumps of torch's Flight Recorder, traces of torch.profiler, logs of the NCCL
     Inspector, and logs of DeepSpeed's comms logger. Code in a pickle is never run. Values that a tool

@@ -136,7 +136,7 @@ FEATURES: Final[Table] = {
         "enabled": used(
             boolean,
             False,
-            "time messages for log_summary. `commprof run` records messages even if this key is false",
+            "measure how long messages take, for log_summary. `commprof run` records messages even if this key is false",
         ),
         "prof_all": used(boolean, True, "time every operation"),
         "prof_ops": used(strings, (), "the operations to time if prof_all is false"),
