@@ -291,7 +291,7 @@ ZERO: Final[Table] = {
         boolean, False, "keep Muon's momentum in memory, not on NVMe", "Muon's state is never in files"
     ),
     "legacy_stage1": refused(
-        "DeepSpeed no longer has the old ZeRO stage 1, and neither has zero_runtime; use stage 1",
+        "the old ZeRO stage 1 no longer exists, neither in DeepSpeed nor in zero_runtime; use stage 1",
         "an old ZeRO stage 1",
     ),
     "mics_shard_size": refused(
