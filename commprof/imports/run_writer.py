@@ -36,6 +36,7 @@ def write_run(out: Path, imported: Imported, files: Sequence[Path], force: bool 
     """
     description = {**describe_process(), "environment": {}, "python": "", "platform": ""}
     known = [each.issue_ns for rank in imported.ranks for each in rank.collectives]
+    # Without wall-clock times in the files, the time of the import is the only date that is known.
     begin = min(known, default=0) if imported.realtime else 0
     notes = [f"imported from {imported.tool}: {', '.join(file.name for file in files)}", *imported.notes]
     manifest = Manifest(

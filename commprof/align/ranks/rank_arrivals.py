@@ -235,6 +235,7 @@ def _delays(
     blocked = np.minimum(times.blocked_until, behind) - np.maximum(
         times.blocked_from, groups.spread(at[third])
     )
+    # Only for calls on CPUs do the recorded times show when the rank itself was blocked.
     blocked = np.where(times.on_cpu & (at < behind), np.maximum(blocked, 0), np.nan)
     second_waited = groups.mean(blocked)[last]
     waited = _numbers(columns["others_waited_ns"])

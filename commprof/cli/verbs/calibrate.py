@@ -90,6 +90,7 @@ def calibrate(
         iterations=_within("--iterations", iterations, 1),
         warmup=_within("--warmup", warmup, 0),
     )
+    # Imported only now, so that a wrong option is reported at once.
     from commprof.launch.calibration import calibrate as carry_out
     from commprof.launch.calibration import is_first
 

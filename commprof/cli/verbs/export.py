@@ -93,6 +93,7 @@ def export(
         raise UsageError("--empty is for --format csv, parquet and duckdb without --table; leave it out")
     opened_runs = each_opened(runs)
     with needed("dash" if kind is Format.HTML else "export", "to export a run"):
+        # These formats show single collectives, which sums do not contain.
         for run in opened_runs if kind in _OF_ONE_RUN else ():
             if run.table("aggregates").num_rows:
                 say(

@@ -59,7 +59,7 @@ def vocab_sequence_parallel_cross_entropy(
     if vocab_parallel_logits.shape[:-1] != target.shape or target.dim() != 2:
         raise UsageError(
             f"logits have shape {tuple(vocab_parallel_logits.shape)} and targets {tuple(target.shape)}; expected "
-            "(sequence / ranks, batch, words) and (sequence / ranks, batch)"
+            "(sequence / ranks, batch, vocabulary) and (sequence / ranks, batch)"
         )
     rows, words = vocab_parallel_logits.flatten(0, 1), target.flatten()
     if tp_group is None:
@@ -67,6 +67,7 @@ def vocab_sequence_parallel_cross_entropy(
             rows.float(), words, ignore_index=ignore_index, reduction="none"
         )
     else:
+        # Each rank has the logits of a part of the vocabulary, so the ranks must sum their exponentials.
         ranks = Ranks(DataParallelGroup(tp_group))
         losses = vocab_parallel_cross_entropy(rows, words, ranks, ignore_index, "none")
     losses = losses.view_as(target)
