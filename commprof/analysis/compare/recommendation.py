@@ -11,6 +11,7 @@ from commprof.analysis.compare import significance
 from commprof.analysis.compare.advice import (
     CANNOT_TELL,
     NO_DIFFERENCE,
+    SAME_BYTES,
     SAME_LOSS,
     Advice,
     Candidate,
@@ -140,7 +141,7 @@ def _moved(weighed: Weighed) -> list[str]:
     """Return a sentence about the interface counters if they contradict or confirm the recommendation.
 
     They contradict it if another setting moved fewer bytes than a recommended setting. They confirm it if no setting
-    did and another setting moved more bytes.
+    did, and the setting that sends the most bytes by the model moved more bytes.
     """
     counted = [one for one in _counted(weighed) if one.moved_bytes is not None]
     for one in counted:
@@ -154,8 +155,13 @@ def _moved(weighed: Weighed) -> list[str]:
                 "Look at both ledgers first: commprof verify."
             ]
     best = [one for one in counted if one.label in weighed.recommended]
-    most = max(counted, key=lambda one: (one.moved_bytes or 0.0, one.label), default=None)
-    if not best or most is None or not _moves_more(most, best[0]):
+    if not best:
+        return []
+    # Of the settings that send most, the one that moved the fewest bytes: the noise of one run is no evidence.
+    highest = max(one.wire_bytes or 0.0 for one in counted) * (1 - SAME_BYTES)
+    sends_most = [one for one in counted if (one.wire_bytes or 0.0) >= highest]
+    most = min(sends_most, key=lambda one: (one.moved_bytes or 0.0, one.label))
+    if not _moves_more(most, best[0]):
         return []
     return [
         f"The interface counters agree: {format_bytes(best[0].moved_bytes or 0.0)} a step on all hosts together, and "

@@ -73,13 +73,15 @@ def test_sums_of_steps_have_executed_bytes_too():
 def settings(tmp_path, **moved):
     """Write runs of three settings on 2 ranks, as in the demo.
 
-    Per step, the settings issue an all_reduce, a reduce or an all_to_all of 2 MiB.
+    Per step, the settings issue an all_reduce, a reduce or an all_to_all of 2 MiB. If ``moved`` names the setting
+    noisy, there is a fourth setting, with the same traffic as the first.
     """
     paths = []
     for name, op, intended in (
         ("plain", "all_reduce", None),
         ("owners", "reduce", None),
         ("pairs", "all_to_all", "reduce_scatter"),
+        *([("noisy", "all_reduce", None)] if "noisy" in moved else []),
     ):
         run = SyntheticRun(world_size=2, config={"reduction": name})
         for step in range(3):
@@ -142,6 +144,16 @@ def test_the_counters_may_agree_with_a_recommendation(tmp_path, capsys):
     text = " ".join(shown(capsys, "compare", *paths).split())
     assert "The interface counters agree: 2.00 MiB a step on all hosts together, and 4.00 MiB with" in text
     assert "But the counters" not in text
+
+
+@pytest.mark.parametrize(("plain", "agrees"), [(12, True), (6.1, False)])
+def test_the_noise_of_one_run_is_not_shown_as_agreement(tmp_path, capsys, plain, agrees):
+    """Of two settings with the same traffic, the one with the fewest moved bytes decides."""
+    paths = settings(tmp_path, plain=int(plain * MIB), owners=9 * MIB, pairs=6 * MIB, noisy=90 * MIB)
+    text = " ".join(shown(capsys, "compare", *paths).split())
+    sentence = "The interface counters agree: 2.00 MiB a step on all hosts together, and 4.00 MiB with reduction=plain"
+    assert (sentence in text) == agrees
+    assert ("counters agree" in text) == agrees
 
 
 def logged_run(directory, *, lost=False):
