@@ -93,17 +93,18 @@ def read_rank(stem: Path, elsewhere: Mapping[int, str] | None = None) -> RankTra
     _check_pair(stem, events, signatures, records, tally)
     step_table = _step_table(events, elsewhere or {}, records)
     groups = _groups(events)
+    known_groups = _known_groups(groups)
     columns = CollectiveColumns(
         identity,
         signatures,
         events.interned("tag"),
         events.interned("site"),
         events.interned("thread"),
-        _known_groups(groups),
+        known_groups,
         step_table,
         records.raised,
     )
-    tables, left_out = _side_tables(identity, events, groups, step_table)
+    tables, left_out = _side_tables(identity, events, groups, known_groups, step_table)
     left_out += len(events.interned("signature")) - len(signatures)
     entry = _entry(identity, events, records.totals, tables, tally, left_out)
     entry["cut"] = _cut(stem, events, records, tally)
@@ -212,7 +213,11 @@ def _check_owner(path: Path, identity: RankFile, events: Events) -> None:
 
 
 def _side_tables(
-    identity: RankFile, events: Events, groups: Mapping[str, Mapping[str, Any]], steps: StepTable
+    identity: RankFile,
+    events: Events,
+    groups: Mapping[str, Mapping[str, Any]],
+    known_groups: Mapping[str, Mapping[str, Any]],
+    steps: StepTable,
 ) -> tuple[dict[str, pa.Table], int]:
     """Return all tables except ``collectives``, and the number of rows that did not fit the tables."""
     same = dict(zip(_IDENTITY, identity, strict=False))
@@ -231,7 +236,7 @@ def _side_tables(
         "flight": ({**row, **same} for row in events.rows["flight"]),
         "clocks": ({**row, **here} for row in events.rows["clock"]),
         "clock_offsets": ({**row, **here} for row in events.rows["clock_offset"]),
-        "aggregates": ({**row, **same} for row in sums_of(events, _known_groups(groups), steps)),
+        "aggregates": ({**row, **same} for row in sums_of(events, known_groups, steps)),
     }
     fitted_tables = {name: fitted(name, rows_of_table) for name, rows_of_table in rows.items()}
     fitted_tables["expert_loads"] = load_rows(events, steps, same)

@@ -117,7 +117,7 @@ def group_layout(
         world_size: The number of ranks of the data-parallel group, at least 1.
         round_robin: Whether to put parameter i into list i mod world_size and then concatenate the lists.
             Gradients that become ready together then belong to different ranks.
-        alignment: The number of elements to a multiple of which each parameter is padded.
+        alignment: Each parameter is padded to a multiple of this number of elements.
         chunk_limit: The largest number of elements of a chunk. If it is below the smallest possible chunk,
             chunks have the smallest possible size. None for a single chunk.
     """

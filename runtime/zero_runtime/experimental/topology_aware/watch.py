@@ -64,7 +64,7 @@ class CountedWork:
 
 
 class Watch:
-    """The watch, which logs on rank 0 which ranks and links become late, and which ones are no longer late.
+    """The watch, which logs on rank 0 when a rank or a link becomes late, and when it is no longer late.
 
     Args:
         group: The group of all ranks.

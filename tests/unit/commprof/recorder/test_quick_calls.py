@@ -342,7 +342,7 @@ INTERRUPTED = ("find_direct", "intern_tag", "record_raised", "settle")
 
 
 class Broken:
-    """Words of a record that cannot be written."""
+    """The memory of a record, on a disk that is gone: nothing can be written to it."""
 
     def __setitem__(self, index, value):
         raise OSError("disk gone")
