@@ -57,6 +57,7 @@ def test_what_moved_is_held_to_the_evaluations_and_checkpoints_between_the_readi
     assert (moved["when"], moved["steps"]) == ("steps", STEPS)
     assert moved["expected_bytes"] == OF_STEPS * 2 * SIZE
     assert moved["outside_bytes"] == (OUTSIDE + BEFORE_AN_EVALUATION) * 2 * SIZE
-    assert 1 <= moved["sent_bytes"] / moved["expected_bytes"] < 1.03
-    text = commprof("verify", "run", cwd=tmp_path).stdout
-    assert "Mismatch" not in text and "1.00" in text, text
+    ratio = moved["sent_bytes"] / moved["expected_bytes"]
+    assert 1 <= ratio < 1.03  # Other processes and retransmissions add to the counters of the host.
+    text = " ".join(commprof("verify", "run", cwd=tmp_path).stdout.split())
+    assert "Mismatch" not in text and f"{ratio:.3f} times the" in text, text
